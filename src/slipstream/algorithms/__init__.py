@@ -1,0 +1,1 @@
+"""What is learned from a rollout: pure functions of tensors, each a formula and its source."""

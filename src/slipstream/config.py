@@ -1,0 +1,327 @@
+"""Every option of a run, once: its name, type, default, bounds and meaning.
+
+A configuration is a TOML file with dotted flags over it (`--trainer.learning_rate 1e-5`). It is validated before
+anything is loaded; whatever is wrong is one `ConfigError` line that names the option and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be run. The message is one line for a person."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+def option(default: Any, description: str, **bounds: Any) -> Any:
+    return Field(default, description=description, validate_default=True, **bounds)
+
+
+class ModelConfig(Section):
+    """The policy to fine-tune."""
+
+    path: str = Field(description="Hugging Face model: a local directory or a name on the Hub.", min_length=1)
+    dtype: Literal["float32", "bfloat16"] = option("float32", "Number format of the weights on both sides.")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters instead of full fine-tuning."""
+
+    rank: int = option(0, "Rank of the adapters; 0 trains every weight.", ge=0)
+    alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
+    targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")
+
+
+class EnvironmentConfig(Section):
+    """Where tasks come from and how rollouts are rewarded."""
+
+    name: str = Field(
+        description='"gsm8k", "addition", or your own as "module:thing" or "path/to/file.py:thing".', min_length=1
+    )
+    options: dict[str, Any] = option({}, "Keyword arguments of the environment.")
+    time_limit: float = option(300.0, "Seconds that one rollout may take, generation included.", gt=0)
+    max_failures: int = option(10, "Rollouts that may fail in a row before the run stops.", ge=1)
+    scorers: int = option(1, "Processes for reward functions that are not async.", ge=1)
+
+
+class SamplingConfig(Section):
+    """How training completions are drawn."""
+
+    temperature: float = option(1.0, "Softmax temperature of training rollouts.", gt=0)
+    top_k: int = option(0, "Keep the k likeliest tokens; 0 keeps all.", ge=0)
+    top_p: float = option(1.0, "Keep the likeliest tokens up to this probability mass.", gt=0, le=1)
+    max_tokens: int = option(128, "Longest completion in tokens.", ge=1)
+    stop: list[str] = option([], "Strings that end a completion; the model's end-of-sequence token always does.")
+
+
+class LoopConfig(Section):
+    """How much work, and how far generation may run ahead of training."""
+
+    steps: int = option(100, "Optimizer steps.", ge=1)
+    groups_per_step: int = option(8, "Groups (tasks) that one step trains on.", ge=1)
+    group_size: int = option(8, "Rollouts a task, scored against each other.", ge=2)
+    max_lag: int = option(1, "Versions that a trained token may be behind: 0 is synchronous, 1 one ahead.", ge=0)
+    buffer: int = option(0, "Most groups in generation and in the buffer; 0 means what max_lag can use.", ge=0)
+    retries: int = option(3, "Times that a failed or stale task is tried again.", ge=0)
+    seed: int = option(0, "Seed of task order, sampling and initialisation.", ge=0)
+
+
+class GeneratorConfig(Section):
+    """The generator pool."""
+
+    kind: str = option("torch", '"torch" (embedded), or your own service as "module:Class".')
+    count: int = option(1, "Generators, each in its own process.", ge=1)
+    slots: int = option(64, "Sequences that one generator decodes at once.", ge=1)
+    context: int = option(0, "Longest prompt plus completion in tokens; 0 means the model's own limit.", ge=0)
+    device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
+    threads: int = option(0, "CPU threads of each generator; 0 shares the cores out.", ge=0)
+
+
+class TrainerConfig(Section):
+    """The optimizer and its schedule."""
+
+    kind: str = option("pytorch", '"pytorch", or your own service as "module:Class".')
+    learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", gt=0)
+    betas: tuple[float, float] = option((0.9, 0.99), "Decay rates of AdamW's moments.")
+    weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
+    warmup_steps: int = option(0, "Steps over which the learning rate rises from 0.", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = option("linear", "Decay to 0 over the run after warm-up.")
+    gradient_clip: float = option(1.0, "Largest norm of the gradient; 0 does not clip.", ge=0)
+    tokens_per_microbatch: int = option(8192, "Padded tokens in one forward and backward pass.", ge=1)
+    probe_bound: float = option(
+        0.0, "Largest log-probability difference to the generator at start; 0 means 1e-3 (float32) or 0.5.", ge=0
+    )
+    device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
+    threads: int = option(0, "CPU threads of the trainer; 0 shares the cores out.", ge=0)
+
+
+class AlgorithmConfig(Section):
+    """The learning rule: GRPO on recorded behaviour log-probabilities."""
+
+    normalize: bool = option(False, "Divide a group's advantages by the standard deviation of its rewards.")
+    clip_low: float = option(0.2, "The ratio to the behaviour policy is clipped below at 1 - clip_low.", gt=0, le=1)
+    clip_high: float = option(0.2, "The ratio to the behaviour policy is clipped above at 1 + clip_high.", gt=0)
+    truncate: float = option(3.0, "Largest importance weight; 0 does not truncate.", ge=0)
+    kl: float = option(0.0, "Weight of the KL divergence to the start policy; 0 needs no second model.", ge=0)
+    filter_equal: bool = option(False, "Replace groups whose rewards are all equal instead of skipping their gradient.")
+
+
+class SyncConfig(Section):
+    """How new weights reach the generators."""
+
+    link: str = option("shared", '"shared" (memory of this host), "checkpoint" (files), or "module:Class".')
+    every: int = option(1, "Steps between two publishes.", ge=1)
+
+
+class EvaluationConfig(Section):
+    """Held-out tasks, measured while training goes on."""
+
+    every: int = option(0, "Steps between evaluations; 0 evaluates at the start and the end only.", ge=0)
+    tasks: int = option(100, "Held-out tasks to evaluate on; 0 turns evaluation off.", ge=0)
+    temperature: float = option(0.0, "Softmax temperature of evaluation; 0 is greedy.", ge=0)
+
+
+class CheckpointConfig(Section):
+    """What a run can go on from."""
+
+    every: int = option(50, "Steps between checkpoints; one is always written at the end.", ge=1)
+    keep: int = option(2, "Newest checkpoints to keep.", ge=1)
+
+
+class RunConfig(Section):
+    """Where results go."""
+
+    dir: str = option("", "Run directory; empty means runs/ENVIRONMENT-DATE.")
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    lora: LoraConfig = LoraConfig()
+    environment: EnvironmentConfig
+    sampling: SamplingConfig = SamplingConfig()
+    loop: LoopConfig = LoopConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    sync: SyncConfig = SyncConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        loop = self.loop
+        for name, value, known in (
+            ("generator.kind", self.generator.kind, ("torch",)),
+            ("trainer.kind", self.trainer.kind, ("pytorch",)),
+            ("sync.link", self.sync.link, ("shared", "checkpoint")),
+        ):
+            if value not in known and ":" not in value:
+                names = ", ".join(f'"{k}"' for k in known)
+                raise ConfigError(f'{name} = "{value}" is unknown; give {names} or your own as "module:Class"')
+        if 0 < loop.buffer < loop.groups_per_step:
+            raise ConfigError(
+                f"loop.buffer = {loop.buffer} can't hold the {loop.groups_per_step} groups of one step; "
+                f"raise it to at least {loop.groups_per_step}, or set it to 0"
+            )
+        if self.trainer.warmup_steps >= loop.steps:
+            raise ConfigError(
+                f"trainer.warmup_steps = {self.trainer.warmup_steps} leaves nothing of loop.steps = {loop.steps}; "
+                f"lower it below {loop.steps}"
+            )
+        if not all(0 <= beta < 1 for beta in self.trainer.betas):
+            raise ConfigError(f"trainer.betas = {list(self.trainer.betas)} must lie in [0, 1); try [0.9, 0.99]")
+        context = self.generator.context
+        if context and context <= self.sampling.max_tokens:
+            raise ConfigError(
+                f"generator.context = {context} leaves no room for a prompt beside sampling.max_tokens = "
+                f"{self.sampling.max_tokens}; raise generator.context or lower sampling.max_tokens"
+            )
+        return self
+
+    @property
+    def groups_per_version(self) -> int:
+        """Groups that are trained on between two publishes."""
+        return self.loop.groups_per_step * self.sync.every
+
+    @property
+    def buffer_capacity(self) -> int:
+        """Most groups running and ready at once."""
+        return self.loop.buffer or (self.loop.max_lag + 1) * self.groups_per_version
+
+
+def load(path: str | Path | None = None, flags: Sequence[str] = ()) -> Config:
+    """Read a TOML file and lay dotted flags over it. Raises `ConfigError`."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    for name, value in parse_flags(flags):
+        _set(values, name, value)
+    return validate(values)
+
+
+def validate(values: Mapping[str, Any]) -> Config:
+    """Turn nested values into a `Config`. Raises `ConfigError` with one line a fault."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
+
+
+def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """`--a.b v` and `--a.b=v` as ("a.b", value); a value is read as TOML, else taken as text."""
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag!r} is not an option; options look like --section.option value")
+        name, equals, text = flag[2:].partition("=")
+        if not equals:
+            if not rest or _is_flag(rest[0]):
+                raise ConfigError(f"--{name} has no value; give one: --{name} VALUE")
+            text = rest.pop(0)
+        if "." not in name:
+            raise ConfigError(f"unknown option --{name}{_suggest(name, option_names())}; see `slipstream config --help`")
+        yield name, _toml_value(text)
+
+
+def option_names() -> list[str]:
+    """Every dotted option name."""
+    return [f"{name}.{key}" for name, section in _sections() for key in section.model_fields]
+
+
+def dump(config: Config, *, comments: bool = True) -> str:
+    """The configuration as TOML with every default, each option under its description."""
+    lines = []
+    for name, section in _sections():
+        lines += [f"[{name}]" + (f"  # {(section.__doc__ or '').strip()}" if comments else "")]
+        for key, info in section.model_fields.items():
+            if comments:
+                lines.append(f"# {info.description}")
+            lines.append(f"{key} = {_toml(getattr(getattr(config, name), key))}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _sections() -> Iterator[tuple[str, type[Section]]]:
+    for name, info in Config.model_fields.items():
+        assert isinstance(info.annotation, type)
+        yield name, info.annotation
+
+
+def _set(values: dict[str, Any], name: str, value: Any) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--{name}: {parent} is a value, not a section")
+    values[last] = value
+
+
+def _is_flag(text: str) -> bool:
+    return text.startswith("--")
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _explain(error: Any) -> str:
+    name = ".".join(str(part) for part in error["loc"])
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    if error["type"] == "extra_forbidden":
+        known = option_names() if "." in name else [n for n, _ in _sections()]
+        return f"unknown option {name}{_suggest(name, known)}; `slipstream config` lists all"
+    if error["type"] == "missing":
+        sections = dict(_sections())
+        if name in sections:
+            required = [k for k, f in sections[name].model_fields.items() if f.is_required()]
+            name = f"{name}.{required[0]}"
+        return f"{name} is not set; add it to the file or give --{name} VALUE"
+    expected = error["msg"][0].lower() + error["msg"][1:]
+    return f"{name} = {_toml_or_repr(error['input'])}: {expected.replace('input should', 'it must')}"
+
+
+def _toml_or_repr(value: Any) -> str:
+    try:
+        return _toml(value)
+    except TypeError:
+        return repr(value)
+
+
+def _suggest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if not close:  # a right name in a wrong section is the commonest slip
+        close = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
+    return f" (did you mean {close[0]}?)" if close else ""

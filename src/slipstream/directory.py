@@ -1,0 +1,117 @@
+"""A run's directory: what lies where, and how a checkpoint becomes whole or never was.
+
+    config.toml  metrics.jsonl  evaluations.jsonl  rollouts/  checkpoints/step_N/  policy/  summary.json  logs/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from slipstream.config import Config, ConfigError, dump, load
+
+PARTIAL = ".partial"
+
+
+class RunDirectory:
+    """The directory of one run, held by one process at a time. Paths are attributes; checkpoints are atomic."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.summary = path / "summary.json"
+        self.policy = path / "policy"
+        self._checkpoints = path / "checkpoints"
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, config: Config, path: Path) -> RunDirectory:
+        """A new run's directory. Raises `ConfigError` where there is a run already."""
+        directory = cls(path)
+        if directory.config.exists():
+            raise ConfigError(
+                f"run.dir = {str(path)!r} holds a run; go on with `slipstream train --resume {path}` or name another"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run.dir = {str(path)!r}: {error.strerror}; name another directory") from None
+        directory._hold()
+        write_atomically(directory.config, dump(config))
+        return directory
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """The directory of a run to go on with. Raises `ConfigError` where there is none or it is in use."""
+        directory = cls(path)
+        if not directory.config.exists():
+            raise ConfigError(f"{path} holds no run to resume (no config.toml); start one with `slipstream train CONFIG`")
+        directory._hold()
+        for partial in directory._checkpoints.glob(f"*{PARTIAL}"):
+            shutil.rmtree(partial)
+        return directory
+
+    def load_config(self, flags: list[str]) -> Config:
+        """The run's own configuration with `flags` laid over it, which then is the run's."""
+        config = load(self.config, flags)
+        write_atomically(self.config, dump(config))
+        return config
+
+    def checkpoints(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        found = [p for p in self._checkpoints.glob("step_*") if p.suffix != PARTIAL]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+    def checkpoint(self, step: int) -> Path:
+        return self._checkpoints / f"step_{step}"
+
+    @contextmanager
+    def new_checkpoint(self, step: int, keep: int) -> Iterator[Path]:
+        """A directory to write the checkpoint of `step` into; it gets its name when the block ends without error."""
+        final = self.checkpoint(step)
+        partial = final.with_name(final.name + PARTIAL)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        for file in [p for p in partial.rglob("*") if p.is_file()]:
+            _sync(file)
+        partial.rename(final)
+        _sync(self._checkpoints)
+        for old in self.checkpoints()[:-keep]:
+            shutil.rmtree(old)
+
+    def close(self) -> None:
+        if self._lock:
+            self._lock.close()
+
+    def _hold(self) -> None:
+        self._lock = (self.path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{self.path} is in use by another process; stop that run first") from None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's text so that a reader sees the old or the new, whole."""
+    partial = path.with_name(path.name + PARTIAL)
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,117 @@
+"""What a user writes (an environment) and what it is handed (a task and a policy).
+
+An episode is one async function. Its author asks the policy for completions and returns a reward; tokens,
+log-probabilities, versions and seeds are recorded on the way and never seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slipstream.generators.base import Generator
+from slipstream.rollout import Completion, Rollout, Sampling
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem. `prompt` is text or chat messages; `data` is whatever the reward needs, such as the answer."""
+
+    id: str
+    prompt: str | tuple[dict[str, str], ...]
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """Tasks and the episode that is played on one of them."""
+
+    @property
+    def train(self) -> Sequence[Task]:
+        """Tasks to train on."""
+        ...
+
+    @property
+    def test(self) -> Sequence[Task]:
+        """Held-out tasks; may be empty."""
+        ...
+
+    async def rollout(self, task: Task, policy: Policy) -> Rollout | float:
+        """Play one episode. A plain number is the reward of everything that `policy` drew."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    chat_template: Any
+
+    def encode(self, text: str, /) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], /, skip_special_tokens: bool = False) -> str: ...
+    def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
+
+
+class Policy:
+    """The newest policy, as one episode sees it. Remembers every completion drawn through it."""
+
+    def __init__(self, generator: Generator, tokenizer: Tokenizer, sampling: Sampling, seed: str) -> None:
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._seed = seed
+        self.completions: list[Completion] = []
+
+    async def sample(self, prompt: Prompt, **changes: Any) -> Completion:
+        """Draw one completion after `prompt`: text, chat messages or token ids.
+
+        Text and messages go through the tokenizer's chat template where it has one. `changes` override fields of
+        `Sampling` for this call. The returned completion has its text decoded, without the stop token or string.
+        """
+        prompt_ids = self.encode(prompt)
+        sampling = dataclasses.replace(self._sampling, **{"seed": self._next_seed(), **changes})
+        completion = await self._generator.generate(prompt_ids, sampling)
+        completion = dataclasses.replace(completion, text=self._text(completion, sampling))
+        self.completions.append(completion)
+        return completion
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, with the chat template applied where the tokenizer has one."""
+        if isinstance(prompt, str):
+            if not self._tokenizer.chat_template:
+                return self._tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        if not prompt or isinstance(prompt[0], int):
+            return list(prompt)  # type: ignore[arg-type]
+        if not self._tokenizer.chat_template:
+            return self._tokenizer.encode("\n\n".join(m["content"] for m in prompt))  # type: ignore[index]
+        ids = self._tokenizer.apply_chat_template(
+            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return list(ids)
+
+    def rollout(self, reward: float, **metrics: float) -> Rollout:
+        """Everything drawn so far, as a rollout with this reward."""
+        return Rollout(tuple(self.completions), float(reward), metrics)
+
+    def _next_seed(self) -> int:
+        text = f"{self._seed}/{len(self.completions)}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+
+    def _text(self, completion: Completion, sampling: Sampling) -> str:
+        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        cuts = [at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0]
+        return text[: min(cuts)] if cuts else text
+
+
+async def play(environment: Environment, task: Task, policy: Policy) -> Rollout:
+    """One episode, whatever the environment returned, as a `Rollout`."""
+    outcome: Any = environment.rollout(task, policy)
+    if inspect.isawaitable(outcome):
+        outcome = await outcome
+    return outcome if isinstance(outcome, Rollout) else policy.rollout(outcome)

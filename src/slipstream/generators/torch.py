@@ -1,0 +1,317 @@
+"""The embedded generator: continuous batching over a Hugging Face causal language model's own forward pass.
+
+Consumes requests, produces completions; between two forward passes sequences join and leave, and weights may be
+swapped. Each pass sees one version of all weights, and each token is tagged with the version of the pass that drew it.
+A sequence that outlives a swap keeps its keys and values ("continue").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
+from slipstream.generators.base import GenerationError
+from slipstream.generators.sampling import Sampler
+from slipstream.rollout import Completion, Sampling, spans_of
+
+SERVED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+PROMPT_TOKENS = 4096  # padded prompt tokens in one pass: bounds how long running sequences wait for joining ones
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A request in flight."""
+
+    key: Hashable
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    stop_tokens: frozenset[int]
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    experts: list[Any] = field(default_factory=list)
+    finish: str | None = None
+
+
+class Engine:
+    """A model with `slots` places for sequences. Synchronous and single-threaded: `submit`, then `step` while `busy`.
+
+    `context` bounds prompt plus completion (0: the model's own limit). `tokenizer` is needed for stop strings only.
+    Raises `GenerationError` for a model that it can't serve.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, slots: int = 64, context: int = 0, tokenizer: Any = None, version: int = 0
+    ) -> None:
+        self.model: Any = model.eval()
+        config = self.model.config
+        refuse_unserved(config)
+        self.model.set_attn_implementation(ATTENTION)
+        self.slots = slots
+        self.context = min(context or config.max_position_embeddings, config.max_position_embeddings)
+        self.version = version
+        self.tokens_generated = 0
+        self.busy_seconds = 0.0
+        self._tokenizer = tokenizer
+        self._device = next(model.parameters()).device
+        self._cache = SlotCache(config, slots, next(model.parameters()).dtype, self._device)
+        self._eos = _end_of_sequence(self.model)
+        self._queue: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._sampler: tuple[list[_Sequence], Sampler] | None = None
+        self._routes: list[Tensor] = []
+        self._routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        for router in self._routers:
+            router.register_forward_hook(lambda _m, _i, output: self._routes.append(output[-1]))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._queue or self._running)
+
+    @property
+    def load(self) -> int:
+        """Requests accepted and not finished."""
+        return len(self._queue) + len(self._running)
+
+    def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        """Queue a request; `step` returns its completion under `key`. Raises `GenerationError`."""
+        prompt = tuple(prompt_ids)
+        if not prompt:
+            raise GenerationError("the prompt is empty; give at least one token")
+        if len(prompt) >= self.context:
+            raise GenerationError(
+                f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {self.context}; "
+                "shorten the prompt or raise generator.context"
+            )
+        if sampling.stop_strings and self._tokenizer is None:
+            raise GenerationError("stop strings need a tokenizer")
+        if sampling.record_experts and not self._routers:
+            raise GenerationError("record_experts: this model has no experts")
+        stop_tokens = frozenset(sampling.stop_tokens) | self._eos
+        limit = min(sampling.max_tokens, self.context - len(prompt))
+        self._queue.append(_Sequence(key, prompt, sampling, stop_tokens, limit))
+
+    def abort(self, key: Hashable) -> None:
+        """Forget a request; unknown keys are ignored, since it may just have finished."""
+        self._queue = deque(s for s in self._queue if s.key != key)
+        for sequence in self._running:
+            if sequence.key == key:
+                sequence.finish = "abort"
+
+    def swap(self, version: int, apply: Callable[[], None]) -> float:
+        """Replace the weights under the running sequences by calling `apply`. Returns the seconds it took.
+
+        Called between two steps, so no pass sees two versions. If `apply` raises, the version stays.
+        """
+        began = time.perf_counter()
+        apply()
+        self.version = version
+        return time.perf_counter() - began
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Hashable, Completion]]:
+        """One forward pass: a token for every running and joining sequence. Returns what finished."""
+        began = time.perf_counter()
+        joining = self._admit()
+        if not self._running:
+            return []
+        row, layout = self._lay_out(joining)
+        self._routes.clear()
+        newest = torch.arange(len(self._running), device=self._device)
+        logits = self.model(
+            input_ids=row[None],
+            position_ids=self._positions[None],
+            use_cache=False,
+            logits_to_keep=newest,
+            slots=layout,
+        ).logits[0]
+        if self._routes:
+            self._record_experts(joining)
+        self._draw(logits)
+        finished = [(s.key, self._completion(s)) for s in self._running if s.finish not in (None, "abort")]
+        self.tokens_generated += len(self._running)
+        self.busy_seconds += time.perf_counter() - began
+        return finished
+
+    def _admit(self) -> dict[tuple[int, ...], list[int]]:
+        """Give free slots to queued requests. Returns the slots of joining sequences by prompt.
+
+        Running sequences always fill slots `0:len(running)`, so that attention reads one view of the cache. A joining
+        sequence takes the slot of a finished one; where none joins, the last sequence moves into the hole.
+        """
+        joining: dict[tuple[int, ...], list[int]] = {}
+        holes = deque(i for i, s in enumerate(self._running) if s.finish)
+        longest = 0
+        while self._queue and (holes or len(self._running) < self.slots):
+            prompt = self._queue[0].prompt
+            if prompt not in joining:
+                longest = max(longest, len(prompt))
+                if joining and longest * (len(joining) + 1) > PROMPT_TOKENS:
+                    break
+            slot = holes.popleft() if holes else len(self._running)
+            self._running[slot : slot + 1] = [self._queue.popleft()]
+            joining.setdefault(prompt, []).append(slot)
+            self._sampler = None
+        while holes:
+            hole = holes.pop()
+            last = self._running.pop()
+            if hole < len(self._running):
+                self._cache.copy(len(self._running), hole, len(last.prompt) + len(last.tokens))
+                self._running[hole] = last
+            self._sampler = None
+        return joining
+
+    def _lay_out(self, joining: dict[tuple[int, ...], list[int]]) -> tuple[Tensor, StepLayout]:
+        """The packed row of token ids for this pass, and where its tokens belong."""
+        n = len(self._running)
+        row = [s.tokens[-1] if s.tokens else s.prompt[-1] for s in self._running]
+        lengths = [len(s.prompt) + len(s.tokens) for s in self._running]
+        positions = [length - 1 for length in lengths]
+        source, slot, place = list(range(n)), list(range(n)), list(positions)
+        longest = max((len(prompt) for prompt in joining), default=1) - 1
+        gather, scatter = [], []
+        for index, (prompt, slots) in enumerate(joining.items()):
+            earlier = range(len(row), len(row) + len(prompt) - 1)
+            row += prompt[:-1]
+            positions += range(len(earlier))
+            for taken in slots:
+                source += earlier
+                slot += [taken] * len(earlier)
+                place += range(len(earlier))
+            gather.append([*earlier, *[0] * (longest - len(earlier))])
+            scatter += range(index * longest, index * longest + len(earlier))
+        self._cache.reserve(max(lengths))
+        self._positions = self._ids(positions)
+        layout = StepLayout(
+            self._cache, n, max(lengths), self._ids(lengths), self._ids(slot), self._ids(place),
+            *([self._ids(source), self._ids(gather), self._ids(scatter)] if scatter else ()),
+        )  # fmt: skip
+        return self._ids(row), layout
+
+    def _ids(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self._device)
+
+    def _draw(self, logits: Tensor) -> None:
+        """Sample every running sequence's next token and see which of them end with it."""
+        if self._sampler is None:
+            self._sampler = Sampler([s.sampling for s in self._running], self._device)
+        drawn = self._sampler.draw(logits, np.array([len(s.tokens) for s in self._running], dtype=np.uint64))
+        for i, sequence in enumerate(self._running):
+            token = drawn.tokens[i]
+            sequence.tokens.append(token)
+            sequence.logprobs.append(drawn.logprobs[i])
+            sequence.versions.append(self.version)
+            if sequence.sampling.record_kept:
+                sequence.kept.append(drawn.kept[i])
+            if sequence.finish is None:
+                if token in sequence.stop_tokens or (sequence.sampling.stop_strings and self._stops(sequence)):
+                    sequence.finish = "stop"
+                elif len(sequence.tokens) >= sequence.limit:
+                    sequence.finish = "length"
+
+    def _stops(self, sequence: _Sequence) -> bool:
+        """Whether the newest token completes a stop string. A token may end in the middle of a character or string."""
+        stops = sequence.sampling.stop_strings
+        tail = sequence.tokens[-(max(map(len, stops)) + 4) :]
+        text = self._tokenizer.decode(tail)
+        return any(stop in text for stop in stops)
+
+    def _record_experts(self, joining: dict[tuple[int, ...], list[int]]) -> None:
+        """Keep which experts each layer chose for every token of this pass, for the sequences that ask."""
+        routes = torch.stack(self._routes, 1).to("cpu", torch.int16).numpy()  # [tokens, layers, experts a token]
+        at = len(self._running)
+        for prompt, slots in joining.items():
+            for slot in slots:
+                if self._running[slot].sampling.record_experts:
+                    self._running[slot].experts.append(routes[at : at + len(prompt) - 1])
+            at += len(prompt) - 1
+        for slot, sequence in enumerate(self._running):
+            if sequence.sampling.record_experts:
+                sequence.experts.append(routes[slot : slot + 1])
+
+    def _completion(self, sequence: _Sequence) -> Completion:
+        sampling = sequence.sampling
+        return Completion(
+            prompt_ids=sequence.prompt,
+            token_ids=tuple(sequence.tokens),
+            logprobs=tuple(sequence.logprobs),
+            spans=spans_of(sequence.versions),
+            finish_reason=sequence.finish or "",
+            temperature=sampling.temperature,
+            kept=tuple(sequence.kept) if sampling.record_kept else None,
+            experts=np.concatenate(sequence.experts) if sampling.record_experts else None,
+        )
+
+
+class TorchGenerator:
+    """An engine in this process as a `Generator`: steps are taken between turns of the event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._waiting: dict[Hashable, asyncio.Future[Completion]] = {}
+        self._stepping: asyncio.Task[None] | None = None
+        self._keys = 0
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self._keys += 1
+        key = self._keys
+        self.engine.submit(key, prompt_ids, sampling)
+        future = self._waiting[key] = asyncio.get_running_loop().create_future()
+        if self._stepping is None or self._stepping.done():
+            self._stepping = asyncio.create_task(self._step())
+        try:
+            return await future
+        finally:
+            self._waiting.pop(key, None)
+            self.engine.abort(key)
+
+    async def close(self) -> None:
+        if self._stepping is not None:
+            self._stepping.cancel()
+
+    async def _step(self) -> None:
+        await asyncio.sleep(0)  # let every caller of this turn of the loop submit first
+        while self.engine.busy:
+            for key, completion in self.engine.step():
+                if key in self._waiting and not self._waiting[key].done():
+                    self._waiting[key].set_result(completion)
+            await asyncio.sleep(0)
+
+
+def refuse_unserved(config: Any) -> None:
+    """Raise `GenerationError`, naming the reason, for a model that the engine has not been shown to serve exactly."""
+    if config.model_type not in SERVED:
+        raise GenerationError(
+            f"the embedded generator can't serve model type {config.model_type!r}; it serves {', '.join(SERVED)}"
+        )
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    if unknown:
+        raise GenerationError(f"the embedded generator can't serve layers of type {', '.join(unknown)}")
+    for option in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, option, None):
+            raise GenerationError(f"the embedded generator can't serve a {config.model_type} with {option}")
+
+
+def _end_of_sequence(model: Any) -> frozenset[int]:
+    """The ids that end a completion, by the generation configuration or else the model's own."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -1,0 +1,114 @@
+"""Loading a policy and its tokenizer, with one clear line for whatever is wrong with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.config import ConfigError, LoraConfig, ModelConfig
+
+ADAPTER = "adapter_config.json"
+
+
+def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The causal language model at `model.path`, with fresh adapters if `lora.rank` is set. Raises `ConfigError`."""
+    loaded = load_causal_lm(model.path, device=device, dtype=dtype)
+    if lora.rank == 0:
+        return loaded
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
+    targets: Any = lora.targets or "all-linear"
+    try:
+        return get_peft_model(
+            loaded, PeftLora(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
+        )
+    except ValueError as error:
+        raise ConfigError(f"lora.targets = {lora.targets}: {_first_line(error)}") from None
+
+
+def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model by local directory (an adapter's directory included) or name on the Hub. Raises `ConfigError`."""
+    from transformers import AutoModelForCausalLM
+
+    _quiet()
+    check_path(path)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path = {path!r}: {_first_line(error)}") from None
+    return model.to(device)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer that belongs to the model at `path`. Raises `ConfigError`."""
+    from transformers import AutoTokenizer
+
+    _quiet()
+    check_path(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path = {path!r}: no tokenizer can be loaded: {_first_line(error)}") from None
+
+
+def check_path(path: str) -> None:
+    """Refuse what can be neither a local model nor a Hub name, before anything heavy is imported."""
+    local = Path(path)
+    if local.is_dir():
+        if not (local / "config.json").exists() and not (local / ADAPTER).exists():
+            raise ConfigError(f"model.path = {path!r} has no config.json; give a directory that a model was saved to")
+    elif local.exists():
+        raise ConfigError(f"model.path = {path!r} is a file; give the directory that the model was saved to")
+    elif path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
+        raise ConfigError(f"model.path = {path!r}: no such directory, and not a Hub name (owner/name)")
+
+
+def pick_device(option: str, name: str) -> torch.device:
+    """The device that `auto` means here, or the one named by the option `name`. Raises `ConfigError`."""
+    if option == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(option)
+    except RuntimeError:
+        raise ConfigError(f'{name} = "{option}" is no device; give "auto", "cpu", "cuda" or "cuda:N"') from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f'{name} = "{option}", but there are {torch.cuda.device_count()} GPUs here; try "auto"')
+    return device
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What training changes, by name: every weight, or the adapters alone. Tied weights appear once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def detached_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the state on the CPU that shares no memory with the model; tied weights stay tied."""
+    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in copies:
+            copies[key] = tensor.detach().to("cpu", copy=True).contiguous()
+        state[name] = copies[key]
+    return state
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _quiet() -> None:
+    """Keep the libraries' progress bars and advice off a terminal that shows a run."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,0 +1,142 @@
+"""The data that flows through Slipstream, from a prompt to a batch.
+
+Each noun is the previous one, ripened: a `Completion` is what a generator returns, a `Rollout` is an episode with its
+reward, a `Group` is the rollouts of one task, a `Batch` is what one optimizer step consumes. Nothing here is filled in
+later and nothing here imports the rest of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class VersionSpan(NamedTuple):
+    """Tokens `start:end` of a completion were drawn by version `version` of the policy."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one completion is drawn. The defaults sample the policy itself, unmodified.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token. `seed` makes the completion a function of the
+    weights and the prompt alone. `record_kept` and `record_experts` ask the generator for what training needs to
+    replay: the tokens that top-k/top-p kept, and the experts that a mixture of experts chose.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int = 128
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+    record_kept: bool = False
+    record_experts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Tokens that a policy drew after a prompt, and what is needed to train on them.
+
+    `logprobs[i]` is the natural-log probability of `token_ids[i]` under the distribution it was really drawn from
+    (temperature, top-k and top-p applied, so 0.0 for a greedy token). `spans` cover all tokens in order.
+    `finish_reason` is "stop" (a stop token, kept as the last token, or a stop string) or "length".
+    `kept[i]` holds the ids that top-k/top-p left at position i; `experts` is an integer array
+    [prompt + completion - 1, layers, experts per token]. Both are None unless asked for.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[VersionSpan, ...]
+    finish_reason: str
+    temperature: float = 1.0
+    text: str = ""
+    kept: tuple[Any, ...] | None = None
+    experts: Any = None
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """The oldest and the newest version that drew a token."""
+        return min(s.version for s in self.spans), max(s.version for s in self.spans)
+
+
+def spans_of(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
+    """Run-length encode one version per token into spans."""
+    spans: list[VersionSpan] = []
+    for position, version in enumerate(versions):
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, position + 1)
+        else:
+            spans.append(VersionSpan(version, position, position + 1))
+    return tuple(spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One finished episode: every completion drawn in it, in order, and the reward for all of it."""
+
+    completions: tuple[Completion, ...]
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(c.token_ids) for c in self.completions)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(c.versions[0] for c in self.completions)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one task, scored against each other. `entry` is the ledger's id of this visit to the task."""
+
+    entry: int
+    task_id: str
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def oldest_version(self) -> int:
+        return min(r.oldest_version for r in self.rollouts)
+
+    @property
+    def tokens(self) -> int:
+        return sum(r.tokens for r in self.rollouts)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [r.reward for r in self.rollouts]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one optimizer step with their advantages, one per rollout: `advantages[g][r]`."""
+
+    groups: tuple[Group, ...]
+    advantages: tuple[tuple[float, ...], ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(g.tokens for g in self.groups)
+
+    def sequences(self) -> list[tuple[Completion, float]]:
+        """Every completion with the advantage of its rollout."""
+        return [
+            (completion, advantage)
+            for group, advantages in zip(self.groups, self.advantages, strict=True)
+            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+            for completion in rollout.completions
+        ]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; 0.0 for nothing."""
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,214 @@
+"""An object in a process of its own, called with `await`.
+
+The two ends talk over a private socket pair with plain data (token ids, numbers, paths; weights never pass here).
+Calls made in one turn of the event loop travel in one message, in order. A process whose other end is gone ends; a
+process that dies fails every call that waits for it, with the end of its log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+Reply = Callable[[Any], None]
+LOG_LINES = 15
+
+
+class ActorDied(RuntimeError):
+    """The process behind an actor ended while it was needed."""
+
+
+class ActorError(RuntimeError):
+    """A call raised in the actor's process; the message is that of the exception, `details` its traceback."""
+
+    def __init__(self, message: str, kind: str, details: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.details = details
+
+
+class Service(Protocol):
+    """What runs inside the process. `handle` answers a call through `reply`, at once or from a later `tick`."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether `tick` has work to do without a new call."""
+        ...
+
+    def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None: ...
+    def tick(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Actor:
+    """The controller's end of a process."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self.name = name
+        self._log = log
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._outgoing: list[tuple[int, str, tuple[Any, ...]]] = []
+        self._writer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._dead: ActorDied | None = None
+
+    async def start(self, service: str, *arguments: Any, environment: dict[str, str] | None = None) -> None:
+        """Start the process, build the service ("module:function") in it, and wait until it is there."""
+        ours, theirs = socket.socketpair()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "slipstream.runtime.actor", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the controller, which stops the others in order
+                env=os.environ | (environment or {}) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._connection.fileno(), self._read)
+        threading.Thread(target=self._write, daemon=True).start()
+        self._writer.put((service, arguments))
+        await self.call("ready")
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the service. Raises what it raised as `ActorError`, or `ActorDied`."""
+        if self._dead:
+            raise self._dead
+        number = next(self._numbers)
+        future = self._calls[number] = self._loop.create_future()
+        self._send(number, method, arguments)
+        try:
+            return await future
+        finally:
+            self._calls.pop(number, None)
+
+    def post(self, method: str, *arguments: Any) -> None:
+        """Call a method whose answer nobody needs."""
+        if not self._dead:
+            self._send(next(self._numbers), method, arguments)
+
+    async def stop(self, grace: float = 10.0) -> None:
+        """Let the process end by itself, or end it after `grace` seconds."""
+        if not hasattr(self, "_process"):
+            return
+        self._die(None)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, grace)
+        self.kill()
+
+    def kill(self) -> None:
+        if hasattr(self, "_process") and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.append((number, method, arguments))
+
+    def _flush(self) -> None:
+        calls, self._outgoing = self._outgoing, []
+        self._writer.put(calls)
+
+    def _write(self) -> None:
+        """Send from a thread of its own: the event loop must not wait for a process that is busy."""
+        with contextlib.suppress(OSError):
+            while (message := self._writer.get()) is not None:
+                self._connection.send(message)
+
+    def _read(self) -> None:
+        try:
+            while self._connection.poll():
+                for number, error, value in self._connection.recv():
+                    future = self._calls.get(number)
+                    if future is None or future.done():
+                        continue
+                    if error:
+                        future.set_exception(ActorError(*value))
+                    else:
+                        future.set_result(value)
+        except (EOFError, OSError):
+            self._process.poll()
+            self._die(f"{self.name} died (log: {self._log})\n{self._log_tail()}")
+
+    def _die(self, why: str | None) -> None:
+        if self._dead:
+            return
+        self._dead = ActorDied(why or f"{self.name} was stopped")
+        self._loop.remove_reader(self._connection.fileno())
+        self._writer.put(None)
+        with contextlib.suppress(OSError):
+            self._connection.close()
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(self._dead)
+
+    def _log_tail(self) -> str:
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        return "\n".join(text.splitlines()[-LOG_LINES:])
+
+
+def serve(connection: Connection) -> None:
+    """The process's life: build the service, then answer calls and tick until the controller is gone."""
+    replies: list[tuple[int, bool, Any]] = []
+
+    def answer(number: int, value: Any) -> None:
+        if isinstance(value, Exception):
+            details = "".join(traceback.format_exception(value))
+            print(details, file=sys.stderr, flush=True)
+            replies.append((number, True, (str(value), type(value).__name__, details)))
+        else:
+            replies.append((number, False, value))
+
+    name, arguments = connection.recv()
+    module, _, attribute = name.partition(":")
+    try:
+        service: Service = getattr(import_module(module), attribute)(*arguments)
+    except Exception as error:
+        answer(0, error)
+        connection.send(replies)
+        return
+    try:
+        while True:
+            while connection.poll(0 if replies or service.busy else None):
+                for number, method, values in connection.recv():
+                    try:
+                        service.handle(method, values, partial(answer, number))
+                    except Exception as error:
+                        answer(number, error)
+            if service.busy:
+                service.tick()
+            if replies:
+                connection.send(replies)
+                replies.clear()
+    finally:
+        service.close()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
