@@ -102,7 +102,9 @@ def main() -> None:
             print("  ".join(f"{name} {value:,.0f}" for name, value in medians.items()), flush=True)
     if options.json:
         command = " ".join(["python", *sys.argv])
-        options.json.write_text(json.dumps({"command": command, "torch": torch.__version__, "results": results}, indent=1))
+        options.json.write_text(
+            json.dumps({"command": command, "torch": torch.__version__, "results": results}, indent=1)
+        )
 
 
 if __name__ == "__main__":

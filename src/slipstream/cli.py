@@ -48,12 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
-        prog="slipstream", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="slipstream",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     root.add_argument("--version", action="version", version=f"slipstream {__version__}")
     commands = root.add_subparsers(metavar="COMMAND", required=True)
 
-    train = commands.add_parser("train", help="fine-tune a policy", epilog="Also: --section.option VALUE, see `config`.")
+    train = commands.add_parser(
+        "train", help="fine-tune a policy", epilog="Also: --section.option VALUE, see `config`."
+    )
     train.add_argument("config", nargs="?", metavar="CONFIG.toml", help="what to run")
     train.add_argument("--resume", metavar="RUN_DIR", type=Path, help="go on with an interrupted run")
     train.add_argument("--quiet", action="store_true", help="print warnings and the final report only")

@@ -239,7 +239,9 @@ def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(f"--{name} has no value; give one: --{name} VALUE")
             text = rest.pop(0)
         if "." not in name:
-            raise ConfigError(f"unknown option --{name}{_suggest(name, option_names())}; see `slipstream config --help`")
+            raise ConfigError(
+                f"unknown option --{name}{_suggest(name, option_names())}; see `slipstream config --help`"
+            )
         yield name, _toml_value(text)
 
 

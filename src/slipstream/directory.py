@@ -1,6 +1,6 @@
 """A run's directory: what lies where, and how a checkpoint becomes whole or never was.
 
-    config.toml  metrics.jsonl  evaluations.jsonl  rollouts/  checkpoints/step_N/  policy/  summary.json  logs/
+config.toml  metrics.jsonl  evaluations.jsonl  rollouts/  checkpoints/step_N/  policy/  summary.json  logs/
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class RunDirectory:
         """The directory of a run to go on with. Raises `ConfigError` where there is none or it is in use."""
         directory = cls(path)
         if not directory.config.exists():
-            raise ConfigError(f"{path} holds no run to resume (no config.toml); start one with `slipstream train CONFIG`")
+            raise ConfigError(
+                f"{path} holds no run to resume (no config.toml); start one with `slipstream train CONFIG`"
+            )
         directory._hold()
         for partial in directory._checkpoints.glob(f"*{PARTIAL}"):
             shutil.rmtree(partial)

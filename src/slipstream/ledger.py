@@ -56,7 +56,7 @@ class RolloutCounts:
 class Ledger:
     """All entries of a run over `tasks` tasks, shuffled afresh every epoch by `seed`.
 
-    A failed or stale entry goes back to pending until it was tried `retries` + 1 times; then it is given up and counted.
+    A failed or stale entry goes back to pending until it was tried `retries` + 1 times; then it is given up.
     """
 
     tasks: int

@@ -15,7 +15,7 @@ from slipstream.config import ConfigError, LoraConfig, ModelConfig
 ADAPTER = "adapter_config.json"
 
 
-def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> Any:
     """The causal language model at `model.path`, with fresh adapters if `lora.rank` is set. Raises `ConfigError`."""
     loaded = load_causal_lm(model.path, device=device, dtype=dtype)
     if lora.rank == 0:

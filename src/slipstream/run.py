@@ -1,5 +1,5 @@
-"""The whole line of sight: tasks become rollouts, rollouts become groups, groups a batch, a batch a step, and a step new
-weights that draw the next rollouts. Generation and training run at the same time; this file says in which order things
+"""The whole line of sight: tasks become rollouts, rollouts groups, groups a batch, a batch a step, and a step new weights
+that draw the next rollouts. Generation and training run at the same time; this file says in which order things
 happen, and every other file how one of them is done.
 """
 

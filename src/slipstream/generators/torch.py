@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
 from slipstream.generators.base import GenerationError
@@ -53,14 +53,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, *, slots: int = 64, context: int = 0, tokenizer: Any = None, version: int = 0
+        self, model: Any, *, slots: int = 64, context: int = 0, tokenizer: Any = None, version: int = 0
     ) -> None:
-        self.model: Any = model.eval()
+        self.model = model.eval()
         config = self.model.config
         refuse_unserved(config)
         self.model.set_attn_implementation(ATTENTION)
         self.slots = slots
-        self.context = min(context or config.max_position_embeddings, config.max_position_embeddings)
+        self.context: int = min(context or config.max_position_embeddings, config.max_position_embeddings)
         self.version = version
         self.tokens_generated = 0
         self.busy_seconds = 0.0
@@ -70,7 +70,7 @@ class Engine:
         self._eos = _end_of_sequence(self.model)
         self._queue: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
-        self._sampler: tuple[list[_Sequence], Sampler] | None = None
+        self._sampler: Sampler | None = None
         self._routes: list[Tensor] = []
         self._routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
         for router in self._routers:
@@ -181,7 +181,8 @@ class Engine:
         positions = [length - 1 for length in lengths]
         source, slot, place = list(range(n)), list(range(n)), list(positions)
         longest = max((len(prompt) for prompt in joining), default=1) - 1
-        gather, scatter = [], []
+        gather: list[list[int]] = []
+        scatter: list[int] = []
         for index, (prompt, slots) in enumerate(joining.items()):
             earlier = range(len(row), len(row) + len(prompt) - 1)
             row += prompt[:-1]
@@ -276,7 +277,8 @@ class TorchGenerator:
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
         try:
-            return await future
+            completion: Completion = await future
+            return completion
         finally:
             self._waiting.pop(key, None)
             self.engine.abort(key)

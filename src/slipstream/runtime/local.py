@@ -166,5 +166,3 @@ def _for_a_user(failure: BaseException) -> BaseException:
     if isinstance(failure, ActorError) and failure.kind in ("ConfigError", "GenerationError", "ValueError", "OSError"):
         return ConfigError(str(failure))
     return failure
-
-

@@ -29,7 +29,7 @@ class GeneratorService:
         self._config = config
         self._model = load_model(config.model, config.lora, device=device, dtype=dtype)
         self._engine = Engine(
-            self._model.get_base_model() if config.lora.rank else self._model,  # type: ignore[operator]
+            self._model.get_base_model() if config.lora.rank else self._model,
             slots=config.generator.slots,
             context=config.generator.context,
             tokenizer=load_tokenizer(config.model.path),
@@ -155,5 +155,3 @@ def _threads(option: int, config: Config) -> int:
         return option
     sides = 1 if config.loop.max_lag == 0 else config.generator.count + 1
     return max(1, cores // sides)
-
-

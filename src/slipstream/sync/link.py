@@ -1,7 +1,7 @@
 """Weight links: how a version of the weights gets from the trainer's process into the generators'.
 
-A link has two ends, both in one file because they must agree to the byte: a `Sender` beside the trainer and a `Receiver`
-beside each generator. Only small tickets pass through the controller, never weights. One publish is
+A link has two ends, both in one file because they must agree to the byte: a `Sender` beside the trainer and a
+`Receiver` beside each generator. Only small tickets pass through the controller, never weights. One publish is
 
     ticket = sender.stage(version)             # trainer: all of the version is in place, nobody reads it yet
     receiver.prepare(ticket)                   # generator, in the background: whatever can be done while decoding

@@ -152,7 +152,7 @@ def _create(size: int) -> tuple[int, str]:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    """A lock dies with its process, in whatever container that ran; a file without one, and not just made, is litter."""
+    """A lock dies with its process, in whatever container that ran: an old file without one is litter."""
     try:
         with path.open("rb") as file:
             if time.time() - os.fstat(file.fileno()).st_mtime > 60:

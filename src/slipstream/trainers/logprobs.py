@@ -19,12 +19,12 @@ from slipstream.trainers.packing import MicroBatch
 CHUNK = 2**25  # logits held at once: 128 MiB in float32
 
 
-def token_logprobs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+def token_logprobs(model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probability of every completion token under the distribution that it was drawn from, and its entropy.
 
     Both float32 `[completion tokens]`, in the order of `batch`; the entropy carries no gradient.
     """
-    causal_lm: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     # Padding is on the right, where causal attention never looks from a real token: no mask is needed.
     hidden = getattr(causal_lm, causal_lm.base_model_prefix)(input_ids=batch.input_ids, use_cache=False)
     hidden = hidden.last_hidden_state.flatten(0, 1)[batch.predicts]
@@ -74,4 +74,8 @@ def refuse_untrainable(config: Any) -> None:
 
 def per_completion(values: Tensor, completions: Sequence[Completion]) -> list[list[float]]:
     """Cut one number a token back into one list a completion."""
-    return [part.tolist() for part in values.cpu().split([len(c.token_ids) for c in completions])]
+    cut, at = [], 0
+    for completion in completions:
+        cut.append(values[at : at + len(completion.token_ids)].tolist())
+        at += len(completion.token_ids)
+    return cut

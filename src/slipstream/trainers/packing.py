@@ -52,7 +52,12 @@ def length(completion: Completion) -> int:
 def pack(sequences: Sequence[tuple[Completion, float]], device: torch.device) -> MicroBatch:
     """Tensors for these completions, each with its advantage."""
     longest = max(length(c) for c, _ in sequences)
-    input_ids, predicts, targets, temperatures, behaviour, advantages = [], [], [], [], [], []
+    input_ids: list[tuple[int, ...]] = []
+    predicts: list[int] = []
+    targets: list[int] = []
+    temperatures: list[float] = []
+    behaviour: list[float] = []
+    advantages: list[float] = []
     kept: list[Any] = []
     for row, (completion, advantage) in enumerate(sequences):
         ids = completion.prompt_ids + completion.token_ids[:-1]

@@ -79,7 +79,7 @@ class Trainer:
         for indices in plan([length(c) for c, _ in sequences], self._options.tokens_per_microbatch):
             micro = pack([sequences[i] for i in indices], self.device)
             loss, statistics = self._loss(micro)
-            (loss / batch.tokens).backward()
+            torch.autograd.backward(loss / batch.tokens)
             for name, value in statistics.items():
                 sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
         grad_norm = self._update()
@@ -160,7 +160,7 @@ class Trainer:
         """A context in which the start policy can be run, for the KL term."""
         model: Any = self.model
         if not self._algorithm.kl:
-            return lambda: contextlib.nullcontext()
+            return contextlib.nullcontext
         if hasattr(model, "disable_adapter"):
 
             @contextlib.contextmanager

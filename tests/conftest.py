@@ -1,0 +1,78 @@
+"""Tiny models, built from a configuration in memory: no test needs a network."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("slipstream", deadline=None, derandomize=True, max_examples=150)
+settings.load_profile("slipstream")
+torch.set_num_threads(1)
+
+VOCABULARY = 97
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+FAMILIES = ("qwen3", "llama", "gemma3", "qwen3_moe")
+
+
+def build_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family; weights are scaled up so that distributions are far from uniform."""
+    import transformers as t
+
+    torch.manual_seed(seed)
+    kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "qwen3": (t.Qwen3ForCausalLM, t.Qwen3Config, {"tie_word_embeddings": True}),
+        "llama": (t.LlamaForCausalLM, t.LlamaConfig, {"tie_word_embeddings": False}),
+        "gemma3": (
+            t.Gemma3ForCausalLM,
+            t.Gemma3TextConfig,
+            {"sliding_window": 7, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        ),
+        "qwen3_moe": (
+            t.Qwen3MoeForCausalLM,
+            t.Qwen3MoeConfig,
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        ),
+    }
+    model_class, config_class, more = kinds[family]
+    model = model_class(config_class(**(COMMON | more | changes)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0 if "embed" not in name and "lm_head" not in name else 8.0)
+    return model.eval()
+
+
+def build_tokenizer() -> Any:
+    """One token a character, with `<pad>` 0 and `<eos>` 1."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = ["<pad>", "<eos>", *"0123456789+= .", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def random_prompts(count: int, seed: int = 0, longest: int = 24) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model and tokenizer of 16 symbols, as a run loads it."""
+    path = tmp_path_factory.mktemp("tiny")
+    tokenizer = build_tokenizer()
+    build_model(vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path

@@ -1,0 +1,295 @@
+"""The embedded engine: what it says about every token is true, whoever comes, goes or is swapped meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.generators.base import GenerationError
+from slipstream.generators.torch import Engine
+from slipstream.rollout import Completion, Sampling
+from tests.conftest import FAMILIES, build_model, build_tokenizer, random_prompts
+
+BOUND = 1e-5
+
+
+def drain(engine: Engine) -> dict[Any, Completion]:
+    finished = {}
+    while engine.busy:
+        finished |= dict(engine.step())
+    return finished
+
+
+def reference_logits(model: Any, completion: Completion) -> torch.Tensor:
+    """Logits of a full forward pass for each completion token, by transformers' own attention, in float64."""
+    ids = torch.tensor([completion.prompt_ids + completion.token_ids[:-1]])
+    model = copy.deepcopy(model).double()
+    model.set_attn_implementation("eager")
+    if "moe" in model.config.model_type:
+        model.set_experts_implementation("eager")  # grouped matrix products have no float64
+    with torch.no_grad():
+        return model(ids).logits[0, len(completion.prompt_ids) - 1 :] / (completion.temperature or 1)
+
+
+def kept_by_hand(logits: torch.Tensor, top_k: int, top_p: float) -> set[int]:
+    """The tokens that top-k, then top-p, keep: a slow and obvious restatement."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i].item())[: top_k or len(logits)]
+    probabilities = torch.softmax(logits[order], 0).tolist()
+    kept, mass = set(), 0.0
+    for token, probability in zip(order, probabilities, strict=True):
+        kept.add(token)
+        mass += probability
+        if mass >= top_p:
+            break
+    return kept if top_p < 1 else set(order)
+
+
+def assert_true(completion: Completion, sampling: Sampling, models: dict[int, Any]) -> None:
+    """Recorded log-probabilities and kept tokens against full forward passes by the tagged versions' weights."""
+    assert completion.spans[0].start == 0 and completion.spans[-1].end == len(completion.token_ids)
+    for version, start, end in completion.spans:
+        logits = reference_logits(models[version], completion)
+        for i in range(start, end):
+            token = completion.token_ids[i]
+            if sampling.temperature == 0:
+                assert token == logits[i].argmax() and completion.logprobs[i] == 0.0
+                continue
+            kept = kept_by_hand(logits[i], sampling.top_k, sampling.top_p)
+            if completion.kept is not None:
+                assert set(completion.kept[i].tolist()) == kept
+            masked = torch.full_like(logits[i], -torch.inf)
+            masked[list(kept)] = logits[i][list(kept)]
+            assert abs(masked.log_softmax(-1)[token].item() - completion.logprobs[i]) < BOUND
+
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0),
+    Sampling(temperature=0.6),
+    Sampling(top_k=5, record_kept=True),
+    Sampling(top_p=0.8, record_kept=True),
+    Sampling(temperature=1.7, top_k=20, top_p=0.9, record_kept=True),
+]
+
+
+def requests(count: int, seed: int = 0) -> list[tuple[list[int], Sampling]]:
+    """Prompts of all lengths, some of them equal, with all sampling options mixed."""
+    rng = random.Random(seed)
+    prompts = random_prompts(count, seed)
+    prompts[3:6] = [prompts[2]] * 3
+    prompts[9] = [prompts[9][0]]
+    return [
+        (prompt, Sampling(**{
+            **{k: getattr(SAMPLINGS[i % len(SAMPLINGS)], k) for k in ("temperature", "top_k", "top_p", "record_kept")},
+            "max_tokens": rng.randint(1, 40), "seed": i,
+        }))
+        for i, prompt in enumerate(prompts)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_tell_the_truth(family: str) -> None:
+    model = build_model(family)
+    engine = Engine(copy.deepcopy(model), slots=5)
+    asked = requests(24)
+    for key, (prompt, sampling) in enumerate(asked):
+        engine.submit(key, prompt, sampling)
+    finished = drain(engine)
+    assert len(finished) == len(asked)
+    for key, completion in finished.items():
+        assert completion.prompt_ids == tuple(asked[key][0])
+        assert len(completion.token_ids) == asked[key][1].max_tokens and completion.finish_reason == "length"
+        assert_true(completion, asked[key][1], {0: model})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_swaps_under_running_sequences(family: str) -> None:
+    """Weights are swapped every few tokens. The first span is checked against a full pass; since a sequence keeps its
+    old keys and values, the tokens after a swap are replayed with a cache that mixes versions in the same way."""
+    models = {version: build_model(family, seed=version) for version in range(4)}
+    engine = Engine(copy.deepcopy(models[0]), slots=6)
+    asked = requests(18, seed=5)
+    for key, (prompt, sampling) in enumerate(asked):
+        engine.submit(key, prompt, sampling)
+    finished, steps, swapped_at = {}, 0, {}
+    while engine.busy:
+        finished |= dict(engine.step())
+        steps += 1
+        if steps % 7 == 0 and engine.version < 3:
+            version = engine.version + 1
+            engine.swap(version, lambda v=version: engine.model.load_state_dict(models[v].state_dict()))
+            swapped_at[version] = steps
+    assert set(swapped_at) == {1, 2, 3}
+    assert any(len(c.spans) >= 3 for c in finished.values())
+    for key, completion in finished.items():
+        replayed = replay(models, completion)
+        for i, (token, logprob) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+            sampling = asked[key][1]
+            logits = replayed[i] / (sampling.temperature or 1)
+            if sampling.temperature == 0:
+                assert token == logits.argmax()
+                continue
+            kept = list(kept_by_hand(logits, sampling.top_k, sampling.top_p))
+            assert abs((logits[token] - logits[kept].logsumexp(0)).item() - logprob) < BOUND
+
+
+def replay(models: dict[int, Any], completion: Completion) -> list[torch.Tensor]:
+    """Logits of every token, each by the weights of its tagged version on the cache that the versions before it left."""
+    from transformers import DynamicCache
+
+    versions = [v for v, start, end in completion.spans for _ in range(start, end)]
+    cache, ids, results = DynamicCache(), torch.tensor([completion.prompt_ids]), []
+    replayed = {v: copy.deepcopy(models[v]) for v in set(versions)}
+    for model in replayed.values():
+        model.set_attn_implementation("eager")
+    with torch.no_grad():
+        for i, version in enumerate(versions):
+            results.append(replayed[version](ids, past_key_values=cache, use_cache=True).logits[0, -1])
+            ids = torch.tensor([[completion.token_ids[i]]])
+    return results
+
+
+def test_a_failed_swap_leaves_the_old_version() -> None:
+    engine = Engine(build_model(), slots=2)
+
+    def broken() -> None:
+        raise OSError("file is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        engine.swap(1, broken)
+    assert engine.version == 0
+
+
+def test_completions_do_not_depend_on_company() -> None:
+    """A request's tokens are a function of weights, prompt and seed: alone, in a crowd, or in another order."""
+    asked = requests(16, seed=2)
+    alone = {}
+    for key, (prompt, sampling) in enumerate(asked):
+        engine = Engine(build_model(), slots=1)
+        engine.submit(key, prompt, sampling)
+        alone |= drain(engine)
+    for slots in (3, 16):
+        crowd = Engine(build_model(), slots=slots)
+        for key in reversed(range(len(asked))):
+            crowd.submit(key, *asked[key])
+        together = drain(crowd)
+        assert {k: c.token_ids for k, c in together.items()} == {k: c.token_ids for k, c in alone.items()}
+
+
+def test_seeds_differ_and_draw_from_the_distribution() -> None:
+    """4,000 first tokens against the model's own probabilities (chi-squared, 99.9 % of a right sampler passes)."""
+    model = build_model(vocab_size=8)
+    engine = Engine(copy.deepcopy(model), slots=500)
+    for seed in range(4000):
+        engine.submit(seed, [1, 2, 3], Sampling(max_tokens=1, seed=seed))
+    counts = torch.zeros(8)
+    for completion in drain(engine).values():
+        counts[completion.token_ids[0]] += 1
+    with torch.no_grad():
+        expected = 4000 * model(torch.tensor([[1, 2, 3]])).logits[0, -1].softmax(-1)
+    assert ((counts - expected) ** 2 / expected).sum() < 24.3
+
+
+def test_stop_tokens_stop_strings_and_context() -> None:
+    tokenizer = build_tokenizer()
+    model = build_model(vocab_size=len(tokenizer), eos_token_id=1)
+    free = Engine(copy.deepcopy(model), slots=4, tokenizer=tokenizer)
+    free._eos = frozenset()
+    free.submit("free", [5, 6, 7], Sampling(max_tokens=60, seed=1))
+    tokens = drain(free)["free"].token_ids
+    text = tokenizer.decode(tokens)
+
+    engine = Engine(copy.deepcopy(model), slots=4, tokenizer=tokenizer, context=40)
+    engine._eos = frozenset()
+    engine.submit("token", [5, 6, 7], Sampling(max_tokens=60, seed=1, stop_tokens=(tokens[9],)))
+    engine.submit("string", [5, 6, 7], Sampling(max_tokens=60, seed=1, stop_strings=(text[10:13],)))
+    engine.submit("context", [5, 6, 7], Sampling(max_tokens=60, seed=1))
+    done = drain(engine)
+    end = tokens.index(tokens[9]) + 1
+    assert done["token"].token_ids == tokens[:end] and done["token"].finish_reason == "stop"
+    end = text.index(text[10:13]) + 3
+    assert done["string"].token_ids == tokens[:end] and done["string"].finish_reason == "stop"
+    assert done["context"].token_ids == tokens[:37] and done["context"].finish_reason == "length"
+
+    eos = Engine(copy.deepcopy(model), slots=4, tokenizer=tokenizer)
+    for seed in range(40):
+        eos.submit(seed, [5, 6, 7], Sampling(max_tokens=60, seed=seed))
+    stopped = [c for c in drain(eos).values() if c.finish_reason == "stop"]
+    assert stopped and all(c.token_ids[-1] == 1 and 1 not in c.token_ids[:-1] for c in stopped)
+
+
+def test_aborted_requests_free_their_slot_and_return_nothing() -> None:
+    engine = Engine(build_model(), slots=2)
+    for key in range(4):
+        engine.submit(key, [5, 6, 7], Sampling(max_tokens=30, seed=key))
+    engine.step()
+    engine.abort(0)
+    engine.abort(3)
+    engine.abort("unknown")
+    assert set(drain(engine)) == {1, 2}
+    assert engine.load == 0
+
+
+def test_experts_are_those_the_model_chose() -> None:
+    model = build_model("qwen3_moe")
+    engine = Engine(copy.deepcopy(model), slots=3)
+    prompts = [[5, 6, 7, 8], [5, 6, 7, 8], [9], *random_prompts(5)]
+    for key, prompt in enumerate(prompts):
+        engine.submit(key, prompt, Sampling(max_tokens=12, seed=key, record_experts=True))
+    for completion in drain(engine).values():
+        ids = torch.tensor([completion.prompt_ids + completion.token_ids[:-1]])
+        chosen: list[torch.Tensor] = []
+        gates = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        hooks = [g.register_forward_hook(lambda _m, _i, out: chosen.append(out[-1])) for g in gates]
+        with torch.no_grad():
+            model(ids)
+        for hook in hooks:
+            hook.remove()
+        assert completion.experts.shape == (ids.shape[1], 3, 2)
+        assert (torch.stack(chosen, 1).sort(-1).values.numpy() == np.sort(completion.experts)).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "mamba"}, "'mamba'"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_by_name(config: dict[str, Any], named: str) -> None:
+    from types import SimpleNamespace
+
+    from slipstream.generators.torch import refuse_unserved
+
+    with pytest.raises(GenerationError, match=named):
+        refuse_unserved(SimpleNamespace(**config))
+
+
+def test_bad_requests_are_refused() -> None:
+    engine = Engine(build_model(), slots=2, context=8)
+    with pytest.raises(GenerationError, match="empty"):
+        engine.submit(0, [], Sampling())
+    with pytest.raises(GenerationError, match="8 tokens, but prompt and completion share a context of 8"):
+        engine.submit(0, [1] * 8, Sampling())
+    with pytest.raises(GenerationError, match="no experts"):
+        engine.submit(0, [1], Sampling(record_experts=True))
+    with pytest.raises(GenerationError, match="tokenizer"):
+        engine.submit(0, [1], Sampling(stop_strings=("x",)))
+    assert not engine.busy
+
+
+def test_the_cache_grows_and_keeps_what_it_held() -> None:
+    model = build_model()
+    engine = Engine(copy.deepcopy(model), slots=2)
+    engine.submit("long", [5] * 30, Sampling(max_tokens=150, seed=0))
+    engine.submit("short", [6, 7], Sampling(max_tokens=3, seed=1))
+    for completion in drain(engine).values():
+        assert_true(completion, Sampling(), {0: model})
+
+
