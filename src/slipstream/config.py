@@ -192,16 +192,6 @@ class Config(Section):
             )
         return self
 
-    @property
-    def groups_per_version(self) -> int:
-        """Groups that are trained on between two publishes."""
-        return self.loop.groups_per_step * self.sync.every
-
-    @property
-    def buffer_capacity(self) -> int:
-        """Most groups running and ready at once."""
-        return self.loop.buffer or (self.loop.max_lag + 1) * self.groups_per_version
-
 
 def load(path: str | Path | None = None, flags: Sequence[str] = ()) -> Config:
     """Read a TOML file and lay dotted flags over it. Raises `ConfigError`."""

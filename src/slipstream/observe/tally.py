@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from slipstream.rollout import Batch, mean
@@ -46,6 +47,16 @@ class Tally:
             **_metrics(rollouts),
         }
 
+    def with_times(self, clock: Clock) -> Tally:
+        """The totals with this sitting's times added."""
+        return replace(
+            self,
+            wall_seconds=self.wall_seconds + clock.wall,
+            window_seconds=self.window_seconds + clock.window,
+            generator_busy=self.generator_busy + clock.generator_busy,
+            trainer_busy=self.trainer_busy + clock.trainer_busy,
+        )
+
     def summary(self) -> dict[str, Any]:
         window = max(self.window_seconds, 1e-9)
         tenth = max(1, len(self.rewards) // 10)
@@ -79,6 +90,47 @@ class Tally:
     @classmethod
     def restore(cls, data: dict[str, Any]) -> Tally:
         return cls(**(data | {"lag": Counter({int(k): v for k, v in data["lag"].items()})}))
+
+
+class Clock:
+    """This sitting's times: since the start, and in the window between the first rollout and the last step."""
+
+    def __init__(self) -> None:
+        self._began = self._opened = self._closed = self._lap = time.perf_counter()
+        self._at_open = self._at_close = {"tokens": 0.0, "busy": 0.0}
+        self.trainer_busy = 0.0
+
+    def open(self, generator: dict[str, float]) -> None:
+        """The first rollout starts. `generator`: its totals of tokens and busy seconds so far."""
+        self._opened = self._closed = self._lap = time.perf_counter()
+        self._at_open = self._at_close = generator
+
+    def step(self, generator: dict[str, float], trainer_seconds: float) -> None:
+        """A step has ended."""
+        self._closed = self._lap = time.perf_counter()
+        self._at_close = generator
+        self.trainer_busy += trainer_seconds
+
+    def lap(self) -> float:
+        """Seconds since the last step ended."""
+        return time.perf_counter() - self._lap
+
+    @property
+    def wall(self) -> float:
+        return time.perf_counter() - self._began
+
+    @property
+    def window(self) -> float:
+        return self._closed - self._opened
+
+    @property
+    def generator_busy(self) -> float:
+        return self._at_close["busy"] - self._at_open["busy"]
+
+    @property
+    def generator_rate(self) -> float:
+        """Tokens per second of the window."""
+        return (self._at_close["tokens"] - self._at_open["tokens"]) / max(self.window, 1e-9)
 
 
 def _mean(counts: Counter[int]) -> float:

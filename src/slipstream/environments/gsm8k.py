@@ -1,0 +1,146 @@
+"""GSM8K: grade-school arithmetic in words (Cobbe et al. 2021, arXiv:2110.14168), judged by math-verify."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import ConfigError
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.scoring import ScorerPool
+from slipstream.rollout import Completion, Rollout
+
+INSTRUCTION = "\nReason step by step, and end with a line '#### ANSWER'."
+MARKER = "####"
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Gsm8k:
+    """Problems from the Hub's `openai/gsm8k`, or from a local directory (train.jsonl, test.jsonl) or file.
+
+    `shots` worked examples, taken from the end of the training split and not trained on, go before each problem: that is
+    how a base model is asked; with 0 the problem is a question with an instruction, for a chat model. `format_reward` is
+    earned by an answer in the form `#### number`, right or wrong; a right answer earns 1 more. `train` and `test` cap
+    the number of tasks. Lines that are no problem are refused by number, or with `skip_malformed` left out and counted.
+    """
+
+    def __init__(
+        self,
+        data: str = "openai/gsm8k",
+        shots: int = 0,
+        format_reward: float = 0.0,
+        train: int | None = None,
+        test: int | None = None,
+        skip_malformed: bool = False,
+        scorers: int = 1,
+        time_limit: float = 60.0,
+    ) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError("gsm8k needs math-verify to judge answers: pip install 'slipstream-rl[math]'")
+        training, testing = _read(data, skip_malformed)
+        examples = training[len(training) - shots :]
+        prefix = "".join(f"Question: {e['question']}\nAnswer: {e['answer']}\n\n" for e in examples)
+        self._format_reward = format_reward
+        self._scorers = ScorerPool("slipstream.environments.gsm8k:is_correct", {}, scorers, time_limit)
+
+        def tasks(rows: Sequence[dict[str, str]], split: str) -> list[Task]:
+            return [
+                Task(
+                    f"{split}/{i}",
+                    f"{prefix}Question: {r['question']}\nAnswer:" if shots else r["question"] + INSTRUCTION,
+                    {"answer": gold(r["answer"])},
+                )
+                for i, r in enumerate(rows)
+            ]
+
+        self.train = tasks(training[: len(training) - shots], "train")[:train]
+        self.test = tasks(testing, "test")[:test]
+
+    async def rollout(self, task: Task, policy: Policy) -> Rollout:
+        completion = await policy.sample(task.prompt)
+        correct = float(await self._scorers.score(task, completion))
+        formatted = float(re.search(rf"{MARKER}\s*\$?{NUMBER.pattern}\.?\s*$", completion.text.strip()) is not None)
+        return policy.rollout(correct + self._format_reward * formatted, correct=correct, formatted=formatted)
+
+    async def close(self) -> None:
+        await self._scorers.close()
+
+
+def is_correct(task: Task, completion: Completion) -> bool:
+    """Whether the completion's final answer equals the task's, by math-verify. Runs in a scorer's process."""
+    from math_verify import parse, verify
+
+    # The scorer pool ends what takes too long; math-verify's own limits need signals of a main thread.
+    wanted = parse(task.data["answer"], parsing_timeout=None)
+    found = parse(final_answer(completion.text), parsing_timeout=None)
+    return bool(verify(wanted, found, timeout_seconds=None))
+
+
+def final_answer(text: str) -> str:
+    """The part of a completion that states the answer: after the marker, in a box, or the last number."""
+    _, marker, after = text.rpartition(MARKER)
+    if marker:
+        numbers = NUMBER.findall(after.splitlines()[0] if after.strip() else "")
+        return numbers[0].replace(",", "") if numbers else after.strip()
+    if "\\boxed" in text:
+        return text[text.rindex("\\boxed") :]
+    numbers = NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else ""
+
+
+def gold(answer: str) -> str:
+    """The number that a reference solution ends in."""
+    return answer.rpartition(MARKER)[2].strip().replace(",", "")
+
+
+def _read(data: str, skip_malformed: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Rows of the training and the test split."""
+    path = Path(data)
+    if path.is_dir():
+        training, testing = path / "train.jsonl", path / "test.jsonl"
+        return _read_lines(training, skip_malformed), _read_lines(testing, skip_malformed)
+    if path.suffix == ".jsonl":
+        rows = _read_lines(path, skip_malformed)
+        random.Random(0).shuffle(rows)
+        held_out = max(1, len(rows) // 10)
+        return rows[held_out:], rows[:held_out]
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError(
+            f"environment.options.data = {data!r} is no local directory or .jsonl file, and to load it from the Hub "
+            "needs datasets: pip install 'slipstream-rl[hub]'"
+        )
+    from datasets import load_dataset
+
+    try:
+        found: Any = load_dataset(data, "main")
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"environment.options.data = {data!r} can't be loaded from the Hub: {reason}") from None
+    return list(found["train"]), list(found["test"])
+
+
+def _read_lines(path: Path, skip_malformed: bool) -> list[dict[str, str]]:
+    if not path.exists():
+        raise ConfigError(f"environment.options.data: there is no file {path}")
+    rows, malformed = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            if not NUMBER.fullmatch(gold(row["answer"])) or not row["question"].strip():
+                raise ValueError
+            rows.append(row)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            malformed.append(number)
+    if malformed:
+        lines = ", ".join(map(str, malformed[:10])) + (" and more" if len(malformed) > 10 else "")
+        what = f"{path}: {len(malformed)} of {len(rows) + len(malformed)} lines are no problem (line {lines})"
+        if not skip_malformed:
+            raise ConfigError(f"{what}; mend them or set environment.options.skip_malformed = true")
+        print(f"slipstream: {what}; left out", file=sys.stderr)
+    return rows

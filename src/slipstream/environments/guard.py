@@ -1,0 +1,99 @@
+"""A wall around a user's code: whatever an episode does costs one rollout and a reason, never the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import math
+import signal
+import threading
+import traceback
+from types import FrameType
+from typing import Any
+
+from slipstream.environments.base import Environment, Policy, Task, play
+from slipstream.environments.scoring import ScoringError
+from slipstream.rollout import Rollout
+
+_in_episode: contextvars.ContextVar[bool] = contextvars.ContextVar("in_episode", default=False)
+
+
+class RolloutFailed(Exception):
+    """One episode failed. `reason` is short enough to be counted by; `detail` is for a person."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class EpisodeBlocked(BaseException):
+    """Raised inside an episode that held up the event loop. No `except Exception` of a user's can swallow it."""
+
+
+async def attempt(environment: Environment, task: Task, policy: Policy, time_limit: float) -> Rollout:
+    """Play one episode. Raises `RolloutFailed` for an exception, a hang, or a reward that is no finite number."""
+    token = _in_episode.set(True)
+    try:
+        async with asyncio.timeout(time_limit):
+            rollout = await play(environment, task, policy)
+        return _sound(rollout)
+    except TimeoutError:
+        raise RolloutFailed("time limit", f"task {task.id} took longer than {time_limit:g} s") from None
+    except EpisodeBlocked:
+        raise RolloutFailed("blocked the event loop", f"task {task.id}:\n{_tail()}") from None
+    except RolloutFailed:
+        raise
+    except ScoringError as error:
+        raise RolloutFailed(error.reason, f"task {task.id}: {error}") from None
+    except Exception as error:
+        raise RolloutFailed(type(error).__name__, f"task {task.id}:\n{_tail()}") from None
+    finally:
+        _in_episode.reset(token)
+
+
+def _sound(rollout: Rollout) -> Rollout:
+    if not rollout.completions:
+        raise RolloutFailed("no completion", "the episode returned without having sampled from the policy")
+    if not math.isfinite(rollout.reward):
+        raise RolloutFailed(f"reward is {rollout.reward}", "a reward must be a finite number")
+    return rollout
+
+
+def _tail() -> str:
+    return "".join(traceback.format_exc().splitlines(keepends=True)[-8:]).rstrip()
+
+
+class LoopWatch:
+    """Interrupts an episode that blocks the event loop (a `time.sleep`, a busy loop) for longer than `limit` seconds.
+
+    A heartbeat on the loop keeps pushing an alarm into the future. When it rings the loop is stuck; if it is stuck in an
+    episode, that episode gets an exception there and then. Works in the main thread of systems that have SIGALRM, and
+    does nothing elsewhere.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._active = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+        self._beat: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> LoopWatch:
+        if self._active:
+            self._previous: Any = signal.signal(signal.SIGALRM, self._ring)
+            self._heartbeat()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._active:
+            if self._beat:
+                self._beat.cancel()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._previous)
+
+    def _heartbeat(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self._limit, self._limit)
+        self._beat = asyncio.get_running_loop().call_later(min(1.0, self._limit / 4), self._heartbeat)
+
+    def _ring(self, _number: int, _frame: FrameType | None) -> None:
+        if _in_episode.get():
+            raise EpisodeBlocked

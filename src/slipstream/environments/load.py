@@ -1,0 +1,154 @@
+"""From a name in a configuration to an environment; every way in which that can go wrong is one clear line."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import ConfigError, EnvironmentConfig
+from slipstream.environments.base import Environment, Policy, Task
+from slipstream.environments.scoring import ScorerPool
+from slipstream.rollout import Rollout
+
+BUILT_IN = {"addition": "slipstream.environments.addition:Addition", "gsm8k": "slipstream.environments.gsm8k:Gsm8k"}
+HELD_OUT = 0.1
+
+
+def load_environment(config: EnvironmentConfig) -> Environment:
+    """The environment that `config.name` names, with `config.options`. Raises `ConfigError`."""
+    try:
+        thing = load_thing(BUILT_IN.get(config.name, config.name))
+    except (ImportError, AttributeError, OSError, SyntaxError) as error:
+        raise ConfigError(f"environment.name = {config.name!r} can't be loaded: {error}") from None
+    if inspect.isclass(thing):
+        environment = _construct(thing, config)
+    elif callable(thing) and not hasattr(thing, "rollout"):
+        environment = FunctionEnvironment(thing, config)
+    else:
+        environment = thing
+    for attribute in ("train", "test", "rollout"):
+        if not hasattr(environment, attribute):
+            raise ConfigError(f"environment.name = {config.name!r} has no {attribute!r}; an environment needs it")
+    if not environment.train:
+        raise ConfigError(f"environment.name = {config.name!r} has no training tasks; check environment.options")
+    found: Environment = environment
+    return found
+
+
+def load_thing(reference: str) -> Any:
+    """What "module:thing" or "path/to/file.py:thing" names. Raises what importing it raises, or `ImportError`."""
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        close = difflib.get_close_matches(reference, BUILT_IN, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"it comes with {', '.join(map(repr, BUILT_IN))}"
+        raise ImportError(f"no such environment; {hint} Your own is 'module:thing' or 'path/to/file.py:thing'")
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        if not path.exists():
+            raise ImportError(f"there is no file {path}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(path.stem, module)
+        spec.loader.exec_module(module)
+    else:
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))  # a console script does not look where the user stands
+        module = importlib.import_module(place)
+    return getattr(module, name)
+
+
+def _construct(kind: type, config: EnvironmentConfig) -> Any:
+    parameters = inspect.signature(kind).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    options = dict(config.options)
+    for name in options:
+        if name not in parameters and not takes_any:
+            close = difflib.get_close_matches(name, parameters, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(parameters) or 'none'}"
+            raise ConfigError(f"environment.options.{name} is unknown to {config.name}; {hint}")
+    # What the run already says about rewards is passed on to an environment that has a scorer pool of its own.
+    for name, value in (("scorers", config.scorers), ("time_limit", config.time_limit)):
+        if name in parameters:
+            options.setdefault(name, value)
+    try:
+        return kind(**options)
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"environment.options for {config.name}: {error}") from None
+
+
+class FunctionEnvironment:
+    """A user's `async rollout(task, policy)` or `reward(task, completion)`, on tasks from JSONL files.
+
+    Options: `train`, a file of lines `{"prompt": ..., "id": ..., more}`, and `test`, another, or a tenth is held out.
+    """
+
+    def __init__(self, function: Any, config: EnvironmentConfig) -> None:
+        self._function = function
+        parameters = list(inspect.signature(function).parameters)
+        if len(parameters) != 2:
+            raise ConfigError(
+                f"environment.name = {config.name!r} takes {len(parameters)} arguments; write "
+                "`async def rollout(task, policy)` or `def reward(task, completion)`"
+            )
+        is_async = inspect.iscoroutinefunction(function)
+        self._is_episode = is_async and parameters[1] != "completion"
+        self._scorers: ScorerPool | None = None
+        if not is_async:
+            self._scorers = ScorerPool(config.name, {}, config.scorers, config.time_limit)
+        self.train, self.test = _task_files(config)
+
+    async def rollout(self, task: Task, policy: Policy) -> Rollout | float:
+        if self._is_episode:
+            outcome: Rollout | float = await self._function(task, policy)
+            return outcome
+        completion = await policy.sample(task.prompt)
+        if self._scorers:
+            reward: float = await self._scorers.score(task, completion)
+        else:
+            reward = await self._function(task, completion)
+        return reward
+
+    async def close(self) -> None:
+        if self._scorers:
+            await self._scorers.close()
+
+
+def _task_files(config: EnvironmentConfig) -> tuple[Sequence[Task], Sequence[Task]]:
+    options = dict(config.options)
+    train, test = options.pop("train", None), options.pop("test", None)
+    if options or not isinstance(train, str):
+        wrong = f"{next(iter(options))} is unknown" if options else "train is not set"
+        raise ConfigError(f"environment.options: {wrong}; a function needs train = FILE.jsonl and may have test = FILE")
+    tasks = read_tasks(Path(train))
+    if test is not None:
+        return tasks, read_tasks(Path(test))
+    random.Random(0).shuffle(tasks)
+    held_out = max(1, round(len(tasks) * HELD_OUT)) if len(tasks) > 1 else 0
+    return tasks[held_out:], tasks[:held_out]
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Tasks from lines of JSON. Raises `ConfigError` naming file and line."""
+    if not path.exists():
+        raise ConfigError(f"environment.options: there is no file {path}")
+    tasks = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            data = json.loads(line)
+            prompt = data.pop("prompt")
+            prompt = prompt if isinstance(prompt, str) else tuple(dict(message) for message in prompt)
+            tasks.append(Task(str(data.pop("id", number)), prompt, data))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(
+                f'{path}, line {number}: not a task; a line is {{"prompt": text or messages, ...}}'
+            ) from None
+    return tasks

@@ -1,0 +1,228 @@
+"""One optimizer step: its gradient against plain formulas, its invariances, and what it remembers."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream import config as configuration
+from slipstream.algorithms.advantages import make_batch
+from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
+from slipstream.trainers import logprobs as logprobs_module
+from slipstream.trainers.packing import plan
+from slipstream.trainers.trainer import Trainer, learning_rate
+
+
+def make_trainer(path: Path, *flags: str) -> Trainer:
+    return Trainer(configuration.load(None, [f"--model.path={path}", "--environment.name=addition", *flags]))
+
+
+def random_batch(vocabulary: int = 40, groups: int = 3, seed: int = 0, kept: bool = False) -> Batch:
+    """Groups of different sizes and lengths, off-policy enough for clip and truncation to act."""
+    rng = random.Random(seed)
+    made = []
+    for entry in range(groups):
+        rollouts = []
+        for _ in range(rng.randint(2, 5)):
+            prompt = tuple(rng.randrange(vocabulary) for _ in range(rng.randint(1, 9)))
+            tokens = tuple(rng.randrange(vocabulary) for _ in range(rng.randint(1, 12)))
+            behaviour = tuple(-rng.uniform(1.0, 6.0) for _ in tokens)
+            masks = tuple(
+                np.array(sorted({t, *rng.sample(range(vocabulary), 9)}), dtype=np.int32) for t in tokens
+            ) if kept else None  # fmt: skip
+            completion = Completion(
+                prompt, tokens, behaviour, (VersionSpan(0, 0, len(tokens)),), "stop", rng.choice([1.0, 0.7]), kept=masks
+            )
+            rollouts.append(Rollout((completion,), rng.random()))
+        made.append(Group(entry, str(entry), tuple(rollouts)))
+    return make_batch(made, normalize=False)
+
+
+def reference_gradient(model: Any, batch: Batch, *, low: float, high: float, truncate: float, kl: float) -> dict[str, Any]:
+    """The same loss, one sequence at a time, with full logits and float64."""
+    model = copy.deepcopy(model).double()
+    start = copy.deepcopy(model)
+    total = torch.zeros((), dtype=torch.float64)
+
+    def logprobs_of(which: Any, completion: Completion) -> torch.Tensor:
+        ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+        logits = which(ids).logits[0, len(completion.prompt_ids) - 1 : -1] / completion.temperature
+        if completion.kept:
+            for row, ids_kept in enumerate(completion.kept):
+                outside = [v for v in range(logits.shape[1]) if v not in set(ids_kept.tolist())]
+                logits[row, outside] = -torch.inf
+        return logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+    for completion, advantage in batch.sequences():
+        logp = logprobs_of(model, completion)
+        ratio = torch.exp(logp - torch.tensor(completion.logprobs, dtype=torch.float64))
+        weight = ratio.detach().clamp(max=truncate) * logp
+        weight = weight - weight.detach() + ratio.detach().clamp(max=truncate)
+        clipped = ratio.clamp(1 - low, 1 + high)
+        total = total - torch.minimum(weight * advantage, clipped * advantage).sum()
+        if kl:
+            difference = logprobs_of(start, completion).detach() - logp
+            total = total + kl * (difference.exp() - 1 - difference).sum()
+    (total / batch.tokens).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def gradient(trainer: Trainer, batch: Batch) -> dict[str, Any]:
+    """What the trainer's backward passes leave before the update."""
+    grads: dict[str, Any] = {}
+    trainer.before_update = lambda: grads.update({n: p.grad.clone() for n, p in trainer.parameters.items()})
+    trainer.step(batch)
+    return grads
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+@pytest.mark.parametrize("budget", [8, 64, 8192])
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradient_is_that_of_the_plain_formula(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, kl: float, budget: int, kept: bool
+) -> None:
+    """Any micro-batching and any chunking of the head give one denominator and the same gradient."""
+    monkeypatch.setattr(logprobs_module, "CHUNK", 64 * 38)  # several chunks of 64 tokens
+    trainer = make_trainer(
+        tiny, f"--algorithm.kl={kl}", f"--trainer.tokens_per_microbatch={budget}", "--trainer.gradient_clip=0"
+    )
+    batch = random_batch(vocabulary=38, groups=9, kept=kept)
+    wanted = reference_gradient(trainer.model, batch, low=0.2, high=0.2, truncate=3.0, kl=kl)
+    got = gradient(trainer, batch)
+    assert got.keys() == wanted.keys()
+    scale = max(g.abs().max().item() for g in wanted.values())
+    for name, reference in wanted.items():
+        assert (got[name] - reference).abs().max().item() <= 1e-5 * scale, name
+
+
+def test_on_policy_gradient_is_reinforce(tiny: Path) -> None:
+    """Where the behaviour is the policy itself, the step's gradient is A grad(log p), worked out on its own."""
+    trainer = make_trainer(tiny, "--trainer.gradient_clip=0")
+    batch = random_batch(vocabulary=38, seed=4)
+    scored = trainer.score([c for c, _ in batch.sequences()])
+    rest = iter(scored)
+    groups = [
+        Group(g.entry, g.task_id, tuple(
+            Rollout(tuple(Completion(c.prompt_ids, c.token_ids, tuple(next(rest)), c.spans, "stop", c.temperature)
+                          for c in r.completions), r.reward) for r in g.rollouts))
+        for g in batch.groups
+    ]  # fmt: skip
+    batch = make_batch(groups, normalize=False)
+    model = copy.deepcopy(trainer.model).double()
+    total = torch.zeros((), dtype=torch.float64)
+    for completion, advantage in batch.sequences():
+        ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+        logits = model(ids).logits[0, len(completion.prompt_ids) - 1 : -1] / completion.temperature
+        total -= advantage * logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None]).sum()
+    (total / batch.tokens).backward()
+    got = gradient(trainer, batch)
+    scale = max(p.grad.abs().max().item() for p in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert (got[name] - parameter.grad).abs().max().item() <= 1e-5 * scale
+
+
+def test_scores_are_those_of_a_full_forward_pass(tiny: Path) -> None:
+    trainer = make_trainer(tiny, "--trainer.tokens_per_microbatch=16")
+    completions = [c for c, _ in random_batch(vocabulary=38).sequences()]
+    for completion, scored in zip(completions, trainer.score(completions), strict=True):
+        ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+        with torch.no_grad():
+            logits = trainer.model(ids).logits[0, len(completion.prompt_ids) - 1 : -1] / completion.temperature
+        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        assert scored == pytest.approx(wanted.tolist(), abs=1e-5)
+
+
+def test_groups_without_signal_cost_nothing_but_their_tokens(tiny: Path) -> None:
+    signal = random_batch(vocabulary=38)
+    silent = Group(9, "9", tuple(Rollout(r.completions, 1.0) for r in random_batch(38, seed=3).groups[0].rollouts))
+    both = make_batch([*signal.groups, silent], normalize=False)
+    alone = gradient(make_trainer(tiny, "--trainer.gradient_clip=0"), signal)
+    together = gradient(make_trainer(tiny, "--trainer.gradient_clip=0"), both)
+    for name, grad in alone.items():
+        torch.testing.assert_close(together[name] * both.tokens, grad * signal.tokens)
+
+
+def test_a_batch_without_any_signal_moves_nothing(tiny: Path) -> None:
+    trainer = make_trainer(tiny)
+    before = {n: p.clone() for n, p in trainer.parameters.items()}
+    silent = [Group(g.entry, g.task_id, tuple(Rollout(r.completions, 0.5) for r in g.rollouts))
+              for g in random_batch(38).groups]  # fmt: skip
+    stats = trainer.step(make_batch(silent, normalize=True))
+    assert stats.grad_norm == 0 and not stats.skipped
+    assert all(torch.equal(p, before[n]) for n, p in trainer.parameters.items())
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing(tiny: Path) -> None:
+    trainer = make_trainer(tiny)
+    before = {n: p.clone() for n, p in trainer.parameters.items()}
+    batch = random_batch(38)
+    broken = Batch(batch.groups, tuple((math.nan,) * len(a) for a in batch.advantages))
+    stats = trainer.step(broken)
+    assert stats.skipped
+    assert all(torch.equal(p, before[n]) for n, p in trainer.parameters.items())
+    assert not trainer.step(batch).skipped
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_resumed_is_bit_identical_to_uninterrupted(tiny: Path, tmp_path: Path, rank: int) -> None:
+    flags = (f"--lora.rank={rank}", "--trainer.learning_rate=1e-2", "--trainer.warmup_steps=2", "--loop.steps=6")
+    through = make_trainer(tiny, *flags)
+    for step in range(6):
+        if step == 3:
+            through.save(tmp_path / "saved")
+        through.step(random_batch(38, seed=step))
+    again = make_trainer(tiny, *flags)
+    again.restore(tmp_path / "saved")
+    for step in range(3, 6):
+        again.step(random_batch(38, seed=step))
+    assert all(torch.equal(p, again.parameters[n]) for n, p in through.parameters.items())
+
+
+def test_lora_trains_adapters_only_and_exports_them(tiny: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    trainer = make_trainer(tiny, "--lora.rank=4", "--trainer.learning_rate=1e-2", "--algorithm.kl=0.1")
+    assert all("lora_" in name for name in trainer.parameters)
+    for step in range(3):
+        assert trainer.step(random_batch(38, seed=step)).kl >= 0
+    trainer.export(tmp_path / "policy")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "policy")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, trainer.model(ids).logits)
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(tiny)(ids).logits, trainer.model(ids).logits)
+
+
+def test_other_parameters_are_refused(tiny: Path, tmp_path: Path) -> None:
+    make_trainer(tiny).save(tmp_path / "full")
+    with pytest.raises(ValueError, match="other parameters"):
+        make_trainer(tiny, "--lora.rank=4").restore(tmp_path / "full")
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
+def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = plan(lengths, budget)
+    assert sorted(i for b in batches for i in b) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget
+
+
+def test_learning_rate_rises_then_falls_to_zero() -> None:
+    options = configuration.TrainerConfig(learning_rate=1.0, warmup_steps=4, schedule="linear")
+    rates = [learning_rate(options, step, 12) for step in range(13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0 and rates[12] == 0.0
+    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    cosine = configuration.TrainerConfig(learning_rate=1.0, schedule="cosine")
+    assert [round(learning_rate(cosine, s, 4), 3) for s in range(5)] == [1.0, 0.854, 0.5, 0.146, 0.0]
+    flat = configuration.TrainerConfig(learning_rate=1.0, schedule="constant")
+    assert learning_rate(flat, 99, 100) == 1.0
