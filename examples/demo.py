@@ -10,6 +10,7 @@ examples/addition.toml on it, generator and trainer side by side, checked on 500
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import time
 from pathlib import Path
@@ -72,9 +73,7 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: 
 
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: list[Task]) -> float:
     """Share of `tasks` that the model answers exactly, sampling greedily with the embedded engine."""
-    served = Qwen3ForCausalLM(model.config)
-    served.load_state_dict(model.state_dict())
-    engine, right = Engine(served, slots=256), 0
+    engine, right = Engine(copy.deepcopy(model), slots=256), 0
     for i, task in enumerate(tasks):
         engine.submit(i, tokenizer.encode(str(task.prompt)), slipstream.Sampling(temperature=0, max_tokens=5))
     while engine.busy:

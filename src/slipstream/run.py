@@ -1,6 +1,6 @@
-"""The whole line of sight: tasks become rollouts, rollouts groups, groups a batch, a batch a step, and a step new weights
-that draw the next rollouts. Generation and training run at the same time; this file says in which order things happen,
-and every other file how one of them is done.
+"""The whole line of sight: tasks become rollouts, rollouts groups, groups a batch, a batch a step, and a step new
+weights that draw the next rollouts. Generation and training run at the same time; this file says in which order things
+happen, and every other file how one of them is done.
 """
 
 from __future__ import annotations
@@ -217,8 +217,10 @@ class Run:
         if not tasks:
             return
         sampling = dataclasses.replace(self._sampling(), temperature=options.temperature, top_k=0, top_p=1.0)
-        limits = {"seed": self.config.loop.seed, "time_limit": self.config.environment.time_limit}
-        result = await evaluate(self.environment, tasks, self.pools.generator, self.tokenizer, sampling, **limits)
+        seed, limit = self.config.loop.seed, self.config.environment.time_limit
+        result = await evaluate(
+            self.environment, tasks, self.pools.generator, self.tokenizer, sampling, seed=seed, time_limit=limit
+        )
         record = {"step": step, **result}
         self.tally.evaluations.append(record)
         self.recorder.evaluation(record)

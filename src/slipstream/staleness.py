@@ -1,8 +1,9 @@
 """How old a token may be: pure arithmetic, used at both ends of the buffer.
 
-A *version* counts publishes: version 0 is the start policy, and each publish adds one. The *lag* of a token is the newest version minus the version that drew it. Admission makes large lags rare, because no more work is
-started than the next `max_lag + 1` versions can consume; the check at the taking end makes them impossible, because a
-straggler that was admitted in time can still finish late.
+A *version* counts publishes: version 0 is the start policy, and each publish adds one. The *lag* of a token is the newest
+version minus the version that drew it. Admission makes large lags rare, because no more work is started than the next
+`max_lag + 1` versions can consume; the check at the taking end makes them impossible, because a straggler that was
+admitted in time can still finish late.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ class LoopState:
         """Go on from a snapshot. Raises `ValueError` if it is of a run on other data."""
         ledger = Ledger.restore(data["ledger"])
         if ledger.tasks != self.ledger.tasks:
-            raise ValueError(f"the run was started on {ledger.tasks} training tasks, and now there are {self.ledger.tasks}")
+            raise ValueError(
+                f"the run was started on {ledger.tasks} training tasks, and now there are {self.ledger.tasks}"
+            )
         ledger.retries = self.options.retries
         self.ledger, self.step, self.version = ledger, data["step"], data["version"]
         for plain in data["ready"]:

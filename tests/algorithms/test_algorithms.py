@@ -40,7 +40,9 @@ def test_groups_are_scored_by_member_whatever_their_size() -> None:
     assert batch.tokens == 9 and len(batch.sequences()) == 9
 
 
-def by_hand(logp: float, behaviour: float, advantage: float, low: float, high: float, truncate: float) -> tuple[float, float]:
+def by_hand(
+    logp: float, behaviour: float, advantage: float, low: float, high: float, truncate: float
+) -> tuple[float, float]:
     """Value and derivative of the GRPO loss with respect to the log-probability."""
     ratio = math.exp(logp - behaviour)
     weight = min(ratio, truncate) if truncate else ratio
@@ -85,7 +87,9 @@ def test_grpo_clips_the_right_side(ratio: float, advantage: float, slope: float)
 
 @given(st.floats(-5, 0), st.floats(-5, 0))
 def test_kl_estimate_is_never_negative_and_zero_at_home(logp: float, reference: float) -> None:
-    estimate = kl_to_reference(torch.tensor([logp], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64)).item()
+    estimate = kl_to_reference(
+        torch.tensor([logp], dtype=torch.float64), torch.tensor([reference], dtype=torch.float64)
+    ).item()
     assert estimate == pytest.approx(math.exp(reference - logp) - 1 - (reference - logp), abs=1e-9)
     assert estimate >= -1e-12
     assert kl_to_reference(torch.tensor([logp]), torch.tensor([logp])).item() == 0

@@ -139,7 +139,7 @@ def test_swaps_under_running_sequences(family: str) -> None:
 
 
 def replay(models: dict[int, Any], completion: Completion) -> list[torch.Tensor]:
-    """Logits of every token, each by the weights of its tagged version on the cache that the versions before it left."""
+    """Logits of every token, by the weights of its tagged version on the cache that the versions before it left."""
     from transformers import DynamicCache
 
     versions = [v for v, start, end in completion.spans for _ in range(start, end)]
@@ -245,7 +245,7 @@ def test_experts_are_those_the_model_chose() -> None:
         ids = torch.tensor([completion.prompt_ids + completion.token_ids[:-1]])
         chosen: list[torch.Tensor] = []
         gates = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-        hooks = [g.register_forward_hook(lambda _m, _i, out: chosen.append(out[-1])) for g in gates]
+        hooks = [g.register_forward_hook(lambda _m, _i, out, to=chosen: to.append(out[-1])) for g in gates]
         with torch.no_grad():
             model(ids)
         for hook in hooks:
@@ -291,5 +291,3 @@ def test_the_cache_grows_and_keeps_what_it_held() -> None:
     engine.submit("short", [6, 7], Sampling(max_tokens=3, seed=1))
     for completion in drain(engine).values():
         assert_true(completion, Sampling(), {0: model})
-
-

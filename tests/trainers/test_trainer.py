@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def random_batch(vocabulary: int = 40, groups: int = 3, seed: int = 0, kept: boo
     return make_batch(made, normalize=False)
 
 
-def reference_gradient(model: Any, batch: Batch, *, low: float, high: float, truncate: float, kl: float) -> dict[str, Any]:
+def reference_gradient(
+    model: Any, batch: Batch, *, low: float, high: float, truncate: float, kl: float
+) -> dict[str, Any]:
     """The same loss, one sequence at a time, with full logits and float64."""
     model = copy.deepcopy(model).double()
     start = copy.deepcopy(model)
@@ -221,7 +224,7 @@ def test_learning_rate_rises_then_falls_to_zero() -> None:
     options = configuration.TrainerConfig(learning_rate=1.0, warmup_steps=4, schedule="linear")
     rates = [learning_rate(options, step, 12) for step in range(13)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0 and rates[12] == 0.0
-    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[4:]))
     cosine = configuration.TrainerConfig(learning_rate=1.0, schedule="cosine")
     assert [round(learning_rate(cosine, s, 4), 3) for s in range(5)] == [1.0, 0.854, 0.5, 0.146, 0.0]
     flat = configuration.TrainerConfig(learning_rate=1.0, schedule="constant")

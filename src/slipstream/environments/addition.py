@@ -11,8 +11,8 @@ from slipstream.rollout import Rollout
 class Addition:
     """All sums of two numbers of up to `digits` digits, shuffled by `seed`; the first `test` are held out.
 
-    The answer's digits are asked for least significant first where `reverse` is set, which is the order in which carries
-    are worked out. `train` caps the number of training tasks (0: all). The reward is 1 for an exact answer, else 0.
+    The answer's digits are asked for least significant first where `reverse` is set, the order in which carries are
+    worked out. `train` caps the number of training tasks (0: all). The reward is 1 for an exact answer, else 0.
     """
 
     def __init__(self, digits: int = 2, test: int = 500, train: int = 0, reverse: bool = True, seed: int = 0) -> None:
@@ -22,17 +22,17 @@ class Addition:
         # Sampled without listing them all: there are 10 ** (2 digits) sums.
         wanted = test + (train or min(numbers**2 - test, 100_000))
         chosen = random.Random(f"addition/{seed}").sample(range(numbers**2), min(wanted, numbers**2))
-        tasks = [self._task(*divmod(i, numbers), digits, reverse) for i in chosen]
+        tasks = [_task(i // numbers, i % numbers, digits, reverse) for i in chosen]
         self.test, self.train = tasks[:test], tasks[test:]
-
-    @staticmethod
-    def _task(a: int, b: int, digits: int, reverse: bool) -> Task:
-        answer = str(a + b)[::-1] if reverse else str(a + b)
-        return Task(f"{a}+{b}", f"{a:0{digits}}+{b:0{digits}}=", {"answer": answer})
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout:
         completion = await policy.sample(task.prompt)
         return policy.rollout(float(completion.text == target(task)))
+
+
+def _task(a: int, b: int, digits: int, reverse: bool) -> Task:
+    answer = str(a + b)[::-1] if reverse else str(a + b)
+    return Task(f"{a}+{b}", f"{a:0{digits}}+{b:0{digits}}=", {"answer": answer})
 
 
 def target(task: Task) -> str:

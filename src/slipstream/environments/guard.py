@@ -67,9 +67,9 @@ def _tail() -> str:
 class LoopWatch:
     """Interrupts an episode that blocks the event loop (a `time.sleep`, a busy loop) for longer than `limit` seconds.
 
-    A heartbeat on the loop keeps pushing an alarm into the future. When it rings the loop is stuck; if it is stuck in an
-    episode, that episode gets an exception there and then. Works in the main thread of systems that have SIGALRM, and
-    does nothing elsewhere.
+    A heartbeat on the loop keeps pushing an alarm into the future. When it rings the loop is stuck; if it is stuck in
+    an episode, that episode gets an exception there and then. Works in the main thread of systems that have SIGALRM,
+    and does nothing elsewhere.
     """
 
     def __init__(self, limit: float) -> None:

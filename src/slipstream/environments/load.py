@@ -49,7 +49,7 @@ def load_thing(reference: str) -> Any:
     if not place or not name:
         close = difflib.get_close_matches(reference, BUILT_IN, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"it comes with {', '.join(map(repr, BUILT_IN))}"
-        raise ImportError(f"no such environment; {hint} Your own is 'module:thing' or 'path/to/file.py:thing'")
+        raise ImportError(f"no such environment, {hint}; your own is 'module:thing' or 'path/to/file.py:thing'")
     if place.endswith(".py"):
         path = Path(place).resolve()
         if not path.exists():

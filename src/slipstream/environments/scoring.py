@@ -7,6 +7,7 @@ takes its process down, costs one rollout here, and a fresh process takes the ne
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -47,6 +48,7 @@ class ScorerPool:
     async def score(self, task: Task, completion: Completion) -> Any:
         """What the function returns for this completion. Raises `ScoringError`."""
         worker = await self._free.get()
+        answered = False
         try:
             if worker is None:
                 worker = _Worker(self._job)
@@ -54,17 +56,15 @@ class ScorerPool:
                 await worker.ready
             async with asyncio.timeout(self._time_limit):
                 error, value = await worker.ask((task, completion))
+            answered = True
         except TimeoutError:
-            worker = self._discard(worker)
             raise ScoringError("reward time limit", f"the reward took longer than {self._time_limit:g} s") from None
         except EOFError:
-            worker = self._discard(worker)
             raise ScoringError("reward process died", "the reward function took its process down") from None
-        except BaseException:
-            worker = self._discard(worker)  # it may still be at work on a completion that nobody waits for
-            raise
         finally:
-            self._free.put_nowait(worker)
+            if not answered:  # it may still be at work on a completion that nobody waits for
+                self._discard(worker)
+            self._free.put_nowait(worker if answered else None)
         if error:
             raise ScoringError(*value)
         return value
@@ -74,6 +74,7 @@ class ScorerPool:
             self._discard(worker)
 
     def _discard(self, worker: _Worker | None) -> None:
+        """Kill a worker; None takes its place among the free ones, and a new one is started when it is needed."""
         if worker:
             self._workers.discard(worker)
             worker.kill()
@@ -137,10 +138,8 @@ def serve(connection: Connection) -> None:
 
 
 def main() -> None:
-    try:
+    with contextlib.suppress(EOFError):  # the controller is gone
         serve(Connection(int(sys.argv[1])))
-    except EOFError:
-        pass  # the controller is gone
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from slipstream.runtime.actor import Actor, ActorError
 from slipstream.sync.link import PublishStats
 from slipstream.trainers.trainer import StepStats
 
-
 # What `generator.kind` and `trainer.kind` name; anything else is a user's own `runtime.actor.Service`.
 SERVICES = {
     "torch": "slipstream.runtime.services:GeneratorService",
