@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slipstream.buffer import BufferFull, RolloutBuffer
 from slipstream.ledger import Ledger, LedgerError, RolloutCounts, State
 from slipstream.rollout import Completion, Group, Rollout, VersionSpan, spans_of
-from slipstream.staleness import capacity, is_stale, lag
+from slipstream.staleness import capacity, is_stale
 
 
 def group(entry: int, oldest: int, newest: int | None = None, size: int = 2) -> Group:
@@ -59,7 +59,7 @@ class Line:
         for taken in self.buffer.take(self.groups_per_step):
             self.ledger.trained(taken.entry)
             self.trained.append(taken.entry)
-            self.trained_lags.append(lag(self.version, taken))
+            self.trained_lags.append(self.version - taken.oldest_version)
         self.step += 1
         self.version = self.step // self.every
 
@@ -213,5 +213,5 @@ def test_spans_give_every_token_its_version(versions: list[int]) -> None:
 
 def test_age_is_that_of_the_oldest_token() -> None:
     mixed = group(0, oldest=3, newest=9)
-    assert lag(9, mixed) == 6
-    assert is_stale(9, mixed, 5) and not is_stale(9, mixed, 6)
+    assert mixed.oldest_version == 3
+    assert is_stale(9, mixed.oldest_version, 5) and not is_stale(9, mixed.oldest_version, 6)

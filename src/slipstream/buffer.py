@@ -17,7 +17,7 @@ class RolloutBuffer:
 
     def __init__(self, capacity: int, groups: Iterable[Group] = ()) -> None:
         self.capacity = capacity
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, tuple[int, Group]] = {}  # by entry, each with the version of its oldest token
         for group in groups:
             self.put(group)
 
@@ -27,7 +27,7 @@ class RolloutBuffer:
     @property
     def groups(self) -> list[Group]:
         """What is ready, in the order in which it will be taken: by oldest token, then by ledger entry."""
-        return sorted(self._groups.values(), key=lambda g: (g.oldest_version, g.entry))
+        return [group for _, _, group in sorted((v, e, g) for e, (v, g) in self._groups.items())]
 
     def put(self, group: Group) -> None:
         """Add a ready group; a second group of the same entry, or one over capacity, is a bug in the caller."""
@@ -35,11 +35,11 @@ class RolloutBuffer:
             raise ValueError(f"entry {group.entry} is in the buffer already")
         if len(self._groups) >= self.capacity:
             raise BufferFull(f"entry {group.entry} arrived at a buffer that holds {self.capacity} groups already")
-        self._groups[group.entry] = group
+        self._groups[group.entry] = (group.oldest_version, group)
 
     def drop_stale(self, version: int, max_lag: int) -> list[Group]:
         """Remove and return the groups that are too old to train on at `version`."""
-        stale = [g for g in self.groups if is_stale(version, g, max_lag)]
+        stale = [g for g in self.groups if is_stale(version, self._groups[g.entry][0], max_lag)]
         for group in stale:
             del self._groups[group.entry]
         return stale

@@ -154,9 +154,7 @@ def show_report(summary: dict[str, Any]) -> None:
 
     from slipstream.observe.report import report
 
-    evaluations = summary["eval"]["history"]
-    first, last = (evaluations[i].get("samples", []) if evaluations else [] for i in (0, -1))
-    report(summary, first, last if len(evaluations) > 1 else [], Console())
+    report(summary, summary["samples"]["before"], summary["samples"]["after"], Console())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.environments.base import Environment, Policy, Task, Tokenizer
+from slipstream.environments.base import Codec, Environment, Policy, Task
 from slipstream.environments.guard import RolloutFailed, attempt
 from slipstream.generators.base import Generator
 from slipstream.rollout import Rollout, Sampling, mean
@@ -19,7 +19,7 @@ async def evaluate(
     environment: Environment,
     tasks: Sequence[Task],
     generator: Generator,
-    tokenizer: Tokenizer,
+    codec: Codec,
     sampling: Sampling,
     *,
     seed: int = 0,
@@ -30,7 +30,7 @@ async def evaluate(
     began = time.perf_counter()
 
     async def one(task: Task) -> tuple[Rollout | None, Policy]:
-        policy = Policy(generator, tokenizer, sampling, f"{seed}/evaluation/{task.id}")
+        policy = Policy(generator, codec, sampling, f"{seed}/evaluation/{task.id}")
         try:
             return await attempt(environment, task, policy, time_limit), policy
         except RolloutFailed:
@@ -51,11 +51,11 @@ async def evaluate(
         "metrics": {n: mean([r.metrics[n] for r in rollouts if n in r.metrics]) for n in names},
         "completion_length": mean([float(r.tokens) for r in rollouts]),
         "seconds": time.perf_counter() - began,
-        "samples": [_sample(task, r, tokenizer) for task, (r, _) in zip(tasks, played, strict=True) if r][:SAMPLES],
+        "samples": [_sample(task, r, codec) for task, (r, _) in zip(tasks, played, strict=True) if r][:SAMPLES],
     }
 
 
-def _sample(task: Task, rollout: Rollout, tokenizer: Tokenizer) -> dict[str, Any]:
+def _sample(task: Task, rollout: Rollout, codec: Codec) -> dict[str, Any]:
     first = rollout.completions[0]
-    prompt = task.prompt if isinstance(task.prompt, str) else tokenizer.decode(first.prompt_ids)
+    prompt = task.prompt if isinstance(task.prompt, str) else codec.decode(first.prompt_ids)
     return {"prompt": prompt, "completion": rollout.completions[-1].text, "reward": rollout.reward}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slipstream.config import Config
-from slipstream.environments.base import Policy
+from slipstream.environments.base import Codec, Policy
 from slipstream.environments.load import load_environment
 from slipstream.evaluation import evaluate
 from slipstream.generators.torch import Engine, TorchGenerator
@@ -28,7 +28,7 @@ async def evaluate_model(config: Config, tasks: int) -> dict[str, Any]:
     )
     try:
         return await evaluate(
-            environment, environment.test[:tasks], generator, tokenizer, sampling,
+            environment, environment.test[:tasks], generator, Codec(tokenizer), sampling,
             seed=config.loop.seed, time_limit=config.environment.time_limit,
         )  # fmt: skip
     finally:
@@ -42,7 +42,7 @@ async def generate_texts(
 ) -> list[Completion]:
     """Complete each prompt; the chat template is applied where the tokenizer has one."""
     generator, tokenizer = load_generator(config)
-    policy = Policy(generator, tokenizer, Sampling(temperature=temperature, max_tokens=max_tokens), str(seed))
+    policy = Policy(generator, Codec(tokenizer), Sampling(temperature=temperature, max_tokens=max_tokens), str(seed))
     return list(await asyncio.gather(*(policy.sample(p, seed=seed + i) for i, p in enumerate(prompts))))
 
 

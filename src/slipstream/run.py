@@ -18,7 +18,7 @@ from typing import Any
 from slipstream.algorithms.advantages import make_batch
 from slipstream.config import Config, ConfigError
 from slipstream.directory import RunDirectory, write_json
-from slipstream.environments.base import Policy, Task
+from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt
 from slipstream.environments.load import load_environment
 from slipstream.evaluation import evaluate
@@ -77,6 +77,7 @@ class Run:
         self.directory = directory
         self.environment = load_environment(config.environment)
         self.tokenizer = load_tokenizer(config.model.path)
+        self.codec = Codec(self.tokenizer)
         self.recorder = Recorder(directory.path, self.tokenizer.decode)
         self.progress = Progress(config.loop.steps, quiet=quiet)
         self.state = LoopState(config.loop, config.sync.every, len(self.environment.train))
@@ -102,7 +103,7 @@ class Run:
                     self.state.step += 1
                     if self.state.step % self.config.sync.every == 0:
                         await self._publish()
-                    await self._record(batch, stats, described, waited)
+                    self._record(batch, stats, described, waited)
                     await self._evaluate_and_save_if_due()
                     self._admit()
                 await self._settle()
@@ -134,7 +135,7 @@ class Run:
     async def _play(self, task: Task, entry: Entry, member: int) -> Rollout | None:
         """One rollout, or None with its reason counted; too many failures in a row end the run."""
         seed = f"{self.config.loop.seed}/{entry.id}/{entry.attempt}/{member}"
-        policy = Policy(self.pools.generator, self.tokenizer, self._sampling(), seed)
+        policy = Policy(self.pools.generator, self.codec, self._sampling(), seed)
         try:
             rollout = await attempt(self.environment, task, policy, self.config.environment.time_limit)
         except RolloutFailed as failure:
@@ -173,8 +174,8 @@ class Run:
 
     # beside the line: records, evaluations, checkpoints
 
-    async def _record(self, batch: Batch, stats: StepStats, described: dict[str, float], waited: float) -> None:
-        self.clock.step(await self.pools.generator.stats(), stats.seconds)
+    def _record(self, batch: Batch, stats: StepStats, described: dict[str, float], waited: float) -> None:
+        self.clock.step(self.pools.generator.totals, stats.seconds)
         state = self.state
         record = {
             "step": state.step,
@@ -219,7 +220,7 @@ class Run:
         sampling = dataclasses.replace(self._sampling(), temperature=options.temperature, top_k=0, top_p=1.0)
         seed, limit = self.config.loop.seed, self.config.environment.time_limit
         result = await evaluate(
-            self.environment, tasks, self.pools.generator, self.tokenizer, sampling, seed=seed, time_limit=limit
+            self.environment, tasks, self.pools.generator, self.codec, sampling, seed=seed, time_limit=limit
         )
         record = {"step": step, **result}
         self.tally.evaluations.append(record)
@@ -264,7 +265,7 @@ class Run:
 
     async def _probe(self) -> None:
         """Refuse to train when generator and trainer give the same tokens different probabilities."""
-        policy = Policy(self.pools.generator, self.tokenizer, self._sampling(), f"{self.config.loop.seed}/probe")
+        policy = Policy(self.pools.generator, self.codec, self._sampling(), f"{self.config.loop.seed}/probe")
         tasks = self.environment.train[:PROBES]
         drawn = await asyncio.gather(*(policy.sample(t.prompt, seed=i) for i, t in enumerate(tasks)))
         scored = await self.pools.trainer.score(drawn)
@@ -286,6 +287,7 @@ class Run:
             await self._evaluation
         for task in self._groups:
             task.cancel()
+        self.clock.close(await self.pools.generator.stats())
 
     async def _finish(self) -> dict[str, Any]:
         """Last publish, evaluation, checkpoint and export; then the summary."""
@@ -309,6 +311,7 @@ class Run:
             "stopped": self.stopped,
             "directory": str(self.directory.path),
             "policy": str(self.directory.policy),
+            "samples": {"before": _samples(self.tally, 0), "after": _samples(self.tally, -1)},
         }
         write_json(self.directory.summary, summary)
         return summary
@@ -357,6 +360,12 @@ class Run:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
+
+
+def _samples(tally: Tally, which: int) -> list[dict[str, Any]]:
+    """Completions of the first or the last evaluation."""
+    samples: list[dict[str, Any]] = tally.evaluations[which]["samples"] if len(tally.evaluations) > 1 else []
+    return samples
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

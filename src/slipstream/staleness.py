@@ -1,15 +1,12 @@
 """How old a token may be: pure arithmetic, used at both ends of the buffer.
 
-A *version* counts publishes: version 0 is the start policy, and each publish adds one. The *lag* of a token is the newest
-version minus the version that drew it. Admission makes large lags rare, because no more work is started than the next
-`max_lag + 1` versions can consume; the check at the taking end makes them impossible, because a straggler that was
+A *version* counts publishes: version 0 is the start policy, and each publish adds one. The *lag* of a token is the
+newest version minus the version that drew it. Admission makes large lags rare, because no more work is started than the
+next `max_lag + 1` versions can consume; the check at the taking end makes them impossible, because a straggler that was
 admitted in time can still finish late.
 """
 
 from __future__ import annotations
-
-from slipstream.rollout import Group
-
 
 def capacity(
     *, version: int, max_lag: int, groups_per_version: int, trained: int, ready: int, running: int, buffer: int
@@ -26,11 +23,6 @@ def capacity(
     return max(0, min(by_lag, buffer - ready - running))
 
 
-def lag(version: int, group: Group) -> int:
-    """Versions between `version` and the oldest token of the group."""
-    return version - group.oldest_version
-
-
-def is_stale(version: int, group: Group, max_lag: int) -> bool:
-    """Whether the group holds a token too old to train on at `version`."""
-    return lag(version, group) > max_lag
+def is_stale(version: int, oldest: int, max_lag: int) -> bool:
+    """Whether a token that version `oldest` drew is too old to train on at `version`."""
+    return version - oldest > max_lag

@@ -7,6 +7,7 @@ log-probabilities, versions and seeds are recorded on the way and never seen.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
@@ -57,12 +58,45 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
 
 
+class Codec:
+    """Prompts to token ids and back. Text is encoded once for all rollouts of a group."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.encode_text = functools.lru_cache(maxsize=4096)(self._encode_text)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a prompt, with the chat template applied where the tokenizer has one."""
+        if isinstance(prompt, str):
+            return self.encode_text(prompt)
+        if not prompt or isinstance(prompt[0], int):
+            return tuple(prompt)  # type: ignore[arg-type]
+        if self._tokenizer.chat_template:
+            return self._chat(prompt)
+        return self.encode_text("\n\n".join(m["content"] for m in prompt))  # type: ignore[index]
+
+    def decode(self, token_ids: Sequence[int], stop_strings: Sequence[str] = ()) -> str:
+        """Text of a completion, cut before the first stop string; special tokens are left out."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        cuts = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
+        return text[: min(cuts)] if cuts else text
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        if self._tokenizer.chat_template:
+            return self._chat([{"role": "user", "content": text}])
+        return tuple(self._tokenizer.encode(text))
+
+    def _chat(self, messages: Any) -> tuple[int, ...]:
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return tuple(self._tokenizer.apply_chat_template(list(messages), **options))
+
+
 class Policy:
     """The newest policy, as one episode sees it. Remembers every completion drawn through it."""
 
-    def __init__(self, generator: Generator, tokenizer: Tokenizer, sampling: Sampling, seed: str) -> None:
+    def __init__(self, generator: Generator, codec: Codec, sampling: Sampling, seed: str) -> None:
         self._generator = generator
-        self._tokenizer = tokenizer
+        self._codec = codec
         self._sampling = sampling
         self._seed = seed
         self.completions: list[Completion] = []
@@ -73,27 +107,13 @@ class Policy:
         Text and messages go through the tokenizer's chat template where it has one. `changes` override fields of
         `Sampling` for this call. The returned completion has its text decoded, without the stop token or string.
         """
-        prompt_ids = self.encode(prompt)
+        prompt_ids = self._codec.encode(prompt)
         sampling = dataclasses.replace(self._sampling, **{"seed": self._next_seed(), **changes})
         completion = await self._generator.generate(prompt_ids, sampling)
-        completion = dataclasses.replace(completion, text=self._text(completion, sampling))
+        text = self._codec.decode(completion.token_ids, sampling.stop_strings)
+        completion = dataclasses.replace(completion, text=text)
         self.completions.append(completion)
         return completion
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, with the chat template applied where the tokenizer has one."""
-        if isinstance(prompt, str):
-            if not self._tokenizer.chat_template:
-                return self._tokenizer.encode(prompt)
-            prompt = [{"role": "user", "content": prompt}]
-        if not prompt or isinstance(prompt[0], int):
-            return list(prompt)  # type: ignore[arg-type]
-        if not self._tokenizer.chat_template:
-            return self._tokenizer.encode("\n\n".join(m["content"] for m in prompt))  # type: ignore[index]
-        ids = self._tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return list(ids)
 
     def rollout(self, reward: float, **metrics: float) -> Rollout:
         """Everything drawn so far, as a rollout with this reward."""
@@ -102,11 +122,6 @@ class Policy:
     def _next_seed(self) -> int:
         text = f"{self._seed}/{len(self.completions)}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
-
-    def _text(self, completion: Completion, sampling: Sampling) -> str:
-        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        cuts = [at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0]
-        return text[: min(cuts)] if cuts else text
 
 
 async def play(environment: Environment, task: Task, policy: Policy) -> Rollout:

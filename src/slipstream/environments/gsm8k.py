@@ -24,9 +24,9 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Gsm8k:
     """Problems from the Hub's `openai/gsm8k`, or from a local directory (train.jsonl, test.jsonl) or file.
 
-    `shots` worked examples, taken from the end of the training split and not trained on, go before each problem, which is
-    how a base model is asked; with 0 the problem is a question and an instruction, for a chat model. A right answer earns
-    1, and an answer in the form `#### number`, right or wrong, earns `format_reward` on top. `train` and `test` cap the
+    `shots` worked examples, taken from the end of the training split and not trained on, go before each problem: so a
+    base model is asked. With 0 the problem is a question and an instruction, for a chat model. A right answer earns 1,
+    and an answer in the form `#### number`, right or wrong, earns `format_reward` on top. `train` and `test` cap the
     number of tasks. Lines that are no problem are refused by number, or with `skip_malformed` left out and counted.
     """
 

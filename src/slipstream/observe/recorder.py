@@ -7,6 +7,7 @@ next call here.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +94,7 @@ class Recorder:
         self._pending = [*still, self._thread.submit(function, *arguments)]
 
     def _write_rollouts(self, step: int, batch: Batch) -> None:
+        decode = functools.lru_cache(maxsize=1)(self._decode)  # the rollouts of a group share their prompt
         rows = [
             {
                 "step": step,
@@ -100,7 +102,7 @@ class Recorder:
                 "task_id": group.task_id,
                 "rollout": index,
                 "turn": turn,
-                "prompt": self._decode(completion.prompt_ids),
+                "prompt": decode(completion.prompt_ids),
                 "completion": completion.text,
                 "prompt_ids": completion.prompt_ids,
                 "completion_ids": completion.token_ids,

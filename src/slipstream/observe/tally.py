@@ -107,9 +107,14 @@ class Clock:
 
     def step(self, generator: dict[str, float], trainer_seconds: float) -> None:
         """A step has ended."""
-        self._closed = self._lap = time.perf_counter()
-        self._at_close = generator
+        self.close(generator)
+        self._lap = self._closed
         self.trainer_busy += trainer_seconds
+
+    def close(self, generator: dict[str, float]) -> None:
+        """The window ends here, unless another step does."""
+        self._closed = time.perf_counter()
+        self._at_close = generator
 
     def lap(self) -> float:
         """Seconds since the last step ended."""

@@ -31,6 +31,7 @@ class ProcessGenerator:
         self.outstanding = 0
         self._keys = itertools.count()
         self.version = 0
+        self.totals: dict[str, float] = {}
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self.outstanding += 1
@@ -48,8 +49,8 @@ class ProcessGenerator:
 
     async def stats(self) -> dict[str, float]:
         """Tokens generated and seconds busy since the start."""
-        stats: dict[str, float] = await self.actor.call("stats")
-        return stats
+        self.totals = await self.actor.call("stats")
+        return self.totals
 
     async def close(self) -> None:
         await self.actor.stop()
@@ -70,8 +71,14 @@ class GeneratorPool:
 
     async def stats(self) -> dict[str, float]:
         """Tokens of all generators, and seconds busy of the average one."""
-        stats = await asyncio.gather(*(g.stats() for g in self.generators))
-        return {"tokens": sum(s["tokens"] for s in stats), "busy": sum(s["busy"] for s in stats) / len(stats)}
+        await asyncio.gather(*(g.stats() for g in self.generators))
+        return self.totals
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """The same as of the last publish or call of `stats`."""
+        totals = [g.totals for g in self.generators]
+        return {"tokens": sum(t["tokens"] for t in totals), "busy": sum(t["busy"] for t in totals) / len(totals)}
 
     async def close(self) -> None:
         await asyncio.gather(*(g.close() for g in self.generators))
@@ -109,6 +116,7 @@ class WeightLink:
 
     def __init__(self, trainer: ProcessTrainer, generators: Sequence[ProcessGenerator]) -> None:
         self._trainer, self._generators = trainer, generators
+        self._released: asyncio.Future[None] | None = None
 
     async def connect(self, version: int) -> None:
         """Connect both ends; afterwards every generator serves the trainer's weights as `version`."""
@@ -121,13 +129,17 @@ class WeightLink:
     async def publish(self, version: int) -> PublishStats:
         """Bring every generator to the trainer's weights. Raises if one of them can't be."""
         began = time.perf_counter()
+        if self._released:
+            await self._released
         ticket = await self._trainer.actor.call("stage", version)
         holds = await asyncio.gather(*(self._swap(g, ticket, version) for g in self._generators))
-        await self._trainer.actor.call("release", ticket)
+        # The trainer reads calls in order: it has released the buffer before it takes its next step.
+        self._released = asyncio.ensure_future(self._trainer.actor.call("release", ticket))
         return PublishStats(version, max(holds), time.perf_counter() - began)
 
     async def _swap(self, generator: ProcessGenerator, ticket: Any, version: int) -> float:
-        hold: float = await generator.actor.call("swap", ticket, version)
+        hold: float
+        hold, generator.totals = await generator.actor.call("swap", ticket, version)
         generator.version = version
         return hold
 

