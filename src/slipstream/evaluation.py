@@ -57,5 +57,5 @@ async def evaluate(
 
 def _sample(task: Task, rollout: Rollout, codec: Codec) -> dict[str, Any]:
     first = rollout.completions[0]
-    prompt = task.prompt if isinstance(task.prompt, str) else codec.decode(first.prompt_ids)
+    prompt = task.data.get("question") or codec.decode(first.prompt_ids)
     return {"prompt": prompt, "completion": rollout.completions[-1].text, "reward": rollout.reward}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import random
 import re
 import sys
@@ -24,8 +25,8 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 class Gsm8k:
     """Problems from the Hub's `openai/gsm8k`, or from a local directory (train.jsonl, test.jsonl) or file.
 
-    `shots` worked examples, taken from the end of the training split and not trained on, go before each problem: so a
-    base model is asked. With 0 the problem is a question and an instruction, for a chat model. A right answer earns 1,
+    `shots` worked examples, the shortest of the training split and not trained on, go before each problem: so a base
+    model is asked. With 0 the problem is a question and an instruction, for a chat model. A right answer earns 1,
     and an answer in the form `#### number`, right or wrong, earns `format_reward` on top. `train` and `test` cap the
     number of tasks. Lines that are no problem are refused by number, or with `skip_malformed` left out and counted.
     """
@@ -44,7 +45,8 @@ class Gsm8k:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("gsm8k needs math-verify to judge answers: pip install 'slipstream-rl[math]'")
         training, testing = _read(data, skip_malformed)
-        examples = training[len(training) - shots :]
+        by_length = sorted(training, key=lambda row: len(row["question"]) + len(row["answer"]))
+        examples, training = by_length[:shots], [row for row in training if row not in by_length[:shots]]
         prefix = "".join(f"Question: {e['question']}\nAnswer: {e['answer']}\n\n" for e in examples)
         self._format_reward = format_reward
         self._scorers = ScorerPool("slipstream.environments.gsm8k:is_correct", {}, scorers, time_limit)
@@ -54,12 +56,12 @@ class Gsm8k:
                 Task(
                     f"{split}/{i}",
                     f"{prefix}Question: {r['question']}\nAnswer:" if shots else r["question"] + INSTRUCTION,
-                    {"answer": gold(r["answer"])},
+                    {"question": r["question"], "answer": gold(r["answer"])},
                 )
                 for i, r in enumerate(rows)
             ]
 
-        self.train = tasks(training[: len(training) - shots], "train")[:train]
+        self.train = tasks(training, "train")[:train]
         self.test = tasks(testing, "test")[:test]
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout:
@@ -76,6 +78,7 @@ def is_correct(task: Task, completion: Completion) -> bool:
     """Whether the completion's final answer equals the task's, by math-verify. Runs in a scorer's process."""
     from math_verify import parse, verify
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it advises, on every call, to set limits of its own
     # The scorer pool ends what takes too long; math-verify's own limits need signals of a main thread.
     wanted = parse(task.data["answer"], parsing_timeout=None)
     found = parse(final_answer(completion.text), parsing_timeout=None)

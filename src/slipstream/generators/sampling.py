@@ -13,8 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slipstream.rollout import Sampling
+
+
+BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -55,14 +59,34 @@ class Sampler:
             for row in (i for i, wanted in enumerate(self._record) if wanted):
                 kept[row] = torch.isfinite(logits[row]).nonzero()[:, 0].to("cpu", torch.int32).numpy()
         logprobs = logits.log_softmax(-1)
-        mass = logprobs.exp().cumsum(-1, dtype=torch.float64)
-        u = torch.from_numpy(uniform(self._seeds, positions)).to(self._device)[:, None] * mass[:, -1:]
-        tokens = torch.searchsorted(mass, u, right=True)
+        u = torch.from_numpy(uniform(self._seeds, positions)).to(self._device)[:, None]
+        tokens = invert(logprobs.exp(), u)
         chosen = logprobs.gather(-1, tokens)
         if self._any_greedy:
             tokens = torch.where(self._greedy, logits.argmax(-1, keepdim=True), tokens)
             chosen = torch.where(self._greedy, 0.0, chosen)
         return Drawn(tokens[:, 0].tolist(), chosen[:, 0].tolist(), kept)
+
+
+def invert(probabilities: Tensor, u: Tensor) -> Tensor:
+    """The token `[rows, 1]` at which the cumulative probability passes `u` `[rows, 1]`, a number in [0, 1).
+
+    Large vocabularies are searched in two steps, first for a block of tokens and then inside it, which spares the
+    cumulative sum over all of them. Sums are float64; a token of probability 0 is never chosen.
+    """
+    vocabulary = probabilities.shape[-1]
+    if vocabulary <= 8 * BLOCK:
+        mass = probabilities.cumsum(-1, dtype=torch.float64)
+        return torch.searchsorted(mass, u * mass[:, -1:], right=True)
+    blocks = pad(probabilities, (0, -vocabulary % BLOCK)).unflatten(-1, (-1, BLOCK))
+    sums = blocks.sum(-1).double()
+    mass = sums.cumsum(-1)
+    target = u * mass[:, -1:]
+    block = torch.searchsorted(mass, target, right=True)
+    rest = (target - (mass - sums).gather(-1, block)) / sums.gather(-1, block)
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
+    rest = rest.clamp(0, 1 - 2.0**-48)
+    return block * BLOCK + torch.searchsorted(inside, rest * inside[:, -1:], right=True)
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
