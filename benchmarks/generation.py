@@ -20,23 +20,13 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3ForCausalLM
+from work import build_model
 
 from slipstream.generators.torch import Engine
 from slipstream.rollout import Sampling
 
-SHAPES = {
-    "1M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 1024},
-    "11M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 4096},
-}
 PROMPT = 16
-
-
-def build(shape: str) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SHAPES[shape]["hidden_size"] // 4}
-    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], **heads, **none, max_position_embeddings=512)).eval()
 
 
 def ours(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
@@ -78,8 +68,8 @@ def main() -> None:
     rng = random.Random(0)
     loads = {"equal": [64] * 64, "mixed": [rng.randint(16, 256) for _ in range(256)]}
     results = []
-    for shape in SHAPES:
-        model, engine = build(shape), Engine(build(shape), slots=64)
+    for shape in ("1M", "11M"):
+        model, engine = build_model(shape), Engine(build_model(shape), slots=64)
         parameters = sum(p.numel() for p in model.parameters())
         for load, lengths in loads.items():
             prompts = [[rng.randrange(1000) for _ in range(PROMPT)] for _ in lengths]

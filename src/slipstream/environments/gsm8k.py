@@ -133,6 +133,8 @@ def _read_lines(path: Path, skip_malformed: bool) -> list[dict[str, str]]:
         raise ConfigError(f"environment.options.data: there is no file {path}")
     rows, malformed = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             if not NUMBER.fullmatch(gold(row["answer"])) or not row["question"].strip():

@@ -142,6 +142,8 @@ def read_tasks(path: Path) -> list[Task]:
         raise ConfigError(f"environment.options: there is no file {path}")
     tasks = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             data = json.loads(line)
             prompt = data.pop("prompt")

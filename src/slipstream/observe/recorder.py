@@ -1,7 +1,7 @@
 """The record of a run that other tools read: a line of metrics and a file of rollouts a step, a line an evaluation.
 
-Writing happens in one thread of its own, in order; the event loop only queues. What goes wrong there is raised by the
-next call here.
+Writing happens in order, in one thread of its own; the event loop only queues. If a write fails, nothing after it is
+written, so the record is whole up to there, and every later call here raises.
 """
 
 from __future__ import annotations
@@ -10,134 +10,145 @@ import asyncio
 import functools
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slipstream.rollout import Batch
+from slipstream.rollout import Batch, Group
 
+Decode = Callable[[Sequence[int]], str]
 PARTIAL = ".partial"
-SCHEMA = pa.schema(
-    [
-        ("step", pa.int32()),
-        ("entry", pa.int64()),
-        ("task_id", pa.string()),
-        ("rollout", pa.int32()),
-        ("turn", pa.int32()),
-        ("prompt", pa.string()),
-        ("completion", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("completion_ids", pa.list_(pa.int32())),
-        ("reward", pa.float64()),
-        ("advantage", pa.float64()),
-        ("spans", pa.list_(pa.struct([("version", pa.int32()), ("start", pa.int32()), ("end", pa.int32())]))),
-        ("logprobs", pa.list_(pa.float32())),
-        ("finish_reason", pa.string()),
-        ("temperature", pa.float64()),
-        ("metrics", pa.map_(pa.string(), pa.float64())),
-    ]
-)
+INT, FLOAT, TEXT = pa.int32(), pa.float64(), pa.string()
+SCHEMA = pa.schema({
+    "step": INT, "entry": pa.int64(), "task_id": TEXT, "rollout": INT, "turn": INT,
+    "prompt": TEXT, "completion": TEXT, "prompt_ids": pa.list_(INT), "completion_ids": pa.list_(INT),
+    "reward": FLOAT, "advantage": FLOAT, "spans": pa.list_(pa.struct({"version": INT, "start": INT, "end": INT})),
+    "logprobs": pa.list_(pa.float32()),  # what generators compute, so nothing is lost
+    "finish_reason": TEXT, "temperature": FLOAT, "metrics": pa.map_(TEXT, FLOAT),
+})  # fmt: skip
+
+
+class RecordError(RuntimeError):
+    """The record can't be written any further. What was queued before the failed write is on disk."""
 
 
 class Recorder:
-    """Writes into a run's directory. `decode` turns a prompt's token ids into text."""
+    """Writes `metrics.jsonl`, `evaluations.jsonl` and `rollouts/step_N.parquet` into a run's directory.
 
-    def __init__(self, directory: Path, decode: Callable[[Sequence[int]], str]) -> None:
+    `decode` turns a prompt's token ids into text; it is called in the writing thread.
+    """
+
+    def __init__(self, directory: Path, decode: Decode) -> None:
+        self._directory = directory
         self._metrics = directory / "metrics.jsonl"
         self._evaluations = directory / "evaluations.jsonl"
         self._rollouts = directory / "rollouts"
         self._decode = decode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
-        self._pending: list[Future[None]] = []
+        self._failure: Exception | None = None
 
     def step(self, record: Mapping[str, Any], batch: Batch) -> None:
-        """Queue a step's line and its rollouts."""
-        self._queue(self._write_rollouts, record["step"], batch)
-        self._queue(_append, self._metrics, dict(record))
+        """Queue a step's line and its rollouts. Raises `RecordError` if an earlier write failed."""
+        self._queue(self._write_step, record["step"], batch, _line(record))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Queue an evaluation's line."""
-        self._queue(_append, self._evaluations, dict(record))
+        """Queue an evaluation's line. Raises `RecordError` if an earlier write failed."""
+        self._queue(_append, self._evaluations, _line(record))
 
     async def flush(self) -> None:
-        """Wait until all that was queued is on disk."""
-        pending, self._pending = self._pending, []
-        for future in pending:
-            await asyncio.wrap_future(future)
+        """Wait until all that was queued is in its files. Raises `RecordError` if it is not."""
+        await asyncio.wrap_future(self._thread.submit(lambda: None))  # one thread: when this has run, all before has
+        self._raise_failure()
 
     def truncate(self, step: int) -> None:
-        """Forget what lies after `step`: a run that goes on from there will write it again."""
+        """Forget what lies after `step`, before anything is written: a run that goes on from there writes it again."""
         for path in (self._metrics, self._evaluations):
             if path.exists():
-                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
                 partial = path.with_name(path.name + PARTIAL)
-                partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+                partial.write_text("".join(f"{line}\n" for line in _lines(path, step)), encoding="utf-8")
                 partial.replace(path)
-        for path in self._rollouts.glob("*"):
-            if path.suffix == PARTIAL or int(path.stem.removeprefix("step_")) > step:
-                path.unlink()
+        later = [p for p in self._rollouts.glob("step_*.parquet") if int(p.stem.removeprefix("step_")) > step]
+        for path in [*later, *self._rollouts.glob(f"step_*{PARTIAL}")]:
+            path.unlink()
 
     def close(self) -> None:
+        """Write what is queued and stop. Raises `RecordError` if that failed and no other error is on its way out."""
         self._thread.shutdown(wait=True)
+        if sys.exception() is None:
+            self._raise_failure()
 
-    def _queue(self, function: Callable[..., None], *arguments: Any) -> None:
-        still = []
-        for future in self._pending:
-            if future.done():
-                future.result()
-            else:
-                still.append(future)
-        self._pending = [*still, self._thread.submit(function, *arguments)]
+    def _queue(self, write: Callable[..., None], *arguments: Any) -> None:
+        self._raise_failure()
+        self._thread.submit(self._try, write, *arguments)
 
-    def _write_rollouts(self, step: int, batch: Batch) -> None:
-        decode = functools.lru_cache(maxsize=1)(self._decode)  # the rollouts of a group share their prompt
-        rows = [
-            {
-                "step": step,
-                "entry": group.entry,
-                "task_id": group.task_id,
-                "rollout": index,
-                "turn": turn,
-                "prompt": decode(completion.prompt_ids),
-                "completion": completion.text,
-                "prompt_ids": completion.prompt_ids,
-                "completion_ids": completion.token_ids,
-                "reward": rollout.reward,
-                "advantage": advantage,
-                "spans": [span._asdict() for span in completion.spans],
-                "logprobs": completion.logprobs,
-                "finish_reason": completion.finish_reason,
-                "temperature": completion.temperature,
-                "metrics": list(rollout.metrics.items()),
-            }
-            for group, advantages in zip(batch.groups, batch.advantages, strict=True)
-            for index, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True))
-            for turn, completion in enumerate(rollout.completions)
-        ]
+    def _try(self, write: Callable[..., None], *arguments: Any) -> None:
+        """In the thread: write, unless an earlier write failed, which would leave a hole in the record."""
+        if self._failure is None:
+            try:
+                write(*arguments)
+            except Exception as error:
+                self._failure = error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RecordError(
+                f"{self._directory} can't be written: {self._failure}; "
+                f"mend that, then: slipstream train --resume {self._directory}"
+            ) from self._failure
+
+    def _write_step(self, step: int, batch: Batch, line: str) -> None:
+        """The rollouts first, so that a step that has a line has its rollouts, too."""
+        decode = functools.cache(self._decode)  # the rollouts of a group share their prompt
+        pairs = zip(batch.groups, batch.advantages, strict=True)
+        # Turning lists into columns holds the interpreter: one group at a time, the event loop gets its turns between.
+        columns = [pa.RecordBatch.from_pylist(_rows(step, group, a, decode), SCHEMA) for group, a in pairs]
         self._rollouts.mkdir(exist_ok=True)
         path = self._rollouts / f"step_{step:06d}.parquet"
         partial = path.with_name(path.name + PARTIAL)
-        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), partial)
-        partial.rename(path)
+        pq.write_table(pa.Table.from_batches(columns, SCHEMA), partial)
+        partial.replace(path)
+        _append(self._metrics, line)
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The metrics lines of a run, oldest first."""
-    text = (directory / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    """The metrics lines of a run, oldest first; of a running one, those that are complete. Empty before the first."""
+    path = directory / "metrics.jsonl"
+    return [json.loads(line) for line in _lines(path, sys.maxsize)] if path.exists() else []
 
 
-def _append(path: Path, record: dict[str, Any]) -> None:
+def _rows(step: int, group: Group, advantages: Sequence[float], decode: Decode) -> list[dict[str, Any]]:
+    """One row per completion of a group, in the order of its rollouts and their turns."""
+    return [
+        {
+            "step": step, "entry": group.entry, "task_id": group.task_id, "rollout": index, "turn": turn,
+            "prompt": decode(completion.prompt_ids), "completion": completion.text,
+            "prompt_ids": completion.prompt_ids, "completion_ids": completion.token_ids,
+            "reward": rollout.reward, "advantage": advantage,
+            "spans": [span._asdict() for span in completion.spans], "logprobs": completion.logprobs,
+            "finish_reason": completion.finish_reason, "temperature": completion.temperature,
+            "metrics": list(rollout.metrics.items()),
+        }
+        for index, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True))
+        for turn, completion in enumerate(rollout.completions)
+    ]  # fmt: skip
+
+
+def _append(path: Path, line: str) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_finite(record)) + "\n")
+        file.write(line)
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null."""
+    """The value with NaN and infinities as null, which is all that JSON has for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -147,10 +158,14 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def _lines(path: Path, step: int) -> list[str]:
+    """The complete lines of a file up to and including those of `step`."""
+    return [line for line in path.read_text("utf-8", "replace").splitlines() if _step_of(line) <= step]
+
+
 def _step_of(line: str) -> float:
-    """The step of a line; a line cut short by a kill belongs to no step."""
+    """The step of a line; a line cut short by a kill belongs to none, and so lies after them all."""
     try:
-        step: float = json.loads(line)["step"]
-        return step
-    except (ValueError, KeyError):
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
         return math.inf

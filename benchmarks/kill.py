@@ -1,0 +1,148 @@
+"""Nothing is lost: runs killed with -9 at random moments and resumed until they end, then audited.
+
+    python benchmarks/kill.py [--runs 30] [--seed 0] [--json benchmarks/results/kill.json]
+
+Each run trains a tiny model on pseudo-random rewards, which move its weights at every step. At random moments its controller, its trainer or its generator is killed, up to
+three times, and `slipstream train --resume` goes on. Afterwards the records are audited: every step once, no entry
+trained on twice, every entry accounted for, every rollout with one fate. Half of the runs are synchronous
+(`max_lag = 0`), and have to end with the same bits as one that was never disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from safetensors.numpy import load_file
+from work import save_model
+
+STEPS, GROUPS, SIZE = 60, 4, 4
+WORK = Path(__file__).parent / "work.py"
+MODULE = [sys.executable, "-m", "slipstream.cli"]
+
+
+def arguments(model: Path, directory: Path, max_lag: int) -> list[str]:
+    options = {
+        "model.path": model, "environment.name": f"{WORK}:Work", "environment.options": "{ tasks = 50 }", "run.dir": directory, "loop.steps": STEPS,
+        "loop.groups_per_step": GROUPS, "loop.group_size": SIZE, "loop.max_lag": max_lag, "loop.seed": 5,
+        "sampling.max_tokens": 5, "trainer.learning_rate": 1e-3, "trainer.threads": 1, "generator.threads": 1,
+        "checkpoint.every": 4, "evaluation.tasks": 20, "evaluation.every": 7, "algorithm.filter_equal": "true",
+    }  # fmt: skip
+    path = directory.with_suffix(".toml")
+    path.write_text("")
+    return [*MODULE, "train", str(path), *(f"--{name}={value}" for name, value in options.items())]
+
+
+def children(process: int) -> list[int]:
+    """The processes that the controller `process` started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == process:
+            found.append(int(status.parent.name))
+    return found
+
+
+def run_with_kills(model: Path, directory: Path, max_lag: int, rng: random.Random, kills: int) -> list[str]:
+    """Start a run, kill it `kills` times at random moments after its start, and let it end. Returns what was killed."""
+    command, killed = arguments(model, directory, max_lag), []
+    for attempt in range(kills + 1):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if attempt < kills:
+            time.sleep(rng.uniform(1.0, 8.0))
+            victim, name = process.pid, "controller"
+            if rng.random() < 0.4 and (started := children(process.pid)):
+                victim, name = rng.choice(started), "a child"
+            if process.poll() is None:
+                os.kill(victim, signal.SIGKILL)
+                killed.append(name)
+        output, _ = process.communicate(timeout=240)
+        if attempt == kills:
+            assert process.returncode == 0, output
+        elif "Traceback" in output:
+            raise AssertionError(f"a traceback reached the user:\n{output}")
+        if (directory / "config.toml").exists():
+            command = [*MODULE, "train", "--resume", str(directory)]
+        if (directory / "summary.json").exists():
+            break  # it ended before it could be killed
+    return killed
+
+
+def audit(directory: Path) -> dict[str, Any]:
+    """Check a finished run's records against each other. Raises `AssertionError`."""
+    summary = json.loads((directory / "summary.json").read_text())
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == list(range(1, STEPS + 1))
+    files = sorted((directory / "rollouts").iterdir())
+    assert [f.name for f in files] == [f"step_{step:06d}.parquet" for step in range(1, STEPS + 1)]
+    steps = [pq.read_table(file).to_pylist() for file in files]
+    trained: list[int] = []
+    for step, rows in enumerate(steps, 1):
+        entries = {row["entry"] for row in rows}
+        assert len(entries) == GROUPS and all(row["step"] == step for row in rows)
+        trained += entries
+    assert len(trained) == len(set(trained)), "an entry was trained on twice"
+
+    last = json.loads((directory / "checkpoints" / f"step_{STEPS}" / "run.json").read_text())["ledger"]
+    live = {entry["id"] for entry in last["live"]}
+    assert not live & set(trained)
+    assert len(live) + len(trained) + last["given_up"] == last["next_id"], "an entry was lost"
+    counts = summary["rollouts"]
+    fates = ("trained", "dropped_stale", "failed", "filtered", "ready")
+    assert counts["generated"] == sum(counts[fate] for fate in fates)
+    assert counts["trained"] == sum(len(rows) for rows in steps)
+    assert not list(directory.rglob("*.partial"))
+    return summary
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    return dict(load_file(directory / "policy" / "model.safetensors"))
+
+
+def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        save_model("tiny", scratch / "model")
+        run_with_kills(scratch / "model", scratch / "undisturbed", 0, rng, kills=0)
+        audit(scratch / "undisturbed")
+        wanted, kills, equal = weights(scratch / "undisturbed"), 0, 0
+        for number in range(options.runs):
+            directory, max_lag = scratch / f"run_{number}", (0, 2)[number % 2]
+            killed = run_with_kills(scratch / "model", directory, max_lag, rng, kills=rng.randint(1, 3))
+            audit(directory)
+            kills += len(killed)
+            if max_lag == 0:
+                assert same_bits(weights(directory), wanted), "a resumed synchronous run ended with other weights"
+                equal += 1
+            print(f"run {number + 1}/{options.runs}: max_lag {max_lag}, killed {', '.join(killed)}: sound", flush=True)
+    print(f"{options.runs} runs, {kills} kills: all conserved; {equal} synchronous runs bit-identical to an undisturbed one")
+    if options.json:
+        found = {"command": " ".join(["python", *sys.argv]), "runs": options.runs, "kills": kills, "bit_identical": equal}
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

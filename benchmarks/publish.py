@@ -1,0 +1,89 @@
+"""How long a publish holds the generator: link `shared`, 11 M parameters, 64 sequences decoding all the while.
+
+    python benchmarks/publish.py [--publishes 40] [--link shared] [--json benchmarks/results/publish.json]
+
+The hold is the time between two forward passes that the swap takes. It is compared with the time of one decode step of
+the same run. Every sequence has to finish with all its tokens and with spans that name every version in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from work import save_model
+
+import slipstream
+from slipstream.rollout import Completion, Sampling
+from slipstream.runtime.local import Pools
+
+SEQUENCES, TOKENS = 64, 400
+
+
+async def measure(scratch: Path, link: str, publishes: int) -> dict[str, object]:
+    config = slipstream.load_config(
+        None, [f"--model.path={scratch / 'model'}", "--environment.name=addition", f"--sync.link={link}",
+               "--generator.threads=1", "--trainer.threads=1"],
+    )  # fmt: skip
+    pools = await Pools.start(config, scratch / "run")
+    try:
+        await pools.link.connect(0)
+        before = await pools.generator.stats()
+        running = [
+            asyncio.create_task(pools.generator.generate([1, 2, 3, i + 4], Sampling(max_tokens=TOKENS, seed=i)))
+            for i in range(SEQUENCES)
+        ]
+        holds, totals = [], []
+        for version in range(1, publishes + 1):
+            await asyncio.sleep(0.05)
+            stats = await pools.link.publish(version)
+            assert not any(task.done() for task in running), "sequences ended before the last publish; raise TOKENS"
+            holds.append(1000 * stats.hold)
+            totals.append(1000 * stats.total)
+        completions = await asyncio.gather(*running)
+        after = await pools.generator.stats()
+    finally:
+        await pools.close()
+    check(completions, publishes)
+    step = 1000 * (after["busy"] - before["busy"]) / TOKENS
+    return {
+        "link": link, "publishes": publishes, "decode_step_ms": step, "hold_ms": statistics.median(holds),
+        "hold_ms_max": max(holds), "publish_ms": statistics.median(totals), "sequences": len(completions),
+    }  # fmt: skip
+
+
+def check(completions: list[Completion], publishes: int) -> None:
+    """No sequence was aborted, and each saw every version, in order, without a gap."""
+    for completion in completions:
+        assert len(completion.token_ids) == TOKENS and completion.finish_reason == "length"
+        versions = [span.version for span in completion.spans]
+        assert versions == sorted(set(versions)) and versions[0] == 0 and versions[-1] == publishes
+        assert [s.start for s in completion.spans[1:]] == [s.end for s in completion.spans[:-1]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--publishes", type=int, default=40)
+    parser.add_argument("--link", default="shared")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        save_model("11M", Path(temporary) / "model")
+        began = time.perf_counter()
+        found = asyncio.run(measure(Path(temporary), options.link, options.publishes))
+    print(
+        f"{options.link}: held {found['hold_ms']:.2f} ms (max {found['hold_ms_max']:.2f}) of {found['publish_ms']:.1f} ms "
+        f"a publish; one decode step takes {found['decode_step_ms']:.1f} ms; {time.perf_counter() - began:.0f} s in all"
+    )
+    if options.json:
+        options.json.write_text(json.dumps({"command": " ".join(["python", *sys.argv]), **found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Work of a chosen size for benchmarks: a model of random weights, and tasks whose rewards carry signal but no meaning."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from slipstream.environments.base import Policy, Task
+
+# "1M" and "11M" parameters or so; "tiny" is for tests of the machinery.
+SHAPES = {
+    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64},
+    "1M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 1024},
+    "11M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 4096},
+}
+
+
+def build_model(shape: str) -> Qwen3ForCausalLM:
+    """A Qwen3 of random weights in float32 that never ends a completion by itself."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SHAPES[shape]["hidden_size"] // 4}
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], **heads, **none, max_position_embeddings=1024)).eval()
+
+
+def save_model(shape: str, path: Path) -> None:
+    """Save the model with a tokenizer of one word a token: "w7" is token 7."""
+    build_model(shape).save_pretrained(path)
+    vocabulary = {f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(path)
+
+
+class Work:
+    """Prompts of `prompt_tokens` random tokens; completions run to the sampling limit and get a pseudo-random reward."""
+
+    def __init__(self, prompt_tokens: int = 16, tasks: int = 512) -> None:
+        rng = random.Random(0)
+        self.train = [
+            Task(str(i), " ".join(f"w{rng.randrange(1, 64)}" for _ in range(prompt_tokens))) for i in range(tasks)
+        ]
+        self.test = self.train[:100]
+
+    async def rollout(self, task: Task, policy: Policy) -> float:
+        completion = await policy.sample(task.prompt)
+        return hashlib.blake2b(repr(completion.token_ids).encode(), digest_size=1).digest()[0] / 255

@@ -1,0 +1,270 @@
+"""Environments: the ones that come with Slipstream, and how a user's own is found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError, EnvironmentConfig
+from slipstream.environments.addition import Addition, target
+from slipstream.environments.base import Codec, Policy, Task
+from slipstream.environments.gsm8k import Gsm8k, is_correct
+from slipstream.environments.guard import attempt
+from slipstream.environments.load import load_environment
+from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan
+from tests.conftest import build_tokenizer
+
+
+class Scripted:
+    """A generator that says what it is told."""
+
+    version = 3
+
+    def __init__(self, *texts: str) -> None:
+        self._tokenizer = build_tokenizer()
+        self._texts = list(texts)
+        self.asked: list[tuple[list[int], Sampling]] = []
+
+    async def generate(self, prompt_ids: Any, sampling: Sampling) -> Completion:
+        self.asked.append((list(prompt_ids), sampling))
+        ids = (*self._tokenizer.encode(self._texts.pop(0)), 1)
+        return Completion(tuple(prompt_ids), ids, (-0.5,) * len(ids), (VersionSpan(3, 0, len(ids)),), "stop")
+
+    async def close(self) -> None:
+        pass
+
+
+def policy(*texts: str) -> Policy:
+    return Policy(Scripted(*texts), Codec(build_tokenizer()), Sampling(), "0")
+
+
+def play(environment: Any, task: Task, *texts: str) -> Rollout:
+    async def main() -> Rollout:
+        try:
+            return await attempt(environment, task, policy(*texts), 20.0)
+        finally:
+            if hasattr(environment, "close"):
+                await environment.close()
+
+    return asyncio.run(main())
+
+
+def completion(text: str) -> Completion:
+    return Completion((1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), "stop", text=text)
+
+
+def test_addition_is_seeded_and_holds_out() -> None:
+    environment = Addition(digits=2, test=500)
+    assert len(environment.test) == 500 and len(environment.train) == 9500
+    assert not {t.id for t in environment.test} & {t.id for t in environment.train}
+    assert [t.id for t in Addition().train] == [t.id for t in environment.train]
+    assert [t.id for t in Addition(seed=1).train] != [t.id for t in environment.train]
+    for task in environment.test[:50]:
+        a, b = map(int, task.id.split("+"))
+        assert task.prompt == f"{a:02}+{b:02}=" and target(task) == str(a + b)[::-1]
+    huge = Addition(digits=6, test=10, train=20, reverse=False)
+    assert len(huge.train) == 20 and target(huge.train[0]) == str(eval(huge.train[0].id))
+
+
+def test_addition_rewards_the_exact_answer() -> None:
+    task = Task("47+85", "47+85=", {"answer": "231"})
+    assert play(Addition(), task, "231").reward == 1.0
+    assert play(Addition(), task, "2310").reward == 0.0
+    assert play(Addition(), task, "132").reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "right"),
+    [
+        ("She has 18 left.\n#### 18", "18", True),
+        ("#### 1,000", "1000", True),
+        ("#### $18", "18", True),
+        ("It costs 18.0 dollars", "18", True),
+        ("so \\boxed{18} it is", "18", True),
+        ("\\boxed{\\frac{1}{2}}", "0.5", True),
+        ("first 3, then 18", "18", True),
+        ("#### -5", "-5", True),
+        ("#### 18 or so, 19", "18", True),
+        ("#### 19", "18", False),
+        ("18 at first, but in the end 20", "18", False),
+        ("", "18", False),
+        ("no number here", "18", False),
+        ("####", "18", False),
+    ],
+)
+def test_gsm8k_judges_answers(said: str, answer: str, right: bool) -> None:
+    assert is_correct(Task("0", "?", {"answer": answer}), completion(said)) is right
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+GOOD = {"question": "How many?", "answer": "Two and two make\n#### 1,004"}
+
+
+def test_gsm8k_reads_local_files(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", *[{**GOOD, "question": f"How many? {i * 'x'}"} for i in range(9)])
+    write(tmp_path / "test.jsonl", GOOD, GOOD)
+    environment = Gsm8k(str(tmp_path))
+    assert (len(environment.train), len(environment.test)) == (9, 2)
+    assert environment.train[0].data["answer"] == "1004"
+    few = Gsm8k(str(tmp_path), shots=2, train=3, test=1)
+    assert (len(few.train), len(few.test)) == (3, 1)
+    prompt = few.test[0].prompt
+    assert isinstance(prompt, str)
+    assert prompt.count("Question:") == 3 and prompt.endswith("Answer:") and "#### 1,004" in prompt
+    assert "How many? xx" == few.train[0].data["question"], "the worked examples are not trained on"
+    alone = Gsm8k(str(tmp_path / "train.jsonl"))
+    assert (len(alone.train), len(alone.test)) == (8, 1)
+
+
+def test_gsm8k_reports_malformed_lines_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "train.jsonl", GOOD, "{broken", GOOD, {"question": "x"}, {"question": "x", "answer": "#### six"})
+    write(tmp_path / "test.jsonl", GOOD)
+    with pytest.raises(ConfigError, match=r"train.jsonl: 3 of 5 lines are no problem \(line 2, 4, 5\).*skip_malformed"):
+        Gsm8k(str(tmp_path))
+    assert len(Gsm8k(str(tmp_path), skip_malformed=True).train) == 2
+    assert "3 of 5 lines" in capsys.readouterr().err
+
+
+def test_gsm8k_rewards_form_and_answer(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", GOOD)
+    write(tmp_path / "test.jsonl", GOOD)
+    task = Task("0", "1+1=", {"answer": "2"})
+    for said, reward, formatted in (("2", 1.0, 0), ("3", 0.0, 0)):
+        rollout = play(Gsm8k(str(tmp_path), format_reward=0.2), task, said)
+        assert rollout.reward == reward and rollout.metrics == {"correct": float(reward), "formatted": formatted}
+
+
+USERS = """
+from slipstream import Rollout
+
+calls = []
+
+class Mine:
+    def __init__(self, hint=0.5):
+        from slipstream.environments.base import Task
+        self.train, self.test, self.hint = [Task("a", "1+1=")], [], hint
+
+    async def rollout(self, task, policy):
+        await policy.sample(task.prompt)
+        return self.hint
+
+async def episode(task, policy):
+    first = await policy.sample(task.prompt)
+    second = await policy.sample(task.prompt + first.text)
+    return policy.rollout(2.0, turns=2.0)
+
+def reward(task, completion):
+    return len(completion.text) + task.data["bonus"]
+
+async def async_reward(task, completion):
+    return -float(len(completion.text))
+
+def crashes(task, completion):
+    raise ValueError("no such luck")
+
+def three(a, b, c):
+    pass
+
+class Empty:
+    train = test = []
+    async def rollout(self, task, policy): ...
+
+number = 5
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> Path:
+    (tmp_path / "users.py").write_text(USERS)
+    write(tmp_path / "tasks.jsonl", *[{"prompt": f"{i}+1=", "id": f"t{i}", "bonus": i} for i in range(10)])
+    return tmp_path
+
+
+def loaded(users: Path, thing: str, **options: Any) -> Any:
+    return load_environment(EnvironmentConfig(name=f"{users / 'users.py'}:{thing}", options=options, time_limit=20))
+
+
+def test_a_users_class_episode_and_rewards(users: Path) -> None:
+    tasks = str(users / "tasks.jsonl")
+    assert play(loaded(users, "Mine", hint=0.25), Task("a", "1+1="), "2").reward == 0.25
+    episode = loaded(users, "episode", train=tasks, test=tasks)
+    rollout = play(episode, episode.train[0], "12", "3")
+    assert rollout.reward == 2.0 and rollout.metrics == {"turns": 2.0} and len(rollout.completions) == 2
+    assert rollout.completions[1].prompt_ids[: len(rollout.completions[0].prompt_ids)]
+    judged = loaded(users, "reward", train=tasks)
+    assert (len(judged.train), len(judged.test)) == (9, 1)
+    assert play(judged, Task("t", "1+1=", {"bonus": 7}), "123").reward == 10.0
+    assert play(loaded(users, "async_reward", train=tasks), Task("t", "1+1="), "123").reward == -3.0
+
+
+def test_a_module_is_found_where_the_user_stands(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(users)
+    environment = load_environment(EnvironmentConfig(name="users:Mine"))
+    assert environment.train[0].id == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("gsm9k", {}, "environment.name = 'gsm9k' can't be loaded: no such environment, did you mean 'gsm8k'"),
+        ("nowhere.py:thing", {}, "there is no file"),
+        ("no_such_module:thing", {}, "No module named 'no_such_module'"),
+        ("USERS:nothing", {}, "has no attribute 'nothing'"),
+        ("USERS:number", {}, "has no 'train'"),
+        ("USERS:Empty", {}, "no training tasks"),
+        ("USERS:three", {"train": "x"}, "takes 3 arguments"),
+        ("USERS:Mine", {"hnt": 1}, "environment.options.hnt is unknown.*did you mean hint"),
+        ("USERS:reward", {}, "train is not set"),
+        ("USERS:reward", {"train": "gone.jsonl"}, "there is no file gone.jsonl"),
+        ("USERS:reward", {"train": "USERS"}, "line 2: not a task"),
+        ("addition", {"test": 99999}, "test = 99999, but there are 10000 sums"),
+        ("gsm8k", {"data": "no/where"}, "environment.options.data = 'no/where'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_clear_line(users: Path, name: str, options: dict[str, Any], said: str) -> None:
+    file = str(users / "users.py")
+    name = name.replace("USERS", file)
+    options = {k: file if v == "USERS" else v for k, v in options.items()}
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_environment(EnvironmentConfig(name=name, options=options))
+    assert "\n" not in str(caught.value)
+
+
+def test_prompts_messages_and_chat_templates() -> None:
+    tokenizer = build_tokenizer()
+    assert Codec(tokenizer).encode("12") == (3, 4)
+    assert Codec(tokenizer).encode([3, 4]) == (3, 4)
+    assert Codec(tokenizer).encode([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}])[0] == 3
+    tokenizer.chat_template = "{% for m in messages %}<eos>{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    codec = Codec(tokenizer)
+    assert tokenizer.decode(codec.encode("12")) == "<eos>12="
+    messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": "3"}]
+    assert tokenizer.decode(codec.encode(messages)) == "<eos>ab<eos>3="
+
+
+def test_stop_strings_are_cut_from_the_text_but_not_from_the_tokens() -> None:
+    async def main() -> Completion:
+        return await policy("12.34").sample("1", stop_strings=(".",))
+
+    drawn = asyncio.run(main())
+    assert drawn.text == "12" and len(drawn.token_ids) == 6
+
+
+def test_every_completion_of_an_episode_has_its_own_seed() -> None:
+    async def main(seed: str) -> list[int]:
+        generator = Scripted("1", "1")
+        policy = Policy(generator, Codec(build_tokenizer()), Sampling(), seed)
+        await policy.sample("1")
+        await policy.sample("1")
+        return [sampling.seed for _, sampling in generator.asked]
+
+    first, again, other = (asyncio.run(main(s)) for s in ("0/1/0/0", "0/1/0/0", "0/1/0/1"))
+    assert first == again and len({*first, *other}) == 4

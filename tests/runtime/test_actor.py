@@ -1,0 +1,161 @@
+"""Processes: calls, failures, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.runtime.actor import Actor, ActorDied, ActorError, Reply
+
+
+class Echo:
+    """A service for these tests; it runs in a process of its own."""
+
+    def __init__(self, prefix: str) -> None:
+        if prefix == "refuse":
+            raise ValueError("this prefix can't be had")
+        self._prefix = prefix
+        self._later: list[tuple[Reply, Any]] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._later)
+
+    def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
+        if method == "later":
+            self._later.append((reply, arguments[0]))
+        elif method == "raise":
+            raise KeyError("lost")
+        elif method == "die":
+            print("last words", flush=True)
+            os._exit(7)
+        elif method == "sleep":
+            time.sleep(600)
+        elif method == "pid":
+            reply(os.getpid())
+        elif method == "ready":
+            reply(None)
+        else:
+            reply(self._prefix + arguments[0])
+
+    def tick(self) -> None:
+        reply, value = self._later.pop()
+        reply(value)
+
+    def close(self) -> None:
+        print("closed", flush=True)
+
+
+SERVICE = "tests.runtime.test_actor:Echo"
+
+
+def run(body: Any, tmp_path: Path, prefix: str = "> ") -> Any:
+    async def main() -> Any:
+        actor = Actor("echo", tmp_path / "logs" / "echo.log")
+        try:
+            await actor.start(SERVICE, prefix)
+            return await body(actor)
+        finally:
+            await actor.stop(grace=5.0)
+
+    return asyncio.run(main())
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_calls_are_answered_in_any_order(tmp_path: Path) -> None:
+    async def body(actor: Actor) -> None:
+        calls = [actor.call("later" if i % 2 else "echo", str(i)) for i in range(50)]
+        assert await asyncio.gather(*calls) == [str(i) if i % 2 else f"> {i}" for i in range(50)]
+        big = "x" * 5_000_000
+        assert await actor.call("echo", big) == "> " + big
+
+    run(body, tmp_path)
+    assert "closed" in (tmp_path / "logs" / "echo.log").read_text()
+
+
+def test_an_exception_is_the_callers_and_the_process_lives_on(tmp_path: Path) -> None:
+    async def body(actor: Actor) -> None:
+        with pytest.raises(ActorError, match="lost") as error:
+            await actor.call("raise")
+        assert error.value.kind == "KeyError" and "Traceback" in error.value.details
+        assert await actor.call("echo", "still here") == "> still here"
+
+    run(body, tmp_path)
+
+
+def test_death_fails_every_waiting_call_with_the_log(tmp_path: Path) -> None:
+    async def body(actor: Actor) -> None:
+        waiting = [asyncio.ensure_future(actor.call("sleep")) for _ in range(3)]
+        pid = actor._process.pid
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+        for call in waiting:
+            with pytest.raises(ActorDied, match="echo died"):
+                await asyncio.wait_for(call, 10)
+        with pytest.raises(ActorDied):
+            await actor.call("echo", "anyone?")
+
+    run(body, tmp_path)
+
+
+def test_last_words_are_shown(tmp_path: Path) -> None:
+    async def body(actor: Actor) -> None:
+        with pytest.raises(ActorDied, match="last words"):
+            await actor.call("die")
+
+    run(body, tmp_path)
+
+
+def test_a_service_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ActorError, match="this prefix can't be had") as error:
+        run(None, tmp_path, prefix="refuse")
+    assert error.value.kind == "ValueError"
+
+
+def test_a_process_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    async def main() -> int:
+        actor = Actor("echo", tmp_path / "echo.log")
+        await actor.start(SERVICE, "")
+        pid: int = await actor.call("pid")
+        actor.post("sleep")
+        await asyncio.sleep(0.1)
+        await actor.stop(grace=0.2)
+        return pid
+
+    assert not alive(asyncio.run(main()))
+
+
+def test_no_process_outlives_its_controller(tmp_path: Path) -> None:
+    """A controller that is killed takes its processes with it."""
+    import subprocess
+    import sys
+
+    code = (
+        "import asyncio, os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from slipstream.runtime.actor import Actor\n"
+        "async def main():\n"
+        f"    actor = Actor('echo', Path({str(tmp_path / 'echo.log')!r}))\n"
+        f"    await actor.start({SERVICE!r}, '')\n"
+        "    print(await actor.call('pid'), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    pid = int(killed.stdout)
+    end = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not alive(pid)

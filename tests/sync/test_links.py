@@ -1,0 +1,201 @@
+"""Weight links: what a generator serves after a publish is the trainer's weights to the bit, and never a mixture."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.config import ConfigError
+from slipstream.models import trained_parameters
+from slipstream.sync import shared
+from slipstream.sync.link import find_link
+from tests.conftest import build_model
+
+LINKS = ("shared", "checkpoint")
+
+
+class Pair:
+    """A trainer's model and a generator's, connected."""
+
+    def __init__(self, link: str, directory: Path, dtype: torch.dtype = torch.float32, family: str = "qwen3") -> None:
+        sender, receiver = find_link(link)
+        self.trained = build_model(family, seed=1)
+        self.served = copy.deepcopy(build_model(family, seed=2)).to(dtype)
+        self.sender = sender(trained_parameters(self.trained), dtype, directory)
+        self.receiver = receiver(trained_parameters(self.served), self.sender.offer())
+        self.receiver.apply()
+        self.sender.connected()
+
+    def train(self, amount: float) -> None:
+        """An update in place, as an optimizer's."""
+        self.sender.before_update()
+        with torch.no_grad():
+            for parameter in self.trained.parameters():
+                parameter.add_(amount)
+
+    def publish(self, version: int) -> None:
+        ticket = self.sender.stage(version)
+        self.receiver.prepare(ticket)
+        self.receiver.apply()
+        self.sender.release(ticket)
+
+    def equal(self) -> bool:
+        pairs = zip(self.trained.parameters(), self.served.parameters(), strict=True)
+        return all(torch.equal(a.to(b.dtype), b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("link", LINKS)
+def test_publishes_arrive_to_the_bit(link: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    pair = Pair(link, tmp_path, dtype, family)
+    assert pair.equal()
+    for version in range(1, 6):
+        pair.train(0.01 * version)
+        assert not pair.equal()
+        if version != 3:  # two updates between two publishes
+            pair.publish(version)
+            assert pair.equal()
+    pair.sender.close()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_training_never_shows_before_it_is_published(link: str, tmp_path: Path) -> None:
+    """What the generator serves stays the same to the bit while the trainer updates, stages, and updates again."""
+    pair = Pair(link, tmp_path)
+    for version in range(1, 4):
+        before = [p.clone() for p in pair.served.parameters()]
+        pair.train(0.1)
+        ticket = pair.sender.stage(version)
+        pair.receiver.prepare(ticket)
+        assert all(torch.equal(a, b) for a, b in zip(before, pair.served.parameters(), strict=True))
+        pair.receiver.apply()
+        pair.sender.release(ticket)
+    pair.sender.close()
+
+
+def test_shared_is_shared(tmp_path: Path) -> None:
+    """On a CPU in float32 both sides compute on the same memory, and the file behind it has no name any more."""
+    names = set(shared.Path("/dev/shm").glob(f"{shared.PREFIX}*")) if Path("/dev/shm").is_dir() else set()
+    pair = Pair("shared", tmp_path)
+    trained, served = next(pair.trained.parameters()), next(pair.served.parameters())
+    with torch.no_grad():
+        trained.data.view(-1)[0] = 1234.5
+    assert served.view(-1)[0] == 1234.5
+    if Path("/dev/shm").is_dir():
+        assert set(Path("/dev/shm").glob(f"{shared.PREFIX}*")) <= names
+    pair.sender.close()
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    pair = Pair("shared", tmp_path)
+    pair.train(0.1)
+    pair.publish(1)
+    for model in (pair.trained, pair.served):
+        assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    pair.sender.close()
+
+
+def test_a_model_on_shared_memory_still_trains_and_saves(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from slipstream.trainers.checkpoint import export
+
+    pair = Pair("shared", tmp_path)
+    pair.train(0.1)
+    export(tmp_path / "policy", pair.trained)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, pair.trained(ids).logits)
+    pair.sender.close()
+
+
+def test_old_checkpoints_go_and_the_newest_stays(tmp_path: Path) -> None:
+    pair = Pair("checkpoint", tmp_path)
+    for version in range(1, 4):
+        pair.train(0.1)
+        pair.publish(version)
+        assert [p.name for p in (tmp_path / "weights").iterdir()] == [f"version_{version}.safetensors"]
+    pair.sender.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_publish_that_cannot_be_read_leaves_the_old_version(tmp_path: Path) -> None:
+    pair = Pair("checkpoint", tmp_path)
+    before = [p.clone() for p in pair.served.parameters()]
+    pair.train(0.1)
+    ticket = pair.sender.stage(1)
+    Path(ticket["path"]).write_bytes(b"torn")
+    with pytest.raises(Exception, match=r"(?i)header|metadata"):
+        pair.receiver.prepare(ticket)
+    assert all(torch.equal(a, b) for a, b in zip(before, pair.served.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_another_model_is_refused_by_name(link: str, tmp_path: Path) -> None:
+    sender, receiver = find_link(link)
+    sending = sender(trained_parameters(build_model()), torch.float32, tmp_path)
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate_proj.weight is \[64, 32\] in the trainer and \[48, 32\]"):
+        receiver(trained_parameters(build_model(intermediate_size=48)), sending.offer())
+    sending.close()
+
+
+@pytest.mark.parametrize("name", ["sharedd", "no_such_module:Link", "json:Link"])
+def test_unknown_links_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f'sync.link = "{name}"'):
+        find_link(name)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_memory_of_a_process_that_died_is_swept(tmp_path: Path) -> None:
+    """A process killed between making its file and unlinking it leaves litter; the next run removes it, once it is old,
+    and never removes what a living process holds."""
+    code = (
+        "import os, signal, torch\n"
+        "from slipstream.sync.shared import SharedSender\n"
+        "from pathlib import Path\n"
+        "sender = SharedSender({'w': torch.nn.Parameter(torch.zeros(8))}, torch.float32, Path('.'))\n"
+        "print(sender.offer()['path'], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    litter = Path(died.stdout.strip())
+    assert litter.exists()
+    living = shared.SharedSender({"w": torch.nn.Parameter(torch.zeros(8))}, torch.float32, tmp_path)
+    for path in (litter, Path(living.offer()["path"])):
+        os.utime(path, (0, 0))
+    other = shared.SharedSender({"w": torch.nn.Parameter(torch.zeros(8))}, torch.float32, tmp_path)
+    assert not litter.exists()
+    assert Path(living.offer()["path"]).exists()
+    living.close()
+    other.close()
+    gc.collect()
+
+
+def make_lora(seed: int) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    return get_peft_model(build_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+def test_adapters_alone_travel(tmp_path: Path) -> None:
+    trained, served = make_lora(1), make_lora(2)
+    sender, receiver = find_link("shared")
+    sending = sender(trained_parameters(trained), torch.float32, tmp_path)
+    assert all("lora" in name for name in sending.offer()["shapes"])
+    receiving = receiver(trained_parameters(served), sending.offer())
+    receiving.apply()
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(trained(ids).logits, served(ids).logits)
+    sending.close()
