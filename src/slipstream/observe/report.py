@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -10,7 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.observe.figures import duration, known, number
+
+SAMPLES = 3  # tasks whose completions are shown
+REASONS = 5  # most frequent reasons of failures
 SHOWN = 300  # characters of a completion
+PIPED_WIDTH = 100  # columns where there is no terminal
 
 
 def report(
@@ -19,60 +27,91 @@ def report(
     after: Sequence[Mapping[str, Any]],
     console: Console,
 ) -> None:
-    """Print the summary, completions of the same held-out tasks before and after, and what to type next."""
-    console.print(_changes(summary))
-    if before and after:
-        console.print(_completions(before, after))
-    directory = summary["directory"]
-    lines = [f"policy      {summary['policy']}", f"records     {directory}"]
+    """Print what a run changed, completions of the same held-out tasks before and after, and what to type next.
+
+    `before` and `after` are samples of two evaluations with prompt, completion and reward. What is missing or None in
+    the summary is shown as "–" or left out.
+    """
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    changes = Table.grid(padding=(0, 2))
+    changes.add_column(style="dim", no_wrap=True)
+    for name, text in _changes(summary):
+        changes.add_row(name, Text(text))
+    console.print(Text("What changed", style="bold"), changes, "", sep="\n")
+    answers = {sample.get("prompt"): sample for sample in after}
+    pairs = [(sample, answers[sample.get("prompt")]) for sample in before if sample.get("prompt") in answers]
+    if pairs:
+        console.print(Text("The same held-out tasks, before and after", style="bold"))
+    for old, new in pairs[:SAMPLES]:
+        console.print(_side_by_side(old, new), "", sep="\n")
+    for line in _next(summary):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _changes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    score, reward, lag, busy, publish, fates = (
+        summary.get(key) or {} for key in ("eval", "reward", "lag", "busy", "publish", "rollouts")
+    )
+    seconds = summary.get("window_seconds") or summary.get("wall_seconds")
+    if known(score.get("initial")) or known(score.get("final")):
+        yield "held-out score", _arrow(score.get("initial"), score.get("final"))
+    yield "training reward", f"{_arrow(reward.get('first'), reward.get('last'))}, first and last tenth of the steps"
+    stopped = f", stopped by {summary['stopped']}" if summary.get("stopped") else ""
+    yield "steps", f"{number(summary.get('steps'))} in {duration(summary.get('wall_seconds'))}{stopped}"
+    for verb, key, part in (
+        ("generated", "tokens_generated", "generator"),
+        ("trained on", "tokens_trained", "trainer"),
+    ):
+        rate = number(summary[key] / seconds) if known(summary.get(key)) and seconds else "–"
+        yield verb, f"{number(summary.get(key))} tokens, {rate} tokens/s, {part} busy {_percent(busy.get(part))}"
+    yield "lag", f"mean {number(lag.get('mean'), 2)}, max {number(lag.get('max'))} versions"
+    ends = (("trained", "trained on"), ("filtered", "filtered"), ("dropped_stale", "stale"), ("failed", "failed"))
+    counts = [f"{number(fates[fate])} {said}" for fate, said in (*ends, ("ready", "left over")) if fates.get(fate)]
+    yield "rollouts", ", ".join(counts) or "–"
+    for reason, count in Counter(summary.get("failures") or {}).most_common(REASONS):
+        yield "", f"{number(count)} failed with {shorten(reason, 120)}"
+    hold = publish.get("hold_ms") or {}
+    held = f"generator held {number(hold.get('median'), 2)} ms each, {number(hold.get('max'), 2)} ms at most"
+    yield "publishes", f"{number(publish.get('count'))}, {held}"
+
+
+def _side_by_side(old: Mapping[str, Any], new: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, expand=True, title_justify="left")
+    table.title = Text(shorten(old.get("prompt") or ""), style="italic")
+    for when, sample in (("before", old), ("after", new)):
+        table.add_column(f"{when}, reward {_plain(sample.get('reward'))}", ratio=1, overflow="fold")
+    table.add_row(*(Text(shorten(sample.get("completion") or "") or "(nothing)") for sample in (old, new)))
+    return table
+
+
+def _next(summary: Mapping[str, Any]) -> Iterator[str]:
+    directory, policy = (str(summary.get(key) or "–") for key in ("directory", "policy"))
+    yield f"policy   {policy}"
+    yield f"records  {directory}"
+    yield ""
     if summary.get("stopped"):
-        lines.append(f"stopped by {summary['stopped']}; go on with: slipstream train --resume {directory}")
-    lines += [f"measure it  slipstream eval {directory}", f'ask it      slipstream generate {directory} --prompt "..."']
-    console.print(Text("\n".join(lines)), soft_wrap=True)
-
-
-def _changes(summary: Mapping[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="What changed", title_justify="left", show_header=False)
-    rows, fates, busy = summary["reward"], summary["rollouts"], summary["busy"]
-    table.add_row("held-out score", _arrow(summary["eval"]["initial"], summary["eval"]["final"]))
-    table.add_row("training reward", _arrow(rows["first"], rows["last"]) + "  (first and last tenth of the steps)")
-    table.add_row("steps", f"{summary['steps']:,} in {summary['wall_seconds']:,.0f} s, version {summary['version']}")
-    table.add_row("tokens", f"{summary['tokens_generated']:,} generated, {summary['tokens_trained']:,} trained on")
-    table.add_row(
-        "rollouts",
-        f"{fates['generated']:,} generated: {fates['trained']:,} trained on, {fates['filtered']:,} filtered, "
-        f"{fates['dropped_stale']:,} stale, {fates['failed']:,} failed, {fates['ready']:,} ready",
-    )
-    for reason, count in summary.get("failures", {}).items():
-        table.add_row("", Text(f"{count:,} failed: {reason}"))
-    table.add_row("lag", f"mean {summary['lag']['mean']:.2f}, max {summary['lag']['max']} versions")
-    table.add_row("busy", f"generator {busy['generator']:.0%}, trainer {busy['trainer']:.0%}")
-    hold = summary["publish"]["hold_ms"]
-    table.add_row(
-        "publishes", f"{summary['publish']['count']:,}, generator held {hold['median']:.2f} ms (max {hold['max']:.2f})"
-    )
-    return table
-
-
-def _completions(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="The same held-out tasks, before and after", title_justify="left")
-    for heading in ("task", "before", "after"):
-        table.add_column(heading, ratio=1, overflow="fold")
-    for old, new in zip(before, after, strict=False):
-        table.add_row(Text(shorten(old["prompt"])), *(Text(_scored(sample)) for sample in (old, new)))
-    return table
-
-
-def _scored(sample: Mapping[str, Any]) -> str:
-    return f"{shorten(sample['completion']) or '(nothing)'}\n→ reward {sample['reward']:g}"
+        yield f"go on    slipstream train --resume {shlex.quote(directory)}"
+    yield f"measure  slipstream eval {shlex.quote(directory)}"
+    yield f'ask      slipstream generate {shlex.quote(policy)} --prompt "..."'
 
 
 def shorten(text: str, length: int = SHOWN) -> str:
-    """The text without surrounding blanks, its middle left out if it is long."""
-    text = text.strip()
+    """Text on one line that is safe to print: line breaks as ↵, control characters as ·, a long middle left out."""
+    text = re.sub(r"\s*\n\s*", " ↵ ", text.strip()).replace("\t", " ")
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f]", "·", text)
     half = length // 2
     return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
 
 
-def _arrow(first: float | None, last: float | None) -> str:
-    return " → ".join("–" if value is None else f"{value:.3f}" for value in (first, last))
+def _arrow(first: Any, last: Any) -> str:
+    gain = f" ({last - first:+.3f})" if known(first) and known(last) else ""
+    return f"{number(first, 3)} → {number(last, 3)}{gain}"
+
+
+def _percent(fraction: Any) -> str:
+    return f"{fraction:.0%}" if known(fraction) else "–"
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if known(value) else "–"

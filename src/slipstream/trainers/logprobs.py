@@ -17,6 +17,7 @@ from slipstream.rollout import Completion
 from slipstream.trainers.packing import MicroBatch
 
 CHUNK = 2**25  # logits held at once: 128 MiB in float32
+CHUNK_ON_GPU = 2**28
 
 
 def token_logprobs(model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -29,7 +30,7 @@ def token_logprobs(model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     hidden = getattr(causal_lm, causal_lm.base_model_prefix)(input_ids=batch.input_ids, use_cache=False)
     hidden = hidden.last_hidden_state.flatten(0, 1)[batch.predicts]
     head = causal_lm.get_output_embeddings()
-    size = max(64, CHUNK // head.out_features)
+    size = max(64, (CHUNK_ON_GPU if hidden.is_cuda else CHUNK) // head.out_features)
     chunks = range(0, len(hidden), size)
     results = []
     for at in chunks:

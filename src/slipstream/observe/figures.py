@@ -1,0 +1,37 @@
+"""Figures as a person reads them: "–" stands for all that is not known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def known(value: Any) -> bool:
+    """Whether there is a finite number to show."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def number(value: Any, digits: int = 0) -> str:
+    """A number with thousands separators; "–" for None, NaN, infinities and what is no number."""
+    return f"{value:,.{digits}f}" if known(value) else "–"
+
+
+def duration(seconds: Any) -> str:
+    """Seconds as M:SS or H:MM:SS."""
+    if not known(seconds):
+        return "–"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The course of `values` in at most `width` block characters."""
+    if len(values) < 2:
+        return ""
+    low, high, width = min(values), max(values), min(width, len(values))
+    picked = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
+    return "".join(BLOCKS[round((v - low) / ((high - low) or 1) * (len(BLOCKS) - 1))] for v in picked)

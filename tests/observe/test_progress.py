@@ -1,0 +1,183 @@
+"""What the terminal shows: enough, not too much, and nothing when quiet."""
+
+from __future__ import annotations
+
+import io
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from slipstream.observe.figures import duration, number, sparkline
+from slipstream.observe.progress import Progress
+
+RECORD: dict[str, Any] = {
+    "step": 120, "version": 119, "reward": 0.61, "lag_mean": 1.0, "lag_max": 2, "ready": 12, "running": 30,
+    "capacity": 64, "generator_tokens_per_second": 2310.4, "trainer_tokens_per_second": 1900.0, "hold_ms": 0.42,
+    "rollouts": {"generated": 960, "trained": 900, "dropped_stale": 3, "failed": 7, "ready": 50}, "loss": float("nan"),
+}  # fmt: skip
+EVALUATION: dict[str, Any] = {"step": 50, "versions": [49, 50], "score": 0.48, "tasks": 200, "failed": 1}
+
+
+class Clock:
+    """The time that the progress sees."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("slipstream.observe.progress.time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def pipe() -> Console:
+    return Console(file=io.StringIO(), width=80)
+
+
+def terminal(width: int = 80) -> Console:
+    return Console(
+        file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None, _environ={"TERM": "xterm"}
+    )
+
+
+def output(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def steps_said(console: Console) -> list[int]:
+    return [int(n) for n in re.findall(r"^step (\d+)/", output(console), re.MULTILINE)]
+
+
+def test_plain_lines_come_every_two_seconds_with_the_first_and_the_last(clock: Clock) -> None:
+    console = pipe()
+    with Progress(100, console=console) as progress:
+        for step in range(1, 101):
+            progress.step(RECORD | {"step": step})
+            clock.now += 0.1
+        assert steps_said(console)[-1] == 100  # at once, before what comes after the last step
+    said = steps_said(console)
+    assert said[0] == 1
+    assert said[-1] == 100
+    assert said.count(100) == 1
+    assert 5 <= len(said) <= 7
+
+
+def test_a_plain_line_has_all_that_matters(clock: Clock) -> None:
+    console = pipe()
+    with Progress(800, console=console) as progress:
+        progress.step(RECORD | {"step": 110, "reward": 0.21})
+        clock.now += 5
+        progress.step(RECORD)
+    assert output(console).splitlines()[-1] == (
+        "step 120/800  reward 0.610 (mean 0.410)  lag 1.00/2  gen 2,310 tok/s  train 1,900 tok/s  "
+        "buffer 12/64 (+30)  eta 5:40"
+    )
+
+
+def test_a_run_that_ends_early_still_says_its_last_step(clock: Clock) -> None:
+    console = pipe()
+    with pytest.raises(RuntimeError), Progress(100, console=console) as progress:
+        for step in (1, 2, 3):
+            progress.step(RECORD | {"step": step})
+        raise RuntimeError
+    assert steps_said(console) == [1, 3]
+
+
+def test_notes_evaluations_and_warnings_are_always_said(clock: Clock) -> None:
+    console = pipe()
+    with Progress(100, console=console) as progress:
+        progress.note("probe: agree within 2e-06 [bound]")
+        progress.evaluation(EVALUATION)
+        progress.evaluation(EVALUATION | {"versions": [7, 7], "failed": 0})
+        progress.warn("disk almost full")
+    assert output(console).splitlines() == [
+        "probe: agree within 2e-06 [bound]",
+        "evaluation after step 50: 0.480 on 200 tasks, 1 failed (versions 49 to 50)",
+        "evaluation after step 50: 0.480 on 200 tasks (version 7)",
+        "warning: disk almost full",
+    ]
+
+
+@pytest.mark.parametrize("make", [pipe, terminal])
+def test_quiet_says_nothing_but_warnings(clock: Clock, make: Any) -> None:
+    console = make()
+    with Progress(2, quiet=True, console=console) as progress:
+        progress.note("starting")
+        progress.step(RECORD | {"step": 1})
+        progress.evaluation(EVALUATION)
+        progress.step(RECORD | {"step": 2})
+        assert output(console) == ""
+        progress.warn("disk almost full")
+    assert output(console) == "warning: disk almost full\n"
+
+
+def test_it_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(1) as progress:
+        progress.step({"step": 1})
+        progress.warn("w")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "step 1/1" in captured.err
+
+
+@pytest.mark.parametrize("make", [pipe, terminal])
+@pytest.mark.parametrize("record", [{}, {"step": 3}, dict.fromkeys(RECORD), RECORD | {"reward": float("nan")}])
+def test_what_is_not_known_is_a_dash(clock: Clock, make: Any, record: dict[str, Any]) -> None:
+    console = make()
+    with Progress(10, console=console) as progress:
+        progress.step(record)
+        progress.evaluation({})
+    assert "reward –" in re.sub(" +", " ", output(console))
+    assert "None" not in output(console)
+    assert "nan" not in output(console)
+
+
+def test_the_mean_leaves_out_rewards_that_are_not_known(clock: Clock) -> None:
+    console = pipe()
+    with Progress(5, console=console) as progress:
+        for step, reward in enumerate((0.2, None, float("nan"), 0.0, 0.4), start=1):
+            progress.step({"step": step, "reward": reward})
+    assert "reward 0.400 (mean 0.200)" in output(console)
+
+
+def test_the_mean_is_of_twenty_steps(clock: Clock) -> None:
+    console = pipe()
+    with Progress(25, console=console) as progress:
+        for step in range(1, 26):
+            progress.step({"step": step, "reward": 1.0 if step > 5 else 0.0})
+    assert "(mean 1.000)" in output(console)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_block_fits_and_shows_all(clock: Clock, width: int) -> None:
+    console = terminal(width)
+    with Progress(800, console=console) as progress:
+        for step in range(1, 121):
+            progress.step(RECORD | {"step": step, "reward": step / 120})
+            clock.now += 0.5
+        progress.evaluation(EVALUATION)
+    frame = output(console)
+    for piece in (
+        "120/800", "1:00", "eta 5:40", "1.000, recent mean 0.921", "▁", "█", "0.480 on 200 tasks, 1 failed",
+        "2,310 tokens/s", "1,900 tokens/s", "12/64 (+30 running)", "mean 1.00, max 2", "version 119, held 0.42 ms",
+        "7 failed, 3 stale",
+    ):  # fmt: skip
+        assert piece in frame, piece
+    visible = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", frame)
+    block = [line for line in visible.splitlines() if line.startswith(("generator", "buffer", "publish", "score"))]
+    assert block and max(map(len, block)) <= width
+    assert "…" not in visible
+    assert visible.rindex("step 120/800  reward 1.000") > visible.rindex("publish")  # stays when the block is gone
+
+
+def test_figures() -> None:
+    assert [number(v) for v in (None, float("inf"), "x", 0, 1234567.8)] == ["–", "–", "–", "0", "1,234,568"]
+    assert [duration(s) for s in (0, 59.6, 3599, 3661, None)] == ["0:00", "1:00", "59:59", "1:01:01", "–"]
+    assert sparkline([0.0], 8) == ""
+    assert sparkline([1.0, 1.0], 8) == "▁▁"
+    assert sparkline([i / 100 for i in range(101)], 8) == "▁▂▃▄▅▆▇█"
