@@ -2,10 +2,11 @@
 
     python benchmarks/kill.py [--runs 30] [--seed 0] [--json benchmarks/results/kill.json]
 
-Each run trains a tiny model on pseudo-random rewards, which move its weights at every step. At random moments its controller, its trainer or its generator is killed, up to
-three times, and `slipstream train --resume` goes on. Afterwards the records are audited: every step once, no entry
-trained on twice, every entry accounted for, every rollout with one fate. Half of the runs are synchronous
-(`max_lag = 0`), and have to end with the same bits as one that was never disturbed.
+Each run trains a tiny model on pseudo-random rewards, which move its weights at every step. At random moments its
+controller, its trainer or its generator is killed, up to three times, and `slipstream train --resume` goes on.
+Afterwards the records are audited: every step once, no entry trained on twice, every entry accounted for, every
+rollout with one fate. Half of the runs are synchronous (`max_lag = 0`), and have to end with the same bits as one that
+was never disturbed.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ MODULE = [sys.executable, "-m", "slipstream.cli"]
 
 def arguments(model: Path, directory: Path, max_lag: int) -> list[str]:
     options = {
-        "model.path": model, "environment.name": f"{WORK}:Work", "environment.options": "{ tasks = 50 }", "run.dir": directory, "loop.steps": STEPS,
-        "loop.groups_per_step": GROUPS, "loop.group_size": SIZE, "loop.max_lag": max_lag, "loop.seed": 5,
-        "sampling.max_tokens": 5, "trainer.learning_rate": 1e-3, "trainer.threads": 1, "generator.threads": 1,
-        "checkpoint.every": 4, "evaluation.tasks": 20, "evaluation.every": 7, "algorithm.filter_equal": "true",
+        "model.path": model, "environment.name": f"{WORK}:Work", "environment.options": "{ tasks = 50 }",
+        "run.dir": directory, "loop.steps": STEPS, "loop.groups_per_step": GROUPS, "loop.group_size": SIZE,
+        "loop.max_lag": max_lag, "loop.seed": 5, "sampling.max_tokens": 5, "trainer.learning_rate": 1e-3,
+        "trainer.threads": 1, "generator.threads": 1, "checkpoint.every": 4, "evaluation.tasks": 20,
+        "evaluation.every": 7, "algorithm.filter_equal": "true",
     }  # fmt: skip
     path = directory.with_suffix(".toml")
     path.write_text("")
@@ -138,9 +140,14 @@ def main() -> None:
                 assert same_bits(weights(directory), wanted), "a resumed synchronous run ended with other weights"
                 equal += 1
             print(f"run {number + 1}/{options.runs}: max_lag {max_lag}, killed {', '.join(killed)}: sound", flush=True)
-    print(f"{options.runs} runs, {kills} kills: all conserved; {equal} synchronous runs bit-identical to an undisturbed one")
+    print(f"{options.runs} runs, {kills} kills: all conserved; {equal} synchronous runs equal an undisturbed one")
     if options.json:
-        found = {"command": " ".join(["python", *sys.argv]), "runs": options.runs, "kills": kills, "bit_identical": equal}
+        found = {
+            "command": " ".join(["python", *sys.argv]),
+            "runs": options.runs,
+            "kills": kills,
+            "bit_identical": equal,
+        }
         options.json.write_text(json.dumps(found, indent=1))
 
 

@@ -50,7 +50,9 @@ def balance(scratch: Path, steps: int = 8) -> tuple[int, int, float]:
         generation = statistics.median(m["wait_seconds"] for m in metrics[1:])
         training = statistics.median(m["step_seconds"] for m in metrics[1:])
         ratio = generation / training
-        print(f"  {prompt_tokens} prompt tokens, {slots} slots: generation {generation:.3f} s, training {training:.3f} s")
+        print(
+            f"  {prompt_tokens} prompt tokens, {slots} slots: generation {generation:.3f} s, training {training:.3f} s"
+        )
         if 0.93 < ratio < 1.07:
             break
         if ratio > 1:

@@ -1,4 +1,4 @@
-"""Work of a chosen size for benchmarks: a model of random weights, and tasks whose rewards carry signal but no meaning."""
+"""Work of a chosen size for benchmarks: a model of random weights, and tasks whose rewards have signal, no meaning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save_model(shape: str, path: Path) -> None:
 
 
 class Work:
-    """Prompts of `prompt_tokens` random tokens; completions run to the sampling limit and get a pseudo-random reward."""
+    """Prompts of `prompt_tokens` random tokens; completions run to the limit and get a pseudo-random reward."""
 
     def __init__(self, prompt_tokens: int = 16, tasks: int = 512) -> None:
         rng = random.Random(0)

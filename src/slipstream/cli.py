@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("slipstream: stopped at once", file=sys.stderr)
         return 130
     except Exception as error:
-        if type(error).__name__ not in ("RunError", "ActorDied", "ActorError", "GenerationError"):
+        if type(error).__name__ not in ("RunError", "RecordError", "ActorDied", "ActorError", "GenerationError"):
             raise
         print(f"slipstream: {error}", file=sys.stderr)
         return 1

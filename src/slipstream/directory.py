@@ -88,6 +88,10 @@ class RunDirectory:
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
 
+    def discard(self) -> None:
+        """The configuration turned out to be impossible: forget it, so that the directory can be used again."""
+        self.config.unlink(missing_ok=True)
+
     def close(self) -> None:
         if self._lock:
             self._lock.close()

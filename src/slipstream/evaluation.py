@@ -51,7 +51,7 @@ async def evaluate(
         "metrics": {n: mean([r.metrics[n] for r in rollouts if n in r.metrics]) for n in names},
         "completion_length": mean([float(r.tokens) for r in rollouts]),
         "seconds": time.perf_counter() - began,
-        "samples": [_sample(task, r, codec) for task, (r, _) in zip(tasks, played, strict=True) if r][:SAMPLES],
+        "samples": [_sample(t, r, codec) for t, (r, _) in zip(tasks[:SAMPLES], played, strict=False) if r],
     }
 
 

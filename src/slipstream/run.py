@@ -23,7 +23,7 @@ from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt
 from slipstream.environments.load import load_environment
 from slipstream.evaluation import evaluate
 from slipstream.ledger import Entry
-from slipstream.models import check_path, load_tokenizer
+from slipstream.models import check_path, load_tokenizer, pick_device
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Clock, Tally
@@ -42,9 +42,16 @@ class RunError(RuntimeError):
 def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     """Run a configuration to its end and return the summary that is also in its directory."""
     check_path(config.model.path)
+    pick_device(config.generator.device, "generator.device")
+    pick_device(config.trainer.device, "trainer.device")
     name = Path(config.environment.name.partition(":")[0]).stem
     path = config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return _run(config, RunDirectory.create(config, Path(path)), quiet)
+    directory = RunDirectory.create(config, Path(path))
+    try:
+        return _run(config, directory, quiet)
+    except ConfigError:
+        directory.discard()
+        raise
 
 
 def resume(path: Path, flags: list[str], *, quiet: bool = False) -> dict[str, Any]:
@@ -242,8 +249,8 @@ class Run:
 
     async def _start(self) -> None:
         """Start the processes, restore the last checkpoint, connect the link and see that both sides agree."""
-        self.progress.note(f"run directory {self.directory.path}")
         self._started = await Pools.start(self.config, self.directory.path)
+        self.progress.note(f"run directory {self.directory.path}")
         if checkpoints := self.directory.checkpoints():
             await self._restore(checkpoints[-1])
         self.recorder.truncate(self.state.step)

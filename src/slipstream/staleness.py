@@ -8,6 +8,7 @@ admitted in time can still finish late.
 
 from __future__ import annotations
 
+
 def capacity(
     *, version: int, max_lag: int, groups_per_version: int, trained: int, ready: int, running: int, buffer: int
 ) -> int:

@@ -119,7 +119,7 @@ def test_gsm8k_reads_local_files(tmp_path: Path) -> None:
     prompt = few.test[0].prompt
     assert isinstance(prompt, str)
     assert prompt.count("Question:") == 3 and prompt.endswith("Answer:") and "#### 1,004" in prompt
-    assert "How many? xx" == few.train[0].data["question"], "the worked examples are not trained on"
+    assert few.train[0].data["question"] == "How many? xx", "the worked examples are not trained on"
     alone = Gsm8k(str(tmp_path / "train.jsonl"))
     assert (len(alone.train), len(alone.test)) == (8, 1)
 
@@ -243,7 +243,9 @@ def test_prompts_messages_and_chat_templates() -> None:
     assert Codec(tokenizer).encode("12") == (3, 4)
     assert Codec(tokenizer).encode([3, 4]) == (3, 4)
     assert Codec(tokenizer).encode([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}])[0] == 3
-    tokenizer.chat_template = "{% for m in messages %}<eos>{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<eos>{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
     codec = Codec(tokenizer)
     assert tokenizer.decode(codec.encode("12")) == "<eos>12="
     messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": "3"}]

@@ -153,7 +153,7 @@ def rewards(tmp_path: Path) -> str:
 
 def test_a_broken_reward_costs_one_score_and_its_process(rewards: str) -> None:
     async def main() -> None:
-        pool = ScorerPool(rewards, {}, processes=1, time_limit=LIMIT)
+        pool = ScorerPool(rewards, processes=1, time_limit=LIMIT)
         for said, reason in (
             ("hang", "reward time limit"),
             ("busy", "reward time limit"),
@@ -175,7 +175,7 @@ def test_a_broken_reward_costs_one_score_and_its_process(rewards: str) -> None:
 
 def test_scores_run_beside_each_other_and_beside_a_hung_one(rewards: str) -> None:
     async def main() -> None:
-        pool = ScorerPool(rewards, {}, processes=2, time_limit=1.0)
+        pool = ScorerPool(rewards, processes=2, time_limit=1.0)
         hung = asyncio.ensure_future(pool.score(TASK, completion("hang")))
         scores = await asyncio.gather(*(pool.score(TASK, completion("x" * n)) for n in range(20)))
         assert scores == [float(n) for n in range(20)]
@@ -189,7 +189,7 @@ def test_scores_run_beside_each_other_and_beside_a_hung_one(rewards: str) -> Non
 
 def test_an_abandoned_score_does_not_answer_the_next(rewards: str) -> None:
     async def main() -> None:
-        pool = ScorerPool(rewards, {}, processes=1, time_limit=5.0)
+        pool = ScorerPool(rewards, processes=1, time_limit=5.0)
         abandoned = asyncio.ensure_future(pool.score(TASK, completion("hang")))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(abandoned, 0.5)

@@ -144,7 +144,9 @@ def test_a_publish_that_cannot_be_read_leaves_the_old_version(tmp_path: Path) ->
 def test_another_model_is_refused_by_name(link: str, tmp_path: Path) -> None:
     sender, receiver = find_link(link)
     sending = sender(trained_parameters(build_model()), torch.float32, tmp_path)
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate_proj.weight is \[64, 32\] in the trainer and \[48, 32\]"):
+    with pytest.raises(
+        ValueError, match=r"model.layers.0.mlp.gate_proj.weight is \[64, 32\] in the trainer and \[48, 32\]"
+    ):
         receiver(trained_parameters(build_model(intermediate_size=48)), sending.offer())
     sending.close()
 

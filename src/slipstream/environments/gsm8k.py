@@ -49,7 +49,7 @@ class Gsm8k:
         examples, training = by_length[:shots], [row for row in training if row not in by_length[:shots]]
         prefix = "".join(f"Question: {e['question']}\nAnswer: {e['answer']}\n\n" for e in examples)
         self._format_reward = format_reward
-        self._scorers = ScorerPool("slipstream.environments.gsm8k:is_correct", {}, scorers, time_limit)
+        self._scorers = ScorerPool("slipstream.environments.gsm8k:is_correct", scorers, time_limit)
 
         def tasks(rows: Sequence[dict[str, str]], split: str) -> list[Task]:
             return [

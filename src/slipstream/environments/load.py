@@ -103,7 +103,7 @@ class FunctionEnvironment:
         self._is_episode = is_async and parameters[1] != "completion"
         self._scorers: ScorerPool | None = None
         if not is_async:
-            self._scorers = ScorerPool(config.name, {}, config.scorers, config.time_limit)
+            self._scorers = ScorerPool(config.name, config.scorers, config.time_limit)
         self.train, self.test = _task_files(config)
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout | float:

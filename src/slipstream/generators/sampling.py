@@ -17,7 +17,6 @@ from torch.nn.functional import pad
 
 from slipstream.rollout import Sampling
 
-
 BLOCK = 512
 
 
@@ -78,7 +77,7 @@ def invert(probabilities: Tensor, u: Tensor) -> Tensor:
     if vocabulary <= 8 * BLOCK:
         mass = probabilities.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(mass, u * mass[:, -1:], right=True)
-    blocks = pad(probabilities, (0, -vocabulary % BLOCK)).unflatten(-1, (-1, BLOCK))
+    blocks = pad(probabilities, (0, -vocabulary % BLOCK)).view(len(probabilities), -1, BLOCK)
     sums = blocks.sum(-1).double()
     mass = sums.cumsum(-1)
     target = u * mass[:, -1:]

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.actor import Actor, ActorError
 from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Batch, Completion, Sampling
-from slipstream.runtime.actor import Actor, ActorError
 from slipstream.sync.link import PublishStats
 from slipstream.trainers.trainer import StepStats
 
@@ -135,6 +135,9 @@ class WeightLink:
         holds = await asyncio.gather(*(self._swap(g, ticket, version) for g in self._generators))
         # The trainer reads calls in order: it has released the buffer before it takes its next step.
         self._released = asyncio.ensure_future(self._trainer.actor.call("release", ticket))
+        self._released.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # the next publish raises it
         return PublishStats(version, max(holds), time.perf_counter() - began)
 
     async def _swap(self, generator: ProcessGenerator, ticket: Any, version: int) -> float:

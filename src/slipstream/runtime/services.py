@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from slipstream.actor import Reply
 from slipstream.config import Config
 from slipstream.generators.torch import Engine
 from slipstream.models import load_model, load_tokenizer, pick_device, trained_parameters
 from slipstream.rollout import Batch, Completion
-from slipstream.runtime.actor import Reply
 from slipstream.sync.link import Receiver, Sender, Ticket, find_link
 from slipstream.trainers.trainer import StepStats, Trainer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.runtime.actor import Actor, ActorDied, ActorError, Reply
+from slipstream.actor import Actor, ActorDied, ActorError, Reply
 
 
 class Echo:
@@ -52,7 +52,7 @@ class Echo:
         print("closed", flush=True)
 
 
-SERVICE = "tests.runtime.test_actor:Echo"
+SERVICE = "tests.test_actor:Echo"
 
 
 def run(body: Any, tmp_path: Path, prefix: str = "> ") -> Any:
@@ -145,7 +145,7 @@ def test_no_process_outlives_its_controller(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, signal, sys\n"
         "from pathlib import Path\n"
-        "from slipstream.runtime.actor import Actor\n"
+        "from slipstream.actor import Actor\n"
         "async def main():\n"
         f"    actor = Actor('echo', Path({str(tmp_path / 'echo.log')!r}))\n"
         f"    await actor.start({SERVICE!r}, '')\n"

@@ -58,7 +58,7 @@ class Service(Protocol):
 class Actor:
     """The controller's end of a process."""
 
-    def __init__(self, name: str, log: Path) -> None:
+    def __init__(self, name: str, log: Path | None = None) -> None:
         self.name = name
         self._log = log
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -66,20 +66,22 @@ class Actor:
         self._outgoing: list[tuple[int, str, tuple[Any, ...]]] = []
         self._writer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._dead: ActorDied | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
-    async def start(self, service: str, *arguments: Any, environment: dict[str, str] | None = None) -> None:
+    async def start(self, service: str, *arguments: Any) -> None:
         """Start the process, build the service ("module:function") in it, and wait until it is there."""
         ours, theirs = socket.socketpair()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
+        if self._log:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+        with (self._log or Path(os.devnull)).open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.runtime.actor", str(theirs.fileno())],
+                [sys.executable, "-m", "slipstream.actor", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the controller, which stops the others in order
-                env=os.environ | (environment or {}) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
             )
         theirs.close()
         self._connection = Connection(ours.detach())
@@ -108,15 +110,16 @@ class Actor:
 
     async def stop(self, grace: float = 10.0) -> None:
         """Let the process end by itself, or end it after `grace` seconds."""
-        if not hasattr(self, "_process"):
-            return
-        self._die(None)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, grace)
-        self.kill()
+        if self._process:
+            self._die(f"{self.name} was stopped")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, grace)
+            self.kill()
 
     def kill(self) -> None:
-        if hasattr(self, "_process") and self._process.poll() is None:
+        """End the process now."""
+        if self._process:
+            self._die(f"{self.name} was killed")
             self._process.kill()
             self._process.wait()
 
@@ -147,13 +150,12 @@ class Actor:
                     else:
                         future.set_result(value)
         except (EOFError, OSError):
-            self._process.poll()
-            self._die(f"{self.name} died (log: {self._log})\n{self._log_tail()}")
+            self._die(f"{self.name} died (log: {self._log})\n{self._log_tail()}".rstrip())
 
-    def _die(self, why: str | None) -> None:
+    def _die(self, why: str) -> None:
         if self._dead:
             return
-        self._dead = ActorDied(why or f"{self.name} was stopped")
+        self._dead = ActorDied(why)
         self._loop.remove_reader(self._connection.fileno())
         self._writer.put(None)
         with contextlib.suppress(OSError):
@@ -163,7 +165,7 @@ class Actor:
                 future.set_exception(self._dead)
 
     def _log_tail(self) -> str:
-        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        text = self._log.read_text(errors="replace") if self._log else ""
         return "\n".join(text.splitlines()[-LOG_LINES:])
 
 

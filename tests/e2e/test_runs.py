@@ -1,0 +1,255 @@
+"""Whole commands in processes of their own, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import kill
+from work import save_model
+
+pytestmark = pytest.mark.e2e
+WORK = f"{kill.WORK}:Work"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("work") / "model"
+    save_model("tiny", path)
+    return path
+
+
+def options(model: Path, directory: Path, **more: Any) -> list[str]:
+    values = {
+        "model.path": model, "environment.name": WORK, "environment.options": "{ tasks = 40 }", "run.dir": directory,
+        "loop.steps": 6, "loop.groups_per_step": 3, "loop.group_size": 4, "loop.max_lag": 1, "sampling.max_tokens": 6,
+        "trainer.learning_rate": 1e-3, "trainer.threads": 1, "generator.threads": 1, "checkpoint.every": 2,
+        "evaluation.tasks": 10, "evaluation.every": 2, **{k.replace("__", "."): v for k, v in more.items()},
+    }  # fmt: skip
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def slipstream(*arguments: Any, status: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slipstream.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=cwd)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def train(model: Path, directory: Path, **more: Any) -> dict[str, Any]:
+    config = directory.parent / "empty.toml"
+    config.write_text("")
+    slipstream("train", config, *options(model, directory, **more))
+    summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
+    return summary
+
+
+def processes_of(directory: Path) -> list[str]:
+    """Command lines of living processes that know the directory, or are actors."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if str(directory) in line:
+            found.append(line)
+    return found
+
+
+def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = tmp_path / "run"
+    summary = train(model, directory)
+    assert summary["steps"] == 6 and summary["version"] == 6 and summary["seed"] == 0
+    assert summary["rollouts"]["trained"] == 6 * 3 * 4
+    assert summary["tokens_trained"] == 6 * 3 * 4 * 6 <= summary["tokens_generated"]
+    assert set(summary["lag"]) == {"mean", "max", "histogram"} and summary["lag"]["max"] <= 1
+    assert sum(summary["lag"]["histogram"].values()) == summary["tokens_trained"]
+    assert 0 < summary["busy"]["generator"] <= 1 and 0 < summary["busy"]["trainer"] <= 1
+    assert summary["publish"]["count"] == 6 and summary["publish"]["hold_ms"]["median"] > 0
+    assert 0 <= summary["eval"]["initial"] <= 1 and 0 <= summary["eval"]["final"] <= 1
+    assert [e["step"] for e in summary["eval"]["history"]] == [0, 2, 4, 6]
+    assert summary["eval"]["history"][-1]["versions"] == [6, 6]
+    assert {p.name for p in (directory / "checkpoints").iterdir()} == {"step_4", "step_6"}
+    rows = pq.read_table(directory / "rollouts").to_pylist()
+    for row in rows:
+        assert len(row["completion_ids"]) == len(row["logprobs"]) == 6 and row["finish_reason"] == "length"
+        assert row["spans"][-1]["end"] == 6 and row["prompt"].startswith("w")
+        assert all(row["step"] - 1 - span["version"] <= 1 for span in row["spans"])
+    policy = AutoModelForCausalLM.from_pretrained(directory / "policy")
+    assert AutoTokenizer.from_pretrained(directory / "policy").encode("w7 w9") == [7, 9]
+    start = AutoModelForCausalLM.from_pretrained(model)
+    assert any((a != b).any() for a, b in zip(policy.parameters(), start.parameters(), strict=True))
+    assert (directory / "config.toml").read_text().count("groups_per_step = 3") == 1
+
+    said = slipstream("eval", directory, "--tasks", 5, "--json").stdout
+    assert json.loads(said)["tasks"] == 5
+    said = slipstream("generate", directory / "policy", "--prompt", "w1 w2", "--max-tokens", 4).stdout
+    assert said.startswith("w1 w2") and said.count("w") == 6
+    again = slipstream("train", tmp_path / "empty.toml", *options(model, directory), status=2).stderr
+    assert "holds a run; go on with" in again
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_and_resumed_runs_lose_nothing(model: Path, tmp_path: Path, seed: int) -> None:
+    """Two runs here; benchmarks/kill.py does thirty. A synchronous one ends with the bits of an undisturbed one."""
+    rng = random.Random(seed)
+    max_lag = (0, 2)[seed - 1]
+    kill.run_with_kills(model, tmp_path / "killed", max_lag, rng, kills=2)
+    kill.audit(tmp_path / "killed")
+    if max_lag == 0:
+        kill.run_with_kills(model, tmp_path / "undisturbed", 0, rng, kills=0)
+        assert kill.same_bits(kill.weights(tmp_path / "killed"), kill.weights(tmp_path / "undisturbed"))
+        assert not kill.same_bits(kill.weights(tmp_path / "killed"), dict(kill.load_file(model / "model.safetensors")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    directory, config = tmp_path / "run", tmp_path / "empty.toml"
+    config.write_text("")
+    command = [sys.executable, "-m", "slipstream.cli", "train", str(config)]
+    process = subprocess.Popen(
+        [*command, *options(model, directory, loop__steps=2000, checkpoint__every=2000, evaluation__every=0)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    metrics = directory / "metrics.jsonl"
+    end = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") > 5) and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert f"{number.name}: stopping after this step" in err and "Traceback" not in err
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["stopped"] == number.name and (directory / "checkpoints" / f"step_{summary['steps']}").exists()
+    assert f"slipstream train --resume {directory}" in out
+    assert not processes_of(directory)
+    slipstream("train", "--resume", directory, f"--loop.steps={summary['steps'] + 3}")
+    resumed = json.loads((directory / "summary.json").read_text())
+    assert resumed["steps"] == summary["steps"] + 3 and resumed["stopped"] is None
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == list(range(1, resumed["steps"] + 1))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sync__link": "checkpoint", "sync__every": 2, "loop__steps": 5},
+        {"lora__rank": 4, "algorithm__kl": 0.1},
+        {"sampling__top_p": 0.8, "sampling__top_k": 20, "loop__max_lag": 3},
+        {"generator__count": 2, "algorithm__filter_equal": "true", "model__dtype": "bfloat16"},
+    ],
+    ids=["checkpoint", "lora", "truncated sampling", "two generators in bfloat16"],
+)
+def test_the_modes_of_the_table(model: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    directory = tmp_path / "run"
+    summary = train(model, directory, **more)
+    every = more.get("sync__every", 1)
+    assert summary["steps"] == more.get("loop__steps", 6)
+    assert summary["publish"]["count"] == summary["version"] == -(-summary["steps"] // every)
+    assert summary["lag"]["max"] <= more.get("loop__max_lag", 1)
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    if "model__dtype" not in more and every == 1:  # the trainer gives each token the probability that it was drawn with
+        assert all(m["mismatch_kl"] < 1e-9 for m in metrics if m["lag_max"] == 0)
+    if "lora__rank" in more:
+        assert (directory / "policy" / "adapter_config.json").exists()
+        assert slipstream("generate", directory, "--prompt", "w1", "--max-tokens", 3).stdout
+    assert not list(directory.glob("weights*"))
+
+
+BROKEN = """
+import math, time
+calls = 0
+
+def tasks():
+    from slipstream.environments.base import Task
+    return [Task(str(i), "w1 w2 w3") for i in range(20)]
+
+class Sometimes:
+    test = []
+    def __init__(self): self.train = tasks()
+    async def rollout(self, task, policy):
+        global calls
+        calls, mine = calls + 1, calls
+        completion = await policy.sample(task.prompt)
+        if mine % 5 == 1: raise ValueError("a bad day")
+        if mine % 5 == 3: return math.nan
+        if mine == 20: time.sleep(600)
+        return float(completion.token_ids[0] % 3)
+
+class Always(Sometimes):
+    async def rollout(self, task, policy):
+        await policy.sample(task.prompt)
+        raise RuntimeError("never works")
+"""
+
+
+def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    named = {"environment__options": "{}", "environment__time_limit": 3}
+    summary = train(model, tmp_path / "some", environment__name=f"{tmp_path / 'broken.py'}:Sometimes", **named)
+    assert summary["steps"] == 6
+    assert summary["failures"]["ValueError"] > 5 and summary["failures"]["reward is nan"] > 5
+    assert summary["failures"]["blocked the event loop"] == 1
+    counts = summary["rollouts"]
+    assert counts["failed"] >= sum(summary["failures"].values())
+    fates = ("trained", "dropped_stale", "failed", "filtered", "ready")
+    assert counts["generated"] == sum(counts[fate] for fate in fates)
+
+    directory = tmp_path / "all"
+    never = options(model, directory, environment__name=f"{tmp_path / 'broken.py'}:Always", **named)
+    said = slipstream("train", tmp_path / "empty.toml", *never, status=1).stderr
+    assert "10 rollouts in a row failed, the last with: RuntimeError" in said
+    assert "never works" in said and f"slipstream train --resume {directory}" in said
+    assert not processes_of(directory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train"], "train needs a CONFIG.toml, or --resume RUN_DIR"),
+        (["train", "gone.toml"], "gone.toml: No such file or directory"),
+        (["train", "--resume", "gone"], "gone holds no run to resume"),
+        (["train", "empty.toml", "--model.path=gone", "--environment.name=addition"], "model.path = 'gone'"),
+        (
+            ["train", "empty.toml", "--model.path=.", "--environment.name=addition"],
+            "model.path = '.' has no config.json",
+        ),
+        (["train", "empty.toml", "--model.path=MODEL", "--environment.name=additon"], "did you mean 'addition'"),
+        (["eval", "MODEL"], "name an environment: --environment NAME"),
+        (["generate", "gone", "--prompt", "x"], "model.path = 'gone'"),
+        (["config", "--loop.step=3"], "unknown option loop.step (did you mean loop.steps?)"),
+        (
+            ["train", "empty.toml", "--model.path=MODEL", "--environment.name=WORK", "--generator.device=cuda:9"],
+            "cuda:9",
+        ),
+    ],
+)
+def test_a_users_mistake_is_one_line(model: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
+    (tmp_path / "empty.toml").write_text("")
+    swapped = [a.replace("MODEL", str(model)).replace("WORK", WORK) for a in arguments]
+    shown = slipstream(*swapped, status=2, cwd=tmp_path).stderr
+    assert shown.startswith("slipstream: ") and said in shown
+    assert shown.strip().count("\n") == 0, shown
+
+
+def test_help_and_config_are_for_people() -> None:
+    assert "examples:" in slipstream("--help").stdout
+    assert "--resume" in slipstream("train", "--help").stdout
+    shown = slipstream("config", "--loop.max_lag=3").stdout
+    assert "max_lag = 3" in shown and "# Versions that a trained token may be behind" in shown

@@ -1,0 +1,104 @@
+"""Configurations: what is wrong is refused in one line that names the option and the remedy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import Config, ConfigError, dump, load, option_names, validate
+
+MINIMAL = '[model]\npath = "m"\n[environment]\nname = "addition"\n'
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_flags_lie_over_the_file(file: Path) -> None:
+    config = load(file, ["--loop.max_lag", "3", "--trainer.betas=[0.8, 0.9]", "--environment.options.digits", "1",
+                         "--sampling.stop", '["a b", "c"]', "--run.dir", "out/a b", "--algorithm.normalize=true"])  # fmt: skip
+    assert config.loop.max_lag == 3 and config.trainer.betas == (0.8, 0.9)
+    assert config.environment.options == {"digits": 1}
+    assert config.sampling.stop == ["a b", "c"] and config.run.dir == "out/a b" and config.algorithm.normalize
+
+
+@pytest.mark.parametrize("comments", [True, False])
+def test_what_is_printed_reads_back_the_same(file: Path, comments: bool) -> None:
+    config = load(file, ["--environment.options", '{ data = "a\\"b", shots = 2, deep = { x = [1, 2.5] } }'])
+    assert validate(tomllib.loads(dump(config, comments=comments))) == config
+
+
+def test_every_option_is_documented_once() -> None:
+    names = option_names()
+    assert len(names) == len(set(names)) > 40
+    for section in Config.model_fields.values():
+        assert section.annotation is not None
+        for name, option in section.annotation.model_fields.items():
+            assert option.description and option.description.endswith("."), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--loop.step", "3"], "unknown option loop.step (did you mean loop.steps?); `slipstream config` lists all"),
+        (["--learning_rate", "3"], "unknown option --learning_rate (did you mean trainer.learning_rate?)"),
+        (["--foo.bar", "1"], "unknown option foo"),
+        (["--loop.steps"], "--loop.steps has no value; give one: --loop.steps VALUE"),
+        (["--loop.steps", "--loop.seed", "1"], "--loop.steps has no value"),
+        (["loop.steps", "3"], "'loop.steps' is not an option; options look like --section.option value"),
+        (["--loop.steps", "many"], 'loop.steps = "many": it must be a valid integer'),
+        (["--loop.steps", "0"], "loop.steps = 0: it must be greater than or equal to 1"),
+        (["--loop.group_size", "1"], "loop.group_size = 1: it must be greater than or equal to 2"),
+        (["--sampling.temperature", "0"], "sampling.temperature = 0: it must be greater than 0"),
+        (["--sampling.top_p", "1.5"], "sampling.top_p = 1.5: it must be less than or equal to 1"),
+        (["--trainer.schedule", "sudden"], "'constant', 'linear' or 'cosine'"),
+        (["--model.dtype", "int3"], "'float32' or 'bfloat16'"),
+        (["--loop.buffer", "2"], "loop.buffer = 2 can't hold the 8 groups of one step; raise it to at least 8"),
+        (["--trainer.warmup_steps", "100"], "trainer.warmup_steps = 100 leaves nothing of loop.steps = 100"),
+        (["--trainer.betas", "[1, 2]"], "trainer.betas = [1.0, 2.0] must lie in [0, 1)"),
+        (["--generator.context", "64"], "generator.context = 64 leaves no room for a prompt"),
+        (["--generator.kind", "vlm"], 'generator.kind = "vlm" is unknown; give "torch"'),
+        (["--sync.link", "fast"], 'sync.link = "fast" is unknown; give "shared", "checkpoint"'),
+        (["--loop", "3"], "unknown option --loop"),
+        (["--loop.steps.more", "3"], "loop.steps"),
+    ],
+)
+def test_mistakes_are_one_line(file: Path, flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(file, flags)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_options_and_files(tmp_path: Path, file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path is not set; add it to the file or give --model.path VALUE"):
+        load(None, ["--environment.name", "addition"])
+    with pytest.raises(ConfigError, match=r"gone.toml: No such file or directory; give the path of a TOML file"):
+        load(tmp_path / "gone.toml")
+    file.write_text("[model\n")
+    with pytest.raises(ConfigError, match=r"run.toml: not valid TOML"):
+        load(file)
+    file.write_text(MINIMAL + "[loop]\nmax_lagg = 2\nsteps = 0\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert sorted(str(caught.value).splitlines()) == [
+        "loop.steps = 0: it must be greater than or equal to 1",
+        "unknown option loop.max_lagg (did you mean loop.max_lag?); `slipstream config` lists all",
+    ]
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, slipstream, slipstream.config\n"
+        "slipstream.load_config\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'ray', 'datasets', 'pyarrow'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
