@@ -39,8 +39,6 @@ class Echo:
             time.sleep(600)
         elif method == "pid":
             reply(os.getpid())
-        elif method == "ready":
-            reply(None)
         else:
             reply(self._prefix + arguments[0])
 

@@ -22,8 +22,9 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_flags_lie_over_the_file(file: Path) -> None:
-    config = load(file, ["--loop.max_lag", "3", "--trainer.betas=[0.8, 0.9]", "--environment.options.digits", "1",
-                         "--sampling.stop", '["a b", "c"]', "--run.dir", "out/a b", "--algorithm.normalize=true"])  # fmt: skip
+    flags = ["--loop.max_lag", "3", "--trainer.betas=[0.8, 0.9]", "--environment.options.digits", "1"]
+    flags += ["--sampling.stop", '["a b", "c"]', "--run.dir", "out/a b", "--algorithm.normalize=true"]
+    config = load(file, flags)
     assert config.loop.max_lag == 3 and config.trainer.betas == (0.8, 0.9)
     assert config.environment.options == {"digits": 1}
     assert config.sampling.stop == ["a b", "c"] and config.run.dir == "out/a b" and config.algorithm.normalize

@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 Reply = Callable[[Any], None]
 LOG_LINES = 15
+READY = "ready"  # answered for every service once it is built
 
 
 class ActorDied(RuntimeError):
@@ -89,7 +90,7 @@ class Actor:
         self._loop.add_reader(self._connection.fileno(), self._read)
         threading.Thread(target=self._write, daemon=True).start()
         self._writer.put((service, arguments))
-        await self.call("ready")
+        await self.call(READY)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the service. Raises what it raised as `ActorError`, or `ActorDied`."""
@@ -194,7 +195,10 @@ def serve(connection: Connection) -> None:
             while connection.poll(0 if replies or service.busy else None):
                 for number, method, values in connection.recv():
                     try:
-                        service.handle(method, values, partial(answer, number))
+                        if method == READY:
+                            answer(number, None)
+                        else:
+                            service.handle(method, values, partial(answer, number))
                     except Exception as error:
                         answer(number, error)
             if service.busy:

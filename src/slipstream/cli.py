@@ -102,7 +102,7 @@ def _train(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
-    from slipstream.local import evaluate_model
+    from slipstream.evaluation import evaluate_model
 
     config = _config_of(options.target, options.environment, flags)
     result = asyncio.run(evaluate_model(config, config.evaluation.tasks if options.tasks is None else options.tasks))
@@ -115,7 +115,7 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _generate(options: argparse.Namespace, flags: list[str]) -> int:
-    from slipstream.local import generate_texts
+    from slipstream.evaluation import generate_texts
 
     config = _config_of(options.target, "addition", flags)
     for prompt, completion in zip(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.environments.base import Policy, Task
@@ -68,6 +70,13 @@ async def nested() -> float:
     return sum(await asyncio.gather(child(), asyncio.sleep(0, 1.0)))
 
 
+async def cancels() -> float:
+    child = asyncio.ensure_future(asyncio.sleep(60))
+    child.cancel()
+    await child
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -79,7 +88,11 @@ async def nested() -> float:
         (nested, "blocked the event loop"),
         (lambda: math.nan, "reward is nan"),
         (lambda: math.inf, "reward is inf"),
-        (lambda: "good", "ValueError"),
+        (lambda: asyncio.wait_for(asyncio.sleep(60), 0.01), "TimeoutError"),
+        (cancels, "CancelledError"),
+        (lambda: sys.exit(2), "SystemExit"),
+        (lambda: "good", "TypeError"),
+        (lambda: "1.5", "TypeError"),
         (lambda: None, "TypeError"),
     ],
 )
@@ -105,6 +118,20 @@ def test_an_episode_that_never_sampled_fails() -> None:
 
     with pytest.raises(RolloutFailed, match="no completion"):
         asyncio.run(attempt(Silent(None), TASK, policy(), LIMIT))
+
+
+def test_rewards_and_metrics_become_plain_numbers() -> None:
+    class Odd(Episode):
+        async def rollout(self, task: Task, policy: Policy) -> Rollout:
+            drawn = await policy.sample(task.prompt)
+            return Rollout((drawn,), np.float32(0.5), {"turns": self._body})  # type: ignore[arg-type]
+
+    rollout = asyncio.run(attempt(Odd(np.int64(2)), TASK, policy("2"), 5.0))
+    assert (type(rollout.reward), rollout.reward) == (float, 0.5)
+    assert (type(rollout.metrics["turns"]), rollout.metrics) == (float, {"turns": 2.0})
+    with pytest.raises(RolloutFailed) as failure:
+        asyncio.run(attempt(Odd("two"), TASK, policy("2"), 5.0))
+    assert failure.value.reason == "ValueError"
 
 
 def test_blocking_outside_of_an_episode_is_left_alone() -> None:

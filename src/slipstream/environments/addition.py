@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from slipstream.config import ConfigError
 from slipstream.environments.base import Policy, Task
 from slipstream.rollout import Rollout
 
@@ -16,9 +17,14 @@ class Addition:
     """
 
     def __init__(self, digits: int = 2, test: int = 500, train: int = 0, reverse: bool = True, seed: int = 0) -> None:
+        if digits not in range(1, 10):
+            raise ConfigError(f"environment.options.digits = {digits!r} can't be; give 1 to 9")
         numbers = 10**digits
         if not 0 < test < numbers**2:
-            raise ValueError(f"test = {test}, but there are {numbers**2} sums of {digits} digits; hold out fewer")
+            raise ConfigError(
+                f"environment.options.test = {test}, but there are {numbers**2} sums of {digits} digits; "
+                "hold out at least 1 and leave some to train on"
+            )
         # Sampled without listing them all: there are 10 ** (2 digits) sums.
         wanted = test + (train or min(numbers**2 - test, 100_000))
         chosen = random.Random(f"addition/{seed}").sample(range(numbers**2), min(wanted, numbers**2))

@@ -129,4 +129,8 @@ async def play(environment: Environment, task: Task, policy: Policy) -> Rollout:
     outcome: Any = environment.rollout(task, policy)
     if inspect.isawaitable(outcome):
         outcome = await outcome
-    return outcome if isinstance(outcome, Rollout) else policy.rollout(outcome)
+    if isinstance(outcome, Rollout):
+        return outcome
+    if isinstance(outcome, str) or not hasattr(outcome, "__float__"):
+        raise TypeError(f"the reward is {outcome!r}: return a number, or policy.rollout(number)")
+    return policy.rollout(outcome)

@@ -14,12 +14,13 @@ from typing import Any
 
 from slipstream.config import ConfigError
 from slipstream.environments.base import Policy, Task
+from slipstream.environments.load import read_lines
 from slipstream.environments.scoring import ScorerPool
 from slipstream.rollout import Completion, Rollout
 
 INSTRUCTION = "\nReason step by step, and end with a line '#### ANSWER'."
 MARKER = "####"
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"(?:(?<![\w)])-)?\d[\d,]*(?:\.\d+)?")
 
 
 class Gsm8k:
@@ -45,6 +46,9 @@ class Gsm8k:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("gsm8k needs math-verify to judge answers: pip install 'slipstream-rl[math]'")
         training, testing = _read(data, skip_malformed)
+        if not 0 <= shots < max(1, len(training)):
+            most = max(0, len(training) - 1)
+            raise ConfigError(f"environment.options.shots = {shots}: there are problems for 0 to {most}")
         by_length = sorted(training, key=lambda row: len(row["question"]) + len(row["answer"]))
         examples, training = by_length[:shots], [row for row in training if row not in by_length[:shots]]
         prefix = "".join(f"Question: {e['question']}\nAnswer: {e['answer']}\n\n" for e in examples)
@@ -122,30 +126,37 @@ def _read(data: str, skip_malformed: bool) -> tuple[list[dict[str, str]], list[d
 
     try:
         found: Any = load_dataset(data, "main")
+        splits = [list(enumerate(found[split], 1)) for split in ("train", "test")]
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"environment.options.data = {data!r} can't be loaded from the Hub: {reason}") from None
-    return list(found["train"]), list(found["test"])
+    return _problems(data, splits[0], skip_malformed), _problems(data, splits[1], skip_malformed)
 
 
 def _read_lines(path: Path, skip_malformed: bool) -> list[dict[str, str]]:
-    if not path.exists():
-        raise ConfigError(f"environment.options.data: there is no file {path}")
-    rows, malformed = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
+    rows: list[tuple[int, Any]] = []
+    for number, line in read_lines(path):
         try:
-            row = json.loads(line)
-            if not NUMBER.fullmatch(gold(row["answer"])) or not row["question"].strip():
+            rows.append((number, json.loads(line)))
+        except ValueError:
+            rows.append((number, None))
+    return _problems(str(path), rows, skip_malformed)
+
+
+def _problems(where: str, rows: Sequence[tuple[int, Any]], skip_malformed: bool) -> list[dict[str, str]]:
+    """The rows that are problems; the others are reported by number, as an error or, to be skipped, as a warning."""
+    problems, malformed = [], []
+    for number, row in rows:
+        try:
+            if MARKER not in row["answer"] or not NUMBER.fullmatch(gold(row["answer"])) or not row["question"].strip():
                 raise ValueError
-            rows.append(row)
+            problems.append(row)
         except (ValueError, KeyError, TypeError, AttributeError):
             malformed.append(number)
     if malformed:
         lines = ", ".join(map(str, malformed[:10])) + (" and more" if len(malformed) > 10 else "")
-        what = f"{path}: {len(malformed)} of {len(rows) + len(malformed)} lines are no problem (line {lines})"
+        what = f"{where}: {len(malformed)} of {len(rows)} lines are no problem (line {lines})"
         if not skip_malformed:
             raise ConfigError(f"{what}; mend them or set environment.options.skip_malformed = true")
         print(f"slipstream: {what}; left out", file=sys.stderr)
-    return rows
+    return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import math
 import signal
 import threading
@@ -35,18 +36,23 @@ async def attempt(environment: Environment, task: Task, policy: Policy, time_lim
     """Play one episode. Raises `RolloutFailed` for an exception, a hang, or a reward that is no finite number."""
     token = _in_episode.set(True)
     try:
-        async with asyncio.timeout(time_limit):
+        async with asyncio.timeout(time_limit) as clock:
             rollout = await play(environment, task, policy)
         return _sound(rollout)
-    except TimeoutError:
-        raise RolloutFailed("time limit", f"task {task.id} took longer than {time_limit:g} s") from None
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if current and current.cancelling():  # the run is stopping; what an episode cancels by itself is its failure
+            raise
+        raise RolloutFailed("CancelledError", f"task {task.id}:\n{_tail()}") from None
     except EpisodeBlocked:
         raise RolloutFailed("blocked the event loop", f"task {task.id}:\n{_tail()}") from None
     except RolloutFailed:
         raise
     except ScoringError as error:
         raise RolloutFailed(error.reason, f"task {task.id}: {error}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TimeoutError) and clock.expired():  # else it is a time limit of the episode's own
+            raise RolloutFailed("time limit", f"task {task.id} took longer than {time_limit:g} s") from None
         raise RolloutFailed(type(error).__name__, f"task {task.id}:\n{_tail()}") from None
     finally:
         _in_episode.reset(token)
@@ -55,9 +61,11 @@ async def attempt(environment: Environment, task: Task, policy: Policy, time_lim
 def _sound(rollout: Rollout) -> Rollout:
     if not rollout.completions:
         raise RolloutFailed("no completion", "the episode returned without having sampled from the policy")
-    if not math.isfinite(rollout.reward):
-        raise RolloutFailed(f"reward is {rollout.reward}", "a reward must be a finite number")
-    return rollout
+    reward = float(rollout.reward)
+    if not math.isfinite(reward):
+        raise RolloutFailed(f"reward is {reward}", "a reward must be a finite number")
+    metrics = {name: float(value) for name, value in rollout.metrics.items()}
+    return dataclasses.replace(rollout, reward=reward, metrics=metrics)
 
 
 def _tail() -> str:

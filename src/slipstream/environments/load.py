@@ -9,6 +9,7 @@ import inspect
 import json
 import random
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,23 @@ from slipstream.rollout import Rollout
 
 BUILT_IN = {"addition": "slipstream.environments.addition:Addition", "gsm8k": "slipstream.environments.gsm8k:Gsm8k"}
 HELD_OUT = 0.1
+REWARD_SHARE = 0.1  # of a rollout's time limit: whoever waits for a scorer behind a hung reward keeps the rest
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:
     """The environment that `config.name` names, with `config.options`. Raises `ConfigError`."""
     try:
         thing = load_thing(BUILT_IN.get(config.name, config.name))
-    except (ImportError, AttributeError, OSError, SyntaxError) as error:
-        raise ConfigError(f"environment.name = {config.name!r} can't be loaded: {error}") from None
+    except Exception as error:
+        raise ConfigError(f"environment.name = {config.name!r} can't be loaded: {_one_line(error)}") from None
     if inspect.isclass(thing):
         environment = _construct(thing, config)
     elif callable(thing) and not hasattr(thing, "rollout"):
         environment = FunctionEnvironment(thing, config)
     else:
         environment = thing
+        if config.options:
+            raise ConfigError(f"environment.options: {config.name} is made already and takes none; name its class")
     for attribute in ("train", "test", "rollout"):
         if not hasattr(environment, attribute):
             raise ConfigError(f"environment.name = {config.name!r} has no {attribute!r}; an environment needs it")
@@ -58,12 +62,26 @@ def load_thing(reference: str) -> Any:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules.setdefault(path.stem, module)
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))  # as Python does for a script: a file may import its neighbours
         spec.loader.exec_module(module)
     else:
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))  # a console script does not look where the user stands
         module = importlib.import_module(place)
+    if not hasattr(module, name):
+        close = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ImportError(f"{place} has no attribute {name!r}{hint}")
     return getattr(module, name)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, ImportError | SyntaxError):
+        return text
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({last.filename}, line {last.lineno})"
 
 
 def _construct(kind: type, config: EnvironmentConfig) -> Any:
@@ -76,13 +94,15 @@ def _construct(kind: type, config: EnvironmentConfig) -> Any:
             hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(parameters) or 'none'}"
             raise ConfigError(f"environment.options.{name} is unknown to {config.name}; {hint}")
     # What the run already says about rewards is passed on to an environment that has a scorer pool of its own.
-    for name, value in (("scorers", config.scorers), ("time_limit", config.time_limit)):
+    for name, value in (("scorers", config.scorers), ("time_limit", config.time_limit * REWARD_SHARE)):
         if name in parameters:
             options.setdefault(name, value)
     try:
         return kind(**options)
+    except ConfigError:
+        raise
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"environment.options for {config.name}: {error}") from None
+        raise ConfigError(f"environment.options for {config.name}: {' '.join(str(error).split())}") from None
 
 
 class FunctionEnvironment:
@@ -100,10 +120,14 @@ class FunctionEnvironment:
                 "`async def rollout(task, policy)` or `def reward(task, completion)`"
             )
         is_async = inspect.iscoroutinefunction(function)
+        if not is_async and parameters[1] == "policy":
+            raise ConfigError(
+                f"environment.name = {config.name!r} takes a policy: write it as `async def`, to await it"
+            )
         self._is_episode = is_async and parameters[1] != "completion"
         self._scorers: ScorerPool | None = None
         if not is_async:
-            self._scorers = ScorerPool(config.name, config.scorers, config.time_limit)
+            self._scorers = ScorerPool(config.name, config.scorers, config.time_limit * REWARD_SHARE)
         self.train, self.test = _task_files(config)
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout | float:
@@ -138,15 +162,13 @@ def _task_files(config: EnvironmentConfig) -> tuple[Sequence[Task], Sequence[Tas
 
 def read_tasks(path: Path) -> list[Task]:
     """Tasks from lines of JSON. Raises `ConfigError` naming file and line."""
-    if not path.exists():
-        raise ConfigError(f"environment.options: there is no file {path}")
     tasks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(path):
         try:
             data = json.loads(line)
             prompt = data.pop("prompt")
+            if not prompt:
+                raise ValueError
             prompt = prompt if isinstance(prompt, str) else tuple(dict(message) for message in prompt)
             tasks.append(Task(str(data.pop("id", number)), prompt, data))
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -154,3 +176,14 @@ def read_tasks(path: Path) -> list[Task]:
                 f'{path}, line {number}: not a task; a line is {{"prompt": text or messages, ...}}'
             ) from None
     return tasks
+
+
+def read_lines(path: Path) -> list[tuple[int, str]]:
+    """The lines of a file that are not blank, with their numbers. Raises `ConfigError`."""
+    if not path.is_file():
+        raise ConfigError(f"environment.options: there is no file {path}")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

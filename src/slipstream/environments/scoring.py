@@ -7,6 +7,7 @@ takes its process down, costs one rollout here, and a fresh process takes the ne
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,10 @@ class ScorerPool:
             detail = "\n".join(error.details.splitlines()[-TRACEBACK_LINES:])
             raise ScoringError(error.kind, detail) from None
         except TimeoutError:
-            raise ScoringError("reward time limit", f"the reward took longer than {self._time_limit:g} s") from None
+            raise ScoringError(
+                "reward time limit",
+                f"the reward took longer than {self._time_limit:g} s; it gets a tenth of environment.time_limit",
+            ) from None
         except ActorDied:
             raise ScoringError("reward process died", "the reward function took its process down") from None
         finally:
@@ -70,7 +74,7 @@ class ScorerPool:
     async def _start(self) -> Actor:
         worker = Actor("scorer")
         self._workers.add(worker)
-        await worker.start("slipstream.environments.scoring:Scorer", self._reference)
+        await worker.start("slipstream.environments.scoring:Scorer", self._reference, self._time_limit)
         return worker
 
 
@@ -79,13 +83,21 @@ class Scorer:
 
     busy = False
 
-    def __init__(self, reference: str) -> None:
+    def __init__(self, reference: str, time_limit: float) -> None:
         from slipstream.environments.load import load_thing
 
         self._reward: Callable[[Task, Completion], Any] = load_thing(reference)
+        self._time_limit = time_limit
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
-        reply(float(self._reward(*arguments)) if method == "score" else None)
+        if method != "score":
+            return reply(None)
+        # The controller ends this process when time is up, unless it was killed itself: then this does, a little later.
+        faulthandler.dump_traceback_later(2 * self._time_limit, exit=True)
+        try:
+            reply(float(self._reward(*arguments)))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def tick(self) -> None: ...
 

@@ -72,9 +72,6 @@ class GeneratorService:
         for key, completion in self._engine.step():
             self._replies.pop(key)(completion)
 
-    def ready(self) -> None:
-        """Answered when the service is built."""
-
     def connect(self, offer: Ticket, version: int) -> None:
         _, receiver = find_link(self._config.sync.link)
         self._receiver = receiver(trained_parameters(self._model), offer)
@@ -105,9 +102,6 @@ class TrainerService:
 
     def tick(self) -> None:
         raise AssertionError("a trainer has no background work")
-
-    def ready(self) -> None:
-        """Answered when the service is built."""
 
     def open_link(self) -> Ticket:
         sender, _ = find_link(self._config.sync.link)

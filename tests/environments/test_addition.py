@@ -1,0 +1,27 @@
+"""Addition: sizes that can't be are refused before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError, EnvironmentConfig
+from slipstream.environments.addition import Addition, target
+from slipstream.environments.load import load_environment
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("digits", 0), ("digits", 10), ("digits", "2"), ("test", 0), ("test", 10_000)]
+)
+def test_sizes_that_cannot_be_are_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^environment\.options\.{option} = ") as caught:
+        load_environment(EnvironmentConfig(name="addition", options={option: value}))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_largest_sums_need_no_list_of_all() -> None:
+    environment = Addition(digits=9, test=5, train=5)
+    assert len(environment.train) == len(environment.test) == 5
+    a, b = map(int, environment.test[0].id.split("+"))
+    assert target(environment.test[0]) == str(a + b)[::-1]

@@ -1,0 +1,145 @@
+"""GSM8K: what counts as an answer, as a well-formed answer, and as a problem."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.gsm8k import Gsm8k, is_correct
+from slipstream.environments.scoring import ScorerPool, ScoringError
+from slipstream.rollout import Completion, VersionSpan
+
+PROBLEM = {"question": "How many?", "answer": "Two and two make\n#### 4"}
+
+
+def said(text: str) -> Completion:
+    return Completion((1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), "stop", text=text)
+
+
+class Saying(Policy):
+    """A policy with one thing to say."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.completions = []
+
+    async def sample(self, prompt: Any, **changes: Any) -> Completion:
+        self.completions.append(said(self._text))
+        return self.completions[-1]
+
+
+def write(path: Path, *rows: Any) -> None:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r, ensure_ascii=False)) + "\n" for r in rows))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write(tmp_path / "train.jsonl", PROBLEM, {**PROBLEM, "question": "How many more?"})
+    write(tmp_path / "test.jsonl", PROBLEM)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("x = 18", "18", True),
+        ("x = -18", "-18", True),
+        ("x = -18", "18", False),
+        ("read pages 3-4", "4", True),
+        ("that is 36-18", "18", True),
+        ("\\boxed{1,000}", "1000", True),
+        ("\\boxed{18\\text{ dollars}}", "18", True),
+        ("\\boxed{18", "18", False),
+        ("#### **18**", "18", True),
+        ("it was 18\n#### 19", "18", False),
+    ],
+)
+def test_answers(text: str, answer: str, right: bool) -> None:
+    assert is_correct(Task("0", "?", {"answer": answer}), said(text)) is right
+
+
+def test_form_is_rewarded_on_top_of_the_answer(data: Path) -> None:
+    async def main() -> None:
+        environment = Gsm8k(str(data), format_reward=0.25)
+        for text, reward, correct, formatted in (
+            ("2+2\n#### 4", 1.25, 1.0, 1.0),
+            ("2+2\n#### 5", 0.25, 0.0, 1.0),
+            ("it is 4", 1.0, 1.0, 0.0),
+            ("#### 4 and so on", 1.0, 1.0, 0.0),
+            ("", 0.0, 0.0, 0.0),
+        ):
+            rollout = await environment.rollout(environment.test[0], Saying(text))
+            assert rollout.reward == reward, text
+            assert rollout.metrics == {"correct": correct, "formatted": formatted}, text
+        await environment.close()
+
+    asyncio.run(main())
+
+
+def test_an_expression_that_never_ends_costs_one_score() -> None:
+    async def main() -> None:
+        pool = ScorerPool("slipstream.environments.gsm8k:is_correct", 1, 3.0)
+        task = Task("0", "?", {"answer": "18"})
+        with pytest.raises(ScoringError) as failure:
+            await pool.score(task, said("\\boxed{2^{10^{10}}}"))
+        assert failure.value.reason == "reward time limit"
+        assert await pool.score(task, said("#### 18")) == 1.0
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_solution_without_its_marker_is_malformed(data: Path) -> None:
+    write(data / "train.jsonl", PROBLEM, {"question": "How many?", "answer": "18"})
+    with pytest.raises(ConfigError, match=r"train.jsonl: 1 of 2 lines are no problem \(line 2\)"):
+        Gsm8k(str(data))
+
+
+def test_ten_malformed_lines_are_named_and_all_are_counted(data: Path) -> None:
+    write(data / "train.jsonl", PROBLEM, *["{"] * 12)
+    with pytest.raises(ConfigError, match=r"12 of 13 .*\(line 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and more\)") as caught:
+        Gsm8k(str(data))
+    assert "\n" not in str(caught.value)
+
+
+def test_line_numbers_are_those_of_an_editor(data: Path) -> None:
+    write(data / "train.jsonl", {**PROBLEM, "question": "How\u2028many?"}, "", "{broken")
+    with pytest.raises(ConfigError, match=r"1 of 2 lines are no problem \(line 3\)"):
+        Gsm8k(str(data))
+
+
+@pytest.mark.parametrize("shots", [-1, 2])
+def test_shots_leave_something_to_train_on(data: Path, shots: int) -> None:
+    with pytest.raises(ConfigError, match=f"environment.options.shots = {shots}: there are problems for 0 to 1"):
+        Gsm8k(str(data), shots=shots)
+
+
+HUB = """
+def load_dataset(name, config):
+    good = {"question": "How many?", "answer": "#### 4"}
+    return {
+        "good": {"train": [good, good], "test": [good]},
+        "columns": {"train": [good, {"problem": "?"}], "test": [good]},
+        "splits": {"train": [good]},
+    }[name]
+"""
+
+
+def test_the_hub_is_held_to_the_same_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "datasets.py").write_text(HUB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    environment = Gsm8k("good")
+    assert (len(environment.train), len(environment.test)) == (2, 1)
+    with pytest.raises(ConfigError, match=r"columns: 1 of 2 lines are no problem \(line 2\)"):
+        Gsm8k("columns")
+    with pytest.raises(ConfigError, match=r"environment.options.data = 'splits' can't be loaded from the Hub"):
+        Gsm8k("splits")
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)

@@ -1,0 +1,124 @@
+"""A user's own environment: how it is found, what goes wrong, and that one hung reward does not starve the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError, EnvironmentConfig
+from slipstream.environments.base import Task
+from slipstream.environments.guard import RolloutFailed, attempt
+from slipstream.environments.load import load_environment
+from tests.environments.test_environments import policy
+
+USERS = """
+import time
+
+class Mine:
+    train = [1]
+    test = []
+    async def rollout(self, task, policy): ...
+
+made = Mine()
+
+def reward(task, completion):
+    if completion.text == "hang":
+        time.sleep(600)
+    return 1.0
+
+def forgot_async(task, policy):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> Path:
+    (tmp_path / "users.py").write_text(USERS)
+    (tmp_path / "broken.py").write_text("\nraise KeyError('nowhere')\n")
+    (tmp_path / "unclosed.py").write_text("def f(:\n")
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(4)))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
+    (tmp_path / "empty.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": ""}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("thing", "options", "message"),
+    [
+        ("broken.py:f", {}, r"^environment.name = .*KeyError: 'nowhere' \(.*broken.py, line 2\)"),
+        ("unclosed.py:f", {}, r"^environment.name = .*invalid syntax \(unclosed.py, line 1\)"),
+        ("users.py:rewrad", {}, "^environment.name = .*no attribute 'rewrad'; did you mean 'reward'"),
+        ("users.py:made", {"hint": 1}, "^environment.options: .* is made already and takes none"),
+        ("users.py:forgot_async", {"train": "tasks.jsonl"}, "^environment.name = .*`async def`"),
+        ("users.py:reward", {"train": "latin.jsonl"}, "latin.jsonl: not UTF-8 at byte 15"),
+        ("users.py:reward", {"train": "empty.jsonl"}, "empty.jsonl, line 2: not a task"),
+        ("users.py:reward", {"train": "."}, "^environment.options: there is no file"),
+    ],
+)
+def test_a_users_mistake_is_one_line(
+    users: Path, monkeypatch: pytest.MonkeyPatch, thing: str, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(users)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_environment(EnvironmentConfig(name=thing, options=options))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_that_names_its_option_is_not_wrapped_in_another() -> None:
+    with pytest.raises(ConfigError, match=r"^environment.options.data = 'no/where'"):
+        load_environment(EnvironmentConfig(name="gsm8k", options={"data": "no/where"}))
+
+
+def test_a_file_may_import_its_neighbours(users: Path) -> None:
+    (users / "neighbour_of_users.py").write_text("BONUS = 0.5\n")
+    (users / "imports.py").write_text(
+        "from neighbour_of_users import BONUS\ndef reward(task, completion):\n    return BONUS\n"
+    )
+
+    async def main() -> float:
+        name, options = f"{users / 'imports.py'}:reward", {"train": str(users / "tasks.jsonl")}
+        environment: Any = load_environment(EnvironmentConfig(name=name, options=options, time_limit=60))
+        try:
+            return (await attempt(environment, Task("t", "1+1="), policy("2"), 60.0)).reward
+        finally:
+            await environment.close()
+
+    assert asyncio.run(main()) == 0.5
+
+
+def test_separators_inside_of_a_line_end_no_line(users: Path) -> None:
+    (users / "tasks.jsonl").write_text('{"prompt": "1\u20281"}\n{"prompt": "2"}\n', encoding="utf-8")
+    tasks = str(users / "tasks.jsonl")
+    options = {"train": tasks, "test": tasks}
+    environment = load_environment(EnvironmentConfig(name=f"{users / 'users.py'}:reward", options=options))
+    assert [t.prompt for t in environment.train] == ["1\u20281", "2"]
+
+
+def test_a_hung_reward_costs_one_rollout_and_not_those_that_wait_behind_it(users: Path) -> None:
+    limit = 8.0
+    config = EnvironmentConfig(
+        name=f"{users / 'users.py'}:reward",
+        options={"train": str(users / "tasks.jsonl")},
+        time_limit=limit,
+        scorers=1,
+    )
+
+    async def main() -> list[Any]:
+        environment: Any = load_environment(config)
+
+        async def play(text: str) -> float | str:
+            try:
+                return (await attempt(environment, Task("t", "1+1="), policy(text), limit)).reward
+            except RolloutFailed as failure:
+                return failure.reason
+
+        try:
+            return await asyncio.gather(play("hang"), *(play("2") for _ in range(5)))
+        finally:
+            await environment.close()
+
+    assert asyncio.run(main()) == ["reward time limit", 1.0, 1.0, 1.0, 1.0, 1.0]

@@ -1,0 +1,98 @@
+"""Scorer processes: what they load, how they end, and what a score says when it can't be had."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.environments.base import Task
+from slipstream.environments.scoring import ScorerPool, ScoringError
+from tests.environments.test_environments import completion
+
+TASK = Task("t1", "1+1=")
+REWARDS = """
+import os, sys, time
+
+def reward(task, completion):
+    if completion.text == "pid":
+        return os.getpid()
+    if completion.text == "hang":
+        time.sleep(600)
+    return float("torch" in sys.modules or "transformers" in sys.modules)
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> str:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    return f"{tmp_path / 'rewards.py'}:reward"
+
+
+def test_a_worker_loads_no_tensor_library(rewards: str) -> None:
+    async def main() -> float:
+        pool = ScorerPool(rewards, 1, 10.0)
+        try:
+            return await pool.score(TASK, completion("2"))
+        finally:
+            await pool.close()
+
+    assert asyncio.run(main()) == 0.0
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    async def main() -> None:
+        pool = ScorerPool(f"{tmp_path / 'gone.py'}:reward", 1, 10.0)
+        for _ in range(2):
+            with pytest.raises(ScoringError, match=r"there is no file .*gone.py") as failure:
+                await pool.score(TASK, completion("2"))
+            assert failure.value.reason == "ImportError"
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_died_between_two_scores_costs_one_at_most(rewards: str) -> None:
+    async def main() -> None:
+        pool = ScorerPool(rewards, 1, 10.0)
+        os.kill(int(await pool.score(TASK, completion("pid"))), signal.SIGKILL)
+        with pytest.raises(ScoringError) as failure:
+            await pool.score(TASK, completion("2"))
+        assert failure.value.reason == "reward process died"
+        assert await pool.score(TASK, completion("2")) == 0.0
+        await pool.close()
+
+    asyncio.run(main())
+
+
+def test_closing_ends_a_score_that_is_under_way(rewards: str) -> None:
+    async def main() -> None:
+        pool = ScorerPool(rewards, 1, 600.0)
+        await pool.score(TASK, completion("2"))
+        hung = asyncio.ensure_future(pool.score(TASK, completion("hang")))
+        await asyncio.sleep(0)
+        await pool.close()
+        with pytest.raises(ScoringError):
+            await asyncio.wait_for(hung, 10.0)
+
+    asyncio.run(main())
+
+
+def test_a_hung_worker_ends_by_itself_when_nobody_is_left_to_end_it(rewards: str) -> None:
+    program = (
+        "import sys\n"
+        "from slipstream.environments.base import Task\n"
+        "from slipstream.environments.scoring import Scorer\n"
+        "from slipstream.rollout import Completion\n"
+        "completion = Completion((), (), (), (), 'stop', text='hang')\n"
+        "Scorer(sys.argv[1], 0.1).handle('score', (Task('t', '?'), completion), print)\n"
+    )
+    command = [sys.executable, "-c", program, rewards]
+    ended = subprocess.run(command, check=False, timeout=30, capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert "Timeout" in ended.stderr
