@@ -121,7 +121,8 @@ class Actor:
         """End the process now."""
         if self._process:
             self._die(f"{self.name} was killed")
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # with whatever it has started itself
             self._process.wait()
 
     def _send(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:

@@ -99,7 +99,9 @@ class Run:
 
     async def train(self) -> dict[str, Any]:
         """The story of a run."""
-        with self.progress, self._signals(), LoopWatch(self.config.environment.time_limit):
+        limit = self.config.environment.time_limit
+        # An episode that blocks the loop stops every other's clock too, so it is given much less than the whole limit.
+        with self.progress, self._signals(), LoopWatch(min(limit, 5.0, max(1.0, limit / 10))):
             await self._start()
             async with asyncio.TaskGroup() as self._tasks:
                 self._admit()
@@ -256,7 +258,7 @@ class Run:
         self.recorder.truncate(self.state.step)
         await self.pools.link.connect(self.state.version)
         await self._probe()
-        if not self.tally.evaluations:
+        if not self.tally.evaluations and not self.stopped:
             await self._evaluate()
         self.clock.open(await self.pools.generator.stats())
 
