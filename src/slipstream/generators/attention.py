@@ -132,7 +132,7 @@ def slot_attention(
     # Queries that share a key-value head stand in the place of query positions: no head is repeated in memory.
     q = query[0, :, :n].transpose(0, 1).reshape(n, keys.shape[1], -1, size)
     k, v = keys[:n, :, : slots.width], values[:n, :, : slots.width]
-    newest = sdpa(q, k, v, attn_mask=slots.decode_mask(sliding_window, query.dtype), scale=scaling)
+    newest = _attend(q, k, v, slots.decode_mask(sliding_window, query.dtype), scaling or size**-0.5)
     newest = newest.reshape(n, heads, size)
     if slots.gather is None:
         return newest[None], None
@@ -140,6 +140,14 @@ def slot_attention(
     mask = slots.prompt_mask(sliding_window)
     earlier = sdpa(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=heads != k.shape[1])
     return torch.cat([newest, earlier.transpose(1, 2).reshape(-1, heads, size)[slots.scatter]])[None], None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Attention of few queries over long keys. On a CPU plain products take half the time of the fused kernel."""
+    if q.is_cuda or q.dtype != torch.float32:
+        return sdpa(q, k, v, attn_mask=mask, scale=scaling)
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scaling).add_(mask)
+    return torch.matmul(scores.softmax(-1), v)
 
 
 AttentionInterface.register(ATTENTION, slot_attention)
