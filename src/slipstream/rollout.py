@@ -8,7 +8,7 @@ later and nothing here imports the rest of the package.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -135,32 +135,6 @@ class Batch:
             for rollout, advantage in zip(group.rollouts, advantages, strict=True)
             for completion in rollout.completions
         ]
-
-
-def group_to_plain(group: Group) -> dict[str, Any]:
-    """A group as what JSON can hold, for a checkpoint."""
-    plain = asdict(group)
-    for rollout in plain["rollouts"]:
-        for completion in rollout["completions"]:
-            if completion["kept"] is not None:
-                completion["kept"] = [ids.tolist() for ids in completion["kept"]]
-            if completion["experts"] is not None:
-                completion["experts"] = completion["experts"].tolist()
-    return plain
-
-
-def group_from_plain(plain: dict[str, Any]) -> Group:
-    """The group that `group_to_plain` was given."""
-
-    def completion(c: dict[str, Any]) -> Completion:
-        as_tuples = {k: tuple(c[k]) for k in ("prompt_ids", "token_ids", "logprobs")}
-        spans = tuple(VersionSpan(*span) for span in c["spans"])
-        return Completion(**(c | as_tuples | {"spans": spans}))
-
-    rollouts = tuple(
-        Rollout(tuple(completion(c) for c in r["completions"]), r["reward"], r["metrics"]) for r in plain["rollouts"]
-    )
-    return Group(plain["entry"], plain["task_id"], rollouts)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from slipstream.buffer import RolloutBuffer
 from slipstream.config import LoopConfig
 from slipstream.ledger import Entry, Ledger, State
-from slipstream.rollout import Group, Rollout, group_from_plain, group_to_plain
+from slipstream.rollout import Group, Rollout
 from slipstream.staleness import capacity
 
 SMALLEST_GROUP = 2
+GROUP = TypeAdapter(Group)
 
 
 class LoopState:
@@ -85,7 +88,7 @@ class LoopState:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data to restore from."""
-        ready = [group_to_plain(group) for group in self.buffer.groups]
+        ready = [GROUP.dump_python(g, mode="json", fallback=_listed) for g in self.buffer.groups]
         return {"step": self.step, "version": self.version, "ledger": self.ledger.snapshot(), "ready": ready}
 
     def restore(self, data: dict[str, Any]) -> None:
@@ -98,4 +101,8 @@ class LoopState:
         ledger.retries = self.options.retries
         self.ledger, self.step, self.version = ledger, data["step"], data["version"]
         for plain in data["ready"]:
-            self.buffer.put(group_from_plain(plain))
+            self.buffer.put(GROUP.validate_python(plain))
+
+
+def _listed(array: Any) -> Any:
+    return array.tolist()

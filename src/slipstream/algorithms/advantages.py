@@ -22,11 +22,6 @@ def group_mean(rewards: Tensor, *, normalize: bool = False) -> Tensor:
     return centred / rewards.std(correction=0) if normalize else centred
 
 
-def has_signal(group: Group) -> bool:
-    """Whether the group's rewards differ, so that its advantages are not all 0."""
-    return len(set(group.rewards)) > 1
-
-
 def make_batch(groups: list[Group], *, normalize: bool) -> Batch:
     """The batch of these groups, advantages computed over the members of each group."""
     advantages = tuple(

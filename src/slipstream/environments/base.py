@@ -48,20 +48,10 @@ class Environment(Protocol):
         ...
 
 
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used here."""
-
-    chat_template: Any
-
-    def encode(self, text: str, /) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], /, skip_special_tokens: bool = False) -> str: ...
-    def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
-
-
 class Codec:
     """Prompts to token ids and back. Text is encoded once for all rollouts of a group."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.encode_text = functools.lru_cache(maxsize=4096)(self._encode_text)
 
@@ -77,7 +67,7 @@ class Codec:
 
     def decode(self, token_ids: Sequence[int], stop_strings: Sequence[str] = ()) -> str:
         """Text of a completion, cut before the first stop string; special tokens are left out."""
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         cuts = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
         return text[: min(cuts)] if cuts else text
 

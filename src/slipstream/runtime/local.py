@@ -99,13 +99,13 @@ class ProcessTrainer:
         return scores
 
     async def save(self, path: Path) -> None:
-        await self.actor.call("save", str(path))
+        await self.actor.call("save", path)
 
     async def restore(self, path: Path) -> None:
-        await self.actor.call("restore", str(path))
+        await self.actor.call("restore", path)
 
     async def export(self, path: Path) -> None:
-        await self.actor.call("export", str(path))
+        await self.actor.call("export", path)
 
     async def close(self) -> None:
         await self.actor.stop()
@@ -122,7 +122,6 @@ class WeightLink:
         """Connect both ends; afterwards every generator serves the trainer's weights as `version`."""
         offer = await self._trainer.actor.call("open_link")
         await asyncio.gather(*(g.actor.call("connect", offer, version) for g in self._generators))
-        await self._trainer.actor.call("connected")
         for generator in self._generators:
             generator.version = version
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,8 @@ from slipstream.actor import Reply
 from slipstream.config import Config
 from slipstream.generators.torch import Engine
 from slipstream.models import load_model, load_tokenizer, pick_device, trained_parameters
-from slipstream.rollout import Batch, Completion
 from slipstream.sync.link import Receiver, Sender, Ticket, find_link
-from slipstream.trainers.trainer import StepStats, Trainer
+from slipstream.trainers.trainer import Trainer
 
 
 class GeneratorService:
@@ -98,7 +97,9 @@ class TrainerService:
         self._sender: Sender | None = None
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
-        reply(getattr(self, method)(*arguments))
+        """Answer what this service, its trainer or its end of the link does."""
+        owner = next(o for o in (self, self._trainer, self._sender) if hasattr(o, method))
+        reply(getattr(owner, method)(*arguments))
 
     def tick(self) -> None:
         raise AssertionError("a trainer has no background work")
@@ -110,38 +111,9 @@ class TrainerService:
         self._trainer.before_update = self._sender.before_update
         return self._sender.offer()
 
-    def connected(self) -> None:
-        self._link.connected()
-
-    def stage(self, version: int) -> Ticket:
-        return self._link.stage(version)
-
-    def release(self, ticket: Ticket) -> None:
-        self._link.release(ticket)
-
-    def step(self, batch: Batch) -> StepStats:
-        return self._trainer.step(batch)
-
-    def score(self, completions: Sequence[Completion]) -> list[list[float]]:
-        return self._trainer.score(completions)
-
-    def save(self, path: str) -> None:
-        self._trainer.save(Path(path))
-
-    def restore(self, path: str) -> None:
-        self._trainer.restore(Path(path))
-
-    def export(self, path: str) -> None:
-        self._trainer.export(Path(path))
-
     def close(self) -> None:
         if self._sender:
             self._sender.close()
-
-    @property
-    def _link(self) -> Sender:
-        assert self._sender is not None, "open_link comes first"
-        return self._sender
 
 
 def _threads(option: int, config: Config) -> int:

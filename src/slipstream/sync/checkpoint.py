@@ -27,9 +27,6 @@ class CheckpointSender:
     def offer(self) -> Ticket:
         return {"shapes": {name: list(p.shape) for name, p in self._parameters.items()}} | self.stage(0)
 
-    def connected(self) -> None:
-        pass
-
     def before_update(self) -> None:
         pass
 

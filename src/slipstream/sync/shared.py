@@ -10,10 +10,9 @@ Where a side can't compute on the buffers themselves (a GPU, or bfloat16 beside 
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor
 from slipstream.sync.link import Parameters, Ticket
 
 ALIGNMENT = 64
-PREFIX = "slipstream-weights-"
 
 
 def layout(parameters: Parameters, dtype: torch.dtype) -> tuple[dict[str, int], int]:
@@ -48,11 +46,11 @@ def map_buffers(path: str, parameters: Parameters, dtype: torch.dtype) -> list[d
 
 
 class SharedSender:
-    """The trainer's end: owns the memory. The file behind it is unlinked as soon as every receiver has mapped it."""
+    """The trainer's end: owns the memory."""
 
     def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path) -> None:
         self._parameters, self._dtype = parameters, dtype
-        self._lock, self._path = _create(2 * layout(parameters, dtype)[1])
+        self._handle, self._path = allocate(2 * layout(parameters, dtype)[1])
         self._buffers = map_buffers(self._path, parameters, dtype)
         self._in_place = all(p.dtype == dtype and p.device.type == "cpu" for p in parameters.values())
         self._front = 0
@@ -81,13 +79,10 @@ class SharedSender:
     def release(self, ticket: Ticket) -> None:
         self._front = ticket["buffer"]
 
-    def connected(self) -> None:
-        """Every receiver has mapped the memory: without a name it can't outlive the processes that use it."""
-        Path(self._path).unlink(missing_ok=True)
-
     def close(self) -> None:
-        self.connected()
-        os.close(self._lock)
+        os.close(self._handle)
+        with contextlib.suppress(OSError):  # in memory it has no name
+            Path(self._path).unlink()
 
     @torch.no_grad()
     def _copy_to(self, buffer: dict[str, Tensor]) -> None:
@@ -134,29 +129,15 @@ def refuse_other_parameters(parameters: Parameters, shapes: dict[str, list[int]]
             raise ValueError(f"{name} is {shapes.get(name)} in the trainer and {ours.get(name)} in the generator")
 
 
-def _create(size: int) -> tuple[int, str]:
-    """A locked file of `size` bytes in memory. Removes what processes left behind that died before unlinking theirs."""
-    directory = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-    for path in directory.glob(f"{PREFIX}*"):
-        _remove_if_abandoned(path)
-    free = os.statvfs(directory).f_bavail * os.statvfs(directory).f_frsize
-    if free < size:
-        raise OSError(
-            f"the shared weights need {size / 2**20:.0f} MiB in {directory}, where {free / 2**20:.0f} MiB are free; "
-            'enlarge it or set sync.link = "checkpoint"'
-        )
-    handle, name = tempfile.mkstemp(prefix=PREFIX, dir=directory)
-    fcntl.flock(handle, fcntl.LOCK_EX)
+def allocate(size: int) -> tuple[int, str]:
+    """A file of `size` bytes in memory: its handle, and the path by which this user's other processes open it.
+
+    On Linux it has no name, so it can't outlive the processes that use it, whatever becomes of them.
+    """
+    if hasattr(os, "memfd_create"):
+        handle = os.memfd_create("slipstream-weights")
+        path = f"/proc/{os.getpid()}/fd/{handle}"
+    else:
+        handle, path = tempfile.mkstemp(prefix="slipstream-weights-")
     os.truncate(handle, size)
-    return handle, name
-
-
-def _remove_if_abandoned(path: Path) -> None:
-    """A lock dies with its process, in whatever container that ran: an old file without one is litter."""
-    try:
-        with path.open("rb") as file:
-            if time.time() - os.fstat(file.fileno()).st_mtime > 60:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-    except OSError:
-        return  # in use, removed meanwhile, or another user's
+    return handle, path
