@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import pickle
 import queue
 import signal
 import socket
@@ -64,7 +65,7 @@ class Actor:
         self._log = log
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self._outgoing: list[tuple[int, str, tuple[Any, ...]]] = []
+        self._outgoing: list[tuple[int, str, bytes]] = []
         self._writer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._dead: ActorDied | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -89,20 +90,23 @@ class Actor:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._connection.fileno(), self._read)
         threading.Thread(target=self._write, daemon=True).start()
-        self._writer.put((service, arguments))
+        self._writer.put((service, pickle.dumps(arguments)))
         await self.call(READY)
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the service. Raises what it raised as `ActorError`, or `ActorDied`."""
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Call a method of the service. Raises what it raised as `ActorError`, or `ActorDied`.
+
+        Calls reach the process in the order in which they are made, whether they are awaited or not.
+        """
+        future = self._loop.create_future()
         if self._dead:
-            raise self._dead
+            future.set_exception(self._dead)
+            return future
         number = next(self._numbers)
-        future = self._calls[number] = self._loop.create_future()
         self._send(number, method, arguments)
-        try:
-            return await future
-        finally:
-            self._calls.pop(number, None)
+        self._calls[number] = future
+        future.add_done_callback(lambda _: self._calls.pop(number, None))
+        return future
 
     def post(self, method: str, *arguments: Any) -> None:
         """Call a method whose answer nobody needs."""
@@ -126,9 +130,10 @@ class Actor:
             self._process.wait()
 
     def _send(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        pickled = pickle.dumps(arguments)  # here, where what can't be is an error of the caller
         if not self._outgoing:
             self._loop.call_soon(self._flush)
-        self._outgoing.append((number, method, arguments))
+        self._outgoing.append((number, method, pickled))
 
     def _flush(self) -> None:
         calls, self._outgoing = self._outgoing, []
@@ -186,7 +191,7 @@ def serve(connection: Connection) -> None:
     name, arguments = connection.recv()
     module, _, attribute = name.partition(":")
     try:
-        service: Service = getattr(import_module(module), attribute)(*arguments)
+        service: Service = getattr(import_module(module), attribute)(*pickle.loads(arguments))
     except Exception as error:
         answer(0, error)
         connection.send(replies)
@@ -194,12 +199,12 @@ def serve(connection: Connection) -> None:
     try:
         while True:
             while connection.poll(0 if replies or service.busy else None):
-                for number, method, values in connection.recv():
+                for number, method, arguments in connection.recv():
                     try:
                         if method == READY:
                             answer(number, None)
                         else:
-                            service.handle(method, values, partial(answer, number))
+                            service.handle(method, pickle.loads(arguments), partial(answer, number))
                     except Exception as error:
                         answer(number, error)
             if service.busy:

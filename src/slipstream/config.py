@@ -80,8 +80,11 @@ class LoopConfig(Section):
 class GeneratorConfig(Section):
     """The generator pool."""
 
-    kind: str = option("torch", '"torch" (embedded), or your own service as "module:Class".')
+    kind: str = option("torch", '"torch" (embedded), "vllm", or your own service as "module:Class".')
     count: int = option(1, "Generators, each in its own process.", ge=1)
+    tensor_parallel: int = option(1, "GPUs that one generator's weights are spread over (vllm).", ge=1)
+    memory: float = option(0.85, "Share of a GPU's memory that one generator may take (vllm).", gt=0, le=1)
+    options: dict[str, Any] = option({}, "Further engine arguments, passed on as they are (vllm).")
     slots: int = option(64, "Sequences that one generator decodes at once.", ge=1)
     context: int = option(0, "Longest prompt plus completion in tokens; 0 means the model's own limit.", ge=0)
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
@@ -120,8 +123,16 @@ class AlgorithmConfig(Section):
 class SyncConfig(Section):
     """How new weights reach the generators."""
 
-    link: str = option("shared", '"shared" (memory of this host), "checkpoint" (files), or "module:Class".')
+    link: str = option(
+        "shared", '"shared" (memory of this host), "nccl" (broadcast), "checkpoint" (files), or "module:Class".'
+    )
     every: int = option(1, "Steps between two publishes.", ge=1)
+    interruption: Literal["continue", "recompute", "retry", "drain"] = option(
+        "continue", "Sequences in flight: keep their keys and values, recompute them, start again, or finish first."
+    )
+    verify: Literal["sampled", "full", "off"] = option(
+        "sampled", "Parameters whose checksums are compared after each publish, as served and as trained."
+    )
 
 
 class EvaluationConfig(Section):
@@ -165,9 +176,9 @@ class Config(Section):
     def _possible(self) -> Config:
         loop = self.loop
         for name, value, known in (
-            ("generator.kind", self.generator.kind, ("torch",)),
+            ("generator.kind", self.generator.kind, ("torch", "vllm")),
             ("trainer.kind", self.trainer.kind, ("pytorch",)),
-            ("sync.link", self.sync.link, ("shared", "checkpoint")),
+            ("sync.link", self.sync.link, ("shared", "nccl", "checkpoint")),
         ):
             if value not in known and ":" not in value:
                 names = ", ".join(f'"{k}"' for k in known)

@@ -82,6 +82,25 @@ def pick_device(option: str, name: str) -> torch.device:
     return device
 
 
+def end_of_sequence(*configs: Any) -> frozenset[int]:
+    """The ids that end a completion, by the first of these configurations (generation's, the model's) that says so."""
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
+
+
+def generation_config(path: str) -> Any:
+    """The generation configuration beside a model, or None."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """What training changes, by name: every weight, or the adapters alone. Tied weights appear once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

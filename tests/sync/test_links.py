@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,26 @@ import pytest
 import torch
 
 from slipstream.config import ConfigError
+from slipstream.generators.weights import ServedWeights, local_places
 from slipstream.models import trained_parameters
-from slipstream.sync.link import find_link
+from slipstream.sync.checksum import checksum
+from slipstream.sync.link import Ticket, find_link
 from tests.conftest import build_model
 
-LINKS = ("shared", "checkpoint")
+LINKS = ("shared", "checkpoint", "nccl")
 
 
 class Pair:
     """A trainer's model and a generator's, connected."""
 
     def __init__(self, link: str, directory: Path, dtype: torch.dtype = torch.float32, family: str = "qwen3") -> None:
-        sender, receiver = find_link(link)
+        sender, _ = find_link(link)
         self.trained = build_model(family, seed=1)
         self.served = copy.deepcopy(build_model(family, seed=2)).to(dtype)
-        self.sender = sender(trained_parameters(self.trained), dtype, directory)
-        self.receiver = receiver(trained_parameters(self.served), self.sender.offer())
-        self.receiver.apply()
+        self.sender = sender(trained_parameters(self.trained), dtype, directory, 1)
+        places = local_places(trained_parameters(self.served))
+        self.receiver = ServedWeights(link, self.sender.offer(), places, 1, rebind=True)
+        self.publish(0)
 
     def train(self, amount: float) -> None:
         """An update in place, as an optimizer's."""
@@ -38,9 +42,17 @@ class Pair:
             for parameter in self.trained.parameters():
                 parameter.add_(amount)
 
-    def publish(self, version: int) -> None:
+    def stage(self, version: int) -> Ticket:
+        """All of a version beside what is served."""
         ticket = self.sender.stage(version)
         self.receiver.prepare(ticket)
+        self.sender.send(ticket)
+        while not self.receiver.prepared():
+            time.sleep(0.001)
+        return ticket
+
+    def publish(self, version: int) -> None:
+        ticket = self.stage(version)
         self.receiver.apply()
         self.sender.release(ticket)
 
@@ -71,8 +83,7 @@ def test_training_never_shows_before_it_is_published(link: str, tmp_path: Path) 
     for version in range(1, 4):
         before = [p.clone() for p in pair.served.parameters()]
         pair.train(0.1)
-        ticket = pair.sender.stage(version)
-        pair.receiver.prepare(ticket)
+        ticket = pair.stage(version)
         assert all(torch.equal(a, b) for a, b in zip(before, pair.served.parameters(), strict=True))
         pair.receiver.apply()
         pair.sender.release(ticket)
@@ -129,19 +140,23 @@ def test_a_publish_that_cannot_be_read_leaves_the_old_version(tmp_path: Path) ->
     pair.train(0.1)
     ticket = pair.sender.stage(1)
     Path(ticket["path"]).write_bytes(b"torn")
+    pair.receiver.prepare(ticket)
     with pytest.raises(Exception, match=r"(?i)header|metadata"):
-        pair.receiver.prepare(ticket)
+        while not pair.receiver.prepared():
+            time.sleep(0.001)
     assert all(torch.equal(a, b) for a, b in zip(before, pair.served.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("link", LINKS)
 def test_another_model_is_refused_by_name(link: str, tmp_path: Path) -> None:
-    sender, receiver = find_link(link)
-    sending = sender(trained_parameters(build_model()), torch.float32, tmp_path)
+    sender, _ = find_link(link)
+    sending = sender(trained_parameters(build_model()), torch.float32, tmp_path, 1)
     with pytest.raises(
         ValueError, match=r"model.layers.0.mlp.gate_proj.weight is \[64, 32\] in the trainer and \[48, 32\]"
     ):
-        receiver(trained_parameters(build_model(intermediate_size=48)), sending.offer())
+        ServedWeights(
+            link, sending.offer(), local_places(trained_parameters(build_model(intermediate_size=48))), 1, True
+        )
     sending.close()
 
 
@@ -158,7 +173,7 @@ def test_shared_memory_goes_with_its_process(tmp_path: Path) -> None:
         "import os, signal, torch\n"
         "from slipstream.sync.shared import SharedSender\n"
         "from pathlib import Path\n"
-        "sender = SharedSender({'w': torch.nn.Parameter(torch.zeros(8))}, torch.float32, Path('.'))\n"
+        "sender = SharedSender({'w': torch.nn.Parameter(torch.zeros(8))}, torch.float32, Path('.'), 1)\n"
         "print(sender.offer()['path'], os.path.exists(sender.offer()['path']), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -170,6 +185,34 @@ def test_shared_memory_goes_with_its_process(tmp_path: Path) -> None:
     assert set(Path("/dev/shm").iterdir()) | set(tmp_path.iterdir()) <= before
 
 
+def test_weights_may_not_change_before_generators_have_left_them(tmp_path: Path) -> None:
+    """An update between stage and release would write into what generators read: refused, whoever is to blame."""
+    pair = Pair("shared", tmp_path)
+    pair.train(0.1)
+    ticket = pair.stage(1)
+    with pytest.raises(RuntimeError, match="before every generator serves"):
+        pair.sender.before_update()
+    pair.receiver.apply()
+    pair.sender.release(ticket)
+    pair.sender.before_update()
+    pair.sender.close()
+
+
+def test_parts_have_checksums_that_add_up() -> None:
+    whole = torch.randn(10, 12)
+    sums = [
+        checksum(whole[a:b, c:d], (slice(a, b), slice(c, d)))
+        for a, b in ((0, 4), (4, 10))
+        for c, d in ((0, 5), (5, 12))
+    ]
+    assert sum(sums) % 2**64 == checksum(whole)
+    other = whole.clone()
+    other[[0, 1]] = other[[1, 0]]
+    assert checksum(other) != checksum(whole)
+    for dtype in (torch.float64, torch.bfloat16):
+        assert checksum(whole.to(dtype)) != checksum(torch.nextafter(whole.to(dtype), torch.tensor(9.0).to(dtype)))
+
+
 def make_lora(seed: int) -> Any:
     from peft import LoraConfig, get_peft_model
 
@@ -179,10 +222,11 @@ def make_lora(seed: int) -> Any:
 
 def test_adapters_alone_travel(tmp_path: Path) -> None:
     trained, served = make_lora(1), make_lora(2)
-    sender, receiver = find_link("shared")
-    sending = sender(trained_parameters(trained), torch.float32, tmp_path)
+    sender, _ = find_link("shared")
+    sending = sender(trained_parameters(trained), torch.float32, tmp_path, 1)
     assert all("lora" in name for name in sending.offer()["shapes"])
-    receiving = receiver(trained_parameters(served), sending.offer())
+    receiving = ServedWeights("shared", sending.offer(), local_places(trained_parameters(served)), 1, rebind=True)
+    receiving.prepare(sending.stage(0))
     receiving.apply()
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():

@@ -7,27 +7,29 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slipstream.actor import Actor, ActorError
-from slipstream.config import Config, ConfigError
+from slipstream.config import Config, ConfigError, SyncConfig
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Batch, Completion, Sampling
+from slipstream.sync.checksum import chosen
 from slipstream.sync.link import PublishStats
 from slipstream.trainers.trainer import StepStats
 
 # What `generator.kind` and `trainer.kind` name; anything else is a user's own `runtime.actor.Service`.
 SERVICES = {
     "torch": "slipstream.runtime.services:GeneratorService",
+    "vllm": "slipstream.runtime.vllm:VllmService",
     "pytorch": "slipstream.runtime.services:TrainerService",
 }
 
 
 class ProcessGenerator:
-    """An embedded engine in a process of its own, as a `Generator`."""
+    """An engine in a process of its own, as a `Generator`. `ranks` of its processes hold weights."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Actor, ranks: int = 1) -> None:
         self.actor = actor
+        self.ranks = ranks
         self.outstanding = 0
         self._keys = itertools.count()
         self.version = 0
@@ -85,7 +87,7 @@ class GeneratorPool:
 
 
 class ProcessTrainer:
-    """A trainer in a process of its own."""
+    """A trainer in a process of its own. Calls reach it in the order in which they are made."""
 
     def __init__(self, actor: Actor) -> None:
         self.actor = actor
@@ -111,48 +113,76 @@ class ProcessTrainer:
         await self.actor.stop()
 
 
+class PublishError(RuntimeError):
+    """New weights did not reach a generator as they are."""
+
+
 class WeightLink:
     """The controller's view of a link: it carries tickets from one end to the other, and commits a version."""
 
-    def __init__(self, trainer: ProcessTrainer, generators: Sequence[ProcessGenerator]) -> None:
-        self._trainer, self._generators = trainer, generators
+    def __init__(self, trainer: ProcessTrainer, generators: Sequence[ProcessGenerator], sync: SyncConfig) -> None:
+        self._trainer, self._generators, self._sync = trainer.actor, generators, sync
         self._released: asyncio.Future[None] | None = None
+        self._names: list[str] = []
 
     async def connect(self, version: int) -> None:
-        """Connect both ends; afterwards every generator serves the trainer's weights as `version`."""
-        offer = await self._trainer.actor.call("open_link")
-        await asyncio.gather(*(g.actor.call("connect", offer, version) for g in self._generators))
-        for generator in self._generators:
-            generator.version = version
+        """Connect both ends and publish for the first time: every generator serves the trainer's weights."""
+        ranks = [g.ranks for g in self._generators]
+        offer = await self._trainer.call("open_link", sum(ranks))
+        self._names = list(offer["shapes"])
+        firsts = itertools.accumulate(ranks, initial=1)
+        calls = [g.actor.call("connect", offer, first) for g, first in zip(self._generators, firsts, strict=False)]
+        await asyncio.gather(*calls)
+        await self.publish(version)
+        await self._compare(chosen(self._names, version, "off" if self._sync.verify == "off" else "full"), version)
 
     async def publish(self, version: int) -> PublishStats:
         """Bring every generator to the trainer's weights. Raises if one of them can't be."""
         began = time.perf_counter()
         if self._released:
             await self._released
-        ticket = await self._trainer.actor.call("stage", version)
-        holds = await asyncio.gather(*(self._swap(g, ticket, version) for g in self._generators))
-        # The trainer reads calls in order: it has released the buffer before it takes its next step.
-        self._released = asyncio.ensure_future(self._trainer.actor.call("release", ticket))
+        ticket = await self._trainer.call("stage", version)
+        # All have the whole version beside what they serve before the first of them swaps.
+        await asyncio.gather(
+            self._trainer.call("send", ticket), *(g.actor.call("prepare", ticket) for g in self._generators)
+        )
+        holds = await asyncio.gather(*(self._swap(g, version) for g in self._generators))
+        # Not waited for, but on its way: the trainer reads it before any call that is made after this.
+        self._released = self._trainer.call("release", ticket)
         self._released.add_done_callback(
             lambda done: done.cancelled() or done.exception()
-        )  # the next publish raises it
+        )  # raised at the next publish
+        await self._compare(chosen(self._names, version, self._sync.verify), version)
         return PublishStats(version, max(holds), time.perf_counter() - began)
 
-    async def _swap(self, generator: ProcessGenerator, ticket: Any, version: int) -> float:
+    async def _swap(self, generator: ProcessGenerator, version: int) -> float:
         hold: float
-        hold, generator.totals = await generator.actor.call("swap", ticket, version)
+        hold, generator.totals = await generator.actor.call("swap", version)
         generator.version = version
         return hold
+
+    async def _compare(self, names: list[str], version: int) -> None:
+        """See that what is served is what the trainer published, parameter by parameter."""
+        if not names:
+            return
+        ends = (self._trainer, *(g.actor for g in self._generators))
+        wanted, *served = await asyncio.gather(*(end.call("checksums", names) for end in ends))
+        for generator, sums in zip(self._generators, served, strict=True):
+            for name in names:
+                if sums[name] % 2**64 != wanted[name]:
+                    raise PublishError(
+                        f"{generator.actor.name} serves {name} with other values than the trainer published as version "
+                        f"{version}; nothing was trained on them. Try another sync.link"
+                    )
 
 
 class Pools:
     """Every process of a run, started and stopped together."""
 
-    def __init__(self, generator: GeneratorPool, trainer: ProcessTrainer) -> None:
+    def __init__(self, generator: GeneratorPool, trainer: ProcessTrainer, sync: SyncConfig) -> None:
         self.generator = generator
         self.trainer = trainer
-        self.link = WeightLink(trainer, generator.generators)
+        self.link = WeightLink(trainer, generator.generators, sync)
 
     @classmethod
     async def start(cls, config: Config, directory: Path) -> Pools:
@@ -168,7 +198,8 @@ class Pools:
         if failures:
             await asyncio.gather(*(actor.stop(grace=0.5) for actor in (trainer, *generators)))
             raise _for_a_user(failures[0])
-        return cls(GeneratorPool([ProcessGenerator(g) for g in generators]), ProcessTrainer(trainer))
+        pool = GeneratorPool([ProcessGenerator(g, config.generator.tensor_parallel) for g in generators])
+        return cls(pool, ProcessTrainer(trainer), config.sync)
 
     async def close(self) -> None:
         await asyncio.gather(self.generator.close(), self.trainer.close())

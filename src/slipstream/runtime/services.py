@@ -3,44 +3,86 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import time
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from slipstream.actor import Reply
 from slipstream.config import Config
-from slipstream.generators.torch import Engine
+from slipstream.generators.base import Interruption
+from slipstream.generators.weights import ServedWeights, local_places
 from slipstream.models import load_model, load_tokenizer, pick_device, trained_parameters
-from slipstream.sync.link import Receiver, Sender, Ticket, find_link
+from slipstream.rollout import Completion, Sampling
+from slipstream.sync.checksum import checksum
+from slipstream.sync.link import Sender, Ticket, find_link
 from slipstream.trainers.trainer import Trainer
 
 
+class Engine(Protocol):
+    """What draws tokens, one `step` at a time; see `generators.torch.Engine`."""
+
+    draining: bool
+    tokens_generated: int
+    tokens_wasted: int
+    busy_seconds: float
+
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def running(self) -> int: ...
+    def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None: ...
+    def abort(self, key: Hashable) -> None: ...
+    def step(self) -> list[tuple[Hashable, Completion]]: ...
+    def swap(self, version: int, apply: Callable[[], Any], how: Interruption) -> float: ...
+
+
+class Weights(Protocol):
+    """What an engine serves, as the end of a link; see `generators.weights.ServedWeights`."""
+
+    def prepare(self, ticket: Ticket) -> None: ...
+    def prepared(self) -> bool: ...
+    def apply(self) -> Any: ...
+    def checksums(self, names: Sequence[str]) -> dict[str, int]: ...
+    def close(self) -> None: ...
+
+
+OpenWeights = Callable[[str, Ticket, int], Weights]
+
+
 class GeneratorService:
-    """An embedded engine and its end of the weight link."""
+    """An engine and its end of the weight link."""
 
     def __init__(self, config: Config, index: int) -> None:
-        torch.set_num_threads(_threads(config.generator.threads, config))
+        torch.set_num_threads(threads(config.generator.threads, config))
+        self._config, self._index = config, index
+        self._engine, self._open_weights = self._load()
+        self._weights: Weights | None = None
+        self._replies: dict[Hashable, Reply] = {}
+        self._preparing: Reply | None = None
+        self._swap: tuple[int, Reply] | None = None
+
+    def _load(self) -> tuple[Engine, OpenWeights]:
+        """The engine, and how the weights that it serves are opened for a link, an offer and a rank."""
+        from slipstream.generators.torch import Engine
+
+        config = self._config
         device = pick_device(config.generator.device, "generator.device")
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._config = config
-        self._model = load_model(config.model, config.lora, device=device, dtype=dtype)
-        self._engine = Engine(
-            self._model.get_base_model() if config.lora.rank else self._model,
+        model = load_model(config.model, config.lora, device=device, dtype=getattr(torch, config.model.dtype))
+        engine = Engine(
+            model.get_base_model() if config.lora.rank else model,
             slots=config.generator.slots,
             context=config.generator.context,
             tokenizer=load_tokenizer(config.model.path),
         )
-        self._receiver: Receiver | None = None
-        self._replies: dict[Hashable, Reply] = {}
-        self._thread = ThreadPoolExecutor(1)
-        self._swap: tuple[Future[None], int, Reply] | None = None
+        places = local_places(trained_parameters(model))
+        return engine, lambda link, offer, rank: ServedWeights(link, offer, places, rank, rebind=True)
 
     @property
     def busy(self) -> bool:
-        return self._engine.busy or self._swap is not None
+        return self._engine.busy or self._preparing is not None or self._swap is not None
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         if method == "generate":
@@ -51,38 +93,67 @@ class GeneratorService:
             (key,) = arguments
             self._engine.abort(key)
             self._replies.pop(key, None)
+        elif method == "prepare":
+            self._served.prepare(*arguments)
+            self._preparing = reply
         elif method == "swap":
-            ticket, version = arguments
-            assert self._receiver is not None
-            prepared = self._thread.submit(self._receiver.prepare, ticket)
-            wait([prepared], timeout=0.001)  # a link with nothing to prepare need not wait for another step
-            self._swap = (prepared, version, reply)
+            self._swap = (*arguments, reply)
         else:
             reply(getattr(self, method)(*arguments))
 
     def tick(self) -> None:
-        """Swap weights if a version is ready, then take one step."""
-        if self._swap and (self._swap[0].done() or not self._engine.busy):
-            prepared, version, reply = self._swap
-            self._swap = None
-            assert self._receiver is not None
-            failure = prepared.exception()
-            reply(failure or (self._engine.swap(version, self._receiver.apply), self.stats()))
+        """Swap weights if that is asked for, and the engine drained where it has to be; then take one step."""
+        if self._preparing:
+            self._answer_when_prepared(self._preparing)
+        if self._swap:
+            version, reply = self._swap
+            how = self._config.sync.interruption
+            self._engine.draining = how == "drain" and self._engine.running > 0
+            if not self._engine.draining:
+                self._swap = None
+                try:
+                    reply((self._engine.swap(version, self._served.apply, how), self.stats()))
+                except Exception as error:
+                    reply(error)
         for key, completion in self._engine.step():
-            self._replies.pop(key)(completion)
+            if key in self._replies:
+                self._replies.pop(key)(completion)
 
-    def connect(self, offer: Ticket, version: int) -> None:
-        _, receiver = find_link(self._config.sync.link)
-        self._receiver = receiver(trained_parameters(self._model), offer)
-        self._engine.swap(version, self._receiver.apply)
+    def _answer_when_prepared(self, reply: Reply) -> None:
+        try:
+            prepared = self._served.prepared()
+        except Exception as error:
+            prepared = True
+            reply(error)
+        else:
+            if prepared:
+                reply(None)
+        if prepared:
+            self._preparing = None
+        elif not self._engine.busy:
+            time.sleep(0.001)
+
+    def connect(self, offer: Ticket, rank: int) -> None:
+        """Open this end of the link; `rank` is the first of this generator's among all that hold weights."""
+        self._weights = self._open_weights(self._config.sync.link, offer, rank)
+
+    def checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """Of the weights as they are served."""
+        return self._served.checksums(names)
 
     def stats(self) -> dict[str, float]:
         """Totals since the start."""
-        return {"tokens": self._engine.tokens_generated, "busy": self._engine.busy_seconds}
+        engine = self._engine
+        return {"tokens": engine.tokens_generated, "wasted": engine.tokens_wasted, "busy": engine.busy_seconds}
 
     def close(self) -> None:
-        if self._receiver:
-            self._receiver.close()
+        if self._weights:
+            self._weights.close()
+
+    @property
+    def _served(self) -> Weights:
+        assert self._weights is not None, "connect comes first"
+        return self._weights
 
 
 class TrainerService:
@@ -91,8 +162,9 @@ class TrainerService:
     busy = False
 
     def __init__(self, config: Config, run: str) -> None:
-        torch.set_num_threads(_threads(config.trainer.threads, config))
+        torch.set_num_threads(threads(config.trainer.threads, config))
         self._config, self._run = config, Path(run)
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._trainer = Trainer(config)
         self._sender: Sender | None = None
 
@@ -104,19 +176,23 @@ class TrainerService:
     def tick(self) -> None:
         raise AssertionError("a trainer has no background work")
 
-    def open_link(self) -> Ticket:
+    def open_link(self, receivers: int) -> Ticket:
+        """This end of the link, for so many processes that hold weights."""
         sender, _ = find_link(self._config.sync.link)
-        dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-        self._sender = sender(self._trainer.parameters, dtype, self._run)
+        self._sender = sender(self._trainer.parameters, self._dtype, self._run, receivers)
         self._trainer.before_update = self._sender.before_update
         return self._sender.offer()
+
+    def checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """Of the weights as they are published."""
+        return {name: checksum(self._trainer.parameters[name].to(self._dtype)) for name in names}
 
     def close(self) -> None:
         if self._sender:
             self._sender.close()
 
 
-def _threads(option: int, config: Config) -> int:
+def threads(option: int, config: Config) -> int:
     """CPU threads of one process: as asked, or all cores where sides take turns, else an equal share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if option:

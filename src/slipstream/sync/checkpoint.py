@@ -12,23 +12,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream.sync.link import Parameters, Ticket
-from slipstream.sync.shared import refuse_other_parameters
+from slipstream.sync.link import Parameters, Ticket, refuse_other_parameters, shapes_of
 
 
 class CheckpointSender:
     """The trainer's end. The file of the version before is removed once every generator has left it."""
 
-    def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path) -> None:
+    def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype
         self._directory = directory / "weights"
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def offer(self) -> Ticket:
-        return {"shapes": {name: list(p.shape) for name, p in self._parameters.items()}} | self.stage(0)
+        return {"shapes": shapes_of(self._parameters)}
 
-    def before_update(self) -> None:
-        pass
+    def before_update(self) -> None: ...
 
     def stage(self, version: int) -> Ticket:
         path = self._directory / f"version_{version}.safetensors"
@@ -37,6 +35,8 @@ class CheckpointSender:
         save_file(tensors, partial)
         partial.rename(path)
         return {"version": version, "path": str(path)}
+
+    def send(self, ticket: Ticket) -> None: ...
 
     def release(self, ticket: Ticket) -> None:
         for path in self._directory.iterdir():
@@ -50,22 +50,22 @@ class CheckpointSender:
 
 
 class CheckpointReceiver:
-    """A generator's end: reads the file in `prepare`, copies it into the parameters in `apply`."""
+    """A generator's end: reads the file."""
 
-    def __init__(self, parameters: Parameters, offer: Ticket) -> None:
-        refuse_other_parameters(parameters, offer["shapes"])
-        self._parameters = parameters
-        self._loaded: dict[str, Tensor] = {}
-        self.prepare(offer)
+    lasting = True
 
-    def prepare(self, ticket: Ticket) -> None:
-        self._loaded = load_file(ticket["path"])
+    def __init__(self, offer: Ticket, shapes: dict[str, list[int]], rank: int, device: torch.device) -> None:
+        refuse_other_parameters(shapes, offer["shapes"])
+        self._device = str(device)
 
-    @torch.no_grad()
-    def apply(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(self._loaded[name])
-        self._loaded = {}
+    def prepare(self, ticket: Ticket) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = load_file(ticket["path"], self._device)
+        return tensors
 
-    def close(self) -> None:
-        self._loaded = {}
+    def close(self) -> None: ...
+
+
+class Checkpoint:
+    """Both ends."""
+
+    Sender, Receiver = CheckpointSender, CheckpointReceiver

@@ -3,50 +3,70 @@
 A link has two ends, both in one file because they must agree to the byte: a `Sender` beside the trainer and a
 `Receiver` beside each generator. Only small tickets pass through the controller, never weights. One publish is
 
-    ticket = sender.stage(version)             # trainer: all of the version is in place, nobody reads it yet
-    receiver.prepare(ticket)                   # generator, in the background: whatever can be done while decoding
-    engine.swap(version, receiver.apply)       # generator: between two forward passes
+    ticket = sender.stage(version)             # trainer: the version is fixed, and nobody reads it yet
+    sender.send(ticket)                        # trainer, while
+    weights = receiver.prepare(ticket)         # each generator, beside the running engine: all of the version is here
+    engine.swap(version, place weights)        # each generator, between two forward passes
     sender.release(ticket)                     # trainer: every generator has swapped
 
-and a publish that fails anywhere before `apply` leaves the old version serving.
+and a publish that fails anywhere before the swap leaves the old version serving.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.config import ConfigError
 
 Ticket = dict[str, Any]
 Parameters = dict[str, nn.Parameter]
+LINKS = {
+    "shared": "slipstream.sync.shared:Shared",
+    "checkpoint": "slipstream.sync.checkpoint:Checkpoint",
+    "nccl": "slipstream.sync.nccl:Nccl",
+}
 
 
 class Sender(Protocol):
-    """The trainer's end. `offer` is what a receiver needs to connect; it is plain data."""
+    """The trainer's end. `receivers` is the number of generators' processes that hold weights."""
 
-    def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path) -> None: ...
-    def offer(self) -> Ticket: ...
+    def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path, receivers: int) -> None: ...
+
+    def offer(self) -> Ticket:
+        """What a receiver needs to connect, as plain data."""
+        ...
+
     def before_update(self) -> None:
         """Called before parameters change in place."""
         ...
 
     def stage(self, version: int) -> Ticket: ...
+
+    def send(self, ticket: Ticket) -> None: ...
+
     def release(self, ticket: Ticket) -> None: ...
+
     def close(self) -> None: ...
 
 
 class Receiver(Protocol):
     """A generator's end."""
 
-    def __init__(self, parameters: Parameters, offer: Ticket) -> None: ...
-    def prepare(self, ticket: Ticket) -> None: ...
-    def apply(self) -> None: ...
+    lasting: bool  # whether what `prepare` returns may be computed on until the next version is released
+
+    def __init__(self, offer: Ticket, shapes: dict[str, list[int]], rank: int, device: torch.device) -> None: ...
+
+    def prepare(self, ticket: Ticket) -> Mapping[str, Tensor]:
+        """All weights of the version, by the trainer's names. Called in a thread while the engine decodes."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -61,19 +81,24 @@ class PublishStats:
 
 def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:
     """The two ends of the link named by `sync.link`. Raises `ConfigError`."""
-    if name == "shared":
-        from slipstream.sync.shared import SharedReceiver, SharedSender
-
-        return SharedSender, SharedReceiver
-    if name == "checkpoint":
-        from slipstream.sync.checkpoint import CheckpointReceiver, CheckpointSender
-
-        return CheckpointSender, CheckpointReceiver
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        raise ConfigError(f'sync.link = "{name}" is unknown; give "shared", "checkpoint" or "module:Class"')
+    module, _, attribute = LINKS.get(name, name).partition(":")
     try:
         link = getattr(import_module(module), attribute)
         return link.Sender, link.Receiver
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f'sync.link = "{name}" can\'t be used: {error}') from None
+    except (ImportError, AttributeError, ValueError) as error:
+        known = ", ".join(f'"{k}"' for k in LINKS)
+        raise ConfigError(
+            f'sync.link = "{name}" can\'t be used ({error}); give {known} or your own as "module:Class"'
+        ) from None
+
+
+def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Shape of each parameter, as plain data for an offer."""
+    return {name: list(p.shape) for name, p in parameters.items()}
+
+
+def refuse_other_parameters(ours: dict[str, list[int]], theirs: dict[str, list[int]]) -> None:
+    """Raise `ValueError`, naming the first difference, unless the generator's names and shapes are the trainer's."""
+    for name in (*theirs, *ours):
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(f"{name} is {theirs.get(name)} in the trainer and {ours.get(name)} in the generator")

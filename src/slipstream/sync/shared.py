@@ -18,66 +18,47 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slipstream.sync.link import Parameters, Ticket
-
-ALIGNMENT = 64
-
-
-def layout(parameters: Parameters, dtype: torch.dtype) -> tuple[dict[str, int], int]:
-    """Byte offset of each parameter in a flat buffer, and the buffer's size. Pure: both ends compute the same."""
-    offsets, end = {}, 0
-    for name, parameter in parameters.items():
-        offsets[name] = end
-        end += -(-parameter.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    return offsets, end
-
-
-def map_buffers(path: str, parameters: Parameters, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """Both buffers of the shared file as one tensor a parameter."""
-    offsets, size = layout(parameters, dtype)
-    memory = torch.from_file(path, shared=True, size=2 * size, dtype=torch.uint8)
-    return [
-        {
-            name: memory[at + offset : at + offset + p.numel() * dtype.itemsize].view(dtype).view(p.shape)
-            for (name, p), offset in zip(parameters.items(), offsets.values(), strict=True)
-        }
-        for at in (0, size)
-    ]
+from slipstream.sync.layout import Layout
+from slipstream.sync.link import Parameters, Ticket, refuse_other_parameters, shapes_of
 
 
 class SharedSender:
     """The trainer's end: owns the memory."""
 
-    def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path) -> None:
+    def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype
-        self._handle, self._path = allocate(2 * layout(parameters, dtype)[1])
-        self._buffers = map_buffers(self._path, parameters, dtype)
+        self._handle, self._path = allocate(2 * Layout(shapes_of(parameters), dtype).size)
+        self._buffers = map_buffers(self._path, Layout(shapes_of(parameters), dtype))
         self._in_place = all(p.dtype == dtype and p.device.type == "cpu" for p in parameters.values())
-        self._front = 0
-        self._copy_to(self._buffers[0])
-        self._home = 0  # the buffer that the trainer's own parameters are views of, where they can be
+        self._front = self._home = 0  # what generators read, and what the trainer's own parameters are views of
+        self._released = True
+        self._copy_to(0)
         if self._in_place:
             self._move_to(0)
 
     def offer(self) -> Ticket:
-        shapes = {name: list(p.shape) for name, p in self._parameters.items()}
-        return {"path": self._path, "dtype": str(self._dtype).removeprefix("torch."), "shapes": shapes}
+        dtype = str(self._dtype).removeprefix("torch.")
+        return {"path": self._path, "dtype": dtype, "shapes": shapes_of(self._parameters)}
 
     def before_update(self) -> None:
         """Leave the buffer that generators read. `release` of the last publish says that they left the other."""
+        if not self._released:
+            raise RuntimeError("weights may not change before every generator serves the version that was staged")
         if self._in_place and self._home == self._front:
-            back = 1 - self._front
-            self._copy_to(self._buffers[back])
-            self._move_to(back)
+            self._copy_to(1 - self._front)
+            self._move_to(1 - self._front)
 
     def stage(self, version: int) -> Ticket:
         back = self._home if self._in_place else 1 - self._front
         if not self._in_place:
-            self._copy_to(self._buffers[back])
+            self._copy_to(back)
+        self._released = False
         return {"version": version, "buffer": back}
 
+    def send(self, ticket: Ticket) -> None: ...
+
     def release(self, ticket: Ticket) -> None:
-        self._front = ticket["buffer"]
+        self._front, self._released = ticket["buffer"], True
 
     def close(self) -> None:
         os.close(self._handle)
@@ -85,9 +66,9 @@ class SharedSender:
             Path(self._path).unlink()
 
     @torch.no_grad()
-    def _copy_to(self, buffer: dict[str, Tensor]) -> None:
+    def _copy_to(self, index: int) -> None:
         for name, parameter in self._parameters.items():
-            buffer[name].copy_(parameter)
+            self._buffers[index][name].copy_(parameter)
 
     def _move_to(self, index: int) -> None:
         for name, parameter in self._parameters.items():
@@ -96,37 +77,31 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """A generator's end: its parameters are views of the front buffer, or are copied from it on another device."""
+    """A generator's end: both buffers, mapped."""
 
-    def __init__(self, parameters: Parameters, offer: Ticket) -> None:
-        refuse_other_parameters(parameters, offer["shapes"])
-        dtype: torch.dtype = getattr(torch, offer["dtype"])
-        self._parameters = parameters
-        self._buffers = map_buffers(offer["path"], parameters, dtype)
-        self._in_place = all(p.dtype == dtype and p.device.type == "cpu" for p in parameters.values())
-        self._next = 0
+    lasting = True
 
-    def prepare(self, ticket: Ticket) -> None:
-        self._next = ticket["buffer"]
+    def __init__(self, offer: Ticket, shapes: dict[str, list[int]], rank: int, device: torch.device) -> None:
+        refuse_other_parameters(shapes, offer["shapes"])
+        self._buffers = map_buffers(offer["path"], Layout(offer["shapes"], getattr(torch, offer["dtype"])))
 
-    @torch.no_grad()
-    def apply(self) -> None:
-        for name, parameter in self._parameters.items():
-            if self._in_place:
-                parameter.data = self._buffers[self._next][name]
-            else:
-                parameter.copy_(self._buffers[self._next][name])
+    def prepare(self, ticket: Ticket) -> dict[str, Tensor]:
+        return self._buffers[ticket["buffer"]]
 
     def close(self) -> None:
         self._buffers.clear()
 
 
-def refuse_other_parameters(parameters: Parameters, shapes: dict[str, list[int]]) -> None:
-    """Raise `ValueError`, naming the first difference, unless names and shapes are those of the sender."""
-    ours = {name: list(p.shape) for name, p in parameters.items()}
-    for name in (*shapes, *ours):
-        if ours.get(name) != shapes.get(name):
-            raise ValueError(f"{name} is {shapes.get(name)} in the trainer and {ours.get(name)} in the generator")
+class Shared:
+    """Both ends."""
+
+    Sender, Receiver = SharedSender, SharedReceiver
+
+
+def map_buffers(path: str, layout: Layout) -> list[dict[str, Tensor]]:
+    """Both buffers of the shared file as one tensor a parameter."""
+    memory = torch.from_file(path, shared=True, size=2 * layout.size, dtype=torch.uint8)
+    return [layout.views(memory[: layout.size]), layout.views(memory[layout.size :])]
 
 
 def allocate(size: int) -> tuple[int, str]:

@@ -1,0 +1,77 @@
+"""Which part of which parameter each tensor of a vLLM model is: fused projections, shards, padded vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.generators.weights import Place
+
+
+def places_of(model: Any, shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> dict[str, Place]:
+    """A place for every parameter of `shapes`, named as Hugging Face names them, in the shard `rank` of `size`.
+
+    Raises `ValueError` that names the first parameter without one.
+    """
+    served = dict(model.named_parameters())
+    fused = {member: (whole, members) for whole, members in _packed(model).items() for member in members}
+    places: dict[str, Place] = {}
+    for name, shape in shapes.items():
+        if name in places:
+            continue
+        module, _, kind = name.rpartition(".")
+        parent, _, member = module.rpartition(".")
+        if name in served:
+            places[name] = _single(name, served[name].data, tuple(shape), rank, size)
+        elif member in fused and f"{parent}.{fused[member][0]}.{kind}" in served:
+            whole, members = fused[member]
+            names = [f"{parent}.{m}.{kind}" for m in members]
+            places |= _fused(names, served[f"{parent}.{whole}.{kind}"].data, shapes, rank, size)
+        else:
+            raise ValueError(f"vLLM serves no tensor for {name}; this model can't be updated in place")
+    return places
+
+
+def _packed(model: Any) -> dict[str, list[str]]:
+    """The model's fused projections, each with its members in order."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    return packed
+
+
+def _single(name: str, tensor: Tensor, shape: tuple[int, ...], rank: int, size: int) -> Place:
+    """A parameter of its own: whole, or cut along the first dimension (perhaps padded) or the second."""
+    if tensor.shape == shape:
+        return Place(tensor, shape, (), counted=rank == 0)
+    if tensor.shape[1:] == shape[1:] and tensor.shape[0] * size >= shape[0]:
+        start = rank * tensor.shape[0]
+        end = max(start, min(start + tensor.shape[0], shape[0]))
+        return Place(tensor[: end - start], shape, (slice(start, end),))
+    if tensor.shape[0] == shape[0] and tensor.shape[1] * size == shape[1]:
+        start = rank * tensor.shape[1]
+        return Place(tensor, shape, (slice(0, shape[0]), slice(start, start + tensor.shape[1])))
+    raise ValueError(f"{name} is {list(shape)} in the trainer and {list(tensor.shape)} in vLLM: an unknown layout")
+
+
+def _fused(
+    names: list[str], tensor: Tensor, shapes: Mapping[str, Sequence[int]], rank: int, size: int
+) -> dict[str, Place]:
+    """Members of a fused projection: rows of one tensor after the other, each cut into `size` shards.
+
+    Where there are fewer key-value heads than shards, several ranks hold the same ones.
+    """
+    rows = [shapes[name][0] for name in names]
+    here = [r // size for r in rows]
+    if sum(here) != tensor.shape[0]:
+        here[1:] = [(tensor.shape[0] - here[0]) // (len(rows) - 1)] * (len(rows) - 1)
+    if sum(here) != tensor.shape[0] or any(h * size % r for h, r in zip(here, rows, strict=True)):
+        raise ValueError(f"{', '.join(names)} are {rows} rows, but vLLM's tensor has {tensor.shape[0]} on {size} ranks")
+    places, at = {}, 0
+    for name, total, count in zip(names, rows, here, strict=True):
+        copies = count * size // total
+        start = rank // copies * count
+        part = tensor[at : at + count]
+        places[name] = Place(part, tuple(shapes[name]), (slice(start, start + count),), counted=rank % copies == 0)
+        at += count
+    return places

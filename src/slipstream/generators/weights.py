@@ -1,0 +1,84 @@
+"""The weights that an engine serves, and how a new version gets into their place.
+
+An engine may hold only a part of a parameter (a tensor-parallel shard), or hold several in one tensor (query, key and
+value). A `Place` says which part of which parameter a tensor of the engine is, so that every link can write into every
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.sync.checksum import checksum
+from slipstream.sync.link import Ticket, find_link
+
+
+@dataclass(frozen=True)
+class Place:
+    """`tensor` holds `[index]` of a parameter of shape `shape`; `counted` unless another rank holds the same part."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    index: tuple[slice, ...] = ()
+    counted: bool = True
+
+
+class ServedWeights:
+    """A generator's end of a link, and the places that it fills. `rebind` allows to swap memory instead of copying."""
+
+    def __init__(self, link: str, offer: Ticket, places: Mapping[str, Place], rank: int, rebind: bool) -> None:
+        self._places = places
+        self._device = next(iter(places.values())).tensor.device
+        shapes = {name: list(place.shape) for name, place in places.items()}
+        _, receiver = find_link(link)
+        self._receiver = receiver(offer, shapes, rank, self._device)
+        self._rebind = rebind and self._receiver.lasting
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._next: Future[Mapping[str, Tensor]] | None = None
+
+    def prepare(self, ticket: Ticket) -> None:
+        """Begin to bring a version beside the running engine."""
+        self._next = self._thread.submit(self._receiver.prepare, ticket)
+
+    def prepared(self) -> bool:
+        """Whether it is all here. Raises what went wrong."""
+        assert self._next is not None
+        return self._next.done() and self._next.result() is not None
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Put it in place. Called between two forward passes."""
+        assert self._next is not None
+        weights = self._next.result()
+        targets, sources = [], []
+        for name, place in self._places.items():
+            new, target = weights[name][place.index], place.tensor
+            if self._rebind and new.dtype == target.dtype and new.device == target.device:
+                target.data = new
+            else:
+                targets.append(target)
+                sources.append(new)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        self._next = None
+
+    def checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """Checksum of the part of each parameter that is served here; parts add up to the whole's."""
+        places = {name: self._places[name] for name in names}
+        return {n: checksum(p.tensor, p.index) if p.counted else 0 for n, p in places.items()}
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._receiver.close()
+
+
+def local_places(parameters: Mapping[str, Tensor]) -> dict[str, Place]:
+    """Every parameter in a place of its own, as in a Hugging Face model of this process."""
+    return {name: Place(p, tuple(p.shape)) for name, p in parameters.items()}

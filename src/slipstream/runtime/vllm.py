@@ -1,0 +1,14 @@
+"""A vLLM engine inside a generator's process."""
+
+from __future__ import annotations
+
+from slipstream.generators.vllm import VllmEngine
+from slipstream.runtime.services import Engine, GeneratorService, OpenWeights
+
+
+class VllmService(GeneratorService):
+    """`GeneratorService` with vLLM in the place of the embedded engine."""
+
+    def _load(self) -> tuple[Engine, OpenWeights]:
+        engine = VllmEngine(self._config)
+        return engine, engine.open_weights
