@@ -346,7 +346,6 @@ class Run:
             top_p=s.top_p,
             max_tokens=s.max_tokens,
             stop_strings=tuple(s.stop),
-            record_kept=bool(s.top_k) or s.top_p < 1,
         )
 
     @contextlib.contextmanager

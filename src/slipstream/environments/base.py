@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -99,16 +100,19 @@ class Policy:
         self._codec = codec
         self._sampling = sampling
         self._seed = seed
+        self._drawn = itertools.count()
         self.completions: list[Completion] = []
 
     async def sample(self, prompt: Prompt, **changes: Any) -> Completion:
         """Draw one completion after `prompt`: text, chat messages or token ids.
 
         Text and messages go through the tokenizer's chat template where it has one. `changes` override fields of
-        `Sampling` for this call. The returned completion has its text decoded, without the stop token or string.
+        `Sampling` for this call; what top-k or top-p leave is always recorded, since training has to replay it. The
+        returned completion has its text decoded, without the stop token or string.
         """
         prompt_ids = self._codec.encode(prompt)
         sampling = dataclasses.replace(self._sampling, **{"seed": self._next_seed(), **changes})
+        sampling = dataclasses.replace(sampling, record_kept=bool(sampling.top_k) or sampling.top_p < 1)
         completion = await self._generator.generate(prompt_ids, sampling)
         text = self._codec.decode(completion.token_ids, sampling.stop_strings)
         completion = dataclasses.replace(completion, text=text)
@@ -120,7 +124,7 @@ class Policy:
         return Rollout(tuple(self.completions), float(reward), metrics)
 
     def _next_seed(self) -> int:
-        text = f"{self._seed}/{len(self.completions)}".encode()
+        text = f"{self._seed}/{next(self._drawn)}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
