@@ -11,6 +11,7 @@ import torch
 
 from slipstream.config import Config
 from slipstream.environments.base import Codec, Environment, Policy, Task
+from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import RolloutFailed, attempt
 from slipstream.environments.load import load_environment
 from slipstream.generators.base import Generator
@@ -30,13 +31,14 @@ async def evaluate(
     *,
     seed: int = 0,
     time_limit: float = 300.0,
+    endpoint: Endpoint | None = None,
 ) -> dict[str, Any]:
     """Play each task once. `score` is the mean of the metric "correct" where the environment reports one, else of the
     reward; a failed episode counts as 0. `versions` are the oldest and newest weights that drew a token of it."""
     began = time.perf_counter()
 
     async def one(task: Task) -> tuple[Rollout | None, Policy]:
-        policy = Policy(generator, codec, sampling, f"{seed}/evaluation/{task.id}")
+        policy = Policy(generator, codec, sampling, f"{seed}/evaluation/{task.id}", endpoint)
         try:
             return await attempt(environment, task, policy, time_limit), policy
         except RolloutFailed:
@@ -71,6 +73,8 @@ async def evaluate_model(config: Config, tasks: int) -> dict[str, Any]:
     """Play held-out tasks with the model at `config.model.path`; see `evaluation.evaluate`."""
     environment = load_environment(config.environment)
     generator, tokenizer = load_generator(config)
+    codec = Codec(tokenizer)
+    endpoint = Endpoint(codec)
     sampling = Sampling(
         temperature=config.evaluation.temperature,
         max_tokens=config.sampling.max_tokens,
@@ -78,10 +82,11 @@ async def evaluate_model(config: Config, tasks: int) -> dict[str, Any]:
     )
     try:
         return await evaluate(
-            environment, environment.test[:tasks], generator, Codec(tokenizer), sampling,
-            seed=config.loop.seed, time_limit=config.environment.time_limit,
+            environment, environment.test[:tasks], generator, codec, sampling,
+            seed=config.loop.seed, time_limit=config.environment.time_limit, endpoint=endpoint,
         )  # fmt: skip
     finally:
+        await endpoint.close()
         close = getattr(environment, "close", None)
         if close:
             await close()

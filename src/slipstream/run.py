@@ -19,6 +19,7 @@ from slipstream.algorithms.advantages import make_batch
 from slipstream.config import Config, ConfigError
 from slipstream.directory import RunDirectory, write_json
 from slipstream.environments.base import Codec, Policy, Task
+from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt
 from slipstream.environments.load import load_environment
 from slipstream.evaluation import evaluate
@@ -85,6 +86,7 @@ class Run:
         self.environment = load_environment(config.environment)
         self.tokenizer = load_tokenizer(config.model.path)
         self.codec = Codec(self.tokenizer)
+        self.endpoint = Endpoint(self.codec)
         self.recorder = Recorder(directory.path, self.tokenizer.decode)
         self.progress = Progress(config.loop.steps, quiet=quiet)
         self.state = LoopState(config.loop, config.sync.every, len(self.environment.train))
@@ -144,7 +146,7 @@ class Run:
     async def _play(self, task: Task, entry: Entry, member: int) -> Rollout | None:
         """One rollout, or None with its reason counted; too many failures in a row end the run."""
         seed = f"{self.config.loop.seed}/{entry.id}/{entry.attempt}/{member}"
-        policy = Policy(self.pools.generator, self.codec, self._sampling(), seed)
+        policy = Policy(self.pools.generator, self.codec, self._sampling(), seed, self.endpoint)
         try:
             rollout = await attempt(self.environment, task, policy, self.config.environment.time_limit)
         except RolloutFailed as failure:
@@ -229,8 +231,9 @@ class Run:
         sampling = dataclasses.replace(self._sampling(), temperature=options.temperature, top_k=0, top_p=1.0)
         seed, limit = self.config.loop.seed, self.config.environment.time_limit
         result = await evaluate(
-            self.environment, tasks, self.pools.generator, self.codec, sampling, seed=seed, time_limit=limit
-        )
+            self.environment, tasks, self.pools.generator, self.codec, sampling,
+            seed=seed, time_limit=limit, endpoint=self.endpoint,
+        )  # fmt: skip
         record = {"step": step, **result}
         self.tally.evaluations.append(record)
         self.recorder.evaluation(record)
@@ -327,6 +330,7 @@ class Run:
 
     async def close(self) -> None:
         """Stop every process, whatever happened."""
+        await self.endpoint.close()
         if self._started:
             await self._started.close()
         if close := getattr(self.environment, "close", None):
@@ -346,7 +350,6 @@ class Run:
             top_p=s.top_p,
             max_tokens=s.max_tokens,
             stop_strings=tuple(s.stop),
-            record_kept=bool(s.top_k) or s.top_p < 1,
         )
 
     @contextlib.contextmanager

@@ -219,6 +219,41 @@ def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path
     assert not processes_of(directory)
 
 
+AGENT = """
+import asyncio, json, sys, urllib.request
+from slipstream.environments.base import Task
+
+def agent(url, prompt):
+    said = ""
+    for _ in range(2):
+        body = json.dumps({"prompt": f"{prompt} {said}", "max_tokens": 3, "top_p": 0.9, "temperature": 0.8}).encode()
+        with urllib.request.urlopen(f"{url}/completions", body) as reply:
+            said = json.load(reply)["choices"][0]["text"]
+    return said
+
+class Agent:
+    def __init__(self, missing=False):
+        self.train = self.test = [Task(str(i), f"w{i} w2") for i in range(20)]
+        if missing: sys.modules["aiohttp"] = None
+    async def rollout(self, task, policy):
+        return float(len(await asyncio.to_thread(agent, await policy.base_url(), task.prompt)) % 3)
+"""
+
+
+def test_an_agent_that_knows_nothing_but_a_url_is_trained(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    named = {"environment__name": f"{tmp_path / 'agent.py'}:Agent", "environment__options": "{}"}
+    directory = tmp_path / "run"
+    summary = train(model, directory, **named, loop__max_lag=2)
+    assert summary["steps"] == 6 and not summary["failures"]
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert all(m["mismatch_kl"] < 1e-9 for m in metrics if m["lag_max"] == 0)  # temperature and top-p are replayed
+    assert not processes_of(directory)
+    missing = options(model, tmp_path / "missing", **named | {"environment__options": "{ missing = true }"})
+    said = slipstream("train", tmp_path / "empty.toml", *missing, status=2).stderr
+    assert said.strip().splitlines()[-1].endswith("needs aiohttp: pip install 'slipstream-rl[endpoint]'")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

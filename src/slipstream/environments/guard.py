@@ -12,6 +12,7 @@ import traceback
 from types import FrameType
 from typing import Any
 
+from slipstream.config import ConfigError
 from slipstream.environments.base import Environment, Policy, Task, play
 from slipstream.environments.scoring import ScoringError
 from slipstream.rollout import Rollout
@@ -33,7 +34,8 @@ class EpisodeBlocked(BaseException):
 
 
 async def attempt(environment: Environment, task: Task, policy: Policy, time_limit: float) -> Rollout:
-    """Play one episode. Raises `RolloutFailed` for an exception, a hang, or a reward that is no finite number."""
+    """Play one episode, and end it. Raises `RolloutFailed` for an exception, a hang, or a reward that is no finite
+    number; a `ConfigError`, such as a package that is missing, is the run's, since no other episode would do better."""
     token = _in_episode.set(True)
     try:
         async with asyncio.timeout(time_limit) as clock:
@@ -46,7 +48,7 @@ async def attempt(environment: Environment, task: Task, policy: Policy, time_lim
         raise RolloutFailed("CancelledError", f"task {task.id}:\n{_tail()}") from None
     except EpisodeBlocked:
         raise RolloutFailed("blocked the event loop", f"task {task.id}:\n{_tail()}") from None
-    except RolloutFailed:
+    except (RolloutFailed, ConfigError):
         raise
     except ScoringError as error:
         raise RolloutFailed(error.reason, f"task {task.id}: {error}") from None
@@ -55,6 +57,7 @@ async def attempt(environment: Environment, task: Task, policy: Policy, time_lim
             raise RolloutFailed("time limit", f"task {task.id} took longer than {time_limit:g} s") from None
         raise RolloutFailed(type(error).__name__, f"task {task.id}:\n{_tail()}") from None
     finally:
+        policy.end()
         _in_episode.reset(token)
 
 

@@ -1,0 +1,415 @@
+"""An agent that speaks HTTP is trained on exactly the tokens that it was answered with."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from slipstream.algorithms.advantages import make_batch
+from slipstream.config import ConfigError
+from slipstream.environments.base import Codec, Policy, Task
+from slipstream.environments.endpoint import Endpoint
+from slipstream.environments.guard import RolloutFailed, _in_episode, attempt
+from slipstream.evaluation import evaluate
+from slipstream.generators.torch import Engine, TorchGenerator
+from slipstream.rollout import Group, Rollout, Sampling
+from slipstream.trainers.logprobs import token_logprobs
+from slipstream.trainers.packing import pack
+from tests.conftest import build_model, build_tokenizer
+
+BOUND = 1e-5
+TASK = Task("t", "12+34=")
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if messages[0].role == 'alien' %}{{ raise_exception('no such role') }}{% endif %}="
+)
+
+
+class Served:
+    """A real model with an endpoint, and a client."""
+
+    def __init__(self, client: aiohttp.ClientSession, **sampling: Any) -> None:
+        self.tokenizer = build_tokenizer()
+        self.tokenizer.chat_template = TEMPLATE
+        self.model = build_model(vocab_size=len(self.tokenizer), eos_token_id=1, pad_token_id=0)
+        self.engine = Engine(self.model, slots=8, tokenizer=self.tokenizer, version=5)
+        self.generator = TorchGenerator(self.engine)
+        self.codec = Codec(self.tokenizer)
+        self.endpoint = Endpoint(self.codec)
+        self.client = client
+        self.sampling = Sampling(**({"max_tokens": 6} | sampling))
+
+    def policy(self, seed: str = "0") -> Policy:
+        return Policy(self.generator, self.codec, self.sampling, seed, self.endpoint)
+
+    async def post(self, url: str, **fields: Any) -> tuple[int, Any]:
+        async with self.client.post(url, json=fields) as response:
+            text = await response.text()
+            if response.content_type == "text/event-stream":
+                return response.status, [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
+            return response.status, json.loads(text)
+
+
+@contextlib.asynccontextmanager
+async def served(**sampling: Any) -> AsyncIterator[Served]:
+    async with aiohttp.ClientSession() as client:
+        it = Served(client, **sampling)
+        try:
+            yield it
+        finally:
+            await it.endpoint.close()
+            await it.generator.close()
+
+
+def said(text: str = "12") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def by_a_full_pass(it: Served, policy: Policy) -> float:
+    """How far the recorded log-probabilities are from what the trainer gives the same tokens."""
+    it.model.set_attn_implementation("eager")
+    batch = pack([(c, 1.0) for c in policy.completions], torch.device("cpu"))
+    return float((token_logprobs(it.model, batch)[0] - batch.behaviour).abs().max().detach())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_what_is_answered_is_what_is_recorded(route: str, stream: bool) -> None:
+    async def main() -> None:
+        async with served() as it:
+            policy = it.policy()
+            chat = route.startswith("chat")
+            asked: dict[str, Any] = {"messages": said()} if chat else {"prompt": "12="}
+            status, answer = await it.post(
+                f"{await policy.base_url()}/{route}", **asked, n=2, seed=7,
+                temperature=0.8, max_tokens=5, logprobs=True if chat else 0, return_token_ids=True, stream=stream,
+                stream_options={"include_usage": True}, model="any", user=None,
+            )  # fmt: skip
+            assert status == 200
+            if stream:
+                assert answer.pop() == "[DONE]"
+                events = [json.loads(event) for event in answer]
+                usage = events.pop()
+                assert usage["choices"] == [] and all(e["usage"] is None for e in events)
+                assert [e["choices"][0]["finish_reason"] is None for e in events] == [True, False] * 2
+                answer = usage | {"choices": [e["choices"][0] for e in events[::2]]}
+                for choice, end in zip(answer["choices"], events[1::2], strict=True):
+                    choice["finish_reason"] = end["choices"][0]["finish_reason"]
+            assert len(policy.completions) == 2
+            assert policy.completions[0].token_ids != policy.completions[1].token_ids
+            for choice, recorded in zip(answer["choices"], policy.completions, strict=True):
+                assert tuple(choice["token_ids"]) == recorded.token_ids
+                text = choice["delta" if stream else "message"]["content"] if chat else choice["text"]
+                assert text == recorded.text == it.codec.decode(recorded.token_ids)
+                given = choice["logprobs"]
+                shown = [t["logprob"] for t in given["content"]] if chat else given["token_logprobs"]
+                assert tuple(shown) == recorded.logprobs
+                tokens = [t["token"] for t in given["content"]] if chat else given["tokens"]
+                assert tokens == [it.tokenizer.decode([i]) for i in recorded.token_ids]
+                assert choice["finish_reason"] == recorded.finish_reason
+                assert recorded.prompt_ids == it.codec.encode_raw("12=") and recorded.temperature == 0.8
+                assert recorded.versions == (5, 5) and answer["system_fingerprint"] == "version 5"
+            written = sum(len(c.token_ids) for c in policy.completions)
+            assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": written, "total_tokens": 3 + written}
+            assert by_a_full_pass(it, policy) < BOUND
+
+    asyncio.run(main())
+
+
+def test_sampling_is_the_runs_but_for_what_the_agent_gives() -> None:
+    async def main() -> None:
+        async with served(temperature=0.7, max_tokens=4, top_p=0.9) as it:
+            policy = it.policy()
+            url = f"{await policy.base_url()}/completions"
+            assert (await it.post(url, prompt=[3, 4]))[0] == 200
+            assert (await it.post(url, prompt="12", temperature=1.3, top_p=1.0, max_completion_tokens=2))[0] == 200
+            assert (await it.post(url, prompt="12", top_p=0.4, top_k=7))[0] == 200
+            as_the_run, changed, truncated = policy.completions
+            assert as_the_run.temperature == 0.7 and len(as_the_run.token_ids) <= 4 and as_the_run.prompt_ids == (3, 4)
+            assert as_the_run.kept is not None and changed.kept is None
+            assert changed.temperature == 1.3 and len(changed.token_ids) <= 2
+            assert truncated.kept is not None and all(1 <= len(ids) <= 7 for ids in truncated.kept)
+            assert by_a_full_pass(it, policy) < BOUND
+            text = truncated.text
+            assert (await it.post(url, prompt="12", top_p=0.4, top_k=7, max_tokens=64, stop=["", text[-1]]))[0] == 200
+            stopped = policy.completions[-1]
+            assert text[-1] not in stopped.text and stopped.finish_reason == "stop"
+
+    asyncio.run(main())
+
+
+def test_an_episode_is_a_function_of_its_seed_and_repeats_no_draw() -> None:
+    async def main() -> None:
+        async with served() as it:
+            drawn = []
+            for seed in ("0", "0", "1"):
+                policy = it.policy(seed)
+                await it.post(f"{await policy.base_url()}/chat/completions", messages=said(), n=4)
+                drawn.append(sorted(c.token_ids for c in policy.completions))
+            assert drawn[0] == drawn[1] != drawn[2]
+            assert len(set(drawn[0])) > 1
+
+    asyncio.run(main())
+
+
+def test_episodes_at_the_same_time_do_not_mix() -> None:
+    async def main() -> None:
+        async with served() as it:
+            policies = [it.policy(str(i)) for i in range(6)]
+
+            async def play(number: int) -> list[str]:
+                url, texts = await policies[number].base_url(), []
+                for turn in range(3):
+                    _, answer = await it.post(f"{url}/chat/completions", messages=said(f"{number}{turn}"))
+                    texts.append(answer["choices"][0]["message"]["content"])
+                return texts
+
+            for number, texts in enumerate(await asyncio.gather(*map(play, range(6)))):
+                assert [c.text for c in policies[number].completions] == texts
+                prompts = [it.codec.decode(c.prompt_ids) for c in policies[number].completions]
+                assert prompts == [f"{number}{turn}=" for turn in range(3)]
+            assert len({await p.base_url() for p in policies}) == 6
+
+    asyncio.run(main())
+
+
+def test_content_in_parts_and_tools_reach_the_template() -> None:
+    async def main() -> None:
+        async with served() as it:
+            policy = it.policy()
+            url = f"{await policy.base_url()}/chat/completions"
+            tools = [{"type": "function", "function": {"name": "search"}}]
+            parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
+            turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
+            for fields in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none"}):
+                status, answer = await it.post(url, messages=turns, response_format={"type": "text"}, **fields)
+                assert status == 200, answer
+            prompts = [it.codec.decode(c.prompt_ids) for c in policy.completions]
+            assert prompts == ["12=", "search 12=", "12="]
+            it.tokenizer.chat_template = None
+            status, answer = await it.post(url, messages=turns, tools=tools)
+            assert status == 400 and "tools need a chat template" in answer["error"]["message"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"logit_bias": {"3": 1}}, "logit_bias is not supported"),
+        ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
+        ({"frequency_penalty": -1}, "frequency_penalty is not supported"),
+        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs is not supported"),
+        ({"temperature": -1}, "temperature: Input should be greater"),
+        ({"temperature": float("nan")}, "temperature: Input should be a finite number"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"n": 0}, "n: "),
+        ({"max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
+        ({"stop": 5}, "stop"),
+        ({"messages": []}, "messages"),
+        ({"messages": "12"}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type: Input should be"),
+        ({"messages": [{"role": "alien", "content": "1"}]}, "no such role"),
+        ({"messages": [{"role": "user", "content": "1" * 300}]}, "the prompt has 301 tokens"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_served_is_refused_in_openais_form(fields: dict[str, Any], complaint: str) -> None:
+    async def main() -> None:
+        async with served() as it:
+            policy = it.policy()
+            url = f"{await policy.base_url()}/chat/completions"
+            status, answer = await it.post(url, **({"messages": said()} | fields))
+            assert status == 400 and set(answer["error"]) == {"message", "type", "param", "code"}
+            assert complaint in answer["error"]["message"] and answer["error"]["type"] == "invalid_request_error"
+            assert "\n" not in answer["error"]["message"] and not policy.completions
+            neutral = {"presence_penalty": 0, "logit_bias": {}, "top_logprobs": None}
+            assert (await it.post(url, messages=said(), **neutral))[0] == 200
+
+    asyncio.run(main())
+
+
+def test_bad_bodies_prompts_and_paths() -> None:
+    async def main() -> None:
+        async with served() as it:
+            url = await it.policy().base_url()
+            deep = b"[" * 100_000
+            for body in (b"", b"{", b"[]", b"7", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', deep):
+                async with it.client.post(f"{url}/completions", data=body) as response:
+                    assert response.status == 400 and (await response.json())["error"]["message"], body
+            for prompt in ("", [], [3, len(it.tokenizer)], [-1], ["a", "b"], [True], None):
+                status, answer = await it.post(f"{url}/completions", prompt=prompt)
+                assert status == 400 and answer["error"]["type"] == "invalid_request_error", prompt
+            root = url.rsplit("/", 2)[0]
+            for wrong in (f"{url}/embeddings", f"{root}/v1/completions", f"{root}/guess/v1/completions", f"{root}/"):
+                status, answer = await it.post(wrong, prompt="12")
+                assert status == 404 and answer["error"]["message"], wrong
+            async with it.client.get(f"{url}/models") as response:
+                assert [m["id"] for m in (await response.json())["data"]] == ["policy"]
+            async with it.client.get(f"{url}/completions") as response:
+                assert response.status == 404 and "GET completions is not served" in await response.text()
+
+    asyncio.run(main())
+
+
+def test_a_generator_that_is_gone_is_an_error_of_the_server() -> None:
+    class Gone(TorchGenerator):
+        async def generate(self, prompt_ids: Any, sampling: Sampling) -> Any:
+            raise ConnectionError("the generator is gone")
+
+    async def main() -> None:
+        async with served() as it:
+            it.generator = Gone(it.engine)
+            status, answer = await it.post(f"{await it.policy().base_url()}/completions", prompt="12")
+            assert (status, answer["error"]["type"]) == (500, "server_error")
+            assert answer["error"]["message"] == "ConnectionError: the generator is gone"
+
+    asyncio.run(main())
+
+
+def test_requests_are_served_outside_of_the_episode_that_started_the_server() -> None:
+    """Else the watch over the event loop would interrupt the server, for what an episode does."""
+    seen = []
+
+    class Looks(TorchGenerator):
+        async def generate(self, prompt_ids: Any, sampling: Sampling) -> Any:
+            seen.append(_in_episode.get())
+            return await super().generate(prompt_ids, sampling)
+
+    async def main() -> None:
+        async with served() as it:
+
+            class Both:
+                train = test = (TASK,)
+
+                async def rollout(self, task: Task, policy: Policy) -> float:
+                    await policy.sample(task.prompt)
+                    return float((await it.post(f"{await policy.base_url()}/completions", prompt="12"))[0])
+
+            it.generator = Looks(it.engine)
+            await attempt(Both(), TASK, it.policy(), 10.0)
+            assert seen == [True, False]
+
+    asyncio.run(main())
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_a_client_that_hangs_up_aborts_what_it_asked_for() -> None:
+    async def main() -> None:
+        async with served(max_tokens=200) as it:
+            policy = it.policy()
+            url = f"{await policy.base_url()}/completions"
+            it.engine._eos = frozenset()
+            request = asyncio.ensure_future(it.post(url, prompt="12", n=2))
+            await until(lambda: it.engine.tokens_generated > 4)
+            request.cancel()
+            await until(lambda: not it.engine.busy)
+            assert it.engine.tokens_generated < 2 * 200 and not policy.completions
+            assert (await it.post(url, prompt="12", max_tokens=2))[0] == 200
+
+    asyncio.run(main())
+
+
+def test_after_the_end_of_the_episode_nothing_is_drawn() -> None:
+    async def main() -> None:
+        async with served(max_tokens=200) as it:
+            it.engine._eos = frozenset()
+            late: list[Any] = []
+
+            class Leaves:
+                train = test = (TASK,)
+
+                async def rollout(self, task: Task, policy: Policy) -> float:
+                    url = f"{await policy.base_url()}/completions"
+                    assert (await it.post(url, prompt="12", max_tokens=2))[0] == 200
+                    late.extend([policy, url, asyncio.ensure_future(it.post(url, prompt="34"))])
+                    await until(lambda: it.engine.load)
+                    return 1.0
+
+            rollout = await attempt(Leaves(), TASK, it.policy(), 10.0)
+            policy, url, in_flight = late
+            status, answer = await in_flight
+            assert status == 404 and "has ended" in answer["error"]["message"]
+            assert (await it.post(url, prompt="12"))[0] == 404
+            assert len(rollout.completions) == len(policy.completions) == 1 and not it.endpoint._episodes
+            await until(lambda: not it.engine.busy)
+            with pytest.raises(RuntimeError, match="ended"):
+                await policy.base_url()
+
+    asyncio.run(main())
+
+
+def test_an_environment_around_an_agent_is_trained_on() -> None:
+    """A group of episodes, each an agent of two turns; the trainer's own pass agrees with what was recorded."""
+
+    async def main() -> None:
+        async with served() as it:
+
+            class Agent:
+                train = test = (TASK, Task("u", "5+6="))
+
+                async def rollout(self, task: Task, policy: Policy) -> float:
+                    url = f"{await policy.base_url()}/chat/completions"
+                    turns = said(str(task.prompt))
+                    for _ in range(2):
+                        status, answer = await it.post(url, messages=turns)
+                        assert status == 200
+                        turns += [answer["choices"][0]["message"], *said("+")]
+                    return float(len(turns[-2]["content"]))
+
+            policies = [it.policy(f"0/{i}") for i in range(4)]
+            played = await asyncio.gather(*(attempt(Agent(), TASK, policy, 10.0) for policy in policies))
+            batch = make_batch([Group(0, TASK.id, tuple(played))], normalize=True)
+            assert [len(c) for _, c in ((r, r.completions) for r in played)] == [2] * 4 and not it.endpoint._episodes
+            assert all(span.version == 5 for c, _ in batch.sequences() for span in c.spans)
+            packed = pack(batch.sequences(), torch.device("cpu"))
+            result = await evaluate(Agent(), Agent.test, it.generator, it.codec, it.sampling, endpoint=it.endpoint)
+            assert result["tasks"] == 2 and result["failed"] == 0
+            it.model.set_attn_implementation("eager")
+            logprobs, _ = token_logprobs(it.model, packed)
+            assert (logprobs - packed.behaviour).abs().max() < BOUND
+            (-(logprobs * packed.advantages).mean()).backward()
+            assert any(p.grad is not None and p.grad.abs().max() > 0 for p in it.model.parameters())
+
+    asyncio.run(main())
+
+
+def test_without_aiohttp_the_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    really = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "aiohttp":
+            raise ImportError(name)
+        return really(name, *rest)
+
+    class Asks:
+        train = test = (TASK,)
+
+        async def rollout(self, task: Task, policy: Policy) -> Rollout:
+            raise AssertionError(await policy.base_url())
+
+    async def main() -> None:
+        async with served() as it:
+            monkeypatch.setattr(builtins, "__import__", without)
+            with pytest.raises(ConfigError, match=r"pip install 'slipstream-rl\[endpoint\]'"):
+                await attempt(Asks(), TASK, it.policy(), 10.0)
+            it.endpoint._server = None
+            no_url = Policy(it.generator, it.codec, it.sampling, "0")
+            with pytest.raises(RolloutFailed, match="has no URL"):
+                await attempt(Asks(), TASK, no_url, 10.0)
+
+    asyncio.run(main())
