@@ -122,6 +122,9 @@ class SyncConfig(Section):
 
     link: str = option("shared", '"shared" (memory of this host), "checkpoint" (files), or "module:Class".')
     every: int = option(1, "Steps between two publishes.", ge=1)
+    interruption: Literal["continue", "recompute", "retry", "drain"] = option(
+        "continue", "Sequences in flight: keep their keys and values, recompute them, start again, or finish first."
+    )
 
 
 class EvaluationConfig(Section):

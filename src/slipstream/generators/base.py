@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from slipstream.rollout import Completion, Sampling
+
+# What new weights do to a sequence in flight: it keeps its keys and values, they are computed again, it starts again
+# from its prompt, or there is none, because the swap waits for them to finish.
+Interruption = Literal["continue", "recompute", "retry", "drain"]
 
 
 class Generator(Protocol):

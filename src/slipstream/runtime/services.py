@@ -62,13 +62,15 @@ class GeneratorService:
             reply(getattr(self, method)(*arguments))
 
     def tick(self) -> None:
-        """Swap weights if a version is ready, then take one step."""
+        """Swap weights if a version is ready, and the engine drained where that is asked for; then take one step."""
         if self._swap and (self._swap[0].done() or not self._engine.busy):
             prepared, version, reply = self._swap
-            self._swap = None
-            assert self._receiver is not None
-            failure = prepared.exception()
-            reply(failure or (self._engine.swap(version, self._receiver.apply), self.stats()))
+            failure, how = prepared.exception(), self._config.sync.interruption
+            self._engine.draining = how == "drain" and not failure and self._engine.running > 0
+            if not self._engine.draining:
+                self._swap = None
+                assert self._receiver is not None
+                reply(failure or (self._engine.swap(version, self._receiver.apply, how), self.stats()))
         for key, completion in self._engine.step():
             self._replies.pop(key)(completion)
 
@@ -79,7 +81,8 @@ class GeneratorService:
 
     def stats(self) -> dict[str, float]:
         """Totals since the start."""
-        return {"tokens": self._engine.tokens_generated, "busy": self._engine.busy_seconds}
+        engine = self._engine
+        return {"tokens": engine.tokens_generated, "wasted": engine.tokens_wasted, "busy": engine.busy_seconds}
 
     def close(self) -> None:
         if self._receiver:
