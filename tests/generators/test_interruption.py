@@ -273,9 +273,12 @@ def test_a_service_goes_on_where_weights_fail_to_come(tiny: Path, how: Interrupt
     Weights.fails = True
     try:
         for key in range(3):
-            serving.handle("generate", (key, (5, 6), Sampling(max_tokens=9)), lambda c, k=key: done.update({k: c}))
+            serving.handle("generate", (key, (5, 6), Sampling(max_tokens=90)), lambda c, k=key: done.update({k: c}))
         serving.tick()
         serving.handle("swap", ({}, 1), lambda value: done.update(swap=value))
+        while "swap" not in done:
+            serving.tick()
+        assert done.keys() == {"swap"}, "the engine drained for weights that never came"
         while serving.busy:
             serving.tick()
     finally:
