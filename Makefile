@@ -29,6 +29,7 @@ bench: $(VENV)/installed-dev     ## every benchmark that runs on a CPU
 	$(BIN)/python benchmarks/generation.py
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/publish.py
+	$(BIN)/python benchmarks/interruption.py
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slipstream needs Python 3.11 or later: make PYTHON=python3.11 ...")'

@@ -61,7 +61,8 @@ class StepLayout:
     The first `running` tokens are the newest token of the sequence in each slot `0:running`: the token drawn last, or
     the last one of a joining prompt. The rest of the row are the earlier tokens of joining prompts, one prompt after
     the other. Sequences that join with equal prompts share those: their keys are computed once and written to every
-    slot. `lengths` counts each running sequence's tokens, the newest included, and `width` is the largest.
+    slot. Where a sequence joins again, what it has drawn is part of its prompt. `lengths` counts each running
+    sequence's tokens, the newest included, and `width` is the largest.
 
     Token `write_source[i]` of the row (None: token i) goes to position `write_position[i]` of slot `write_slot[i]`.
     `gather` `[prompts, longest]` finds each prompt's earlier tokens in the row (padding repeats a token that causality

@@ -2,7 +2,7 @@
 
 Consumes requests, produces completions; between two forward passes sequences join and leave, and weights may be
 swapped. Each pass sees one version of all weights, and each token is tagged with the version of the pass that drew it.
-A sequence that outlives a swap keeps its keys and values ("continue").
+What becomes of a sequence that outlives a swap is the caller's choice, swap by swap (`Interruption`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
-from slipstream.generators.base import GenerationError
+from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.sampling import Sampler
 from slipstream.rollout import Completion, Sampling, spans_of
 
@@ -44,6 +44,16 @@ class _Sequence:
     experts: list[Any] = field(default_factory=list)
     finish: str | None = None
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What has to be in the cache, but for the last, before the next token: all of it when the sequence joins."""
+        return (*self.prompt, *self.tokens)
+
+    def forget(self) -> None:
+        """Back to the prompt."""
+        for drawn in (self.tokens, self.logprobs, self.versions, self.kept, self.experts):
+            drawn.clear()
+
 
 class Engine:
     """A model with `slots` places for sequences. Synchronous and single-threaded: `submit`, then `step` while `busy`.
@@ -62,7 +72,9 @@ class Engine:
         self.slots = slots
         self.context: int = min(context or config.max_position_embeddings, config.max_position_embeddings)
         self.version = version
+        self.draining = False  # while set, nothing joins; `swap` clears it
         self.tokens_generated = 0
+        self.tokens_wasted = 0  # of those generated: thrown away by `retry`
         self.busy_seconds = 0.0
         self._tokenizer = tokenizer
         self._device = next(model.parameters()).device
@@ -79,6 +91,11 @@ class Engine:
     @property
     def busy(self) -> bool:
         return bool(self._queue or self._running)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot and want another token."""
+        return sum(s.finish is None for s in self._running)
 
     @property
     def load(self) -> int:
@@ -110,14 +127,27 @@ class Engine:
             if sequence.key == key:
                 sequence.finish = "abort"
 
-    def swap(self, version: int, apply: Callable[[], None]) -> float:
+    def swap(self, version: int, apply: Callable[[], None], how: Interruption = "continue") -> float:
         """Replace the weights under the running sequences by calling `apply`. Returns the seconds it took.
 
-        Called between two steps, so no pass sees two versions. If `apply` raises, the version stays.
+        Called between two steps, so no pass sees two versions. To drain, set `draining` and `step` while `running`
+        first. Either way requests may join again afterwards; if `apply` raises, that is all that changes.
         """
+        if how == "drain" and self.running:
+            raise RuntimeError(f"drain: {self.running} sequences still run; set `draining` and step until none does")
         began = time.perf_counter()
-        apply()
+        try:
+            apply()
+        finally:
+            self.draining = False
         self.version = version
+        if how in ("recompute", "retry"):  # all join again, before any that waits, with every token or with none
+            self._queue.extendleft(s for s in reversed(self._running) if s.finish is None)
+            self._running = []
+        if how == "retry":
+            for sequence in self._queue:
+                self.tokens_wasted += len(sequence.tokens)
+                sequence.forget()
         return time.perf_counter() - began
 
     @torch.inference_mode()
@@ -146,7 +176,7 @@ class Engine:
         return finished
 
     def _admit(self) -> dict[tuple[int, ...], list[int]]:
-        """Give free slots to queued requests. Returns the slots of joining sequences by prompt.
+        """Give free slots to queued requests. Returns the slots of joining sequences by what they have to compute.
 
         Running sequences always fill slots `0:len(running)`, so that attention reads one view of the cache. A joining
         sequence takes the slot of a finished one; where none joins, the last sequence moves into the hole.
@@ -154,15 +184,15 @@ class Engine:
         joining: dict[tuple[int, ...], list[int]] = {}
         holes = deque(i for i, s in enumerate(self._running) if s.finish)
         longest = 0
-        while self._queue and (holes or len(self._running) < self.slots):
-            prompt = self._queue[0].prompt
-            if prompt not in joining:
-                longest = max(longest, len(prompt))
+        while self._queue and not self.draining and (holes or len(self._running) < self.slots):
+            ids = self._queue[0].ids
+            if ids not in joining:
+                longest = max(longest, len(ids))
                 if joining and longest * (len(joining) + 1) > PROMPT_TOKENS:
                     break
             slot = holes.popleft() if holes else len(self._running)
             self._running[slot : slot + 1] = [self._queue.popleft()]
-            joining.setdefault(prompt, []).append(slot)
+            joining.setdefault(ids, []).append(slot)
             self._sampler = None
         while holes:
             hole = holes.pop()
@@ -180,12 +210,12 @@ class Engine:
         lengths = [len(s.prompt) + len(s.tokens) for s in self._running]
         positions = [length - 1 for length in lengths]
         source, slot, place = list(range(n)), list(range(n)), list(positions)
-        longest = max((len(prompt) for prompt in joining), default=1) - 1
+        longest = max(map(len, joining), default=1) - 1
         gather: list[list[int]] = []
         scatter: list[int] = []
-        for index, (prompt, slots) in enumerate(joining.items()):
-            earlier = range(len(row), len(row) + len(prompt) - 1)
-            row += prompt[:-1]
+        for index, (ids, slots) in enumerate(joining.items()):
+            earlier = range(len(row), len(row) + len(ids) - 1)
+            row += ids[:-1]
             positions += range(len(earlier))
             for taken in slots:
                 source += earlier
@@ -230,14 +260,17 @@ class Engine:
         return any(stop in text for stop in stops)
 
     def _record_experts(self, joining: dict[tuple[int, ...], list[int]]) -> None:
-        """Keep which experts each layer chose for every token of this pass, for the sequences that ask."""
+        """Keep which experts each layer chose for every token of this pass, for the sequences that ask.
+
+        A sequence that joins again keeps those that it was drawn with.
+        """
         routes = torch.stack(self._routes, 1).to("cpu", torch.int16).numpy()  # [tokens, layers, experts a token]
         at = len(self._running)
-        for prompt, slots in joining.items():
-            for slot in slots:
-                if self._running[slot].sampling.record_experts:
-                    self._running[slot].experts.append(routes[at : at + len(prompt) - 1])
-            at += len(prompt) - 1
+        for ids, slots in joining.items():
+            for sequence in (self._running[slot] for slot in slots):
+                if sequence.sampling.record_experts and not sequence.tokens:
+                    sequence.experts.append(routes[at : at + len(ids) - 1])
+            at += len(ids) - 1
         for slot, sequence in enumerate(self._running):
             if sequence.sampling.record_experts:
                 sequence.experts.append(routes[slot : slot + 1])

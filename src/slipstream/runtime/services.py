@@ -116,8 +116,7 @@ class GeneratorService:
                 except Exception as error:
                     reply(error)
         for key, completion in self._engine.step():
-            if key in self._replies:
-                self._replies.pop(key)(completion)
+            self._replies.pop(key)(completion)
 
     def _answer_when_prepared(self, reply: Reply) -> None:
         try:
