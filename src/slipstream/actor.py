@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -60,8 +60,9 @@ class Service(Protocol):
 class Actor:
     """The controller's end of a process."""
 
-    def __init__(self, name: str, log: Path | None = None) -> None:
+    def __init__(self, name: str, log: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
         self.name = name
+        self._environment = environment or {}
         self._log = log
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
@@ -83,7 +84,7 @@ class Actor:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the controller, which stops the others in order
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
+                env=os.environ | {**self._environment, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
             )
         theirs.close()
         self._connection = Connection(ours.detach())

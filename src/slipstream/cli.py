@@ -79,6 +79,13 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, metavar="N")
     generate.set_defaults(command=_generate)
 
+    verify = commands.add_parser("verify", help="see that engine and weight link change policies exactly")
+    verify.add_argument("target", metavar="MODEL|RUN_DIR", help="a model's directory, a run's, or a Hub name")
+    verify.add_argument("--prompts", type=int, default=16, metavar="N")
+    verify.add_argument("--tokens", type=int, default=64, metavar="N", help="length of each completion")
+    verify.add_argument("--after", type=int, default=16, metavar="N", help="tokens before the change")
+    verify.set_defaults(command=_verify)
+
     config = commands.add_parser("config", help="print a configuration with all defaults, as TOML")
     config.add_argument("config", nargs="?", metavar="CONFIG.toml")
     config.set_defaults(command=_config)
@@ -125,6 +132,26 @@ def _generate(options: argparse.Namespace, flags: list[str]) -> int:
     ):
         print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")
     return 0
+
+
+def _verify(options: argparse.Namespace, flags: list[str]) -> int:
+    from slipstream.verification import verify
+
+    config = _config_of(options.target, "addition", flags)
+    found = asyncio.run(verify(config, prompts=options.prompts, tokens=options.tokens, after=options.after))
+    show_verdict(found, config)
+    return 0 if found.exact else 1
+
+
+def show_verdict(found: Any, config: Config) -> None:
+    """What `verify` found, as a table."""
+    sync = config.sync
+    how = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {config.model.dtype}"
+    print(f"engine       {how}\nlink         {sync.link}, in flight: {sync.interruption}")
+    print(f"prompts      {found.prompts}, of which {found.changed} changed policy in the middle")
+    for name, index, (exact, total) in (("before A->B", 0, found.before), ("after  A->B", 1, found.after)):
+        print(f"{name}  {exact} of {total} exact ({found.tokens[index]} tokens)")
+    print(f"held         {1000 * found.hold:.2f} ms\n{'EXACT' if found.exact else 'NOT EXACT'}")
 
 
 def _config(options: argparse.Namespace, flags: list[str]) -> int:

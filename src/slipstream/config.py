@@ -83,7 +83,9 @@ class GeneratorConfig(Section):
     kind: str = option("torch", '"torch" (embedded), "vllm", or your own service as "module:Class".')
     count: int = option(1, "Generators, each in its own process.", ge=1)
     tensor_parallel: int = option(1, "GPUs that one generator's weights are spread over (vllm).", ge=1)
-    memory: float = option(0.85, "Share of a GPU's memory that one generator may take (vllm).", gt=0, le=1)
+    memory: float = option(
+        0.0, "Share of a GPU's memory for one generator (vllm); 0 means 0.85, or 0.4 beside the trainer.", ge=0, le=1
+    )
     options: dict[str, Any] = option({}, "Further engine arguments, passed on as they are (vllm).")
     slots: int = option(64, "Sequences that one generator decodes at once.", ge=1)
     context: int = option(0, "Longest prompt plus completion in tokens; 0 means the model's own limit.", ge=0)

@@ -82,6 +82,11 @@ def pick_device(option: str, name: str) -> torch.device:
     return device
 
 
+def device_here() -> torch.device:
+    """What a process computes on that sees only the GPUs it was given."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def end_of_sequence(*configs: Any) -> frozenset[int]:
     """The ids that end a completion, by the first of these configurations (generation's, the model's) that says so."""
     for config in configs:

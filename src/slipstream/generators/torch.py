@@ -97,6 +97,10 @@ class Engine:
         """Requests that hold a slot and want another token."""
         return sum(s.finish is None for s in self._running)
 
+    def drawn(self) -> int:
+        """Tokens that the furthest running sequence has drawn."""
+        return max((len(s.tokens) for s in self._running), default=0)
+
     @property
     def load(self) -> int:
         """Requests accepted and not finished."""

@@ -52,12 +52,12 @@ class _Request:
 class VllmEngine:
     """One vLLM engine with the methods of `generators.torch.Engine`. Raises `ConfigError` for what it can't run."""
 
-    def __init__(self, config: Config, version: int = 0) -> None:
+    def __init__(self, config: Config, version: int = 0, shared_gpu: bool = False) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError('generator.kind = "vllm" needs vLLM: pip install vllm')
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        arguments = engine_arguments(config)
+        arguments = engine_arguments(config, shared_gpu)
         from vllm import EngineArgs, LLMEngine
 
         self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
@@ -110,6 +110,10 @@ class VllmEngine:
         self._waiting = deque(r for r in self._waiting if r.key != key)
         for request in [r for r in self._requests.values() if r.key == key]:
             self._stop(request)
+
+    def drawn(self) -> int:
+        """Tokens that the furthest sequence in flight has drawn."""
+        return max(self._llm.collective_rpc("slipstream_drawn")[0].values(), default=0) if self._requests else 0
 
     def step(self) -> list[tuple[Hashable, Completion]]:
         """Let vLLM go on for one step. Returns what finished."""
@@ -230,7 +234,7 @@ class WorkerWeights:
         return results
 
 
-def engine_arguments(config: Config) -> dict[str, Any]:
+def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
     """vLLM's engine arguments for a configuration; `generator.options` has the last word."""
     generator, on_cpu = config.generator, not torch.cuda.is_available()
     arguments: dict[str, Any] = {
@@ -239,7 +243,7 @@ def engine_arguments(config: Config) -> dict[str, Any]:
         "tensor_parallel_size": generator.tensor_parallel,
         "max_num_seqs": generator.slots,
         "max_model_len": generator.context or None,
-        "gpu_memory_utilization": generator.memory,
+        "gpu_memory_utilization": generator.memory or (0.4 if shared_gpu else 0.85),
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are really drawn from
         "max_logprobs": max(20, config.sampling.top_k),
         "worker_extension_cls": EXTENSION,

@@ -5,12 +5,13 @@ Every method is called by `LLMEngine.collective_rpc` and runs in each worker bet
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from slipstream.generators.vllm_places import places_of
-from slipstream.generators.weights import ServedWeights
+from slipstream.generators.weights import Place, ServedWeights
 from slipstream.sync.link import Ticket
 
 if not torch.cuda.is_available():
@@ -34,6 +35,7 @@ class WorkerExtension:
                 module.cpu_linear = torch.nn.functional.linear
         size = self.model_runner.parallel_config.tensor_parallel_size
         places = places_of(model, offer["shapes"], self.rank % size, size)
+        _refuse_other_values(self.model_runner, places)
         self._slipstream = ServedWeights(link, offer, places, rank + self.rank % size, rebind=False)
 
     def slipstream_prepare(self, ticket: Ticket) -> None:
@@ -45,6 +47,10 @@ class WorkerExtension:
     def slipstream_apply(self) -> dict[str, int]:
         """Swap the weights. Returns how many tokens each request has drawn so far, every pass before this included."""
         self._slipstream.apply()
+        return self.slipstream_drawn()
+
+    def slipstream_drawn(self) -> dict[str, int]:
+        """Tokens that each request has drawn."""
         return {name: len(request.output_token_ids) for name, request in self.model_runner.requests.items()}
 
     def slipstream_checksums(self, names: list[str]) -> dict[str, str]:
@@ -52,3 +58,19 @@ class WorkerExtension:
 
     def slipstream_close(self) -> None:
         self._slipstream.close()
+
+
+def _refuse_other_values(runner: Any, places: Mapping[str, Place]) -> None:
+    """See that every place holds what vLLM itself has loaded there from the model's files.
+
+    Raises `ValueError` that names a parameter which vLLM keeps in another form: written in place it would be garbled.
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+
+    if runner.load_config.load_format == "dummy":
+        return
+    loader: Any = get_model_loader(runner.load_config)
+    for name, tensor in loader.get_all_weights(runner.model_config, runner.get_model()):
+        place = places.get(name)
+        if place and not torch.equal(tensor[place.index].to(place.tensor), place.tensor):
+            raise ValueError(f"vLLM keeps {name} in a form of its own; this model can't be updated in place")

@@ -7,11 +7,13 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from slipstream.actor import Actor, ActorError
 from slipstream.config import Config, ConfigError, SyncConfig
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Batch, Completion, Sampling
+from slipstream.runtime.placement import Placement, place, visible
 from slipstream.sync.checksum import chosen
 from slipstream.sync.link import PublishStats
 from slipstream.trainers.trainer import StepStats
@@ -81,6 +83,11 @@ class GeneratorPool:
         """The same as of the last publish or call of `stats`."""
         totals = [g.totals for g in self.generators]
         return {"tokens": sum(t["tokens"] for t in totals), "busy": sum(t["busy"] for t in totals) / len(totals)}
+
+    async def drawn(self) -> int:
+        """Tokens that the furthest sequence in flight has drawn."""
+        drawn: list[int] = await asyncio.gather(*(g.actor.call("drawn") for g in self.generators))
+        return max(drawn)
 
     async def close(self) -> None:
         await asyncio.gather(*(g.close() for g in self.generators))
@@ -187,22 +194,48 @@ class Pools:
     @classmethod
     async def start(cls, config: Config, directory: Path) -> Pools:
         """Start all processes at once and load the model in each. Raises `ConfigError` for what they refuse."""
-        trainer = Actor("trainer", directory / "logs" / "trainer.log")
-        generators = [
-            Actor(f"generator {i}", directory / "logs" / f"generator_{i}.log") for i in range(config.generator.count)
-        ]
-        starts = [trainer.start(SERVICES.get(config.trainer.kind, config.trainer.kind), config, str(directory))]
-        kind = SERVICES.get(config.generator.kind, config.generator.kind)
-        starts += [g.start(kind, config, i) for i, g in enumerate(generators)]
-        failures = [f for f in await asyncio.gather(*starts, return_exceptions=True) if f is not None]
-        if failures:
-            await asyncio.gather(*(actor.stop(grace=0.5) for actor in (trainer, *generators)))
-            raise _for_a_user(failures[0])
-        pool = GeneratorPool([ProcessGenerator(g, config.generator.tensor_parallel) for g in generators])
-        return cls(pool, ProcessTrainer(trainer), config.sync)
+        placement = place(config, gpus_here())
+        trainer = Actor("trainer", directory / "logs" / "trainer.log", visible(placement.trainer))
+        starting = asyncio.ensure_future(start_generators(config, directory, placement))
+        try:
+            kind = SERVICES.get(config.trainer.kind, config.trainer.kind)
+            await _start([(trainer, kind, (config, str(directory)))])
+            return cls(await starting, ProcessTrainer(trainer), config.sync)
+        except BaseException:
+            starting.cancel()
+            await asyncio.gather(starting, trainer.stop(grace=0.5), return_exceptions=True)
+            raise
 
     async def close(self) -> None:
         await asyncio.gather(self.generator.close(), self.trainer.close())
+
+
+async def start_generators(config: Config, directory: Path, placement: Placement) -> GeneratorPool:
+    """The generators alone, each with the model's own weights. Raises `ConfigError` for what they refuse."""
+    kind = SERVICES.get(config.generator.kind, config.generator.kind)
+    actors = [
+        Actor(f"generator {i}", directory / "logs" / f"generator_{i}.log", visible(gpus))
+        for i, gpus in enumerate(placement.generators)
+    ]
+    await _start([(actor, kind, (config, i, placement.shared)) for i, actor in enumerate(actors)])
+    return GeneratorPool([ProcessGenerator(actor, config.generator.tensor_parallel) for actor in actors])
+
+
+async def _start(services: Sequence[tuple[Actor, str, tuple[Any, ...]]]) -> None:
+    """Start these services in their processes, or none of them."""
+    actors = [actor for actor, _, _ in services]
+    try:
+        await asyncio.gather(*(actor.start(kind, *arguments) for actor, kind, arguments in services))
+    except BaseException as error:
+        await asyncio.gather(*(actor.stop(grace=0.5) for actor in actors))
+        raise _for_a_user(error) from None
+
+
+def gpus_here() -> int:
+    """How many GPUs this host lends to this process."""
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _for_a_user(failure: BaseException) -> BaseException:

@@ -14,7 +14,7 @@ from slipstream.actor import Reply
 from slipstream.config import Config
 from slipstream.generators.base import Interruption
 from slipstream.generators.weights import ServedWeights, local_places
-from slipstream.models import load_model, load_tokenizer, pick_device, trained_parameters
+from slipstream.models import device_here, load_model, load_tokenizer, trained_parameters
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Sender, Ticket, find_link
@@ -35,6 +35,7 @@ class Engine(Protocol):
     def running(self) -> int: ...
     def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None: ...
     def abort(self, key: Hashable) -> None: ...
+    def drawn(self) -> int: ...
     def step(self) -> list[tuple[Hashable, Completion]]: ...
     def swap(self, version: int, apply: Callable[[], Any], how: Interruption) -> float: ...
 
@@ -55,9 +56,9 @@ OpenWeights = Callable[[str, Ticket, int], Weights]
 class GeneratorService:
     """An engine and its end of the weight link."""
 
-    def __init__(self, config: Config, index: int) -> None:
+    def __init__(self, config: Config, index: int, shared_gpu: bool = False) -> None:
         torch.set_num_threads(threads(config.generator.threads, config))
-        self._config, self._index = config, index
+        self._config, self._shared_gpu = config, shared_gpu
         self._engine, self._open_weights = self._load()
         self._weights: Weights | None = None
         self._replies: dict[Hashable, Reply] = {}
@@ -69,7 +70,7 @@ class GeneratorService:
         from slipstream.generators.torch import Engine
 
         config = self._config
-        device = pick_device(config.generator.device, "generator.device")
+        device = device_here()
         model = load_model(config.model, config.lora, device=device, dtype=getattr(torch, config.model.dtype))
         engine = Engine(
             model.get_base_model() if config.lora.rank else model,
@@ -139,6 +140,10 @@ class GeneratorService:
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Of the weights as they are served."""
         return self._served.checksums(names)
+
+    def drawn(self) -> int:
+        """Tokens that the furthest sequence in flight has drawn."""
+        return self._engine.drawn()
 
     def stats(self) -> dict[str, float]:
         """Totals since the start."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.algorithms.losses import grpo, kl_to_reference, off_policy_statistics
 from slipstream.config import AlgorithmConfig, Config, TrainerConfig
-from slipstream.models import load_model, pick_device, trained_parameters
+from slipstream.models import device_here, load_model, trained_parameters
 from slipstream.rollout import Batch, Completion
 from slipstream.trainers import checkpoint
 from slipstream.trainers.logprobs import per_completion, refuse_untrainable, token_logprobs
@@ -51,7 +51,7 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         torch.manual_seed(config.loop.seed)
-        self.device = pick_device(config.trainer.device, "trainer.device")
+        self.device = device_here()
         # Master weights are float32 whatever the compute format is.
         self.model = load_model(config.model, config.lora, device=self.device, dtype=torch.float32)
         refuse_untrainable(self.model.config)

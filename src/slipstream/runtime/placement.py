@@ -1,0 +1,62 @@
+"""Which GPUs each process of a run uses: arithmetic, before anything is started."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from slipstream.config import Config, ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """GPUs by number for each generator and for the trainer; none on a host without, or for a side on the CPU."""
+
+    generators: tuple[tuple[int, ...], ...]
+    trainer: tuple[int, ...]
+
+    @property
+    def shared(self) -> bool:
+        """Whether a generator and the trainer use the same GPU."""
+        return any(gpu in self.trainer for gpus in self.generators for gpu in gpus)
+
+
+def place(config: Config, gpus: int) -> Placement:
+    """Generators on the first GPUs, `tensor_parallel` each, the trainer on the next; on one GPU all share it.
+
+    `generator.device` and `trainer.device` have the last word. Raises `ConfigError` where there are too few.
+    """
+    generator = config.generator
+    wanted = generator.count * generator.tensor_parallel
+    if gpus > 1 and generator.device == "auto" and wanted >= gpus + (config.trainer.device != "auto"):
+        raise ConfigError(
+            f"generator.count = {generator.count} with generator.tensor_parallel = {generator.tensor_parallel} and a "
+            f"trainer need {wanted + 1} GPUs, but there are {gpus}; lower one of them, or name generator.device and "
+            "trainer.device to share"
+        )
+    if generator.tensor_parallel > max(1, gpus):
+        raise ConfigError(f"generator.tensor_parallel = {generator.tensor_parallel}, but there are {gpus} GPUs here")
+    each = generator.tensor_parallel
+    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.count)]
+    return Placement(
+        tuple(_chosen(generator.device, found, gpus, each) for found in spread),
+        _chosen(config.trainer.device, (wanted if gpus > 1 else 0,), gpus, 1),
+    )
+
+
+def visible(gpus: tuple[int, ...]) -> dict[str, str]:
+    """The environment of a process that shall see these GPUs alone, of those that this process may see."""
+    mine = os.environ.get(VISIBLE)
+    names = mine.split(",") if mine else None
+    return {VISIBLE: ",".join(names[gpu] if names else str(gpu) for gpu in gpus)}
+
+
+def _chosen(device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple[int, ...]:
+    if not gpus or device == "cpu":
+        return ()
+    if device.startswith("cuda:"):
+        first = int(device.removeprefix("cuda:"))
+        return tuple(range(first, first + count))
+    return found if device == "auto" else tuple(range(count))

@@ -1,0 +1,135 @@
+"""Does this engine, with this link, really change from one policy to the other, and at the token that it says?
+
+A batch is generated greedily on weights A; while it runs, B is published; then a fresh engine that has loaded A's files
+is asked for every token before the change again, and one that has loaded B's for every token after it, each given the
+same prefix. Nothing of the link under test takes part in the second half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.config import Config, validate
+from slipstream.models import load_tokenizer
+from slipstream.rollout import Completion, Sampling
+from slipstream.runtime.local import Pools, gpus_here, start_generators
+from slipstream.runtime.placement import place
+from slipstream.runtime.services import TrainerService
+
+CHANGE = 0.05  # size of the difference between A and B, in standard deviations of each parameter
+POLL = 0.02  # seconds between two looks at how far generation is
+PROMPT = (4, 24)  # tokens
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How many prompts were exact before and after the change, of how many that have such tokens."""
+
+    prompts: int
+    changed: int  # prompts with tokens of both versions
+    before: tuple[int, int]
+    after: tuple[int, int]
+    tokens: tuple[int, int]
+    hold: float
+
+    @property
+    def exact(self) -> bool:
+        return self.before[0] == self.before[1] and self.after[0] == self.after[1]
+
+
+class ChangingTrainer(TrainerService):
+    """A trainer that, instead of learning, goes to other weights at once."""
+
+    def change(self, seed: int) -> None:
+        """From A to B: noise on every parameter, the same for a seed."""
+        if self._sender:
+            self._sender.before_update()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self._trainer.parameters.values():
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                # Adapters begin as zeros, and a vector of ones has no deviation.
+                parameter.add_(noise, alpha=CHANGE * max(float(parameter.float().std(correction=0)), 0.02))
+
+    def store(self, path: Path) -> None:
+        """The policy with its tokenizer, as an engine loads it."""
+        self._trainer.export(path)
+        load_tokenizer(self._config.model.path).save_pretrained(path)
+
+
+async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: int = 16, seed: int = 0) -> Verdict:
+    """Publish B once a sequence of A has drawn `after` tokens, and compare. See the module."""
+    trainer = f"{ChangingTrainer.__module__}:{ChangingTrainer.__qualname__}"
+    config = with_options(config, trainer={**config.trainer.model_dump(), "kind": trainer})
+    vocabulary = len(load_tokenizer(config.model.path))
+    draw = random.Random(seed)
+    asked = [tuple(draw.randrange(vocabulary) for _ in range(draw.randint(*PROMPT))) for _ in range(prompts)]
+    with tempfile.TemporaryDirectory(prefix="slipstream-verify-") as folder:
+        stores = [Path(folder) / name for name in "AB"]
+        completions, hold = await _publish_midway(config, Path(folder), stores, asked, tokens, after, seed)
+        again = [await _fresh(config, Path(folder), version, stores[version], completions) for version in (0, 1)]
+    return _verdict(completions, again, hold)
+
+
+async def _publish_midway(
+    config: Config, folder: Path, stores: Sequence[Path], asked: Sequence[tuple[int, ...]], tokens: int, after: int,
+    seed: int,
+) -> tuple[list[Completion], float]:  # fmt: skip
+    pools = await Pools.start(config, folder)
+    try:
+        await pools.link.connect(0)
+        await pools.trainer.actor.call("store", stores[0])
+        sampling = Sampling(temperature=0.0, max_tokens=tokens)
+        drawing = asyncio.gather(*(pools.generator.generate(prompt, sampling) for prompt in asked))
+        while not drawing.done() and await pools.generator.drawn() < after:
+            await asyncio.sleep(POLL)
+        await pools.trainer.actor.call("change", seed)
+        stats = await pools.link.publish(1)
+        await pools.trainer.actor.call("store", stores[1])
+        return list(await drawing), stats.hold
+    finally:
+        await pools.close()
+
+
+async def _fresh(
+    config: Config, folder: Path, version: int, store: Path, completions: Sequence[Completion]
+) -> list[tuple[int, ...]]:
+    """What an engine that has loaded `store` draws in the place of each completion's tokens of `version`."""
+    wanted = [(c, span) for c in completions for span in c.spans if span.version == version]
+    if not wanted:
+        return []
+    fresh = with_options(config, model={**config.model.model_dump(), "path": str(store)})
+    pool = await start_generators(fresh, folder, place(fresh, gpus_here()))
+    try:
+        samplings = [Sampling(temperature=0.0, max_tokens=span.end - span.start) for _, span in wanted]
+        prefixes = [c.prompt_ids + c.token_ids[: span.start] for c, span in wanted]
+        drawn = await asyncio.gather(*map(pool.generate, prefixes, samplings))
+        return [completion.token_ids for completion in drawn]
+    finally:
+        await pool.close()
+
+
+def _verdict(completions: Sequence[Completion], again: Sequence[list[tuple[int, ...]]], hold: float) -> Verdict:
+    exact, total, tokens = [0, 0], [0, 0], [0, 0]
+    for version in (0, 1):
+        spans = [(c, span) for c in completions for span in c.spans if span.version == version]
+        for (c, span), drawn in zip(spans, again[version], strict=True):
+            total[version] += 1
+            exact[version] += c.token_ids[span.start : span.end] == drawn
+            tokens[version] += span.end - span.start
+    changed = sum(len(c.spans) > 1 for c in completions)
+    pairs = list(zip(exact, total, strict=True))
+    return Verdict(len(completions), changed, pairs[0], pairs[1], (tokens[0], tokens[1]), hold)
+
+
+def with_options(config: Config, **sections: dict[str, Any]) -> Config:
+    """The configuration with these sections in the place of its own."""
+    return validate(config.model_dump() | sections)
