@@ -12,25 +12,31 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.environments.base import Policy, Task
 
-# "1M" and "11M" parameters or so; "tiny" is for tests of the machinery.
+# Named by their parameters or so; "tiny" is for tests of the machinery, the last two are for GPUs.
 SHAPES = {
     "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64},
     "1M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 1024},
     "11M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 4096},
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},
 }
+QWEN_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 
 
 def build_model(shape: str) -> Qwen3ForCausalLM:
     """A Qwen3 of random weights in float32 that never ends a completion by itself."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SHAPES[shape]["hidden_size"] // 4}
+    small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SHAPES[shape]["hidden_size"] // 4}
+    heads = QWEN_HEADS if shape.endswith("B") else small
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], **heads, **none, max_position_embeddings=1024)).eval()
+    config = Qwen3Config(**SHAPES[shape], **heads, **none, max_position_embeddings=4096)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return Qwen3ForCausalLM(config).eval()
 
 
-def save_model(shape: str, path: Path) -> None:
+def save_model(shape: str, path: Path, dtype: torch.dtype = torch.float32) -> None:
     """Save the model with a tokenizer of one word a token: "w7" is token 7."""
-    build_model(shape).save_pretrained(path)
+    build_model(shape).to(dtype).save_pretrained(path)
     vocabulary = {f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

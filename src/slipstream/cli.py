@@ -137,7 +137,7 @@ def _generate(options: argparse.Namespace, flags: list[str]) -> int:
 def _verify(options: argparse.Namespace, flags: list[str]) -> int:
     from slipstream.verification import verify
 
-    config = _config_of(options.target, "addition", flags)
+    config = _config_of(options.target, "addition", ["--sync.interruption=recompute", *flags])
     found = asyncio.run(verify(config, prompts=options.prompts, tokens=options.tokens, after=options.after))
     show_verdict(found, config)
     return 0 if found.exact else 1
@@ -148,7 +148,7 @@ def show_verdict(found: Any, config: Config) -> None:
     sync = config.sync
     how = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {config.model.dtype}"
     print(f"engine       {how}\nlink         {sync.link}, in flight: {sync.interruption}")
-    print(f"prompts      {found.prompts}, of which {found.changed} changed policy in the middle")
+    print(f"completions  {found.completions}, of which {found.changed} changed policy in the middle")
     for name, index, (exact, total) in (("before A->B", 0, found.before), ("after  A->B", 1, found.after)):
         print(f"{name}  {exact} of {total} exact ({found.tokens[index]} tokens)")
     print(f"held         {1000 * found.hold:.2f} ms\n{'EXACT' if found.exact else 'NOT EXACT'}")

@@ -1,0 +1,69 @@
+"""`slipstream verify` over engines, links and interruption modes, as one table.
+
+    python benchmarks/verify.py --shape 0.6B --dtype bfloat16 vllm:nccl:recompute:1 vllm:checkpoint:recompute:1
+
+A case is engine:link:interruption:tensor-parallel, with further options after it as section.option=value, comma
+separated. The model has random weights; it is made once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.work import save_model
+from slipstream.config import load
+from slipstream.verification import verify
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+")
+    parser.add_argument("--shape", default="1M")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--after", type=int, default=24)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(options.shape, Path(folder), getattr(torch, options.dtype))
+        for case in options.cases:
+            head, *more = case.split(",")
+            engine, link, interruption, tensor_parallel = head.split(":")
+            flags = [
+                f"--model.path={folder}", f"--model.dtype={options.dtype}", "--environment.name=addition",
+                f"--generator.kind={engine}", f"--sync.link={link}", f"--sync.interruption={interruption}",
+                f"--generator.tensor_parallel={tensor_parallel}", "--generator.context=512",
+                *(f"--{option}" for option in more),
+            ]  # fmt: skip
+            began = time.perf_counter()
+            sizes = {"prompts": options.prompts, "tokens": options.tokens, "after": options.after}
+            try:
+                found = asyncio.run(verify(load(None, flags), **sizes))
+                result = {"case": case, "exact": found.exact, **asdict(found)}
+            except Exception as error:
+                traceback.print_exc()
+                result = {"case": case, "exact": False, "error": f"{type(error).__name__}: {error}"}
+            result["seconds"] = round(time.perf_counter() - began, 1)
+            print(json.dumps(result), flush=True)
+            results.append(result)
+            if options.json:
+                device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+                command = f"python benchmarks/verify.py {' '.join(sys.argv[1:])}"
+                described = {"command": command, "device": device, "results": results}
+                options.json.write_text(json.dumps(described, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
