@@ -163,9 +163,8 @@ def _task_files(config: EnvironmentConfig) -> tuple[Sequence[Task], Sequence[Tas
 def read_tasks(path: Path) -> list[Task]:
     """Tasks from lines of JSON. Raises `ConfigError` naming file and line."""
     tasks = []
-    for number, line in read_lines(path):
+    for number, data in read_lines(path):
         try:
-            data = json.loads(line)
             prompt = data.pop("prompt")
             if not prompt:
                 raise ValueError
@@ -178,12 +177,19 @@ def read_tasks(path: Path) -> list[Task]:
     return tasks
 
 
-def read_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines of a file that are not blank, with their numbers. Raises `ConfigError`."""
+def read_lines(path: Path) -> list[tuple[int, Any]]:
+    """The JSON of a file's lines that are not blank, or None for what is none, with their numbers."""
     if not path.is_file():
         raise ConfigError(f"environment.options: there is no file {path}")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return [(number, _parsed(line)) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
