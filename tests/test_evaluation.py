@@ -1,9 +1,10 @@
-"""Evaluation: an environment is closed whichever way it is written, and another's options are not passed to it."""
+"""Around an evaluation: the environment is closed, its options are its own, and the busy times do not wait for it."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from slipstream.cli import _config_of
 from slipstream.config import dump, load_config
 from slipstream.evaluation import close_environment
+from slipstream.observe.tally import Tally
+from slipstream.run import Run
 
 
 class Closable:
@@ -47,3 +50,20 @@ def test_options_belong_to_their_environment(tmp_path: Path) -> None:
     assert _config_of(str(tmp_path), "addition", []).environment.options == {}
     digits = ["--environment.options.digits", "1"]
     assert _config_of(str(tmp_path), "addition", digits).environment.options == {"digits": 1}
+
+
+def test_the_window_ends_before_a_running_evaluation_is_waited_for() -> None:
+    async def stats() -> dict[str, float]:
+        return {"tokens": 0.0, "busy": 0.0}
+
+    async def main() -> float:
+        run: Any = Run.__new__(Run)
+        run._started, run._groups, run.stopped = SimpleNamespace(generator=SimpleNamespace(stats=stats)), set(), None
+        run.tally = Tally()
+        run.tally.open(await stats())
+        run._evaluation = asyncio.create_task(asyncio.sleep(0.5))
+        await run._settle()
+        assert run._evaluation.done()
+        return float(run.tally.window_seconds)
+
+    assert asyncio.run(main()) < 0.4

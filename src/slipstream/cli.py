@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = [f"--{name}={value}" for name, value in vars(options).items() if "." in name and value is not None] + flags
     try:
         list(parse_flags(flags))  # a flag that is none is the first thing to say
-        status: int = options.command(options, flags)
-        return status
+        options.command(options, flags)
+        return 0
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 2
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _train(options: argparse.Namespace, flags: list[str]) -> int:
+def _train(options: argparse.Namespace, flags: list[str]) -> None:
     if bool(options.config) == bool(options.resume):
         raise ConfigError("train needs a CONFIG.toml, or --resume RUN_DIR, and not both")
     config = load_config(options.config, flags) if options.config else None
@@ -96,10 +96,9 @@ def _train(options: argparse.Namespace, flags: list[str]) -> int:
     from slipstream.run import resume, train
 
     report(train(config, quiet=options.quiet) if config else resume(options.resume, flags, quiet=options.quiet))
-    return 0
 
 
-def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
+def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.evaluation import evaluate_model
 
     config = _config_of(options.target, options.environment, flags)
@@ -109,23 +108,20 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
     else:
         print(f"{config.environment.name}: score {result['score']:.3f} on {result['tasks']} held-out tasks", end="")
         print(f" ({result['failed']} failed), {result['completion_length']:.0f} tokens each, {result['seconds']:.1f} s")
-    return 0
 
 
-def _generate(options: argparse.Namespace, flags: list[str]) -> int:
+def _generate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.evaluation import generate_texts
 
     completions = asyncio.run(generate_texts(_config_of(options.target, "addition", flags), options.prompt))
     for prompt, completion in zip(options.prompt, completions, strict=True):
         print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")
-    return 0
 
 
-def _config(options: argparse.Namespace, flags: list[str]) -> int:
+def _config(options: argparse.Namespace, flags: list[str]) -> None:
     if options.config is None:  # the defaults, for reading: what has none is shown as a placeholder
         flags = ["--model.path=MODEL", "--environment.name=ENVIRONMENT", *flags]
     print(dump(load_config(options.config, flags)))
-    return 0
 
 
 def _config_of(target: str, environment: str | None, flags: list[str]) -> Config:
