@@ -261,7 +261,7 @@ def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise ConfigError(f"{flag!r} is not an option; options look like --section.option value")
         name, equals, text = flag[2:].partition("=")
         if "." not in name:
-            near = _suggest(name, option_names())
+            near = suggest(name, option_names())
             raise ConfigError(f"unknown option --{name}{near}; see `slipstream config --help`")
         if not equals:
             raise ConfigError(f"--{name} has no value; give one: --{name} VALUE")
@@ -328,7 +328,7 @@ def _explain(error: Any) -> str:
         return str(cause)
     if error["type"] == "extra_forbidden":
         known = option_names() if "." in name else list(SECTIONS)
-        return f"unknown option {name}{_suggest(name, known)}; `slipstream config` lists all"
+        return f"unknown option {name}{suggest(name, known)}; `slipstream config` lists all"
     if error["type"] == "missing":
         if name in SECTIONS:
             name += "." + next(key for key, info in SECTIONS[name].model_fields.items() if info.is_required())
@@ -338,7 +338,8 @@ def _explain(error: Any) -> str:
     return f"{name} = {shown}: {expected.replace('input should', 'it must')}"
 
 
-def _suggest(name: str, known: Sequence[str]) -> str:
+def suggest(name: str, known: Sequence[str]) -> str:
+    """ " (did you mean X?)" for the nearest of the known names, or nothing."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not close:  # a right name in a wrong section is the commonest slip
         close = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import time
 from collections.abc import Sequence
@@ -32,10 +33,9 @@ async def evaluate(config: Config, environment: Environment, generator: Generato
 
     async def one(task: Task) -> Rollout | None:
         policy = Policy(generator, codec, _sampling(config), f"{config.loop.seed}/evaluation/{task.id}")
-        try:
+        with contextlib.suppress(RolloutFailed):
             return await attempt(environment, task, policy, config.environment.time_limit)
-        except RolloutFailed:
-            return None
+        return None
 
     played = await asyncio.gather(*(one(task) for task in tasks))
     rollouts = [r for r in played if r is not None]

@@ -294,7 +294,7 @@ def test_groups_without_signal_are_warned_of_once(model: Path, tmp_path: Path) -
             ["train", "empty.toml", "--model.path=.", "--environment.name=addition"],
             "model.path = '.' has no config.json",
         ),
-        (["train", "empty.toml", "--model.path=MODEL", "--environment.name=additon"], "did you mean 'addition'"),
+        (["train", "empty.toml", "--model.path=MODEL", "--environment.name=additon"], "did you mean addition"),
         (["eval", "MODEL"], "name an environment: --environment NAME"),
         (["generate", "gone", "--prompt", "x"], "model.path = 'gone'"),
         (["generate", "MODEL", "--prompt", "x", "--temperature", "-1"], "evaluation.temperature = -1: it must be"),
