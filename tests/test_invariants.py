@@ -172,6 +172,7 @@ def test_a_resumed_run_may_change_its_lag(max_lag: int) -> None:
     line = lag_two()
     line.restart(max_lag=max_lag)
     assert len(line.state.ready) == 6  # all of them, whatever a buffer for this lag could hold
+    line.check()
     for _ in range(8):
         line.goes_on()
         line.check()
