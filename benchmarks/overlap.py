@@ -21,7 +21,6 @@ from typing import Any
 from work import save_model
 
 import slipstream
-from slipstream.observe.recorder import read_metrics
 
 HERE = Path(__file__).parent
 
@@ -39,7 +38,8 @@ def run(scratch: Path, prompt_tokens: int, slots: int, steps: int, max_lag: int)
             "--trainer.tokens_per_microbatch=2048", "--evaluation.tasks=0", f"--checkpoint.every={steps}",
         ],
     )  # fmt: skip
-    return slipstream.train(config, quiet=True), read_metrics(directory)
+    summary = slipstream.train(config, quiet=True)
+    return summary, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def balance(scratch: Path, steps: int = 8) -> tuple[int, int, float]:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.work import save_model
-from slipstream.config import load
+from slipstream.config import load_config
 from slipstream.verification import verify
 
 
@@ -50,7 +50,7 @@ def main() -> None:
             began = time.perf_counter()
             sizes = {"prompts": options.prompts, "tokens": options.tokens, "after": options.after}
             try:
-                found = asyncio.run(verify(load(None, flags), **sizes))
+                found = asyncio.run(verify(load_config(None, flags), **sizes))
                 result = {"case": case, "exact": found.exact, **asdict(found)}
             except Exception as error:
                 traceback.print_exc()

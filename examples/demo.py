@@ -20,10 +20,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import slipstream
-from slipstream.cli import show_report
 from slipstream.environments.addition import Addition, target
 from slipstream.environments.base import Task
 from slipstream.generators.torch import Engine
+from slipstream.observe.report import report
 
 HERE = Path(__file__).parent
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+= ."]
@@ -106,7 +106,7 @@ def main() -> None:
         HERE / "addition.toml",
         ["--model.path", str(start), "--run.dir", str(run), "--loop.seed", str(options.seed), *flags],
     )
-    show_report(slipstream.train(config, quiet=options.quiet))
+    report(slipstream.train(config, quiet=options.quiet))
 
 
 if __name__ == "__main__":

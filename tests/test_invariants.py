@@ -10,134 +10,229 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer import BufferFull, RolloutBuffer
-from slipstream.ledger import Ledger, LedgerError, RolloutCounts, State
+from slipstream.config import LoopConfig
+from slipstream.ledger import Entry, Ledger, LedgerError, RolloutCounts, State
 from slipstream.rollout import Completion, Group, Rollout, VersionSpan, spans_of
 from slipstream.staleness import capacity, is_stale
+from slipstream.state import BufferFull, LoopState
 
 
-def group(entry: int, oldest: int, newest: int | None = None, size: int = 2) -> Group:
-    spans = (VersionSpan(oldest, 0, 1), VersionSpan(oldest if newest is None else newest, 1, 2))
-    completion = Completion((1,), (2, 3), (-0.5, -0.5), spans, "stop")
-    return Group(entry, str(entry), (Rollout((completion,), 1.0),) * size)
+def rollout(oldest: int, newest: int, reward: float = 1.0) -> Rollout:
+    spans = (VersionSpan(oldest, 0, 1), VersionSpan(newest, 1, 2))
+    return Rollout((Completion((1,), (2, 3), (-0.5, -0.25), spans, "stop"),), reward, {"correct": reward})
 
 
 class Line:
-    """The loop of run.py reduced to its state: what it may do next is chosen by the test."""
+    """The loop's own state, moved by the test as run.py moves it, with a record of what became of every group."""
 
-    def __init__(self, max_lag: int, groups_per_step: int, every: int, tasks: int, retries: int, size: int) -> None:
-        self.max_lag, self.groups_per_step, self.every, self.size = max_lag, groups_per_step, every, size
-        self.ledger = Ledger(tasks, seed=3, retries=retries)
-        self.buffer = RolloutBuffer((max_lag + 1) * groups_per_step * every)
-        self.version = self.step = 0
-        self.began: dict[int, int] = {}
+    def __init__(self, **options: int) -> None:
+        self.every, self.tasks = options.pop("every", 1), options.pop("tasks", 7)
+        self.options = LoopConfig(steps=10_000, seed=3, **options)
+        self.state = LoopState(self.options, self.every, self.tasks)
+        self.running: dict[int, tuple[Entry, int]] = {}  # with the version at the start
         self.trained: list[int] = []
-        self.trained_lags: list[int] = []
+        self.filtered: list[int] = []
+        self.save()
 
     def admit(self) -> None:
-        ready, running = len(self.buffer), self.ledger.count(State.RUNNING)
-        free = capacity(
-            version=self.version, max_lag=self.max_lag, groups_per_version=self.groups_per_step * self.every,
-            trained=self.ledger.groups_trained, ready=ready, running=running, buffer=self.buffer.capacity,
-        )  # fmt: skip
-        for _ in range(free):
-            self.began[self.ledger.start().id] = self.version
+        for _ in range(self.state.startable()):
+            entry = self.state.ledger.start()
+            self.running[entry.id] = entry, self.state.version
 
-    def finish(self, entry: int, survivors: int, keep: bool) -> None:
-        if survivors < 2:
-            self.ledger.failed(entry, rollouts=self.size)
-            return
-        self.ledger.ready(entry, rollouts=survivors, failed=self.size - survivors)
-        if keep:
-            self.buffer.put(group(entry, self.began[entry], self.version, survivors))
-        else:
-            self.ledger.filtered(entry)
+    def finish(self, number: int, survivors: int | None = None, equal: bool = False) -> None:
+        entry, began = self.running.pop(number)
+        survivors = self.options.group_size if survivors is None else survivors
+        rewards = [0.0 if equal else float(member) for member in range(survivors)]
+        rollouts = [rollout(began, self.state.version, reward) for reward in rewards]
+        self.state.end(entry, "t", rollouts, failed=self.options.group_size - survivors, filter_equal=True)
+        if survivors >= 2 and equal:
+            self.filtered.append(number)
 
-    def train(self) -> None:
-        for stale in self.buffer.drop_stale(self.version, self.max_lag):
-            self.ledger.dropped_stale(stale.entry)
-        for taken in self.buffer.take(self.groups_per_step):
-            self.ledger.trained(taken.entry)
-            self.trained.append(taken.entry)
-            self.trained_lags.append(self.version - taken.oldest_version)
-        self.step += 1
-        self.version = self.step // self.every
+    def train(self) -> bool:
+        groups = self.state.cut()
+        for group in groups:
+            assert self.state.version - group.oldest_version <= self.options.max_lag
+            self.trained.append(group.entry)
+        if groups:
+            self.state.step += 1
+            if self.state.step % self.every == 0:
+                self.publish()
+        return bool(groups)
+
+    def publish(self) -> None:
+        self.state.publish(self.state.version + 1)
+
+    def save(self) -> None:
+        """A checkpoint, through JSON as on disk; what is running then was never seen to end."""
+        self.saved = json.dumps(self.state.snapshot()), list(self.trained), list(self.filtered)
+
+    def restart(self, **changes: int) -> None:
+        """Kill -9, and go on from the last checkpoint."""
+        data, self.trained, self.filtered = json.loads(self.saved[0]), list(self.saved[1]), list(self.saved[2])
+        self.options = self.options.model_copy(update=changes)
+        self.running = {}
+        self.state = LoopState(self.options, self.every, self.tasks)
+        self.state.restore(data)
 
     def check(self) -> None:
-        counts = self.ledger.counts
+        state = self.state
+        counts, live = state.ledger.counts, set(state.ledger.live)
         assert counts.conserved()
-        assert counts.ready == sum(len(g.rollouts) for g in self.buffer.groups)
-        assert all(n <= self.max_lag for n in self.trained_lags)
-        assert len(self.trained) == len(set(self.trained)) == self.ledger.groups_trained
-        assert len(self.buffer) + self.ledger.count(State.RUNNING) <= self.buffer.capacity
-        handed_out = set(range(self.ledger.next_id))
-        live = set(self.ledger.live)
-        assert live | set(self.trained) <= handed_out
-        assert not live & set(self.trained)
+        assert counts.ready == sum(len(g.rollouts) for g in state.ready)
+        assert len(self.trained) == len(set(self.trained)) == state.ledger.groups_trained
+        assert len(state.ready) + state.running <= state.capacity and state.running == len(self.running)
+        assert state.ready == sorted(state.ready, key=lambda g: (g.oldest_version, g.entry))
+        assert not live & {*self.trained, *self.filtered}
+        assert state.ledger.next_id == len(live) + len(self.trained) + len(self.filtered) + state.ledger.given_up
 
-    def restart(self) -> None:
-        """Kill -9 and resume from a checkpoint taken now, through JSON as on disk."""
-        self.ledger = Ledger.restore(json.loads(json.dumps(self.ledger.snapshot())))
+    def goes_on(self) -> None:
+        """Whatever happened, another step is reached by work that ends well."""
+        for _ in range(4):
+            self.admit()
+            for number in list(self.running):
+                self.finish(number)
+            if self.train():
+                return
+        raise AssertionError("the loop hangs")
+
+
+SMALL = {"max_lag": st.integers(0, 4), "groups_per_step": st.integers(1, 4), "every": st.integers(1, 3)}
 
 
 @given(
-    st.integers(0, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.integers(0, 3), st.integers(2, 5),
-    st.randoms(use_true_random=False),
+    **SMALL, tasks=st.integers(1, 9), retries=st.integers(0, 3), group_size=st.integers(2, 5),
+    rng=st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_nothing_is_lost_or_trained_twice(
-    max_lag: int, per_step: int, every: int, tasks: int, retries: int, size: int, rng: random.Random
-) -> None:
-    line = Line(max_lag, per_step, every, tasks, retries, size)
-    for _ in range(120):
-        line.admit()
-        line.check()
-        running = [e.id for e in line.ledger.live.values() if e.state is State.RUNNING]
-        act = rng.random()
-        if act < 0.75 and running:
-            survivors = size if rng.random() < 0.7 else rng.randint(0, size)
-            line.finish(rng.choice(running), survivors, keep=rng.random() < 0.9)
-        elif act < 0.95:
-            if len(line.buffer) >= per_step:
-                line.train()
-        else:
-            line.restart()
-        line.check()
-    # Whatever happened, the run can always go on: either work is running, or a batch is ready, or more may start.
-    line.admit()
-    assert line.ledger.count(State.RUNNING) or len(line.buffer) >= per_step
-
-
-@given(st.integers(0, 4), st.integers(1, 4), st.integers(1, 3))
-def test_in_order_completion_is_never_stale(max_lag: int, per_step: int, every: int) -> None:
-    """Admission makes lag rare: where nothing straggles, nothing is dropped."""
-    line = Line(max_lag, per_step, every, tasks=7, retries=0, size=2)
+def test_nothing_is_lost_or_trained_twice(rng: random.Random, **options: int) -> None:
+    line = Line(**options)
+    size = options["group_size"]
     for _ in range(60):
         line.admit()
-        for entry in sorted(e.id for e in line.ledger.live.values() if e.state is State.RUNNING):
-            line.finish(entry, 2, keep=True)
-        line.train()
+        act = rng.random()
+        if act < 0.7 and line.running:
+            survivors = size if rng.random() < 0.7 else rng.randint(0, size)
+            line.finish(rng.choice(list(line.running)), survivors, equal=rng.random() < 0.1)
+        elif act < 0.9:
+            line.train()
+        elif act < 0.95:
+            line.restart()
+        else:
+            if line.state.published < line.state.step:  # a stop between two publishes
+                line.publish()
+            line.save()
         line.check()
-    assert line.ledger.counts.dropped_stale == 0
-    assert len(line.trained) == 60 * per_step
+    line.goes_on()
+
+
+@given(**SMALL)
+def test_in_order_completion_is_never_stale(**options: int) -> None:
+    """Admission makes lag rare: where nothing straggles, nothing is dropped."""
+    line = Line(**options, retries=0)
+    for _ in range(30):
+        line.admit()
+        for number in sorted(line.running):
+            line.finish(number)
+        assert line.train()
+        line.check()
+    assert line.state.ledger.counts.dropped_stale == 0
 
 
 def test_a_straggler_is_dropped_not_trained_on() -> None:
     """Admission alone does not bound age: a group admitted in time that ends late is refused at the taking end."""
-    line = Line(1, 1, 1, tasks=5, retries=1, size=2)
+    line = Line(max_lag=1, groups_per_step=1, retries=1, group_size=2, tasks=5)
     line.admit()
-    straggler, *_ = sorted(line.began)
+    straggler = min(line.running)
     for _ in range(4):
         line.admit()
-        running = [e.id for e in line.ledger.live.values() if e.state is State.RUNNING and e.id != straggler]
-        line.finish(running[0], 2, keep=True)
+        line.finish(next(number for number in line.running if number != straggler))
         line.train()
-    line.finish(straggler, 2, keep=True)
-    line.train()
-    assert line.ledger.counts.dropped_stale == 2
-    assert straggler not in line.trained
-    assert line.ledger.live[straggler].state is State.PENDING
-    assert line.ledger.live[straggler].attempt == 1
+    line.finish(straggler)
+    assert not line.train()
+    entry = line.state.ledger.live[straggler]
+    assert line.state.ledger.counts.dropped_stale == 2 and straggler not in line.trained
+    assert (entry.state, entry.attempt) == (State.PENDING, 1)
     line.check()
+
+
+def lag_two() -> Line:
+    """A run with lag 2 whose buffer is full: two steps done, six groups ready."""
+    line = Line(max_lag=2, groups_per_step=2, group_size=2)
+    for step in range(3):
+        line.admit()
+        for number in list(line.running):
+            line.finish(number)
+        assert step == 2 or line.train()
+    assert len(line.state.ready) == line.state.capacity == 6
+    line.save()
+    return line
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 4])
+def test_a_resumed_run_may_change_its_lag(max_lag: int) -> None:
+    line = lag_two()
+    line.restart(max_lag=max_lag)
+    assert len(line.state.ready) == 6  # all of them, whatever a buffer for this lag could hold
+    line.check()
+    for _ in range(8):
+        line.goes_on()
+        line.check()
+
+
+@pytest.mark.parametrize(
+    ("groups_per_step", "every", "said"),
+    [
+        (1, 1, "loop.groups_per_step = 1 can't be changed.*leave it at 2"),
+        (2, 4, "sync.every = 4 can't be changed.*at 1"),
+    ],
+)
+def test_a_resumed_run_keeps_its_pace(groups_per_step: int, every: int, said: str) -> None:
+    """The gate counts versions in groups: another number of groups a version would hang it or flood the buffer."""
+    line = lag_two()
+    other = LoopState(line.options.model_copy(update={"groups_per_step": groups_per_step}), every, line.tasks)
+    with pytest.raises(ValueError, match=said):
+        other.restore(json.loads(line.saved[0]))
+    with pytest.raises(ValueError, match="7 training tasks, and now there are 8; give it the data"):
+        LoopState(line.options, 1, 8).restore(json.loads(line.saved[0]))
+
+
+def test_a_stop_between_publishes_opens_the_gate_no_further() -> None:
+    line = Line(max_lag=0, groups_per_step=1, every=3, group_size=2)
+    line.goes_on()
+    line.publish()
+    line.save()
+    line.restart()
+    assert not line.train()  # what was ready is of the version before, and that is too old now
+    assert (line.state.version, line.state.step, line.state.startable()) == (1, 1, 2)
+    line.goes_on()
+    line.goes_on()
+    assert (line.state.version, line.state.step, line.state.startable()) == (2, 3, 3)
+
+
+def test_a_restart_loses_no_bit_of_what_is_ready() -> None:
+    line = lag_two()
+    before = line.state.ready
+    line.restart()
+    assert line.state.ready == before
+
+
+def test_groups_without_signal_are_counted_in_a_row() -> None:
+    line = Line(max_lag=1, groups_per_step=2, group_size=2)
+    for equal, count in ((True, 1), (True, 2), (False, 0), (True, 1)):
+        line.admit()
+        line.finish(min(line.running), equal=equal)
+        assert line.state.filtered_in_a_row == count
+    line.check()
+
+
+def test_the_buffer_is_bounded_and_gives_the_oldest_first() -> None:
+    state = LoopState(LoopConfig(buffer=3, groups_per_step=2, max_lag=9), 1, 9)
+    entries = [state.ledger.start() for _ in range(4)]
+    for entry, oldest in zip(entries[:3], (2, 1, 1), strict=True):
+        state.end(entry, "t", [rollout(oldest, 4)] * 2, failed=0, filter_equal=False)
+    with pytest.raises(BufferFull, match="entry 3 arrived at a buffer that holds 3"):
+        state.end(entries[3], "t", [rollout(0, 4)] * 2, failed=0, filter_equal=False)
+    assert [g.entry for g in state.cut()] == [1, 2]
+    assert state.cut() == []
 
 
 @given(st.integers(1, 30), st.integers(0, 5))
@@ -194,16 +289,6 @@ def test_synchronous_admission_comes_in_waves() -> None:
     assert capacity(**common, ready=3, running=0) == 1
 
 
-def test_the_buffer_is_bounded_and_gives_the_oldest_first() -> None:
-    buffer = RolloutBuffer(3, [group(7, 2), group(3, 1), group(5, 1, 4)])
-    with pytest.raises(BufferFull):
-        buffer.put(group(8, 1))
-    assert [g.entry for g in buffer.take(2)] == [3, 5]
-    assert buffer.take(2) == []
-    with pytest.raises(ValueError, match="entry 7"):
-        buffer.put(group(7, 2))
-
-
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30))
 def test_spans_give_every_token_its_version(versions: list[int]) -> None:
     spans = spans_of(versions)
@@ -212,6 +297,6 @@ def test_spans_give_every_token_its_version(versions: list[int]) -> None:
 
 
 def test_age_is_that_of_the_oldest_token() -> None:
-    mixed = group(0, oldest=3, newest=9)
+    mixed = Group(0, "t", (rollout(9, 9), rollout(3, 9)))
     assert mixed.oldest_version == 3
     assert is_stale(9, mixed.oldest_version, 5) and not is_stale(9, mixed.oldest_version, 6)

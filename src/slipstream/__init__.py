@@ -15,35 +15,18 @@ from typing import TYPE_CHECKING, Any
 from slipstream.rollout import Completion, Group, Rollout, Sampling, VersionSpan
 
 if TYPE_CHECKING:
-    from slipstream.config import Config, ConfigError
-    from slipstream.config import load as load_config
+    from slipstream.config import Config, ConfigError, load_config
     from slipstream.run import train
 
 __version__ = "0.1.0"
-__all__ = [
-    "Completion",
-    "Config",
-    "ConfigError",
-    "Group",
-    "Rollout",
-    "Sampling",
-    "VersionSpan",
-    "load_config",
-    "train",
-]
-
-_LAZY = {
-    "Config": ("slipstream.config", "Config"),
-    "ConfigError": ("slipstream.config", "ConfigError"),
-    "load_config": ("slipstream.config", "load"),
-    "train": ("slipstream.run", "train"),
-}
+# Type checkers read `__all__` only where it is written out.
+__all__ = ["Completion", "Config", "ConfigError", "Group", "Rollout", "Sampling", "VersionSpan", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    """What is in `__all__` and not here yet is loaded when it is first asked for."""
+    if name not in __all__:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
     from importlib import import_module
 
-    module, attribute = _LAZY[name]
-    return getattr(import_module(module), attribute)
+    return getattr(import_module("slipstream.run" if name == "train" else "slipstream.config"), name)

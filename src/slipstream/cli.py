@@ -8,11 +8,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from slipstream import __version__
-from slipstream.config import Config, ConfigError, dump, load
+from slipstream.config import Config, ConfigError, dump, join_flags, load_config, parse_flags
 
+# Failures whose message is all that a user needs; their classes live in modules that are slow to import.
+FAILURES = ("RunError", "RecordError", "ActorDied", "ActorError", "GenerationError", "PublishError")
 DESCRIPTION = "Fine-tune a language model with reinforcement learning, generating and training at the same time."
 EXAMPLES = """
 examples:
@@ -29,10 +30,13 @@ Every option of a run is --section.option VALUE; `slipstream config` lists them 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 the run failed, 2 something asked for is wrong."""
-    options, flags = parser().parse_known_args(arguments)
+    options, flags = parser().parse_known_args(join_flags(sys.argv[1:] if arguments is None else arguments))
+    # A command's own options that stand for one of the configuration have its name, and lie under what is given so.
+    flags = [f"--{name}={value}" for name, value in vars(options).items() if "." in name and value is not None] + flags
     try:
-        status: int = options.command(options, flags)
-        return status
+        list(parse_flags(flags))  # a flag that is none is the first thing to say
+        status: int | None = options.command(options, flags)
+        return status or 0
     except ConfigError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 2
@@ -40,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("slipstream: stopped at once", file=sys.stderr)
         return 130
     except Exception as error:
-        if type(error).__name__ not in ("RunError", "RecordError", "ActorDied", "ActorError", "GenerationError"):
+        if type(error).__name__ not in FAILURES:
             raise
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
@@ -48,10 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
-        prog="slipstream",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "slipstream", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     root.add_argument("--version", action="version", version=f"slipstream {__version__}")
     commands = root.add_subparsers(metavar="COMMAND", required=True)
@@ -67,16 +68,20 @@ def parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="measure a policy on held-out tasks")
     evaluate.add_argument("target", metavar="RUN_DIR|MODEL", help="a run's directory, a model's, or a Hub name")
     evaluate.add_argument("--environment", metavar="NAME", help="gsm8k, addition, or your own (default: the run's)")
-    evaluate.add_argument("--tasks", type=int, metavar="N", help="held-out tasks to play (default: 100, or the run's)")
+    tasks = "held-out tasks to play (default: 100, or the run's)"
+    evaluate.add_argument("--tasks", dest="evaluation.tasks", metavar="N", help=tasks)
     evaluate.add_argument("--json", action="store_true", help="print the whole result as JSON")
     evaluate.set_defaults(command=_evaluate)
 
     generate = commands.add_parser("generate", help="complete a prompt")
     generate.add_argument("target", metavar="MODEL|RUN_DIR", help="a model's directory, a run's, or a Hub name")
     generate.add_argument("--prompt", action="append", required=True, help="text to complete; may be given repeatedly")
-    generate.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (the default) is greedy")
-    generate.add_argument("--seed", type=int, default=0, metavar="N")
+    for flag, name, default, meaning in (
+        ("--max-tokens", "sampling.max_tokens", None, "longest completion (default: 128, or the run's)"),
+        ("--temperature", "evaluation.temperature", "0", "0 (the default) is greedy"),
+        ("--seed", "loop.seed", "0", "same seed, same completions"),
+    ):
+        generate.add_argument(flag, dest=name, default=default, metavar=flag[2].upper(), help=meaning)
     generate.set_defaults(command=_generate)
 
     verify = commands.add_parser("verify", help="see that engine and weight link change policies exactly")
@@ -92,46 +97,34 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def _train(options: argparse.Namespace, flags: list[str]) -> int:
+def _train(options: argparse.Namespace, flags: list[str]) -> None:
     if bool(options.config) == bool(options.resume):
         raise ConfigError("train needs a CONFIG.toml, or --resume RUN_DIR, and not both")
-    if options.resume:
-        from slipstream.run import resume
+    config = load_config(options.config, flags) if options.config else None
+    from slipstream.observe.report import report
+    from slipstream.run import resume, train
 
-        summary = resume(options.resume, flags, quiet=options.quiet)
-    else:
-        config = load(options.config, flags)
-        from slipstream.run import train
-
-        summary = train(config, quiet=options.quiet)
-    show_report(summary)
-    return 0
+    report(train(config, quiet=options.quiet) if config else resume(options.resume, flags, quiet=options.quiet))
 
 
-def _evaluate(options: argparse.Namespace, flags: list[str]) -> int:
+def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.evaluation import evaluate_model
 
     config = _config_of(options.target, options.environment, flags)
-    result = asyncio.run(evaluate_model(config, config.evaluation.tasks if options.tasks is None else options.tasks))
+    result = asyncio.run(evaluate_model(config))
     if options.json:
         print(json.dumps(result, indent=1))
     else:
         print(f"{config.environment.name}: score {result['score']:.3f} on {result['tasks']} held-out tasks", end="")
         print(f" ({result['failed']} failed), {result['completion_length']:.0f} tokens each, {result['seconds']:.1f} s")
-    return 0
 
 
-def _generate(options: argparse.Namespace, flags: list[str]) -> int:
+def _generate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.evaluation import generate_texts
 
-    config = _config_of(options.target, "addition", flags)
-    for prompt, completion in zip(
-        options.prompt,
-        asyncio.run(generate_texts(config, options.prompt, options.max_tokens, options.temperature, options.seed)),
-        strict=True,
-    ):
+    completions = asyncio.run(generate_texts(_config_of(options.target, "addition", flags), options.prompt))
+    for prompt, completion in zip(options.prompt, completions, strict=True):
         print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")
-    return 0
 
 
 def _verify(options: argparse.Namespace, flags: list[str]) -> int:
@@ -139,49 +132,29 @@ def _verify(options: argparse.Namespace, flags: list[str]) -> int:
 
     config = _config_of(options.target, "addition", ["--sync.interruption=recompute", *flags])
     found = asyncio.run(verify(config, prompts=options.prompts, tokens=options.tokens, after=options.after))
-    show_verdict(found, config)
+    print(found.describe(config))
     return 0 if found.exact else 1
 
 
-def show_verdict(found: Any, config: Config) -> None:
-    """What `verify` found, as a table."""
-    sync = config.sync
-    how = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {config.model.dtype}"
-    print(f"engine       {how}\nlink         {sync.link}, in flight: {sync.interruption}")
-    print(f"completions  {found.completions}, of which {found.changed} changed policy in the middle")
-    for name, index, (exact, total) in (("before A->B", 0, found.before), ("after  A->B", 1, found.after)):
-        print(f"{name}  {exact} of {total} exact ({found.tokens[index]} tokens)")
-    print(f"held         {1000 * found.hold:.2f} ms\n{'EXACT' if found.exact else 'NOT EXACT'}")
-
-
-def _config(options: argparse.Namespace, flags: list[str]) -> int:
+def _config(options: argparse.Namespace, flags: list[str]) -> None:
     if options.config is None:  # the defaults, for reading: what has none is shown as a placeholder
         flags = ["--model.path=MODEL", "--environment.name=ENVIRONMENT", *flags]
-    print(dump(load(options.config, flags)))
-    return 0
+    print(dump(load_config(options.config, flags)))
 
 
 def _config_of(target: str, environment: str | None, flags: list[str]) -> Config:
     """The configuration of a run whose policy is asked for, or the defaults around a model."""
-    run = Path(target) / "config.toml"
+    run, policy = Path(target) / "config.toml", Path(target) / "policy"
     if not run.exists():
         if environment is None:
             raise ConfigError(f"{target} is no run's directory; name an environment: --environment NAME")
-        return load(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
-    policy = Path(target) / "policy"
+        return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
     if not policy.is_dir():
         raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
-    named = [f"--environment.name={environment}"] if environment else []
-    return load(run, [f"--model.path={policy}", "--lora.rank=0", *named, *flags])
-
-
-def show_report(summary: dict[str, Any]) -> None:
-    """The table that closes a run."""
-    from rich.console import Console
-
-    from slipstream.observe.report import report
-
-    report(summary, summary["samples"]["before"], summary["samples"]["after"], Console())
+    changes = [f"--model.path={policy}", "--lora.rank=0"]
+    if environment and environment != load_config(run).environment.name:  # the options are the other environment's
+        changes += [f"--environment.name={environment}", "--environment.options={}"]
+    return load_config(run, [*changes, *flags])
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,7 +22,9 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    """A part of the configuration. A value must have its option's type: no text for a number, no 1 for true."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 def option(default: Any, description: str, **bounds: Any) -> Any:
@@ -62,7 +65,9 @@ class SamplingConfig(Section):
     top_k: int = option(0, "Keep the k likeliest tokens; 0 keeps all.", ge=0)
     top_p: float = option(1.0, "Keep the likeliest tokens up to this probability mass.", gt=0, le=1)
     max_tokens: int = option(128, "Longest completion in tokens.", ge=1)
-    stop: list[str] = option([], "Strings that end a completion; the model's end-of-sequence token always does.")
+    stop: list[Annotated[str, Field(min_length=1)]] = option(
+        [], "Strings that end a completion; the model's end-of-sequence token always does."
+    )
 
 
 class LoopConfig(Section):
@@ -98,7 +103,7 @@ class TrainerConfig(Section):
 
     kind: str = option("pytorch", '"pytorch", or your own service as "module:Class".')
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", gt=0)
-    betas: tuple[float, float] = option((0.9, 0.99), "Decay rates of AdamW's moments.")
+    betas: tuple[float, float] = option((0.9, 0.99), "Decay rates of AdamW's moments.", strict=False)
     weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
     warmup_steps: int = option(0, "Steps over which the learning rate rises from 0.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = option("linear", "Decay to 0 over the run after warm-up.")
@@ -117,7 +122,7 @@ class AlgorithmConfig(Section):
     normalize: bool = option(False, "Divide a group's advantages by the standard deviation of its rewards.")
     clip_low: float = option(0.2, "The ratio to the behaviour policy is clipped below at 1 - clip_low.", gt=0, le=1)
     clip_high: float = option(0.2, "The ratio to the behaviour policy is clipped above at 1 + clip_high.", gt=0)
-    truncate: float = option(3.0, "Largest importance weight; 0 does not truncate.", ge=0)
+    truncate: float = option(3.0, "Largest importance weight, 1 + clip_high or more; 0 does not truncate.", ge=0)
     kl: float = option(0.0, "Weight of the KL divergence to the start policy; 0 needs no second model.", ge=0)
     filter_equal: bool = option(False, "Replace groups whose rewards are all equal instead of skipping their gradient.")
 
@@ -148,7 +153,9 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """What a run can go on from."""
 
-    every: int = option(50, "Steps between checkpoints; one is always written at the end.", ge=1)
+    every: int = option(
+        50, "Steps between checkpoints, a multiple of sync.every; one is always written at the end.", ge=1
+    )
     keep: int = option(2, "Newest checkpoints to keep.", ge=1)
 
 
@@ -203,10 +210,29 @@ class Config(Section):
                 f"generator.context = {context} leaves no room for a prompt beside sampling.max_tokens = "
                 f"{self.sampling.max_tokens}; raise generator.context or lower sampling.max_tokens"
             )
+        if self.checkpoint.every % self.sync.every:
+            raise ConfigError(
+                f"checkpoint.every = {self.checkpoint.every} is no multiple of sync.every = {self.sync.every}; make it "
+                "one, so that a checkpoint holds the weights of a version"
+            )
+        truncate, most = self.algorithm.truncate, 1 + self.algorithm.clip_high
+        if 0 < truncate < most:
+            raise ConfigError(
+                f"algorithm.truncate = {truncate} is below 1 + algorithm.clip_high = {most:g}; raise it, or set it to 0"
+            )
+        for name, value in self.environment.options.items():
+            if not _writable(value):
+                raise ConfigError(
+                    f"environment.options.{name} = {value!r} is no text, finite number, true, false, or list or table "
+                    "of these; give it as text"
+                )
         return self
 
 
-def load(path: str | Path | None = None, flags: Sequence[str] = ()) -> Config:
+SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]
+
+
+def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> Config:
     """Read a TOML file and lay dotted flags over it. Raises `ConfigError`."""
     values: dict[str, Any] = {}
     if path is not None:
@@ -229,47 +255,46 @@ def validate(values: Mapping[str, Any]) -> Config:
         raise ConfigError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
 
 
+def join_flags(arguments: Sequence[str]) -> list[str]:
+    """Every `--a.b v` as `--a.b=v`, so that nobody takes the value for an argument of its own."""
+    joined: list[str] = []
+    for argument in arguments:
+        waits = joined and joined[-1].startswith("--") and "." in joined[-1] and "=" not in joined[-1]
+        if waits and not argument.startswith("--"):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
 def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """`--a.b v` and `--a.b=v` as ("a.b", value); a value is read as TOML, else taken as text."""
-    rest = list(flags)
-    while rest:
-        flag = rest.pop(0)
+    """`--a.b v` and `--a.b=v` as ("a.b", value); a value is read as TOML unless its option is text, else as text."""
+    for flag in join_flags(flags):
         if not flag.startswith("--"):
             raise ConfigError(f"{flag!r} is not an option; options look like --section.option value")
         name, equals, text = flag[2:].partition("=")
-        if not equals:
-            if not rest or _is_flag(rest[0]):
-                raise ConfigError(f"--{name} has no value; give one: --{name} VALUE")
-            text = rest.pop(0)
         if "." not in name:
-            raise ConfigError(
-                f"unknown option --{name}{_suggest(name, option_names())}; see `slipstream config --help`"
-            )
-        yield name, _toml_value(text)
+            near = suggest(name, option_names())
+            raise ConfigError(f"unknown option --{name}{near}; see `slipstream config --help`")
+        if not equals:
+            raise ConfigError(f"--{name} has no value; give one: --{name} VALUE")
+        yield name, _flag_value(name, text)
 
 
 def option_names() -> list[str]:
     """Every dotted option name."""
-    return [f"{name}.{key}" for name, section in _sections() for key in section.model_fields]
+    return [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields]
 
 
-def dump(config: Config, *, comments: bool = True) -> str:
+def dump(config: Config) -> str:
     """The configuration as TOML with every default, each option under its description."""
     lines = []
-    for name, section in _sections():
-        lines += [f"[{name}]" + (f"  # {(section.__doc__ or '').strip()}" if comments else "")]
+    for name, section in SECTIONS.items():
+        lines.append(f"[{name}]  # {section.__doc__}")
         for key, info in section.model_fields.items():
-            if comments:
-                lines.append(f"# {info.description}")
-            lines.append(f"{key} = {_toml(getattr(getattr(config, name), key))}")
+            lines += [f"# {info.description}", f"{key} = {_toml(getattr(getattr(config, name), key))}"]
         lines.append("")
     return "\n".join(lines)
-
-
-def _sections() -> Iterator[tuple[str, type[Section]]]:
-    for name, info in Config.model_fields.items():
-        assert isinstance(info.annotation, type)
-        yield name, info.annotation
 
 
 def _set(values: dict[str, Any], name: str, value: Any) -> None:
@@ -281,23 +306,32 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
     values[last] = value
 
 
-def _is_flag(text: str) -> bool:
-    return text.startswith("--")
-
-
-def _toml_value(text: str) -> Any:
+def _flag_value(name: str, text: str) -> Any:
+    section, _, key = name.partition(".")
+    option = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
+    if option and option.annotation is str:
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
 
+def _writable(value: Any) -> bool:
+    """Whether `_toml` can write the value."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _writable(v) for key, v in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_writable, value))
+    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+
+
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # as JSON, but TOML allows no raw DEL
 
 
 def _explain(error: Any) -> str:
@@ -306,26 +340,19 @@ def _explain(error: Any) -> str:
     if isinstance(cause, ConfigError):
         return str(cause)
     if error["type"] == "extra_forbidden":
-        known = option_names() if "." in name else [n for n, _ in _sections()]
-        return f"unknown option {name}{_suggest(name, known)}; `slipstream config` lists all"
+        known = option_names() if "." in name else list(SECTIONS)
+        return f"unknown option {name}{suggest(name, known)}; `slipstream config` lists all"
     if error["type"] == "missing":
-        sections = dict(_sections())
-        if name in sections:
-            required = [k for k, f in sections[name].model_fields.items() if f.is_required()]
-            name = f"{name}.{required[0]}"
+        if name in SECTIONS:
+            name += "." + next(key for key, info in SECTIONS[name].model_fields.items() if info.is_required())
         return f"{name} is not set; add it to the file or give --{name} VALUE"
     expected = error["msg"][0].lower() + error["msg"][1:]
-    return f"{name} = {_toml_or_repr(error['input'])}: {expected.replace('input should', 'it must')}"
+    shown = _toml(error["input"]) if _writable(error["input"]) else repr(error["input"])
+    return f"{name} = {shown}: {expected.replace('input should', 'it must')}"
 
 
-def _toml_or_repr(value: Any) -> str:
-    try:
-        return _toml(value)
-    except TypeError:
-        return repr(value)
-
-
-def _suggest(name: str, known: Sequence[str]) -> str:
+def suggest(name: str, known: Sequence[str]) -> str:
+    """ " (did you mean X?)" for the nearest of the known names, or nothing."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not close:  # a right name in a wrong section is the commonest slip
         close = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]

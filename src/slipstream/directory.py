@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.config import Config, ConfigError, dump, load
+from slipstream.config import Config, ConfigError, dump
 
 PARTIAL = ".partial"
 
@@ -38,12 +38,8 @@ class RunDirectory:
             raise ConfigError(
                 f"run.dir = {str(path)!r} holds a run; go on with `slipstream train --resume {path}` or name another"
             )
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"run.dir = {str(path)!r}: {error.strerror}; name another directory") from None
         directory._hold()
-        write_atomically(directory.config, dump(config))
+        directory.write_config(config)
         return directory
 
     @classmethod
@@ -59,11 +55,9 @@ class RunDirectory:
             shutil.rmtree(partial)
         return directory
 
-    def load_config(self, flags: list[str]) -> Config:
-        """The run's own configuration with `flags` laid over it, which then is the run's."""
-        config = load(self.config, flags)
+    def write_config(self, config: Config) -> None:
+        """This is the run's configuration from now on."""
         write_atomically(self.config, dump(config))
-        return config
 
     def checkpoints(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
@@ -97,17 +91,21 @@ class RunDirectory:
             self._lock.close()
 
     def _hold(self) -> None:
-        self._lock = (self.path / "lock").open("w")
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / "lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"{self.path} is in use by another process; stop that run first") from None
+        except OSError as error:
+            raise ConfigError(f"run.dir = {str(self.path)!r}: {error.strerror}; name another directory") from None
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file's text so that a reader sees the old or the new, whole."""
     partial = path.with_name(path.name + PARTIAL)
     partial.write_text(text, encoding="utf-8")
+    _sync(partial)
     partial.replace(path)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,49 +19,41 @@ from slipstream.environments.load import load_environment
 from slipstream.generators.base import Generator
 from slipstream.generators.torch import Engine, TorchGenerator
 from slipstream.models import load_causal_lm, load_tokenizer, pick_device
+from slipstream.observe.tally import metric_means
 from slipstream.rollout import Completion, Rollout, Sampling, mean
 
 SAMPLES = 3
 
 
 async def evaluate(
-    environment: Environment,
-    tasks: Sequence[Task],
-    generator: Generator,
-    codec: Codec,
-    sampling: Sampling,
-    *,
-    seed: int = 0,
-    time_limit: float = 300.0,
-    endpoint: Endpoint | None = None,
+    config: Config, environment: Environment, generator: Generator, codec: Codec, endpoint: Endpoint | None = None
 ) -> dict[str, Any]:
-    """Play each task once. `score` is the mean of the metric "correct" where the environment reports one, else of the
-    reward; a failed episode counts as 0. `versions` are the oldest and newest weights that drew a token of it."""
+    """Play `evaluation.tasks` held-out tasks once each. `score` is the mean of the metric "correct" where the
+    environment reports one, else of the reward; a failed episode counts as 0. `versions` are the oldest and newest
+    weights that drew a token of it."""
     began = time.perf_counter()
+    tasks = environment.test[: config.evaluation.tasks]
 
-    async def one(task: Task) -> tuple[Rollout | None, Policy]:
-        policy = Policy(generator, codec, sampling, f"{seed}/evaluation/{task.id}", endpoint)
-        try:
-            return await attempt(environment, task, policy, time_limit), policy
-        except RolloutFailed:
-            return None, policy
+    async def one(task: Task) -> Rollout | None:
+        policy = Policy(generator, codec, _sampling(config), f"{config.loop.seed}/evaluation/{task.id}", endpoint)
+        with contextlib.suppress(RolloutFailed):
+            return await attempt(environment, task, policy, config.environment.time_limit)
+        return None
 
     played = await asyncio.gather(*(one(task) for task in tasks))
-    rollouts = [r for r, _ in played if r is not None]
-    versions = [v for r in rollouts for c in r.completions for v in c.versions]
+    rollouts = [r for r in played if r is not None]
+    versions = [v for r in rollouts for c in r.completions for v in c.versions] or [generator.version]
     total = max(1, len(played))
-    scores = [r.metrics.get("correct", r.reward) for r in rollouts]
-    names = sorted({name for r in rollouts for name in r.metrics})
     return {
-        "versions": [min(versions, default=generator.version), max(versions, default=generator.version)],
-        "score": sum(scores) / total,
+        "versions": [min(versions), max(versions)],
+        "score": sum(r.metrics.get("correct", r.reward) for r in rollouts) / total,
         "reward": sum(r.reward for r in rollouts) / total,
         "tasks": len(played),
         "failed": len(played) - len(rollouts),
-        "metrics": {n: mean([r.metrics[n] for r in rollouts if n in r.metrics]) for n in names},
+        "metrics": metric_means(rollouts),
         "completion_length": mean([float(r.tokens) for r in rollouts]),
         "seconds": time.perf_counter() - began,
-        "samples": [_sample(t, r, codec) for t, (r, _) in zip(tasks[:SAMPLES], played, strict=False) if r],
+        "samples": [_sample(t, r, codec) for t, r in zip(tasks[:SAMPLES], played, strict=False) if r],
     }
 
 
@@ -69,36 +63,38 @@ def _sample(task: Task, rollout: Rollout, codec: Codec) -> dict[str, Any]:
     return {"prompt": prompt, "completion": rollout.completions[-1].text, "reward": rollout.reward}
 
 
-async def evaluate_model(config: Config, tasks: int) -> dict[str, Any]:
-    """Play held-out tasks with the model at `config.model.path`; see `evaluation.evaluate`."""
+async def evaluate_model(config: Config) -> dict[str, Any]:
+    """Play held-out tasks with the model at `config.model.path`; see `evaluate`."""
     environment = load_environment(config.environment)
     generator, tokenizer = load_generator(config)
     codec = Codec(tokenizer)
     endpoint = Endpoint(codec)
-    sampling = Sampling(
-        temperature=config.evaluation.temperature,
-        max_tokens=config.sampling.max_tokens,
-        stop_strings=tuple(config.sampling.stop),
-    )
     try:
-        return await evaluate(
-            environment, environment.test[:tasks], generator, codec, sampling,
-            seed=config.loop.seed, time_limit=config.environment.time_limit, endpoint=endpoint,
-        )  # fmt: skip
+        return await evaluate(config, environment, generator, codec, endpoint)
     finally:
         await endpoint.close()
-        close = getattr(environment, "close", None)
-        if close:
-            await close()
+        await close_environment(environment)
 
 
-async def generate_texts(
-    config: Config, prompts: Sequence[str], max_tokens: int, temperature: float, seed: int
-) -> list[Completion]:
-    """Complete each prompt; the chat template is applied where the tokenizer has one."""
+async def generate_texts(config: Config, prompts: Sequence[str]) -> list[Completion]:
+    """Complete each prompt as evaluations do; the chat template is applied where the tokenizer has one."""
     generator, tokenizer = load_generator(config)
-    policy = Policy(generator, Codec(tokenizer), Sampling(temperature=temperature, max_tokens=max_tokens), str(seed))
-    return list(await asyncio.gather(*(policy.sample(p, seed=seed + i) for i, p in enumerate(prompts))))
+    policy = Policy(generator, Codec(tokenizer), _sampling(config), "")
+    return list(await asyncio.gather(*(policy.sample(p, seed=config.loop.seed + i) for i, p in enumerate(prompts))))
+
+
+async def close_environment(environment: Environment) -> None:
+    """Call the `close` of an environment that has one, async or not."""
+    closing = environment.close() if hasattr(environment, "close") else None
+    if inspect.isawaitable(closing):
+        await closing
+
+
+def _sampling(config: Config) -> Sampling:
+    """How completions are drawn where nothing is learned from them."""
+    return Sampling(
+        config.evaluation.temperature, max_tokens=config.sampling.max_tokens, stop_strings=tuple(config.sampling.stop)
+    )
 
 
 def load_generator(config: Config) -> tuple[TorchGenerator, Any]:

@@ -31,7 +31,6 @@ class Entry:
 
     id: int
     task: int
-    epoch: int
     attempt: int = 0
     state: State = State.PENDING
     rollouts: int = 0
@@ -56,7 +55,8 @@ class RolloutCounts:
 class Ledger:
     """All entries of a run over `tasks` tasks, shuffled afresh every epoch by `seed`.
 
-    A failed or stale entry goes back to pending until it was tried `retries` + 1 times; then it is given up.
+    A failed or stale entry goes back to pending until it was tried `retries` + 1 times; then it is given up. `reasons`
+    counts why rollouts failed.
     """
 
     tasks: int
@@ -77,7 +77,7 @@ class Ledger:
             entry = min(pending, key=lambda e: e.id)
         else:
             epoch, position = divmod(self.next_id, self.tasks)
-            entry = Entry(self.next_id, self._shuffled(epoch)[position], epoch)
+            entry = Entry(self.next_id, self._shuffled(epoch)[position])
             self.live[entry.id] = entry
             self.next_id += 1
         entry.state = State.RUNNING
@@ -118,19 +118,13 @@ class Ledger:
         """The entry was interrupted before it ended, by a stop of the run; it is pending and has lost no try."""
         self._expect(entry_id, State.RUNNING).state = State.PENDING
 
-    def reason(self, why: str) -> None:
-        """Count why a rollout failed."""
-        self.reasons[why] += 1
-
     def count(self, state: State) -> int:
         return sum(e.state is state for e in self.live.values())
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data to restore from. What is running now was never seen to end, so it is pending there."""
         data = {k: v for k, v in asdict(self).items() if not k.startswith("_")}
-        live = [asdict(e) for e in self.live.values()]
-        for entry in live:
-            entry["state"] = "pending" if entry["state"] == State.RUNNING else str(entry["state"])
+        live = [asdict(e) | ({"state": State.PENDING} if e.state is State.RUNNING else {}) for e in self.live.values()]
         return data | {"live": live, "reasons": dict(self.reasons)}
 
     @classmethod

@@ -11,29 +11,30 @@ import dataclasses
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.algorithms.advantages import make_batch
-from slipstream.config import Config, ConfigError
+from slipstream.config import Config, ConfigError, load_config
 from slipstream.directory import RunDirectory, write_json
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt
 from slipstream.environments.load import load_environment
-from slipstream.evaluation import evaluate
+from slipstream.evaluation import close_environment, evaluate
 from slipstream.ledger import Entry
 from slipstream.models import check_path, load_tokenizer, pick_device
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
-from slipstream.observe.tally import Clock, Tally
+from slipstream.observe.tally import Tally
 from slipstream.rollout import Batch, Rollout, Sampling
 from slipstream.runtime.local import Pools
 from slipstream.state import LoopState
 from slipstream.trainers.trainer import StepStats
 
 PROBES = 4
+FUTILE = 20  # steps' worth of groups without signal in a row that call for a warning
 
 
 class RunError(RuntimeError):
@@ -42,39 +43,43 @@ class RunError(RuntimeError):
 
 def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     """Run a configuration to its end and return the summary that is also in its directory."""
+    _check(config)
+    name = Path(config.environment.name.partition(":")[0]).stem
+    path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    with contextlib.closing(RunDirectory.create(config, path)) as directory:
+        try:
+            return asyncio.run(_run(config, directory, quiet))
+        except ConfigError:
+            directory.discard()
+            raise
+
+
+def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
+    """Go on with the run in `path` from its last checkpoint, or from its start if it was stopped before the first.
+
+    `flags` are laid over its configuration, and become part of it once the run has started again with them.
+    """
+    with contextlib.closing(RunDirectory.open(path)) as directory:
+        config = load_config(directory.config, flags)
+        _check(config)
+        return asyncio.run(_run(config, directory, quiet))
+
+
+def _check(config: Config) -> None:
+    """Refuse early what can be known to fail. Raises `ConfigError`."""
     check_path(config.model.path)
     pick_device(config.generator.device, "generator.device")
     pick_device(config.trainer.device, "trainer.device")
-    name = Path(config.environment.name.partition(":")[0]).stem
-    path = config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = RunDirectory.create(config, Path(path))
+
+
+async def _run(config: Config, directory: RunDirectory, quiet: bool) -> dict[str, Any]:
+    run = Run(config, directory, quiet)
     try:
-        return _run(config, directory, quiet)
-    except ConfigError:
-        directory.discard()
-        raise
-
-
-def resume(path: Path, flags: list[str], *, quiet: bool = False) -> dict[str, Any]:
-    """Go on with the run in `path` from its last checkpoint, or from its start if it was stopped before the first."""
-    directory = RunDirectory.open(path)
-    return _run(directory.load_config(flags), directory, quiet)
-
-
-def _run(config: Config, directory: RunDirectory, quiet: bool) -> dict[str, Any]:
-    async def main() -> dict[str, Any]:
-        run = Run(config, directory, quiet)
-        try:
-            return await run.train()
-        except BaseExceptionGroup as group:
-            raise _first(group) from None
-        finally:
-            await run.close()
-
-    try:
-        return asyncio.run(main())
+        return await run.train()
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
     finally:
-        directory.close()
+        await run.close()
 
 
 class Run:
@@ -91,7 +96,6 @@ class Run:
         self.progress = Progress(config.loop.steps, quiet=quiet)
         self.state = LoopState(config.loop, config.sync.every, len(self.environment.train))
         self.tally = Tally()
-        self.clock = Clock()
         self.stopped: str | None = None
         self._started: Pools | None = None
         self._changed = asyncio.Event()
@@ -108,7 +112,7 @@ class Run:
             async with asyncio.TaskGroup() as self._tasks:
                 self._admit()
                 while batch := await self._next_batch():
-                    waited = self.clock.lap()
+                    waited = self.tally.lap()
                     described = self.tally.batch(batch, self.state.version)
                     stats = await self.pools.trainer.step(batch)
                     self.state.step += 1
@@ -125,7 +129,7 @@ class Run:
     def _admit(self) -> None:
         """Start as many groups as may start; called whenever something that this depends on has changed."""
         for _ in range(0 if self.stopped else self.state.startable()):
-            task = self._tasks.create_task(self._play_group(self.state.start()))
+            task = self._tasks.create_task(self._play_group(self.state.ledger.start()))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)
 
@@ -140,6 +144,12 @@ class Run:
         rollouts = [r for r in played if r is not None]
         filter_equal = self.config.algorithm.filter_equal
         self.state.end(entry, task.id, rollouts, failed=size - len(rollouts), filter_equal=filter_equal)
+        if self.state.filtered_in_a_row == FUTILE * self.config.loop.groups_per_step:
+            self.progress.warn(
+                f"the last {self.state.filtered_in_a_row} groups had equal rewards and were filtered, so that no step "
+                "can be taken: give tasks that the policy solves sometimes, raise sampling.temperature or "
+                "loop.group_size, or set algorithm.filter_equal = false"
+            )
         self._admit()
         self._changed.set()
 
@@ -150,7 +160,7 @@ class Run:
         try:
             rollout = await attempt(self.environment, task, policy, self.config.environment.time_limit)
         except RolloutFailed as failure:
-            self.state.ledger.reason(failure.reason)
+            self.state.ledger.reasons[failure.reason] += 1
             self._failures_in_a_row += 1
             if self._failures_in_a_row >= self.config.environment.max_failures:
                 raise RunError(
@@ -178,7 +188,7 @@ class Run:
     async def _publish(self) -> None:
         """Bring the generators to the trainer's weights; the version changes once all of them serve it."""
         stats = await self.pools.link.publish(self.state.version + 1)
-        self.state.version = stats.version
+        self.state.publish(stats.version)
         self.tally.holds.append(stats.hold)
         if self.config.loop.max_lag:  # a synchronous run starts its next wave when the step's bookkeeping is done
             self._admit()
@@ -186,24 +196,24 @@ class Run:
     # beside the line: records, evaluations, checkpoints
 
     def _record(self, batch: Batch, stats: StepStats, described: dict[str, float], waited: float) -> None:
-        self.clock.step(self.pools.generator.totals, stats.seconds)
+        self.tally.close(self.pools.generator.totals, stats.seconds)
         state = self.state
         record = {
             "step": state.step,
             "version": state.version,
-            "seconds": round(self.tally.wall_seconds + self.clock.wall, 3),
+            "seconds": round(self.tally.wall(), 3),
             **described,
             **{k: v for k, v in dataclasses.asdict(stats).items() if k not in ("step", "seconds")},
             "tokens_trained": self.tally.tokens_trained,
             "tokens_generated": self.tally.tokens_generated,
             "trainer_tokens_per_second": stats.tokens / max(stats.seconds, 1e-9),
-            "generator_tokens_per_second": self.clock.generator_rate,
+            "generator_tokens_per_second": self.tally.generator_rate,
             "step_seconds": stats.seconds,
             "wait_seconds": waited,
             "hold_ms": 1000 * self.tally.holds[-1] if self.tally.holds else None,
-            "ready": len(state.buffer),
+            "ready": len(state.ready),
             "running": state.running,
-            "capacity": state.buffer.capacity,
+            "capacity": state.capacity,
             "rollouts": dataclasses.asdict(state.ledger.counts),
             "failures": dict(state.ledger.reasons),
         }
@@ -224,16 +234,10 @@ class Run:
 
     async def _evaluate(self) -> None:
         """Held-out tasks on the generators as they are, beside the training rollouts."""
-        options, step = self.config.evaluation, self.state.step
-        tasks = self.environment.test[: options.tasks]
-        if not tasks:
+        if not self.environment.test[: self.config.evaluation.tasks]:
             return
-        sampling = dataclasses.replace(self._sampling(), temperature=options.temperature, top_k=0, top_p=1.0)
-        seed, limit = self.config.loop.seed, self.config.environment.time_limit
-        result = await evaluate(
-            self.environment, tasks, self.pools.generator, self.codec, sampling,
-            seed=seed, time_limit=limit, endpoint=self.endpoint,
-        )  # fmt: skip
+        step = self.state.step
+        result = await evaluate(self.config, self.environment, self.pools.generator, self.codec, self.endpoint)
         record = {"step": step, **result}
         self.tally.evaluations.append(record)
         self.recorder.evaluation(record)
@@ -241,14 +245,15 @@ class Run:
 
     async def _save(self) -> None:
         """Write all that the run needs to go on from here. Generation goes on meanwhile."""
-        if self.directory.checkpoint(self.state.step).exists():
-            return
         await self.recorder.flush()
+        # No batch has been cut since the step, so what the ledger says now fits the weights of the step.
+        known = self.state.snapshot() | {"tally": self.tally.snapshot()}
+        if (written := self.directory.checkpoint(self.state.step)).exists():
+            write_json(written / "run.json", known)  # the weights are these; what is known about them may have grown
+            return
         with self.directory.new_checkpoint(self.state.step, self.config.checkpoint.keep) as path:
             await self.pools.trainer.save(path / "trainer")
-            # No batch has been cut since the step, so what the ledger says now fits the weights just saved.
-            tally = self.tally.with_times(self.clock).snapshot()
-            write_json(path / "run.json", self.state.snapshot() | {"tally": tally})
+            write_json(path / "run.json", known)
 
     # beginning and end
 
@@ -258,22 +263,23 @@ class Run:
         self.progress.note(f"run directory {self.directory.path}")
         if checkpoints := self.directory.checkpoints():
             await self._restore(checkpoints[-1])
-        self.recorder.truncate(self.state.step)
+        self.recorder.truncate(self.state.step, len(self.tally.evaluations))
         await self.pools.link.connect(self.state.version)
         await self._probe()
+        self.directory.write_config(self.config)
         if not self.tally.evaluations and not self.stopped:
             await self._evaluate()
-        self.clock.open(await self.pools.generator.stats())
+        self.tally.open(await self.pools.generator.stats())
 
     async def _restore(self, path: Path) -> None:
         data = json.loads((path / "run.json").read_text(encoding="utf-8"))
         try:
             self.state.restore(data)
         except ValueError as error:
-            raise ConfigError(f"{path}: {error}; give the run the data it was started on") from None
-        self.tally = Tally.restore(data["tally"])
+            raise ConfigError(f"{path}: {error}") from None
+        self.tally.restore(data["tally"])
         await self.pools.trainer.restore(path / "trainer")
-        self.progress.note(f"resumed after step {self.state.step} with {len(self.state.buffer)} groups ready")
+        self.progress.note(f"resumed after step {self.state.step} with {len(self.state.ready)} groups ready")
 
     async def _probe(self) -> None:
         """Refuse to train when generator and trainer give the same tokens different probabilities."""
@@ -292,20 +298,22 @@ class Run:
         self.progress.note(f"probe: {finding}")
 
     async def _settle(self) -> None:
-        """No more batches: let a running evaluation end, and put what is still being generated back to pending."""
+        """No more batches: put what is still being generated back to pending, and let a running evaluation end."""
+        self.tally.close(await self.pools.generator.stats())
+        for task in self._groups:
+            task.cancel()
         if self._evaluation and self.stopped:
             self._evaluation.cancel()
         elif self._evaluation:
             await self._evaluation
-        for task in self._groups:
-            task.cancel()
-        self.clock.close(await self.pools.generator.stats())
 
     async def _finish(self) -> dict[str, Any]:
         """Last publish, evaluation, checkpoint and export; then the summary."""
-        if not self.stopped:
-            if self.state.step % self.config.sync.every:
-                await self._publish()
+        if self.state.published < self.state.step:
+            await self._publish()
+        last = self.tally.evaluations[-1] if self.tally.evaluations else {}
+        evaluated = last.get("step") == self.state.step and set(last["versions"]) == {self.state.version}
+        if not self.stopped and not evaluated:
             await self._evaluate()
         await self._save()
         await self.pools.trainer.export(self.directory.policy)
@@ -314,7 +322,7 @@ class Run:
         ledger = self.state.ledger
         summary = {
             "steps": self.state.step,
-            **self.tally.with_times(self.clock).summary(),
+            **self.tally.summary(),
             "rollouts": dataclasses.asdict(ledger.counts),
             "failures": dict(ledger.reasons),
             "given_up": ledger.given_up,
@@ -323,7 +331,6 @@ class Run:
             "stopped": self.stopped,
             "directory": str(self.directory.path),
             "policy": str(self.directory.policy),
-            "samples": {"before": _samples(self.tally, 0), "after": _samples(self.tally, -1)},
         }
         write_json(self.directory.summary, summary)
         return summary
@@ -333,8 +340,7 @@ class Run:
         await self.endpoint.close()
         if self._started:
             await self._started.close()
-        if close := getattr(self.environment, "close", None):
-            await close()
+        await close_environment(self.environment)
         self.recorder.close()
 
     @property
@@ -344,13 +350,7 @@ class Run:
 
     def _sampling(self) -> Sampling:
         s = self.config.sampling
-        return Sampling(
-            temperature=s.temperature,
-            top_k=s.top_k,
-            top_p=s.top_p,
-            max_tokens=s.max_tokens,
-            stop_strings=tuple(s.stop),
-        )
+        return Sampling(**s.model_dump(exclude={"stop"}), stop_strings=tuple(s.stop))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -372,12 +372,6 @@ class Run:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
-
-
-def _samples(tally: Tally, which: int) -> list[dict[str, Any]]:
-    """Completions of the first or the last evaluation."""
-    samples: list[dict[str, Any]] = tally.evaluations[which]["samples"] if len(tally.evaluations) > 1 else []
-    return samples
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -6,31 +6,41 @@ start, what may be trained on, and what a checkpoint holds.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from slipstream.buffer import RolloutBuffer
 from slipstream.config import LoopConfig
 from slipstream.ledger import Entry, Ledger, State
 from slipstream.rollout import Group, Rollout
-from slipstream.staleness import capacity
+from slipstream.staleness import capacity, is_stale
 
 SMALLEST_GROUP = 2
 GROUP = TypeAdapter(Group)
 
 
+class BufferFull(RuntimeError):
+    """A group was put into a full buffer: the admission gate let too much work start."""
+
+
 class LoopState:
-    """Where a run stands. `every` is the number of steps between two publishes."""
+    """Where a run stands. `every` is the number of steps between two publishes.
+
+    `ready` is the buffer between generators and trainer: at most `capacity` groups, in the order in which they will be
+    taken, by oldest token and then by ledger entry. It never waits: waiting is the loop's.
+    """
 
     def __init__(self, options: LoopConfig, every: int, tasks: int) -> None:
-        self.options = options
-        self.groups_per_version = options.groups_per_step * every
+        self.options, self.every = options, every
         self.ledger = Ledger(tasks, options.seed, options.retries)
-        self.buffer = RolloutBuffer(options.buffer or (options.max_lag + 1) * self.groups_per_version)
-        self.version = 0
+        self.ready: list[Group] = []
+        self.capacity = options.buffer or (options.max_lag + 1) * options.groups_per_step * every
         self.step = 0
+        self.version = 0  # publishes so far
+        self.published = 0  # the step after which the last one was; a stop publishes between two multiples of `every`
+        self.filtered_in_a_row = 0  # groups without signal since the last that had one
 
     @property
     def running(self) -> int:
@@ -38,22 +48,18 @@ class LoopState:
 
     def startable(self) -> int:
         """How many groups may be started now: what the gate allows, and no more than the steps left can use."""
-        ready, running = len(self.buffer), self.running
+        ready, running, per_step = len(self.ready), self.running, self.options.groups_per_step
         free = capacity(
-            version=self.version,
+            version=self.published // self.every,  # those that lasted their `every` steps
             max_lag=self.options.max_lag,
-            groups_per_version=self.groups_per_version,
+            groups_per_version=per_step * self.every,
             trained=self.ledger.groups_trained,
             ready=ready,
             running=running,
-            buffer=self.buffer.capacity,
+            buffer=self.capacity,
         )
-        needed = self.options.steps * self.options.groups_per_step - self.ledger.groups_trained - ready - running
+        needed = self.options.steps * per_step - self.ledger.groups_trained - ready - running
         return max(0, min(free, needed))
-
-    def start(self) -> Entry:
-        """Hand out the next task."""
-        return self.ledger.start()
 
     def end(self, entry: Entry, task_id: str, rollouts: Sequence[Rollout], *, failed: int, filter_equal: bool) -> None:
         """A group has ended with these survivors: it is ready, filtered for want of signal, or tried again."""
@@ -63,46 +69,61 @@ class LoopState:
         self.ledger.ready(entry.id, rollouts=len(rollouts), failed=failed)
         if filter_equal and len({r.reward for r in rollouts}) == 1:
             self.ledger.filtered(entry.id)
-        else:
-            self.buffer.put(Group(entry.id, task_id, tuple(rollouts)))
-
-    def drop_stale(self) -> int:
-        """Put groups that grew too old back to pending. Returns how many."""
-        stale = self.buffer.drop_stale(self.version, self.options.max_lag)
-        for group in stale:
-            self.ledger.dropped_stale(group.entry)
-        return len(stale)
+            self.filtered_in_a_row += 1
+            return
+        if len(self.ready) >= self.capacity:
+            raise BufferFull(f"entry {entry.id} arrived at a buffer that holds {self.capacity} groups already")
+        self.filtered_in_a_row = 0
+        group = Group(entry.id, task_id, tuple(rollouts))
+        bisect.insort(self.ready, group, key=lambda g: (g.oldest_version, g.entry))
 
     def cut(self) -> list[Group]:
         """The groups of the next step, taken from the buffer for good; nothing while there are too few fresh ones.
 
-        A synchronous run waits for the whole wave, so that what it trains on does not depend on who finished first.
+        Groups that grew too old go back to pending. A synchronous run waits for the whole wave, so that what it trains
+        on does not depend on who finished first.
         """
-        self.drop_stale()
-        if self.options.max_lag == 0 and self.running:
+        while self.ready and is_stale(self.version, self.ready[0].oldest_version, self.options.max_lag):
+            self.ledger.dropped_stale(self.ready.pop(0).entry)
+        count = self.options.groups_per_step
+        if len(self.ready) < count or (self.options.max_lag == 0 and self.running):
             return []
-        groups = self.buffer.take(self.options.groups_per_step)
+        groups, self.ready = self.ready[:count], self.ready[count:]
         for group in groups:
             self.ledger.trained(group.entry)
         return groups
 
+    def publish(self, version: int) -> None:
+        """Every generator serves the weights of this step, as `version`."""
+        self.version, self.published = version, self.step
+
     def snapshot(self) -> dict[str, Any]:
-        """Plain data to restore from."""
-        ready = [GROUP.dump_python(g, mode="json", fallback=_listed) for g in self.buffer.groups]
-        return {"step": self.step, "version": self.version, "ledger": self.ledger.snapshot(), "ready": ready}
+        """Plain data to restore from, of a moment when the weights of this step are published."""
+        return {
+            "step": self.step, "version": self.version, **self._pace(), "ledger": self.ledger.snapshot(),
+            "ready": [GROUP.dump_python(g, mode="json", fallback=lambda array: array.tolist()) for g in self.ready],
+        }  # fmt: skip
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Go on from a snapshot. Raises `ValueError` if it is of a run on other data."""
+        """Go on from a snapshot. Raises `ValueError` if it is of a run on other data or of another pace.
+
+        The gate counts versions in groups, so the number of groups of a version can't change; `max_lag` can: what was
+        ready is taken in, and what is too old now is dropped when the next batch is cut.
+        """
         ledger = Ledger.restore(data["ledger"])
         if ledger.tasks != self.ledger.tasks:
             raise ValueError(
-                f"the run was started on {ledger.tasks} training tasks, and now there are {self.ledger.tasks}"
+                f"the run was started on {ledger.tasks} training tasks, and now there are {self.ledger.tasks}; "
+                "give it the data it was started on"
             )
+        for name, now in self._pace().items():
+            if data[name] != now:
+                raise ValueError(f"{name} = {now} can't be changed while a run goes on; leave it at {data[name]}")
         ledger.retries = self.options.retries
-        self.ledger, self.step, self.version = ledger, data["step"], data["version"]
-        for plain in data["ready"]:
-            self.buffer.put(GROUP.validate_python(plain))
+        self.ledger, self.version, self.step = ledger, data["version"], data["step"]
+        self.published = self.step
+        self.ready = [GROUP.validate_python(plain) for plain in data["ready"]]
+        self.capacity = max(self.capacity, len(self.ready))
 
-
-def _listed(array: Any) -> Any:
-    return array.tolist()
+    def _pace(self) -> dict[str, int]:
+        return {"loop.groups_per_step": self.options.groups_per_step, "sync.every": self.every}

@@ -45,6 +45,20 @@ class Verdict:
     def exact(self) -> bool:
         return self.before[0] == self.before[1] and 0 < self.after[0] == self.after[1]
 
+    def describe(self, config: Config) -> str:
+        """All of it as a table."""
+        engine = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {config.model.dtype}"
+        rows = [
+            ("engine", engine),
+            ("link", f"{config.sync.link}, in flight: {config.sync.interruption}"),
+            ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
+            ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
+            ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),
+            ("held", f"{1000 * self.hold:.2f} ms"),
+            ("", "EXACT" if self.exact else "NOT EXACT"),
+        ]
+        return "\n".join(f"{name:15}{text}" for name, text in rows)
+
 
 class ChangingTrainer(TrainerService):
     """A trainer that, instead of learning, goes to other weights at once."""

@@ -51,7 +51,7 @@ def users(tmp_path: Path) -> Path:
     [
         ("broken.py:f", {}, r"^environment.name = .*KeyError: 'nowhere' \(.*broken.py, line 2\)"),
         ("unclosed.py:f", {}, r"^environment.name = .*invalid syntax \(unclosed.py, line 1\)"),
-        ("users.py:rewrad", {}, "^environment.name = .*no attribute 'rewrad'; did you mean 'reward'"),
+        ("users.py:rewrad", {}, "^environment.name = .*no attribute 'rewrad' .did you mean reward"),
         ("users.py:made", {"hint": 1}, "^environment.options: .* is made already and takes none"),
         ("users.py:forgot_async", {"train": "tasks.jsonl"}, "^environment.name = .*`async def`"),
         ("users.py:reward", {"train": "latin.jsonl"}, "latin.jsonl: not UTF-8 at byte 15"),

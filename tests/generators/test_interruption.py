@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.config import SyncConfig, load
+from slipstream.config import SyncConfig, load_config
 from slipstream.generators import torch as engines
 from slipstream.generators.base import Interruption
 from slipstream.generators.torch import Engine
@@ -245,7 +245,7 @@ class Weights:
 
 def service(tiny: Path, how: Interruption) -> GeneratorService:
     flags = ["--environment.name=addition", "--generator.slots=2", "--generator.device=cpu", "--generator.threads=1"]
-    made = GeneratorService(load(None, [f"--model.path={tiny}", f"--sync.interruption={how}", *flags]), 0)
+    made = GeneratorService(load_config(None, [f"--model.path={tiny}", f"--sync.interruption={how}", *flags]), 0)
     made._engine._eos = frozenset()
     made._weights = Weights()
     return made

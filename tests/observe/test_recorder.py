@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.observe.recorder import Recorder, RecordError, read_metrics
+from slipstream.observe.recorder import Recorder, RecordError
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, mean, spans_of
 
 
@@ -50,6 +50,11 @@ def two_groups() -> Batch:
     other = Rollout((completion((9,), [6, 6]),), 0.0, {"correct": 0.0, "steps": 3})
     groups = (Group(7, "train/7", (long, short)), Group(2**40, "train/0", (other, other, other)))
     return Batch(groups, ((0.875, -0.875), (0.1, 0.2, 0.3)))
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.fixture
@@ -217,7 +222,7 @@ def test_a_file_of_rollouts_is_whole_or_not_there(tmp_path: Path, monkeypatch: p
     assert seen == [{"step_000001.parquet.partial"}]
     assert not list((tmp_path / "rollouts").glob("*.parquet"))
     assert read_metrics(tmp_path) == []
-    recorder.truncate(0)
+    recorder.truncate(0, 0)
     assert not list((tmp_path / "rollouts").iterdir())
 
 
@@ -231,10 +236,9 @@ def test_truncate_goes_back_to_a_step_after_a_kill(tmp_path: Path, torn: str) ->
             file.write(torn)
     (tmp_path / "rollouts/step_000005.parquet.partial").write_bytes(b"PAR1 half")
     (tmp_path / "rollouts/notes.txt").write_text("a person's own")
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]  # a torn line is no line
 
     after = Recorder(tmp_path, decode)
-    after.truncate(2)
+    after.truncate(2, 2)
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == [
         "notes.txt", "step_000001.parquet", "step_000002.parquet",
     ]  # fmt: skip
@@ -245,8 +249,18 @@ def test_truncate_goes_back_to_a_step_after_a_kill(tmp_path: Path, torn: str) ->
     assert not list(tmp_path.rglob("*.partial"))
 
 
+def test_truncate_forgets_an_evaluation_that_the_checkpoint_does_not_know(tmp_path: Path) -> None:
+    """A kill between an evaluation and the checkpoint of the same step: it is evaluated, and written, again."""
+    before = Recorder(tmp_path, decode)
+    write(before, 1, 2)
+    before.close()
+    Recorder(tmp_path, decode).truncate(2, 1)
+    assert [json.loads(line)["step"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()] == [1]
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
 def test_truncate_of_a_new_directory_does_nothing(recorder: Recorder, tmp_path: Path) -> None:
-    recorder.truncate(0)
+    recorder.truncate(0, 0)
     assert list(tmp_path.iterdir()) == []
     assert read_metrics(tmp_path) == []
 
@@ -255,7 +269,7 @@ def test_an_empty_batch_is_an_empty_file(recorder: Recorder, tmp_path: Path) -> 
     recorder.step({"step": 1_000_000}, Batch((), ()))
     asyncio.run(recorder.flush())
     assert pq.read_table(tmp_path / "rollouts/step_1000000.parquet").num_rows == 0
-    recorder.truncate(999_999)
+    recorder.truncate(999_999, 0)
     assert not list((tmp_path / "rollouts").iterdir())
 
 

@@ -34,7 +34,7 @@ def printed(summary: dict[str, Any], before: list[Any], after: list[Any], width:
         console = Console(file=file, width=width, force_terminal=True, color_system=None, _environ=environment)
     else:
         console = Console(file=file, _environ=environment)
-    report(summary, before, after, console)
+    report(summary | {"samples": {"before": before, "after": after}}, console)
     return file.getvalue()
 
 
@@ -121,7 +121,7 @@ def test_a_stopped_run_says_how_to_go_on() -> None:
 
 @pytest.mark.parametrize("summary", [{}, dict.fromkeys(SUMMARY), SUMMARY | {"eval": {"initial": None, "final": None}}])
 def test_what_is_not_known_is_left_out_or_a_dash(summary: dict[str, Any]) -> None:
-    text = printed(summary, [{}], [{}])
+    text = printed(summary, [], [])
     assert "held-out score" not in text
     assert "training reward" in text
     assert "None" not in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import random
 import re
@@ -106,14 +105,14 @@ def gold(answer: str) -> str:
     return answer.rpartition(MARKER)[2].strip().replace(",", "")
 
 
-def _read(data: str, skip_malformed: bool) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Rows of the training and the test split."""
+def _read(data: str, skip_malformed: bool) -> Sequence[list[dict[str, str]]]:
+    """Rows of the training and of the test split."""
     path = Path(data)
     if path.is_dir():
-        training, testing = path / "train.jsonl", path / "test.jsonl"
-        return _read_lines(training, skip_malformed), _read_lines(testing, skip_malformed)
+        files = (path / "train.jsonl", path / "test.jsonl")
+        return [_problems(str(file), read_lines(file), skip_malformed) for file in files]
     if path.suffix == ".jsonl":
-        rows = _read_lines(path, skip_malformed)
+        rows = _problems(data, read_lines(path), skip_malformed)
         random.Random(0).shuffle(rows)
         held_out = max(1, len(rows) // 10)
         return rows[held_out:], rows[:held_out]
@@ -131,16 +130,6 @@ def _read(data: str, skip_malformed: bool) -> tuple[list[dict[str, str]], list[d
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"environment.options.data = {data!r} can't be loaded from the Hub: {reason}") from None
     return _problems(data, splits[0], skip_malformed), _problems(data, splits[1], skip_malformed)
-
-
-def _read_lines(path: Path, skip_malformed: bool) -> list[dict[str, str]]:
-    rows: list[tuple[int, Any]] = []
-    for number, line in read_lines(path):
-        try:
-            rows.append((number, json.loads(line)))
-        except ValueError:
-            rows.append((number, None))
-    return _problems(str(path), rows, skip_malformed)
 
 
 def _problems(where: str, rows: Sequence[tuple[int, Any]], skip_malformed: bool) -> list[dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import ConfigError, EnvironmentConfig
+from slipstream.config import ConfigError, EnvironmentConfig, suggest
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.scoring import ScorerPool
 from slipstream.rollout import Rollout
@@ -51,9 +50,8 @@ def load_thing(reference: str) -> Any:
     """What "module:thing" or "path/to/file.py:thing" names. Raises what importing it raises, or `ImportError`."""
     place, _, name = reference.rpartition(":")
     if not place or not name:
-        close = difflib.get_close_matches(reference, BUILT_IN, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it comes with {', '.join(map(repr, BUILT_IN))}"
-        raise ImportError(f"no such environment, {hint}; your own is 'module:thing' or 'path/to/file.py:thing'")
+        hint = suggest(reference, list(BUILT_IN)) or f", there are {' and '.join(BUILT_IN)}"
+        raise ImportError(f"no such environment{hint}; your own is 'module:thing' or 'path/to/file.py:thing'")
     if place.endswith(".py"):
         path = Path(place).resolve()
         if not path.exists():
@@ -70,9 +68,7 @@ def load_thing(reference: str) -> Any:
             sys.path.insert(0, str(Path.cwd()))  # a console script does not look where the user stands
         module = importlib.import_module(place)
     if not hasattr(module, name):
-        close = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ImportError(f"{place} has no attribute {name!r}{hint}")
+        raise ImportError(f"{place} has no attribute {name!r}{suggest(name, list(vars(module)))}")
     return getattr(module, name)
 
 
@@ -90,9 +86,8 @@ def _construct(kind: type, config: EnvironmentConfig) -> Any:
     options = dict(config.options)
     for name in options:
         if name not in parameters and not takes_any:
-            close = difflib.get_close_matches(name, parameters, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(parameters) or 'none'}"
-            raise ConfigError(f"environment.options.{name} is unknown to {config.name}; {hint}")
+            hint = suggest(name, list(parameters)) or f"; it takes {', '.join(parameters) or 'none'}"
+            raise ConfigError(f"environment.options.{name} is unknown to {config.name}{hint}")
     # What the run already says about rewards is passed on to an environment that has a scorer pool of its own.
     for name, value in (("scorers", config.scorers), ("time_limit", config.time_limit * REWARD_SHARE)):
         if name in parameters:
@@ -125,20 +120,16 @@ class FunctionEnvironment:
                 f"environment.name = {config.name!r} takes a policy: write it as `async def`, to await it"
             )
         self._is_episode = is_async and parameters[1] != "completion"
-        self._scorers: ScorerPool | None = None
-        if not is_async:
-            self._scorers = ScorerPool(config.name, config.scorers, config.time_limit * REWARD_SHARE)
+        limit = config.time_limit * REWARD_SHARE
+        self._scorers = None if is_async else ScorerPool(config.name, config.scorers, limit)
         self.train, self.test = _task_files(config)
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout | float:
         if self._is_episode:
             outcome: Rollout | float = await self._function(task, policy)
             return outcome
-        completion = await policy.sample(task.prompt)
-        if self._scorers:
-            reward: float = await self._scorers.score(task, completion)
-        else:
-            reward = await self._function(task, completion)
+        score = self._scorers.score if self._scorers else self._function
+        reward: float = await score(task, await policy.sample(task.prompt))
         return reward
 
     async def close(self) -> None:
@@ -163,9 +154,8 @@ def _task_files(config: EnvironmentConfig) -> tuple[Sequence[Task], Sequence[Tas
 def read_tasks(path: Path) -> list[Task]:
     """Tasks from lines of JSON. Raises `ConfigError` naming file and line."""
     tasks = []
-    for number, line in read_lines(path):
+    for number, data in read_lines(path):
         try:
-            data = json.loads(line)
             prompt = data.pop("prompt")
             if not prompt:
                 raise ValueError
@@ -178,12 +168,19 @@ def read_tasks(path: Path) -> list[Task]:
     return tasks
 
 
-def read_lines(path: Path) -> list[tuple[int, str]]:
-    """The lines of a file that are not blank, with their numbers. Raises `ConfigError`."""
+def read_lines(path: Path) -> list[tuple[int, Any]]:
+    """The JSON of a file's lines that are not blank, or None for what is none, with their numbers."""
     if not path.is_file():
         raise ConfigError(f"environment.options: there is no file {path}")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return [(number, _parsed(line)) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

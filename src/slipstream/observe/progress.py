@@ -17,18 +17,21 @@ from rich.text import Text
 
 from slipstream.observe.figures import duration, known, number, sparkline
 
-LINE = (
-    "step {step}/{steps}  reward {reward} (mean {mean})  lag {lag_mean}/{lag_max}  "
-    "gen {generator_tokens_per_second} tok/s  train {trainer_tokens_per_second} tok/s  "
-    "buffer {ready}/{capacity} (+{running})  eta {left}"
-)
-WAY = "{step}/{steps}  {elapsed}  eta {left}"
-LEARNING = (("reward", "{reward}, recent mean {mean}  {trend}"), ("score", "{score}"))
-FLOW = (
-    ("generator", "{generator_tokens_per_second} tokens/s", "trainer", "{trainer_tokens_per_second} tokens/s"),
-    ("buffer", "{ready}/{capacity} (+{running} running)", "lag", "mean {lag_mean}, max {lag_max}"),
-    ("publish", "version {version}, held {hold_ms} ms", "rollouts", "{failed} failed, {dropped_stale} stale"),
-)
+FIELDS = {
+    "step": "{step}/{steps}",
+    "reward": "{reward} (mean {mean})",
+    "lag": "{lag_mean} (max {lag_max})",
+    "gen": "{generator_tokens_per_second} tok/s",
+    "train": "{trainer_tokens_per_second} tok/s",
+    "buffer": "{ready}/{capacity} (+{running})",
+    "eta": "{left}",
+    "trend": "{trend}",
+    "score": "{score}",
+    "publish": "version {version}, held {hold_ms} ms",
+    "rollouts": "{failed} failed, {dropped_stale} stale",
+}
+LINE = "  ".join(f"{label} {FIELDS[label]}" for label in ("step", "reward", "lag", "gen", "train", "buffer", "eta"))
+BLOCK = (("reward", "trend"), ("gen", "train"), ("buffer", "lag"), ("publish", "rollouts"), ("score",))
 DIGITS = {"reward": 3, "lag_mean": 2, "hold_ms": 2}
 LINE_EVERY = 2.0  # seconds between two plain lines
 RECENT = 20  # steps in the recent mean of the reward and in the estimate of what is left
@@ -108,13 +111,13 @@ class Progress:
     def _block(self) -> Group:
         """The live display: how far the run is, how well the policy does, and how well the line flows."""
         texts = self._texts()
+        way = _grid(9, None, 0)
         bar = ProgressBar(total=self._steps, completed=self._record.get("step") or 0)
-        way, learning, flow = _grid(9, None, 0), _grid(9, None), _grid(9, None, 9, None)
-        way.add_row("step", bar, WAY.format_map(texts))
-        for table, rows in ((learning, LEARNING), (flow, FLOW)):
-            for row in rows:
-                table.add_row(*(Text(cell.format_map(texts)) for cell in row))
-        return Group(way, learning, flow)
+        way.add_row("step", bar, "{step}/{steps}  {elapsed}  eta {left}".format_map(texts))
+        rows = [_grid(*(9, None) * len(labels)) for labels in BLOCK]
+        for row, labels in zip(rows, BLOCK, strict=True):
+            row.add_row(*(Text(part) for label in labels for part in (label, FIELDS[label].format_map(texts))))
+        return Group(way, *rows)
 
     def _texts(self) -> Mapping[str, str]:
         """What the templates above name; "–" for all that the latest record does not have."""
@@ -123,7 +126,7 @@ class Progress:
         left = duration((ended - began) / (last - first) * (self._steps - last)) if last > first else "–"
         own = {
             "steps": number(self._steps), "elapsed": duration(time.monotonic() - self._began), "left": left,
-            "mean": number(self._trend[-1] if self._trend else None, 3), "trend": sparkline(self._trend, 30),
+            "mean": number(self._trend[-1] if self._trend else None, 3), "trend": sparkline(self._trend, 24),
             "score": self._score,
         }  # fmt: skip
         return defaultdict(lambda: "–", {k: number(v, DIGITS.get(k, 0)) for k, v in numbers.items()} | own)

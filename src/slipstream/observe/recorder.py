@@ -19,10 +19,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from slipstream.directory import PARTIAL, write_atomically
 from slipstream.rollout import Batch, Group
 
 Decode = Callable[[Sequence[int]], str]
-PARTIAL = ".partial"
 INT, FLOAT, TEXT = pa.int32(), pa.float64(), pa.string()
 SCHEMA = pa.schema({
     "step": INT, "entry": pa.int64(), "task_id": TEXT, "rollout": INT, "turn": INT,
@@ -64,13 +64,11 @@ class Recorder:
         await asyncio.wrap_future(self._thread.submit(lambda: None))  # one thread: when this has run, all before has
         self._raise_failure()
 
-    def truncate(self, step: int) -> None:
-        """Forget what lies after `step`, before anything is written: a run that goes on from there writes it again."""
-        for path in (self._metrics, self._evaluations):
+    def truncate(self, step: int, evaluations: int) -> None:
+        """Forget what lies after `step` and the first `evaluations`: a run that goes on from there writes it again."""
+        for path, most in ((self._metrics, step), (self._evaluations, evaluations)):
             if path.exists():
-                partial = path.with_name(path.name + PARTIAL)
-                partial.write_text("".join(f"{line}\n" for line in _lines(path, step)), encoding="utf-8")
-                partial.replace(path)
+                write_atomically(path, "".join(f"{line}\n" for line in _lines(path, step)[:most]))
         later = [p for p in self._rollouts.glob("step_*.parquet") if int(p.stem.removeprefix("step_")) > step]
         for path in [*later, *self._rollouts.glob(f"step_*{PARTIAL}")]:
             path.unlink()
@@ -114,12 +112,6 @@ class Recorder:
         _append(self._metrics, line)
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The metrics lines of a run, oldest first; of a running one, those that are complete. Empty before the first."""
-    path = directory / "metrics.jsonl"
-    return [json.loads(line) for line in _lines(path, sys.maxsize)] if path.exists() else []
-
-
 def _rows(step: int, group: Group, advantages: Sequence[float], decode: Decode) -> list[dict[str, Any]]:
     """One row per completion of a group, in the order of its rollouts and their turns."""
     return [
@@ -143,18 +135,9 @@ def _append(path: Path, line: str) -> None:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(record), allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities as null, which is all that JSON has for them."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
+    """The record as JSON, which has null alone for NaN and infinities."""
+    finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
+    return json.dumps(finite) + "\n"
 
 
 def _lines(path: Path, step: int) -> list[str]:

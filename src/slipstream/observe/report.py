@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich import box
@@ -21,17 +21,12 @@ SHOWN = 300  # characters of a completion
 PIPED_WIDTH = 100  # columns where there is no terminal
 
 
-def report(
-    summary: Mapping[str, Any],
-    before: Sequence[Mapping[str, Any]],
-    after: Sequence[Mapping[str, Any]],
-    console: Console,
-) -> None:
+def report(summary: Mapping[str, Any], console: Console | None = None) -> None:
     """Print what a run changed, completions of the same held-out tasks before and after, and what to type next.
 
-    `before` and `after` are samples of two evaluations with prompt, completion and reward. What is missing or None in
-    the summary is shown as "–" or left out.
+    What is missing or None in the summary is shown as "–" or left out.
     """
+    console = console or Console()
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     changes = Table.grid(padding=(0, 2))
@@ -39,8 +34,9 @@ def report(
     for name, text in _changes(summary):
         changes.add_row(name, Text(text))
     console.print(Text("What changed", style="bold"), changes, "", sep="\n")
-    answers = {sample.get("prompt"): sample for sample in after}
-    pairs = [(sample, answers[sample.get("prompt")]) for sample in before if sample.get("prompt") in answers]
+    samples = summary.get("samples") or {}
+    answers = {sample["prompt"]: sample for sample in samples.get("after") or ()}
+    pairs = [(old, answers[old["prompt"]]) for old in samples.get("before") or () if old["prompt"] in answers]
     if pairs:
         console.print(Text("The same held-out tasks, before and after", style="bold"))
     for old, new in pairs[:SAMPLES]:
