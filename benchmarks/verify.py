@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from work import save_model
 
-from benchmarks.work import save_model
 from slipstream.config import load_config
 from slipstream.verification import verify
 

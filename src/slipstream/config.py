@@ -131,7 +131,9 @@ class SyncConfig(Section):
     """How new weights reach the generators."""
 
     link: str = option(
-        "shared", '"shared" (memory of this host), "nccl" (broadcast), "checkpoint" (files), or "module:Class".'
+        "shared",
+        '"shared" (memory of this host), "nccl" (broadcast beside the running engine), "nccl_direct" (by vLLM, held), '
+        '"checkpoint" (files), or "module:Class".',
     )
     every: int = option(1, "Steps between two publishes.", ge=1)
     interruption: Literal["continue", "recompute", "retry", "drain"] = option(
@@ -187,11 +189,13 @@ class Config(Section):
         for name, value, known in (
             ("generator.kind", self.generator.kind, ("torch", "vllm")),
             ("trainer.kind", self.trainer.kind, ("pytorch",)),
-            ("sync.link", self.sync.link, ("shared", "nccl", "checkpoint")),
+            ("sync.link", self.sync.link, ("shared", "nccl", "nccl_direct", "checkpoint")),
         ):
             if value not in known and ":" not in value:
                 names = ", ".join(f'"{k}"' for k in known)
                 raise ConfigError(f'{name} = "{value}" is unknown; give {names} or your own as "module:Class"')
+        if self.sync.link == "nccl_direct" and self.generator.kind == "torch":
+            raise ConfigError('sync.link = "nccl_direct" is vLLM\'s own; set generator.kind = "vllm", or use "nccl"')
         if 0 < loop.buffer < loop.groups_per_step:
             raise ConfigError(
                 f"loop.buffer = {loop.buffer} can't hold the {loop.groups_per_step} groups of one step; "

@@ -25,6 +25,12 @@ from slipstream.runtime.local import Pools, gpus_here, start_generators
 from slipstream.runtime.placement import place
 from slipstream.runtime.services import TrainerService
 
+# vLLM's mode in which no two batches differ, and what it sets for NCCL then: both ends of a link have to agree on that.
+BATCH_INVARIANT = {
+    "VLLM_BATCH_INVARIANT": "1", "NCCL_LAUNCH_MODE": "GROUP", "NCCL_COLLNET_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
+    "NCCL_P2P_NET_DISABLE": "1", "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple",
+    "NCCL_ALGO": "allreduce:tree", "NCCL_NTHREADS": "1", "NCCL_SOCKET_NTHREADS": "1",
+}  # fmt: skip
 CHANGE = 0.05  # size of the difference between A and B, in standard deviations of each parameter
 POLL = 0.02  # seconds between two looks at how far generation is
 PROMPT = (4, 24)  # tokens
@@ -82,7 +88,8 @@ class ChangingTrainer(TrainerService):
 
 async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: int = 16, seed: int = 0) -> Verdict:
     """Publish B once a sequence of A has drawn `after` tokens, and compare. See the module."""
-    os.environ.setdefault("VLLM_BATCH_INVARIANT", "1" if gpus_here() else "0")  # else no two batches agree to the bit
+    if gpus_here():
+        os.environ.update(BATCH_INVARIANT)
     trainer = f"{ChangingTrainer.__module__}:{ChangingTrainer.__qualname__}"
     config = with_options(config, trainer={**config.trainer.model_dump(), "kind": trainer})
     vocabulary = len(load_tokenizer(config.model.path))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slipstream.algorithms.advantages import make_batch
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, load_config
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import RolloutFailed, _in_episode, attempt
@@ -377,7 +377,8 @@ def test_an_environment_around_an_agent_is_trained_on() -> None:
             assert [len(c) for _, c in ((r, r.completions) for r in played)] == [2] * 4 and not it.endpoint._episodes
             assert all(span.version == 5 for c, _ in batch.sequences() for span in c.spans)
             packed = pack(batch.sequences(), torch.device("cpu"))
-            result = await evaluate(Agent(), Agent.test, it.generator, it.codec, it.sampling, endpoint=it.endpoint)
+            config = load_config(None, ["--model.path=m", "--environment.name=e", "--sampling.max_tokens=6"])
+            result = await evaluate(config, Agent(), it.generator, it.codec, it.endpoint)
             assert result["tasks"] == 2 and result["failed"] == 0
             it.model.set_attn_implementation("eager")
             logprobs, _ = token_logprobs(it.model, packed)

@@ -237,6 +237,9 @@ class Weights:
         return True
 
     def apply(self) -> None: ...
+    def held(self) -> float:
+        return 0.0
+
     def checksums(self, names: Any) -> dict[str, int]:
         return {}
 
@@ -245,7 +248,7 @@ class Weights:
 
 def service(tiny: Path, how: Interruption) -> GeneratorService:
     flags = ["--environment.name=addition", "--generator.slots=2", "--generator.device=cpu", "--generator.threads=1"]
-    made = GeneratorService(load_config(None, [f"--model.path={tiny}", f"--sync.interruption={how}", *flags]), 0)
+    made = GeneratorService(load_config(None, [f"--model.path={tiny}", f"--sync.interruption={how}", *flags]))
     made._engine._eos = frozenset()
     made._weights = Weights()
     return made

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.config import ConfigError
+from slipstream.config import Config, ConfigError, load_config
 from slipstream.generators.weights import ServedWeights, local_places
 from slipstream.models import trained_parameters
 from slipstream.sync.checksum import checksum
@@ -23,6 +23,11 @@ from tests.conftest import build_model
 LINKS = ("shared", "checkpoint", "nccl")
 
 
+def config_of(dtype: torch.dtype) -> Config:
+    name = str(dtype).removeprefix("torch.")
+    return load_config(None, ["--model.path=m", "--environment.name=e", f"--model.dtype={name}"])
+
+
 class Pair:
     """A trainer's model and a generator's, connected."""
 
@@ -30,7 +35,7 @@ class Pair:
         sender, _ = find_link(link)
         self.trained = build_model(family, seed=1)
         self.served = copy.deepcopy(build_model(family, seed=2)).to(dtype)
-        self.sender = sender(trained_parameters(self.trained), dtype, directory, 1)
+        self.sender = sender(trained_parameters(self.trained), config_of(dtype), directory, 1)
         places = local_places(trained_parameters(self.served))
         self.receiver = ServedWeights(link, self.sender.offer(), places, 1, rebind=True)
         self.publish(0)
@@ -150,7 +155,7 @@ def test_a_publish_that_cannot_be_read_leaves_the_old_version(tmp_path: Path) ->
 @pytest.mark.parametrize("link", LINKS)
 def test_another_model_is_refused_by_name(link: str, tmp_path: Path) -> None:
     sender, _ = find_link(link)
-    sending = sender(trained_parameters(build_model()), torch.float32, tmp_path, 1)
+    sending = sender(trained_parameters(build_model()), config_of(torch.float32), tmp_path, 1)
     with pytest.raises(
         ValueError, match=r"model.layers.0.mlp.gate_proj.weight is \[64, 32\] in the trainer and \[48, 32\]"
     ):
@@ -173,7 +178,9 @@ def test_shared_memory_goes_with_its_process(tmp_path: Path) -> None:
         "import os, signal, torch\n"
         "from slipstream.sync.shared import SharedSender\n"
         "from pathlib import Path\n"
-        "sender = SharedSender({'w': torch.nn.Parameter(torch.zeros(8))}, torch.float32, Path('.'), 1)\n"
+        "from slipstream.config import load_config\n"
+        "config = load_config(None, ['--model.path=m', '--environment.name=e'])\n"
+        "sender = SharedSender({'w': torch.nn.Parameter(torch.zeros(8))}, config, Path('.'), 1)\n"
         "print(sender.offer()['path'], os.path.exists(sender.offer()['path']), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -223,7 +230,7 @@ def make_lora(seed: int) -> Any:
 def test_adapters_alone_travel(tmp_path: Path) -> None:
     trained, served = make_lora(1), make_lora(2)
     sender, _ = find_link("shared")
-    sending = sender(trained_parameters(trained), torch.float32, tmp_path, 1)
+    sending = sender(trained_parameters(trained), config_of(torch.float32), tmp_path, 1)
     assert all("lora" in name for name in sending.offer()["shapes"])
     receiving = ServedWeights("shared", sending.offer(), local_places(trained_parameters(served)), 1, rebind=True)
     receiving.prepare(sending.stage(0))

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +30,13 @@ from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.sync.link import Ticket
 
 EXTENSION = "slipstream.generators.vllm_worker.WorkerExtension"
+FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
 POLL = 0.005  # seconds between two questions whether weights have arrived
 CPU_CACHE = 2**28  # bytes of keys and values on a CPU, where vLLM would take a share of all memory
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the worker extension counts tokens in the first model runner's records
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process could not use the GPU
 }
 
 
@@ -52,7 +55,7 @@ class _Request:
 class VllmEngine:
     """One vLLM engine with the methods of `generators.torch.Engine`. Raises `ConfigError` for what it can't run."""
 
-    def __init__(self, config: Config, version: int = 0, shared_gpu: bool = False) -> None:
+    def __init__(self, config: Config, version: int = 0, shared_gpu: bool = False, log: Path | None = None) -> None:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError('generator.kind = "vllm" needs vLLM: pip install vllm')
         for name, value in ENVIRONMENT.items():
@@ -60,7 +63,10 @@ class VllmEngine:
         arguments = engine_arguments(config, shared_gpu)
         from vllm import EngineArgs, LLMEngine
 
-        self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        try:
+            self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise ConfigError(f"vLLM does not start: {cause(error, log)}") from error
         self._eos = end_of_sequence(generation_config(config.model.path), self._llm.model_config.hf_config)
         self._seeded = config.loop.max_lag == 0
         self._vocabulary: int = self._llm.model_config.get_vocab_size()
@@ -135,7 +141,7 @@ class VllmEngine:
 
     def swap(self, version: int, apply: Callable[[], dict[str, int]], how: Interruption = "continue") -> float:
         """Replace the weights under the running sequences by calling `apply`, which returns the tokens that each had
-        drawn before. Returns the seconds it took. If `apply` raises, the version stays."""
+        drawn before. Returns the seconds for which the engine was paused. If `apply` raises, the version stays."""
         if how == "drain" and self._requests:
             raise RuntimeError(f"drain: {self.running} sequences still run; set `draining` and step until none does")
         began = time.perf_counter()
@@ -150,7 +156,7 @@ class VllmEngine:
         finally:
             if paused:
                 core.call_utility("resume_scheduler")
-        held = time.perf_counter() - began
+        paused_for = time.perf_counter() - began if how == "recompute" else 0.0
         self.version, self.draining = version, False
         self._salt += 1
         for request in list(self._requests.values()):
@@ -161,7 +167,7 @@ class VllmEngine:
                 self._start(request)
             else:
                 request.starts.append((tokens, version))
-        return held
+        return paused_for
 
     def open_weights(self, link: str, offer: Ticket, rank: int) -> WorkerWeights:
         """The weights of all workers, as the other end of a link; the first worker has this rank."""
@@ -205,7 +211,7 @@ class WorkerWeights:
 
     def __init__(self, llm: Any, link: str, offer: Ticket, rank: int) -> None:
         self._llm = llm
-        self._asked = 0.0
+        self._asked = self._held = 0.0
         self._call("connect", link, offer, rank)
 
     def prepare(self, ticket: Ticket) -> None:
@@ -219,8 +225,19 @@ class WorkerWeights:
         return done
 
     def apply(self) -> dict[str, int]:
-        drawn: dict[str, int] = self._call("apply")[0]
+        """Swap. Returns how many tokens each request had drawn before, by vLLM's own names."""
+        self._call("apply")
+        swapped = self._call("swapped")
+        while None in swapped:
+            time.sleep(POLL / 10)
+            swapped = self._call("swapped")
+        self._held = max(held for held, _ in swapped)
+        drawn: dict[str, int] = swapped[0][1]
         return drawn
+
+    def held(self) -> float:
+        """Seconds that the last swap kept the workers from the next forward pass."""
+        return self._held
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         parts = self._call("checksums", list(names))
@@ -250,10 +267,21 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": config.loop.seed,
     }
+    if config.sync.link == "nccl_direct":
+        from vllm.config import WeightTransferConfig
+
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
     if on_cpu:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts in seconds
         arguments |= {"enforce_eager": True, "async_scheduling": False, "kv_cache_memory_bytes": CPU_CACHE}
     return arguments | generator.options
+
+
+def cause(error: Exception, log: Path | None) -> str:
+    """Why vLLM did not start. Its own process says so in the log only, in the first line that names an error."""
+    lines = log.read_text(errors="replace").splitlines() if log else []
+    named = [found[1] for line in lines if (found := FAILURE.search(line)) and "See root cause above" not in line]
+    return f"{named[0] if named else error} (log: {log})" if log else str(error)
 
 
 def _completion(request: _Request, output: Any) -> Completion:

@@ -5,7 +5,8 @@ Every method is called by `LLMEngine.collective_rpc` and runs in each worker bet
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,12 +14,37 @@ import torch
 from slipstream.generators.vllm_places import places_of
 from slipstream.generators.weights import Place, ServedWeights
 from slipstream.sync.link import Ticket
+from slipstream.sync.nccl_direct import NativeReceiver
 
 if not torch.cuda.is_available():
     # On a CPU vLLM packs weights into a form of its own and forgets them, unless a layer asks it not to.
     from vllm.model_executor.layers.linear import LinearBase
 
     LinearBase._cpu_skip_gemm_dispatch = True
+
+
+class HeldWeights(ServedWeights):
+    """Weights that arrive while the engine is held, by vLLM's own means."""
+
+    def __init__(self, receiver: NativeReceiver, places: Mapping[str, Place]) -> None:
+        self._native, self._places = receiver, places
+
+    def prepare(self, ticket: Ticket) -> None: ...
+
+    def prepared(self) -> bool:
+        return True
+
+    def apply(self) -> None:
+        self._began = time.perf_counter()
+        self._native.receive()
+
+    def applied(self) -> bool:
+        return True
+
+    def held(self) -> float:
+        return time.perf_counter() - self._began
+
+    def close(self) -> None: ...
 
 
 class WorkerExtension:
@@ -36,7 +62,10 @@ class WorkerExtension:
         size = self.model_runner.parallel_config.tensor_parallel_size
         places = places_of(model, offer["shapes"], self.rank % size, size)
         _refuse_other_values(self.model_runner, places)
-        self._slipstream = ServedWeights(link, offer, places, rank + self.rank % size, rebind=False)
+        if link == "nccl_direct":
+            self._slipstream: ServedWeights = HeldWeights(NativeReceiver(offer, self, rank), places)
+        else:
+            self._slipstream = ServedWeights(link, offer, places, rank + self.rank % size, rebind=False)
 
     def slipstream_prepare(self, ticket: Ticket) -> None:
         self._slipstream.prepare(ticket)
@@ -44,20 +73,46 @@ class WorkerExtension:
     def slipstream_prepared(self) -> bool:
         return self._slipstream.prepared()
 
-    def slipstream_apply(self) -> dict[str, int]:
-        """Swap the weights. Returns how many tokens each request has drawn so far, every pass before this included."""
+    def slipstream_apply(self) -> None:
+        """Swap the weights, and count what each request has drawn by all passes before this."""
         self._slipstream.apply()
-        return self.slipstream_drawn()
+        self._drawn = _drawn(self.model_runner)
+
+    def slipstream_swapped(self) -> tuple[float, dict[str, int]] | None:
+        """How long the swap took and the tokens that each request had drawn before it; None while it is going on."""
+        return (self._slipstream.held(), self._drawn()) if self._slipstream.applied() else None
 
     def slipstream_drawn(self) -> dict[str, int]:
-        """Tokens that each request has drawn."""
-        return {name: len(request.output_token_ids) for name, request in self.model_runner.requests.items()}
+        """Tokens that each request has drawn by now."""
+        return _drawn(self.model_runner)()
 
     def slipstream_checksums(self, names: list[str]) -> dict[str, str]:
         return {name: str(value) for name, value in self._slipstream.checksums(names).items()}
 
     def slipstream_close(self) -> None:
         self._slipstream.close()
+
+
+def _drawn(runner: Any) -> Callable[[], dict[str, int]]:
+    """Counts, as of now, the tokens that requests have drawn; the result can be had once the device is that far.
+
+    vLLM has two model runners. The first knows the count when it launches a pass; the second keeps it on the device,
+    where a copy in the stream of the passes tells it as of now.
+    """
+    if not hasattr(runner, "req_states"):
+        drawn = {name: len(request.output_token_ids) for name, request in runner.requests.items()}
+        return lambda: drawn
+    states = runner.req_states
+    totals = states.total_len.gpu.to("cpu", non_blocking=True)
+    prompts, places = states.prompt_len.np.copy(), dict(states.req_id_to_index)
+    copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def count() -> dict[str, int]:
+        copied.synchronize()
+        return {name: int(totals[i]) - int(prompts[i]) for name, i in places.items()}
+
+    return count
 
 
 def _refuse_other_values(runner: Any, places: Mapping[str, Place]) -> None:

@@ -7,9 +7,11 @@ engine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,38 @@ class Place:
     counted: bool = True
 
 
+class DeviceClock:
+    """How long a device is at something, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        event: Any = torch.cuda.Event
+        self._events: Any = [event(enable_timing=True) for _ in range(2)] if on_gpu else None
+        self._times = [0.0, 0.0]
+
+    def start(self) -> None:
+        self._mark(0)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def done(self) -> bool:
+        return self._events is None or self._events[1].query()
+
+    def seconds(self) -> float:
+        """Between the last start and stop, or the processor's own time where that is longer."""
+        at_device = 0.0
+        if self._events and self._times[1]:
+            self._events[1].synchronize()
+            at_device = self._events[0].elapsed_time(self._events[1]) / 1000
+        return max(at_device, self._times[1] - self._times[0])
+
+    def _mark(self, which: int) -> None:
+        self._times[which] = time.perf_counter()
+        if self._events:
+            self._events[which].record(torch.cuda.current_stream())
+
+
 class ServedWeights:
     """A generator's end of a link, and the places that it fills. `rebind` allows to swap memory instead of copying."""
 
@@ -40,10 +74,15 @@ class ServedWeights:
         self._rebind = rebind and self._receiver.lasting
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._next: Future[Mapping[str, Tensor]] | None = None
+        self._clock = DeviceClock(self._device)
 
     def prepare(self, ticket: Ticket) -> None:
         """Begin to bring a version beside the running engine."""
-        self._next = self._thread.submit(self._receiver.prepare, ticket)
+        self._next = self._thread.submit(self._prepare, ticket)
+
+    def _prepare(self, ticket: Ticket) -> Mapping[str, Tensor]:
+        self._clock.seconds()  # the copy of the last version may still be reading where this one goes
+        return self._receiver.prepare(ticket)
 
     def prepared(self) -> bool:
         """Whether it is all here. Raises what went wrong."""
@@ -52,8 +91,9 @@ class ServedWeights:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Put it in place. Called between two forward passes."""
+        """Put it in place. Called between two forward passes; on a GPU in their stream, so nothing waits for it."""
         assert self._next is not None
+        self._clock.start()
         weights = self._next.result()
         targets, sources = [], []
         for name, place in self._places.items():
@@ -65,9 +105,16 @@ class ServedWeights:
                 sources.append(new)
         if targets:
             torch._foreach_copy_(targets, sources)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        self._clock.stop()
         self._next = None
+
+    def applied(self) -> bool:
+        """Whether the last version is in place for the device, too."""
+        return self._clock.done()
+
+    def held(self) -> float:
+        """Seconds that it took; waits until it is."""
+        return self._clock.seconds()
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Checksum of the part of each parameter that is served here; parts add up to the whole's."""

@@ -149,18 +149,20 @@ class WeightLink:
         if self._released:
             await self._released
         ticket = await self._trainer.call("stage", version)
+        sent = asyncio.ensure_future(_seconds(self._trainer.call("send", ticket)))
         # All have the whole version beside what they serve before the first of them swaps.
-        await asyncio.gather(
-            self._trainer.call("send", ticket), *(g.actor.call("prepare", ticket) for g in self._generators)
-        )
+        try:
+            await asyncio.gather(*(g.actor.call("prepare", ticket) for g in self._generators))
+        except BaseException:
+            sent.cancel()
+            raise
         holds = await asyncio.gather(*(self._swap(g, version) for g in self._generators))
+        sending = await sent
         # Not waited for, but on its way: the trainer reads it before any call that is made after this.
         self._released = self._trainer.call("release", ticket)
-        self._released.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # raised at the next publish
+        self._released.add_done_callback(lambda done: done.cancelled() or done.exception())  # the next publish tells
         await self._compare(chosen(self._names, version, self._sync.verify), version)
-        return PublishStats(version, max(holds), time.perf_counter() - began)
+        return PublishStats(version, max(holds), sending, time.perf_counter() - began)
 
     async def _swap(self, generator: ProcessGenerator, version: int) -> float:
         hold: float
@@ -181,6 +183,13 @@ class WeightLink:
                         f"{generator.actor.name} serves {name} with other values than the trainer published as version "
                         f"{version}; nothing was trained on them. Try another sync.link"
                     )
+
+
+async def _seconds(call: asyncio.Future[Any]) -> float:
+    """How long a call takes from now on."""
+    began = time.perf_counter()
+    await call
+    return time.perf_counter() - began
 
 
 class Pools:
@@ -213,11 +222,10 @@ class Pools:
 async def start_generators(config: Config, directory: Path, placement: Placement) -> GeneratorPool:
     """The generators alone, each with the model's own weights. Raises `ConfigError` for what they refuse."""
     kind = SERVICES.get(config.generator.kind, config.generator.kind)
-    actors = [
-        Actor(f"generator {i}", directory / "logs" / f"generator_{i}.log", visible(gpus))
-        for i, gpus in enumerate(placement.generators)
-    ]
-    await _start([(actor, kind, (config, i, placement.shared)) for i, actor in enumerate(actors)])
+    logs = [directory / "logs" / f"generator_{i}.log" for i in range(len(placement.generators))]
+    places = zip(logs, placement.generators, strict=True)
+    actors = [Actor(f"generator {i}", log, visible(gpus)) for i, (log, gpus) in enumerate(places)]
+    await _start([(actor, kind, (config, log, placement.shared)) for actor, log in zip(actors, logs, strict=True)])
     return GeneratorPool([ProcessGenerator(actor, config.generator.tensor_parallel) for actor in actors])
 
 

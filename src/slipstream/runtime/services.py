@@ -17,7 +17,7 @@ from slipstream.generators.weights import ServedWeights, local_places
 from slipstream.models import device_here, load_model, load_tokenizer, trained_parameters
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.checksum import checksum
-from slipstream.sync.link import Sender, Ticket, find_link
+from slipstream.sync.link import Sender, Ticket, dtype_of, find_link
 from slipstream.trainers.trainer import Trainer
 
 
@@ -46,6 +46,7 @@ class Weights(Protocol):
     def prepare(self, ticket: Ticket) -> None: ...
     def prepared(self) -> bool: ...
     def apply(self) -> Any: ...
+    def held(self) -> float: ...
     def checksums(self, names: Sequence[str]) -> dict[str, int]: ...
     def close(self) -> None: ...
 
@@ -56,9 +57,9 @@ OpenWeights = Callable[[str, Ticket, int], Weights]
 class GeneratorService:
     """An engine and its end of the weight link."""
 
-    def __init__(self, config: Config, index: int, shared_gpu: bool = False) -> None:
+    def __init__(self, config: Config, log: Path | None = None, shared_gpu: bool = False) -> None:
         torch.set_num_threads(threads(config.generator.threads, config))
-        self._config, self._shared_gpu = config, shared_gpu
+        self._config, self._log, self._shared_gpu = config, log, shared_gpu
         self._engine, self._open_weights = self._load()
         self._weights: Weights | None = None
         self._replies: dict[Hashable, Reply] = {}
@@ -113,7 +114,8 @@ class GeneratorService:
             if not self._engine.draining:
                 self._swap = None
                 try:
-                    reply((self._engine.swap(version, self._served.apply, how), self.stats()))
+                    held = self._engine.swap(version, self._served.apply, how)
+                    reply((max(held, self._served.held()), self.stats()))
                 except Exception as error:
                     reply(error)
         for key, completion in self._engine.step():
@@ -168,7 +170,6 @@ class TrainerService:
     def __init__(self, config: Config, run: str) -> None:
         torch.set_num_threads(threads(config.trainer.threads, config))
         self._config, self._run = config, Path(run)
-        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._trainer = Trainer(config)
         self._sender: Sender | None = None
 
@@ -183,13 +184,13 @@ class TrainerService:
     def open_link(self, receivers: int) -> Ticket:
         """This end of the link, for so many processes that hold weights."""
         sender, _ = find_link(self._config.sync.link)
-        self._sender = sender(self._trainer.parameters, self._dtype, self._run, receivers)
+        self._sender = sender(self._trainer.parameters, self._config, self._run, receivers)
         self._trainer.before_update = self._sender.before_update
         return self._sender.offer()
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Of the weights as they are published."""
-        return {name: checksum(self._trainer.parameters[name].to(self._dtype)) for name in names}
+        return {name: checksum(self._trainer.parameters[name].to(dtype_of(self._config))) for name in names}
 
     def close(self) -> None:
         if self._sender:

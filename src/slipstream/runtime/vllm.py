@@ -10,5 +10,5 @@ class VllmService(GeneratorService):
     """`GeneratorService` with vLLM in the place of the embedded engine."""
 
     def _load(self) -> tuple[Engine, OpenWeights]:
-        engine = VllmEngine(self._config, shared_gpu=self._shared_gpu)
+        engine = VllmEngine(self._config, shared_gpu=self._shared_gpu, log=self._log)
         return engine, engine.open_weights

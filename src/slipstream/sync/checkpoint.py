@@ -12,13 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slipstream.sync.link import Parameters, Ticket, refuse_other_parameters, shapes_of
+from slipstream.config import Config
+from slipstream.sync.link import Parameters, Ticket, dtype_of, refuse_other_parameters, shapes_of
 
 
 class CheckpointSender:
     """The trainer's end. The file of the version before is removed once every generator has left it."""
 
-    def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path, receivers: int) -> None:
+    def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
+        dtype = dtype_of(config)
         self._parameters, self._dtype = parameters, dtype
         self._directory = directory / "weights"
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.config import ConfigError
+from slipstream.config import Config, ConfigError
 
 Ticket = dict[str, Any]
 Parameters = dict[str, nn.Parameter]
@@ -31,13 +31,14 @@ LINKS = {
     "shared": "slipstream.sync.shared:Shared",
     "checkpoint": "slipstream.sync.checkpoint:Checkpoint",
     "nccl": "slipstream.sync.nccl:Nccl",
+    "nccl_direct": "slipstream.sync.nccl_direct:Native",
 }
 
 
 class Sender(Protocol):
     """The trainer's end. `receivers` is the number of generators' processes that hold weights."""
 
-    def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path, receivers: int) -> None: ...
+    def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None: ...
 
     def offer(self) -> Ticket:
         """What a receiver needs to connect, as plain data."""
@@ -72,10 +73,11 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class PublishStats:
-    """One publish: the longest time that a generator was held between two passes, and the whole of it, in seconds."""
+    """One publish in seconds: the longest that a generator was held between two passes, sending, and all of it."""
 
     version: int
     hold: float
+    sending: float
     total: float
 
 
@@ -90,6 +92,12 @@ def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:
         raise ConfigError(
             f'sync.link = "{name}" can\'t be used ({error}); give {known} or your own as "module:Class"'
         ) from None
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """The number format in which weights are published."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    return dtype
 
 
 def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, list[int]]:

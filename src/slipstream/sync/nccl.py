@@ -17,17 +17,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
+from slipstream.config import Config
 from slipstream.sync.layout import Layout
-from slipstream.sync.link import Parameters, Ticket, refuse_other_parameters, shapes_of
+from slipstream.sync.link import Parameters, Ticket, dtype_of, refuse_other_parameters, shapes_of
 
-BUCKET = 2**28  # bytes of one broadcast
+BUCKET = 2**30  # bytes of one broadcast: a launch has to find room beside the passes of the engine, so few of them
 TIME_LIMIT = timedelta(seconds=60)
 
 
 class NcclSender:
     """The trainer's end, rank 0. Two buckets are filled in turn, so that packing one overlaps sending the other."""
 
-    def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path, receivers: int) -> None:
+    def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
+        dtype = dtype_of(config)
         self._parameters, self._ranks = parameters, receivers + 1
         self._device = next(iter(parameters.values())).device
         self._layout = Layout(shapes_of(parameters), dtype)

@@ -18,14 +18,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slipstream.config import Config
 from slipstream.sync.layout import Layout
-from slipstream.sync.link import Parameters, Ticket, refuse_other_parameters, shapes_of
+from slipstream.sync.link import Parameters, Ticket, dtype_of, refuse_other_parameters, shapes_of
 
 
 class SharedSender:
     """The trainer's end: owns the memory."""
 
-    def __init__(self, parameters: Parameters, dtype: torch.dtype, directory: Path, receivers: int) -> None:
+    def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
+        dtype = dtype_of(config)
         self._parameters, self._dtype = parameters, dtype
         self._handle, self._path = allocate(2 * Layout(shapes_of(parameters), dtype).size)
         self._buffers = map_buffers(self._path, Layout(shapes_of(parameters), dtype))

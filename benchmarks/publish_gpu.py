@@ -1,0 +1,126 @@
+"""What a publish costs sequences in flight on GPUs: vLLM on one, the trainer on the other, 256 sequences decoding.
+
+    python benchmarks/publish_gpu.py nccl nccl_direct [--shape 1.7B] [--publishes 10] [--json FILE]
+
+Every link runs in an engine of its own, one after the other in the same run. The gap is the time between two
+consecutive tokens of all sequences, seen where they arrive; the hold of a publish is the largest gap from its start to
+a quarter of a second after its end, less the median gap. Undisturbed is the second before each publish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from work import save_model
+
+from slipstream.config import load_config
+from slipstream.rollout import Sampling
+from slipstream.runtime.local import Pools
+from slipstream.runtime.vllm import VllmService
+
+SEQUENCES, TOKENS, QUIET, AFTER = 256, 3000, 1.0, 0.25
+
+
+class TimedService(VllmService):
+    """Remembers when each step of the engine was seen to end."""
+
+    def tick(self) -> None:
+        super().tick()
+        self.__dict__.setdefault("_ends", []).append(time.perf_counter())
+
+    def ends(self) -> list[float]:
+        ends: list[float] = self.__dict__.pop("_ends", [])
+        return ends
+
+
+async def measure(model: Path, folder: Path, link: str, publishes: int, memory: float) -> dict[str, Any]:
+    flags = [f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", f"--sync.link={link}",
+             "--generator.kind=publish_gpu:TimedService", f"--generator.slots={SEQUENCES}",
+             f"--generator.memory={memory}", "--generator.context=4096"]  # fmt: skip
+    config = load_config(None, flags)
+    began = time.perf_counter()
+    pools = await Pools.start(config, folder)
+    try:
+        await pools.link.connect(0)
+        started = time.perf_counter() - began
+        sampling = Sampling(max_tokens=TOKENS)
+        calls = [pools.generator.generate([1, 2, 3, i + 4], sampling) for i in range(SEQUENCES)]
+        running = [asyncio.ensure_future(call) for call in calls]
+        await asyncio.sleep(4)
+        actor = pools.generator.generators[0].actor
+        rows = []
+        for version in range(1, publishes + 1):
+            await actor.call("ends")
+            await asyncio.sleep(QUIET)
+            start = time.perf_counter()
+            stats = await pools.link.publish(version)
+            end = time.perf_counter()
+            await asyncio.sleep(AFTER)
+            rows.append(describe(await actor.call("ends"), start, end, stats))
+        assert not any(task.done() for task in running), "sequences ended before the last publish"
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    finally:
+        await pools.close()
+    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))
+    found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    found["transfer_gb_per_s"] = size / found["sending_ms"] / 1e6
+    return {"link": link, "bytes": size, "start_s": started, "publishes": publishes, **found, "each": rows}
+
+
+def describe(ends: list[float], start: float, end: float, stats: Any) -> dict[str, float]:
+    """One publish, from the times at which steps ended."""
+    gaps = [(b, 1000 * (b - a)) for a, b in itertools.pairwise(ends)]
+    quiet = [gap for at, gap in gaps if at < start]
+    near = [gap for at, gap in gaps if start <= at <= end + AFTER]
+    during = [gap for at, gap in gaps if start <= at <= end]
+    usual = statistics.median(quiet)
+    return {
+        "usual_gap_ms": usual,
+        "longest_usual_gap_ms": max(quiet),
+        "largest_gap_ms": max(near),
+        "hold_ms": max(near) - usual,
+        "sending_ms": 1000 * stats.sending,
+        "publish_ms": 1000 * stats.total,
+        "tokens_per_s": SEQUENCES * len(quiet) / (sum(quiet) / 1000),
+        # Of what would have come in that time, how much came.
+        "speed_during": usual * len(during) / max(1000 * (end - start), usual),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("links", nargs="+")
+    parser.add_argument("--shape", default="1.7B")
+    parser.add_argument("--publishes", type=int, default=10)
+    parser.add_argument("--memory", type=float, default=0.8)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        model = Path(temporary) / "model"
+        save_model(options.shape, model, torch.bfloat16)
+        torch.cuda.empty_cache()
+        results = []
+        for link in options.links:
+            measured = measure(model, Path(temporary) / link, link, options.publishes, options.memory)
+            results.append(asyncio.run(measured))
+            print(json.dumps({k: v for k, v in results[-1].items() if k != "each"}), flush=True)
+    if options.json:
+        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        described = {"command": " ".join(["python", *sys.argv]), "device": device, "results": results}
+        options.json.write_text(json.dumps(described, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

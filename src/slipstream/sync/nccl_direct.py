@@ -1,0 +1,96 @@
+"""The `nccl_direct` link: vLLM's own weight transfer engine, which holds an engine while weights arrive.
+
+It needs no staging memory and knows every layout that vLLM knows, quantised ones too, but generation stands still for
+the whole transfer: use it where `nccl` has no room or refuses a model. The trainer's half of vLLM's interface differs
+from release to release; what differs is in this file alone.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.config import Config, ConfigError
+from slipstream.sync.link import Parameters, Ticket, dtype_of, shapes_of
+
+
+class NativeSender:
+    """The trainer's end, rank 0 of vLLM's communicator."""
+
+    def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
+        self._engine = transfer_engine()
+        self._parameters, self._dtype = parameters, dtype_of(config)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        self._ranks = receivers + 1
+        self._thread = ThreadPoolExecutor(1)
+
+    def offer(self) -> Ticket:
+        address = {"master_address": "127.0.0.1", "master_port": self._port, "world_size": self._ranks}
+        # Both ends wait for each other in there.
+        self._group = self._thread.submit(self._engine.trainer_init, address)
+        return {**address, "shapes": shapes_of(self._parameters), "dtype": str(self._dtype).removeprefix("torch.")}
+
+    def before_update(self) -> None: ...
+
+    def stage(self, version: int) -> Ticket:
+        return {"version": version}
+
+    def send(self, ticket: Ticket) -> None:
+        self._engine.trainer_send_weights(self._tensors(), {"group": self._group.result(), "packed": True})
+        torch.cuda.synchronize()
+
+    def release(self, ticket: Ticket) -> None: ...
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, p.detach().to(self._dtype)) for name, p in self._parameters.items())
+
+
+class NativeReceiver:
+    """vLLM's end. It is the worker that receives and loads, so there is nothing to prepare."""
+
+    lasting = False
+
+    def __init__(self, offer: Ticket, worker: Any, rank: int) -> None:
+        self._offer, self._worker = offer, worker
+        keys = ("master_address", "master_port", "world_size")
+        worker.init_weight_transfer_engine({k: offer[k] for k in keys} | {"rank_offset": rank})
+
+    def receive(self) -> None:
+        """Take the version that is being sent, into place. The engine is held for as long as that takes."""
+        shapes = self._offer["shapes"]
+        self._worker.start_weight_update()
+        self._worker.update_weights({
+            "names": list(shapes), "shapes": list(shapes.values()), "packed": True,
+            "dtype_names": [self._offer["dtype"]] * len(shapes),
+        })  # fmt: skip
+        self._worker.finish_weight_update()
+
+
+class Native:
+    """Both ends."""
+
+    Sender, Receiver = NativeSender, NativeReceiver
+
+
+def transfer_engine() -> Any:
+    """The trainer's half of vLLM's NCCL transfer. Raises `ConfigError` where this vLLM has another interface."""
+    try:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+    except ImportError as error:
+        raise ConfigError(f'sync.link = "nccl_direct" needs vLLM in the trainer, too: {error}') from None
+    if not hasattr(NCCLWeightTransferEngine, "trainer_send_weights"):
+        raise ConfigError(
+            'sync.link = "nccl_direct" does not know this vLLM\'s transfer engine; use sync.link = "nccl"'
+        )
+    return NCCLWeightTransferEngine
