@@ -16,15 +16,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from slipstream.config import Config, ConfigError
-from slipstream.generators.base import GenerationError, Interruption
+from slipstream.generators.base import Interruption
+from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
 from slipstream.models import end_of_sequence, generation_config
-from slipstream.rollout import Completion, Sampling, VersionSpan
+from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 
 EXTENSION = "slipstream.generators.vllm_worker.WorkerExtension"
@@ -38,15 +39,10 @@ ENVIRONMENT = {
 
 
 @dataclass(eq=False)
-class _Request:
-    """A request in flight. `starts` has (first token, version) for every version that drew of it, the first at 0."""
+class _Request(VllmRequest):
+    """A request of this engine, with the name that the workers know it by."""
 
-    key: Hashable
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    name: str = ""
     internal: str = ""
-    starts: list[tuple[int, int]] = field(default_factory=list)
 
 
 class VllmEngine:
@@ -85,21 +81,8 @@ class VllmEngine:
 
     def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue a request; `step` returns its completion under `key`. Raises `GenerationError`."""
-        prompt = tuple(prompt_ids)
-        if not prompt:
-            raise GenerationError("the prompt is empty; give at least one token")
-        if len(prompt) >= self.context:
-            raise GenerationError(
-                f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {self.context}; "
-                "shorten the prompt or raise generator.context"
-            )
-        if not all(0 <= token < self._vocabulary for token in prompt):
-            raise GenerationError(f"the prompt has a token id outside of 0 to {self._vocabulary - 1}")
-        if sampling.record_kept and not sampling.top_k:
-            raise GenerationError("vLLM can't tell which tokens top_p kept; set sampling.top_k too, to 64 for example")
-        if sampling.record_experts:
-            raise GenerationError("record_experts: not with vLLM")
-        request = _Request(key, prompt, sampling)
+        request = _Request(key, tuple(prompt_ids), sampling)
+        request.refuse_impossible(self.context, self._vocabulary)
         if self.draining:
             self._waiting.append(request)
         else:
@@ -149,14 +132,12 @@ class VllmEngine:
         held = time.perf_counter() - began
         self.version, self.draining = version, False
         self._salt += 1
-        for request in list(self._requests.values()):
-            tokens = drawn.get(request.internal, 0)
-            if how == "retry" or not tokens:
-                self.tokens_wasted += tokens
-                self._stop(request)
-                self._start(request)
-            else:
-                request.starts.append((tokens, version))
+        tokens = [(request, drawn.get(request.internal, 0)) for request in self._requests.values()]
+        again, wasted = interrupted(tokens, version, how)
+        self.tokens_wasted += wasted
+        for request in again:
+            self._stop(request)
+            self._start(request)
         return held
 
     def open_weights(self, link: str, offer: Ticket, rank: int) -> WorkerWeights:
@@ -170,18 +151,9 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = request.sampling
         parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            max_tokens=min(sampling.max_tokens, self.context - len(request.prompt)),
-            stop_token_ids=[*self._eos, *sampling.stop_tokens],
-            stop=list(sampling.stop_strings),
-            detokenize=bool(sampling.stop_strings),
-            # A generator of random numbers for each sequence costs time, and only a synchronous run can repeat itself.
-            seed=sampling.seed if self._seeded else None,
-            logprobs=sampling.top_k if sampling.record_kept else 0,
+            **request.parameters(self.context, self._eos, self._seeded),
+            detokenize=bool(request.sampling.stop_strings),
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -219,8 +191,7 @@ class WorkerWeights:
         return drawn
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
-        parts = self._call("checksums", list(names))
-        return {name: sum(int(part[name]) for part in parts) for name in names}
+        return added(self._call("checksums", list(names)), names)
 
     def close(self) -> None:
         self._call("close")
@@ -253,25 +224,10 @@ def engine_arguments(config: Config) -> dict[str, Any]:
 
 
 def _completion(request: _Request, output: Any) -> Completion:
-    tokens, flat, sampling = tuple(output.token_ids), output.logprobs, request.sampling
-    firsts = flat.start_indices[: len(tokens)]
-    logprobs = tuple(0.0 if sampling.temperature == 0 else flat.logprobs[first] for first in firsts)
-    starts = [(min(start, len(tokens)), version) for start, version in request.starts]
-    ends = [*(start for start, _ in starts[1:]), len(tokens)]
-    spans = [VersionSpan(v, start, end) for (start, v), end in zip(starts, ends, strict=True) if start < end]
-    kept = None
-    if sampling.record_kept:
-        pairs = zip(firsts, flat.end_indices, strict=False)
-        kept = tuple(
-            sorted({t for t, p in zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True) if p > -torch.inf})
-            for a, b in pairs
-        )
-    return Completion(
-        prompt_ids=request.prompt,
-        token_ids=tokens,
-        logprobs=logprobs,
-        spans=tuple(spans),
-        finish_reason=output.finish_reason,
-        temperature=sampling.temperature,
-        kept=kept,
+    flat = output.logprobs
+    firsts = flat.start_indices[: len(output.token_ids)]
+    kept = (
+        [t for t, p in zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True) if p > -torch.inf]
+        for a, b in zip(firsts, flat.end_indices, strict=False)
     )
+    return request.completion(output.token_ids, [flat.logprobs[i] for i in firsts], output.finish_reason, kept)

@@ -11,6 +11,7 @@ import torch
 
 from slipstream.generators.vllm_places import places_of
 from slipstream.generators.weights import ServedWeights
+from slipstream.models import end_of_sequence, generation_config
 from slipstream.sync.link import Ticket
 
 if not torch.cuda.is_available():
@@ -21,10 +22,24 @@ if not torch.cuda.is_available():
 
 
 class WorkerExtension:
-    """Mixed into the worker, whose `model_runner` and `rank` it uses."""
+    """Mixed into the worker, whose `model_runner`, `rank` and `vllm_config` it uses."""
 
     model_runner: Any
     rank: int
+    vllm_config: Any
+
+    def slipstream_describe(self) -> dict[str, Any]:
+        """What a run has to know of a server that it did not start."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        return {
+            "logprobs_mode": model.logprobs_mode,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "context": model.max_model_len,
+            "vocabulary": model.get_vocab_size(),
+            "eos": sorted(end_of_sequence(generation_config(model.model), model.hf_config)),
+            "replicas": parallel.data_parallel_size * parallel.pipeline_parallel_size,
+            "counts": hasattr(self.model_runner, "requests"),  # the records that `slipstream_apply` reads
+        }
 
     def slipstream_connect(self, link: str, offer: Ticket, rank: int) -> None:
         """Open this worker's end of a link. Raises `ValueError` for a model that can't be written in place."""
@@ -52,3 +67,4 @@ class WorkerExtension:
 
     def slipstream_close(self) -> None:
         self._slipstream.close()
+        del self._slipstream  # with what it holds for the next version

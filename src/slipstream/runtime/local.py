@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.actor import Actor, ActorError
+from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.config import Config, ConfigError, SyncConfig
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Batch, Completion, Sampling
+from slipstream.runtime.servers import Server
 from slipstream.sync.checksum import chosen
 from slipstream.sync.link import PublishStats
 from slipstream.trainers.trainer import StepStats
@@ -25,9 +26,9 @@ SERVICES = {
 
 
 class ProcessGenerator:
-    """An engine in a process of its own, as a `Generator`. `ranks` of its processes hold weights."""
+    """An engine in a process of its own or a server, as a `Generator`. `ranks` of its processes hold weights."""
 
-    def __init__(self, actor: Actor, ranks: int = 1) -> None:
+    def __init__(self, actor: Actor | Server, ranks: int = 1) -> None:
         self.actor = actor
         self.ranks = ranks
         self.outstanding = 0
@@ -59,7 +60,10 @@ class ProcessGenerator:
 
 
 class GeneratorPool:
-    """Several generators as one: each request goes to the one with the fewest outstanding."""
+    """Several generators as one: each request goes to the one with the fewest outstanding of those that live.
+
+    What a generator was drawing when it died, another draws again; the next publish ends the run.
+    """
 
     def __init__(self, generators: Sequence[ProcessGenerator]) -> None:
         self.generators = generators
@@ -69,7 +73,13 @@ class GeneratorPool:
         return min(g.version for g in self.generators)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        return await min(self.generators, key=lambda g: g.outstanding).generate(prompt_ids, sampling)
+        while True:
+            living = [g for g in self.generators if not g.actor.dead] or self.generators
+            try:
+                return await min(living, key=lambda g: g.outstanding).generate(prompt_ids, sampling)
+            except ActorDied:
+                if all(g.actor.dead for g in self.generators):
+                    raise
 
     async def stats(self) -> dict[str, float]:
         """Tokens of all generators, and seconds busy of the average one."""
@@ -188,18 +198,22 @@ class Pools:
     async def start(cls, config: Config, directory: Path) -> Pools:
         """Start all processes at once and load the model in each. Raises `ConfigError` for what they refuse."""
         trainer = Actor("trainer", directory / "logs" / "trainer.log")
+        servers = [Server(url, config) for url in config.generator.servers]
         generators = [
-            Actor(f"generator {i}", directory / "logs" / f"generator_{i}.log") for i in range(config.generator.count)
+            Actor(f"generator {i}", directory / "logs" / f"generator_{i}.log")
+            for i in range(0 if servers else config.generator.count)
         ]
         starts = [trainer.start(SERVICES.get(config.trainer.kind, config.trainer.kind), config, str(directory))]
         kind = SERVICES.get(config.generator.kind, config.generator.kind)
-        starts += [g.start(kind, config, i) for i, g in enumerate(generators)]
+        starts += [g.start(kind, config, i) for i, g in enumerate(generators)] + [s.start() for s in servers]
         failures = [f for f in await asyncio.gather(*starts, return_exceptions=True) if f is not None]
         if failures:
-            await asyncio.gather(*(actor.stop(grace=0.5) for actor in (trainer, *generators)))
+            everyone: list[Actor | Server] = [trainer, *generators, *servers]
+            await asyncio.gather(*(actor.stop(grace=0.5) for actor in everyone))
             raise _for_a_user(failures[0])
-        pool = GeneratorPool([ProcessGenerator(g, config.generator.tensor_parallel) for g in generators])
-        return cls(pool, ProcessTrainer(trainer), config.sync)
+        pool = [ProcessGenerator(g, config.generator.tensor_parallel) for g in generators]
+        pool += [ProcessGenerator(s, s.ranks) for s in servers]
+        return cls(GeneratorPool(pool), ProcessTrainer(trainer), config.sync)
 
     async def close(self) -> None:
         await asyncio.gather(self.generator.close(), self.trainer.close())
