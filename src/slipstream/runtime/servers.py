@@ -110,24 +110,22 @@ class Server:
         request.refuse_impossible(self._context, self._facts["vocabulary"])
         for attempt in itertools.count(1):
             try:
-                while True:
-                    choice = await self._draw(request)
-                    if request.starts:  # else a swap has taken it back
-                        break
+                while (choice := await self._draw(request)) is None:
+                    continue
+                break
             except _Failed as failure:
                 if 400 <= failure.status < 500:
                     raise GenerationError(str(failure)) from None
                 if attempt == ATTEMPTS:
                     raise self._give_up(str(failure)) from None
                 await asyncio.sleep(PAUSE * 2**attempt)
-            else:
-                break
         completion = _completion(request, choice)
         self._totals["tokens"] += len(completion.token_ids)
         return completion
 
     async def _draw(self, request: VllmRequest) -> Any:
-        """Send a request and wait for its answer, and for the end of a swap that is under way then."""
+        """Send a request and wait for its answer, and for the end of a swap that is under way then. None if that swap
+        has taken the request back."""
         await self._open.wait()
         self._refuse_dead()
         request.name, request.starts = uuid4().hex, [(0, self._version)]
