@@ -32,7 +32,7 @@ READY = "ready"  # answered for every service once it is built
 
 
 class ActorDied(RuntimeError):
-    """The process behind an actor ended while it was needed."""
+    """The process or server behind an actor is gone, or of no more use, while it was needed."""
 
 
 class ActorError(RuntimeError):
@@ -68,7 +68,7 @@ class Actor:
         self._numbers = itertools.count()
         self._outgoing: list[tuple[int, str, bytes]] = []
         self._writer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._dead: ActorDied | None = None
+        self.dead: ActorDied | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self, service: str, *arguments: Any) -> None:
@@ -100,8 +100,8 @@ class Actor:
         Calls reach the process in the order in which they are made, whether they are awaited or not.
         """
         future = self._loop.create_future()
-        if self._dead:
-            future.set_exception(self._dead)
+        if self.dead:
+            future.set_exception(self.dead)
             return future
         number = next(self._numbers)
         self._send(number, method, arguments)
@@ -111,7 +111,7 @@ class Actor:
 
     def post(self, method: str, *arguments: Any) -> None:
         """Call a method whose answer nobody needs."""
-        if not self._dead:
+        if not self.dead:
             self._send(next(self._numbers), method, arguments)
 
     async def stop(self, grace: float = 10.0) -> None:
@@ -161,16 +161,16 @@ class Actor:
             self._die(f"{self.name} died (log: {self._log})\n{self._log_tail()}".rstrip())
 
     def _die(self, why: str) -> None:
-        if self._dead:
+        if self.dead:
             return
-        self._dead = ActorDied(why)
+        self.dead = ActorDied(why)
         self._loop.remove_reader(self._connection.fileno())
         self._writer.put(None)
         with contextlib.suppress(OSError):
             self._connection.close()
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(self._dead)
+                future.set_exception(self.dead)
 
     def _log_tail(self) -> str:
         text = self._log.read_text(errors="replace") if self._log else ""

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -87,6 +88,7 @@ class GeneratorConfig(Section):
 
     kind: str = option("torch", '"torch" (embedded), "vllm", or your own service as "module:Class".')
     count: int = option(1, "Generators, each in its own process.", ge=1)
+    servers: list[str] = option([], "URLs of vLLM servers that you started, to attach to instead (vllm).")
     tensor_parallel: int = option(1, "GPUs that one generator's weights are spread over (vllm).", ge=1)
     memory: float = option(
         0.0, "Share of a GPU's memory for one generator (vllm); 0 means 0.85, or 0.4 beside the trainer.", ge=0, le=1
@@ -96,6 +98,12 @@ class GeneratorConfig(Section):
     context: int = option(0, "Longest prompt plus completion in tokens; 0 means the model's own limit.", ge=0)
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
     threads: int = option(0, "CPU threads of each generator; 0 shares the cores out.", ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_servers(cls, values: Any) -> Any:
+        servers = values.get("servers") if isinstance(values, dict) else None
+        return {"count": len(servers)} | values if servers and isinstance(servers, list) else values
 
 
 class TrainerConfig(Section):
@@ -208,6 +216,7 @@ class Config(Section):
             )
         if not all(0 <= beta < 1 for beta in self.trainer.betas):
             raise ConfigError(f"trainer.betas = {list(self.trainer.betas)} must lie in [0, 1); try [0.9, 0.99]")
+        self._refuse_servers()
         context = self.generator.context
         if context and context <= self.sampling.max_tokens:
             raise ConfigError(
@@ -231,6 +240,31 @@ class Config(Section):
                     "of these; give it as text"
                 )
         return self
+
+    def _refuse_servers(self) -> None:
+        """Raise `ConfigError` for `generator.servers` that can't be, or not with these other options."""
+        generator, link = self.generator, self.sync.link
+        if not (servers := generator.servers):
+            return
+        urls = [urlsplit(url) for url in servers]
+        other = next((u.netloc for u in urls if u.hostname not in ("localhost", "127.0.0.1", "::1")), "")
+        given = [name for name in ("tensor_parallel", "memory", "options", "slots") if self._changed(name)]
+        for wrong, what, remedy in (
+            (generator.kind != "vllm", f'generator.kind = "{generator.kind}"', 'set it to "vllm"'),
+            (generator.count != len(servers), f"generator.count = {generator.count}", "leave it out"),
+            (not all(u.scheme in ("http", "https") and u.netloc for u in urls), f"servers = {servers}",
+             "each is a URL such as http://host:8000"),
+            (len({u.netloc for u in urls}) < len(urls), f"servers = {servers}", "name each once"),
+            (bool(given), "".join(f"generator.{n}" for n in given[:1]), "give it to `vllm serve` instead"),
+            (link in ("shared", "nccl") and other, f'sync.link = "{link}", which does not reach {other}',
+             'set it to "checkpoint", with run.dir on a file system that both hosts have'),
+        ):  # fmt: skip
+            if wrong:
+                raise ConfigError(f"generator.servers does not go with {what}; {remedy}")
+
+    def _changed(self, name: str) -> bool:
+        """Whether this option of the generator has another value than its default."""
+        return bool(getattr(self.generator, name) != GeneratorConfig.model_fields[name].default)
 
 
 SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]

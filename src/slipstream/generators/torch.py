@@ -97,6 +97,11 @@ class Engine:
         """Requests that hold a slot and want another token."""
         return sum(s.finish is None for s in self._running)
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is known which version drew which token: always, between two steps."""
+        return True
+
     def drawn(self) -> int:
         """Tokens that the furthest running sequence has drawn."""
         return max((len(s.tokens) for s in self._running), default=0)

@@ -17,16 +17,17 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slipstream.config import Config, ConfigError
-from slipstream.generators.base import GenerationError, Interruption
+from slipstream.generators.base import Interruption
+from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
 from slipstream.models import end_of_sequence, generation_config
-from slipstream.rollout import Completion, Sampling, VersionSpan
+from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 
 EXTENSION = "slipstream.generators.vllm_worker.WorkerExtension"
@@ -41,15 +42,13 @@ ENVIRONMENT = {
 
 
 @dataclass(eq=False)
-class _Request:
-    """A request in flight. `starts` has (first token, version) for every version that drew of it, the first at 0."""
+class _Request(VllmRequest):
+    """A request of this engine, with the name that the workers know it by."""
 
-    key: Hashable
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    name: str = ""
     internal: str = ""
-    starts: list[tuple[int, int]] = field(default_factory=list)
+
+
+Counts = Callable[[], dict[str, int] | None]  # tokens drawn before a swap, by request
 
 
 class VllmEngine:
@@ -77,13 +76,16 @@ class VllmEngine:
         self.tokens_wasted = 0
         self.busy_seconds = 0.0
         self._requests: dict[str, _Request] = {}
+        self._unsettled: tuple[Counts, Interruption, list[_Request]] | None = None
+        self._late: list[tuple[_Request, Any]] = []  # what finished since a swap that is not settled
+        self._aborted: set[_Request] = set()  # since then
         self._waiting: deque[_Request] = deque()  # while draining
         self._started = 0
         self._salt = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._requests or self._waiting)
+        return bool(self._requests or self._waiting or not self.settled)
 
     @property
     def running(self) -> int:
@@ -91,21 +93,8 @@ class VllmEngine:
 
     def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue a request; `step` returns its completion under `key`. Raises `GenerationError`."""
-        prompt = tuple(prompt_ids)
-        if not prompt:
-            raise GenerationError("the prompt is empty; give at least one token")
-        if len(prompt) >= self.context:
-            raise GenerationError(
-                f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {self.context}; "
-                "shorten the prompt or raise generator.context"
-            )
-        if not all(0 <= token < self._vocabulary for token in prompt):
-            raise GenerationError(f"the prompt has a token id outside of 0 to {self._vocabulary - 1}")
-        if sampling.record_kept and not sampling.top_k:
-            raise GenerationError("vLLM can't tell which tokens top_p kept; set sampling.top_k too, to 64 for example")
-        if sampling.record_experts:
-            raise GenerationError("record_experts: not with vLLM")
-        request = _Request(key, prompt, sampling)
+        request = _Request(key, tuple(prompt_ids), sampling)
+        request.refuse_impossible(self.context, self._vocabulary)
         if self.draining:
             self._waiting.append(request)
         else:
@@ -114,8 +103,10 @@ class VllmEngine:
     def abort(self, key: Hashable) -> None:
         """Forget a request; unknown keys are ignored, since it may just have finished."""
         self._waiting = deque(r for r in self._waiting if r.key != key)
-        for request in [r for r in self._requests.values() if r.key == key]:
-            self._stop(request)
+        for request in [*self._requests.values(), *(r for r, _ in self._late)]:
+            if request.key == key:
+                self._aborted.add(request)
+                self._stop(request)
 
     def drawn(self) -> int:
         """Tokens that the furthest sequence in flight has drawn."""
@@ -125,23 +116,29 @@ class VllmEngine:
         """Let vLLM go on for one step. Returns what finished."""
         while self._waiting and not self.draining:
             self._start(self._waiting.popleft())
-        if not self._requests:
-            return []
-        began = time.perf_counter()
-        outputs = [output for output in self._llm.step() if output.finished]
-        self.busy_seconds += time.perf_counter() - began
-        finished = []
-        for output in outputs:
-            request = self._requests.pop(output.request_id, None)
-            if request:
-                completion = _completion(request, output.outputs[0])
-                self.tokens_generated += len(completion.token_ids)
-                finished.append((request.key, completion))
-        return finished
+        if self.settled:
+            self._aborted.clear()
+        finished = [] if self.settled else self._settle()
+        if self._requests:
+            began = time.perf_counter()
+            outputs = [output for output in self._llm.step() if output.finished]
+            self.busy_seconds += time.perf_counter() - began
+            found = [(self._requests.pop(o.request_id), o) for o in outputs if o.request_id in self._requests]
+            if self.settled:
+                finished += found
+            else:
+                self._late += found
+        completions = [(request.key, _completion(request, output.outputs[0])) for request, output in finished]
+        self.tokens_generated += sum(len(completion.token_ids) for _, completion in completions)
+        return completions
 
-    def swap(self, version: int, apply: Callable[[], dict[str, int]], how: Interruption = "continue") -> float:
-        """Replace the weights under the running sequences by calling `apply`, which returns the tokens that each had
-        drawn before. Returns the seconds for which the engine was paused. If `apply` raises, the version stays."""
+    def swap(self, version: int, apply: Callable[[], Counts], how: Interruption = "continue") -> float:
+        """Replace the weights under the running sequences by calling `apply`; what it returns tells later how many
+        tokens each had drawn before. Returns the seconds for which the engine was paused. If `apply` raises, the
+        version stays.
+
+        Steps go on while the answer is awaited; until then (`settled`) what finishes is kept back.
+        """
         if how == "drain" and self._requests:
             raise RuntimeError(f"drain: {self.running} sequences still run; set `draining` and step until none does")
         began = time.perf_counter()
@@ -150,7 +147,7 @@ class VllmEngine:
         if paused:
             core.call_utility("pause_scheduler", "keep", False)
         try:
-            drawn = apply()
+            counts = apply()
             if how == "recompute" and not self._llm.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("vLLM did not drop its keys and values")
         finally:
@@ -159,15 +156,31 @@ class VllmEngine:
         paused_for = time.perf_counter() - began if how == "recompute" else 0.0
         self.version, self.draining = version, False
         self._salt += 1
-        for request in list(self._requests.values()):
-            tokens = drawn.get(request.internal, 0)
-            if how == "retry" or not tokens:
-                self.tokens_wasted += tokens
+        self._unsettled = (counts, how, list(self._requests.values()))
+        return paused_for
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known which version drew which token."""
+        return self._unsettled is None
+
+    def _settle(self) -> list[tuple[_Request, Any]]:
+        """See whether the workers know by now what had been drawn before the swap. Returns what was kept back."""
+        assert self._unsettled is not None
+        counts, how, requests = self._unsettled
+        drawn = counts()
+        if drawn is None:
+            return []
+        self._unsettled = None
+        again, wasted = interrupted([(r, drawn.get(r.internal, 0)) for r in requests], self.version, how)
+        self.tokens_wasted += wasted
+        for request in again:
+            if request not in self._aborted:
                 self._stop(request)
                 self._start(request)
-            else:
-                request.starts.append((tokens, version))
-        return paused_for
+        kept_back = [(r, output) for r, output in self._late if r not in (*again, *self._aborted)]
+        self._late, self._aborted = [], set()
+        return kept_back
 
     def open_weights(self, link: str, offer: Ticket, rank: int) -> WorkerWeights:
         """The weights of all workers, as the other end of a link; the first worker has this rank."""
@@ -180,18 +193,9 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        sampling = request.sampling
         parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            max_tokens=min(sampling.max_tokens, self.context - len(request.prompt)),
-            stop_token_ids=[*self._eos, *sampling.stop_tokens],
-            stop=list(sampling.stop_strings),
-            detokenize=bool(sampling.stop_strings),
-            # A generator of random numbers for each sequence costs time, and only a synchronous run can repeat itself.
-            seed=sampling.seed if self._seeded else None,
-            logprobs=sampling.top_k if sampling.record_kept else 0,
+            **request.parameters(self.context, self._eos, self._seeded),
+            detokenize=bool(request.sampling.stop_strings),
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -202,8 +206,8 @@ class VllmEngine:
         self._requests[request.name] = request
 
     def _stop(self, request: _Request) -> None:
-        del self._requests[request.name]
-        self._llm.abort_request([request.name])
+        if self._requests.pop(request.name, None):
+            self._llm.abort_request([request.name])
 
 
 class WorkerWeights:
@@ -224,13 +228,16 @@ class WorkerWeights:
         self._asked = time.perf_counter()
         return done
 
-    def apply(self) -> dict[str, int]:
-        """Swap. Returns how many tokens each request had drawn before, by vLLM's own names."""
+    def apply(self) -> Counts:
+        """Swap. The result tells how many tokens each request had drawn before, by vLLM's own names, or None as long
+        as the workers' devices are not that far."""
         self._call("apply")
+        return self._drawn_before
+
+    def _drawn_before(self) -> dict[str, int] | None:
         swapped = self._call("swapped")
-        while None in swapped:
-            time.sleep(POLL / 10)
-            swapped = self._call("swapped")
+        if None in swapped:
+            return None
         self._held = max(held for held, _ in swapped)
         drawn: dict[str, int] = swapped[0][1]
         return drawn
@@ -240,8 +247,7 @@ class WorkerWeights:
         return self._held
 
     def checksums(self, names: Sequence[str]) -> dict[str, int]:
-        parts = self._call("checksums", list(names))
-        return {name: sum(int(part[name]) for part in parts) for name in names}
+        return added(self._call("checksums", list(names)), names)
 
     def close(self) -> None:
         self._call("close")
@@ -285,25 +291,10 @@ def cause(error: Exception, log: Path | None) -> str:
 
 
 def _completion(request: _Request, output: Any) -> Completion:
-    tokens, flat, sampling = tuple(output.token_ids), output.logprobs, request.sampling
-    firsts = flat.start_indices[: len(tokens)]
-    logprobs = tuple(0.0 if sampling.temperature == 0 else flat.logprobs[first] for first in firsts)
-    starts = [(min(start, len(tokens)), version) for start, version in request.starts]
-    ends = [*(start for start, _ in starts[1:]), len(tokens)]
-    spans = [VersionSpan(v, start, end) for (start, v), end in zip(starts, ends, strict=True) if start < end]
-    kept = None
-    if sampling.record_kept:
-        pairs = zip(firsts, flat.end_indices, strict=False)
-        kept = tuple(
-            sorted({t for t, p in zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True) if p > -torch.inf})
-            for a, b in pairs
-        )
-    return Completion(
-        prompt_ids=request.prompt,
-        token_ids=tokens,
-        logprobs=logprobs,
-        spans=tuple(spans),
-        finish_reason=output.finish_reason,
-        temperature=sampling.temperature,
-        kept=kept,
+    flat = output.logprobs
+    firsts = flat.start_indices[: len(output.token_ids)]
+    kept = (
+        [t for t, p in zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True) if p > -torch.inf]
+        for a, b in zip(firsts, flat.end_indices, strict=False)
     )
+    return request.completion(output.token_ids, [flat.logprobs[i] for i in firsts], output.finish_reason, kept)

@@ -13,6 +13,7 @@ import torch
 
 from slipstream.generators.vllm_places import places_of
 from slipstream.generators.weights import Place, ServedWeights
+from slipstream.models import end_of_sequence, generation_config
 from slipstream.sync.link import Ticket
 from slipstream.sync.nccl_direct import NativeReceiver
 
@@ -35,23 +36,38 @@ class HeldWeights(ServedWeights):
         return True
 
     def apply(self) -> None:
-        self._began = time.perf_counter()
+        began = time.perf_counter()
         self._native.receive()
+        self._held = time.perf_counter() - began
 
     def applied(self) -> bool:
         return True
 
     def held(self) -> float:
-        return time.perf_counter() - self._began
+        return self._held
 
     def close(self) -> None: ...
 
 
 class WorkerExtension:
-    """Mixed into the worker, whose `model_runner` and `rank` it uses."""
+    """Mixed into the worker, whose `model_runner`, `rank` and `vllm_config` it uses."""
 
     model_runner: Any
     rank: int
+    vllm_config: Any
+
+    def slipstream_describe(self) -> dict[str, Any]:
+        """What a run has to know of a server that it did not start."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        return {
+            "logprobs_mode": model.logprobs_mode,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "context": model.max_model_len,
+            "vocabulary": model.get_vocab_size(),
+            "eos": sorted(end_of_sequence(generation_config(model.model), model.hf_config)),
+            "replicas": parallel.data_parallel_size * parallel.pipeline_parallel_size,
+            "counts": hasattr(self.model_runner, "requests"),  # the records that `slipstream_apply` reads
+        }
 
     def slipstream_connect(self, link: str, offer: Ticket, rank: int) -> None:
         """Open this worker's end of a link. Raises `ValueError` for a model that can't be written in place."""
@@ -61,7 +77,9 @@ class WorkerExtension:
                 module.cpu_linear = torch.nn.functional.linear
         size = self.model_runner.parallel_config.tensor_parallel_size
         places = places_of(model, offer["shapes"], self.rank % size, size)
-        _refuse_other_values(self.model_runner, places)
+        if not getattr(self, "_checked", False):  # afterwards the values may be a run's
+            _refuse_other_values(self.model_runner, places)
+            self._checked = True
         if link == "nccl_direct":
             self._slipstream: ServedWeights = HeldWeights(NativeReceiver(offer, self, rank), places)
         else:
@@ -91,6 +109,7 @@ class WorkerExtension:
 
     def slipstream_close(self) -> None:
         self._slipstream.close()
+        del self._slipstream  # with what it holds for the next version
 
 
 def _drawn(runner: Any) -> Callable[[], dict[str, int]]:
@@ -103,7 +122,8 @@ def _drawn(runner: Any) -> Callable[[], dict[str, int]]:
         drawn = {name: len(request.output_token_ids) for name, request in runner.requests.items()}
         return lambda: drawn
     states = runner.req_states
-    totals = states.total_len.gpu.to("cpu", non_blocking=True)
+    totals = torch.empty(states.total_len.gpu.shape, dtype=states.total_len.gpu.dtype, pin_memory=True)
+    totals.copy_(states.total_len.gpu, non_blocking=True)
     prompts, places = states.prompt_len.np.copy(), dict(states.req_id_to_index)
     copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.actor import Actor, ActorError
+from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.config import Config, ConfigError, SyncConfig
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Batch, Completion, Sampling
 from slipstream.runtime.placement import Placement, place, visible
+from slipstream.runtime.servers import Server
 from slipstream.sync.checksum import chosen
 from slipstream.sync.link import PublishStats
 from slipstream.trainers.trainer import StepStats
@@ -27,9 +28,9 @@ SERVICES = {
 
 
 class ProcessGenerator:
-    """An engine in a process of its own, as a `Generator`. `ranks` of its processes hold weights."""
+    """An engine in a process of its own or a server, as a `Generator`. `ranks` of its processes hold weights."""
 
-    def __init__(self, actor: Actor, ranks: int = 1) -> None:
+    def __init__(self, actor: Actor | Server, ranks: int = 1) -> None:
         self.actor = actor
         self.ranks = ranks
         self.outstanding = 0
@@ -61,7 +62,10 @@ class ProcessGenerator:
 
 
 class GeneratorPool:
-    """Several generators as one: each request goes to the one with the fewest outstanding."""
+    """Several generators as one: each request goes to the one with the fewest outstanding of those that live.
+
+    What a generator was drawing when it died, another draws again; the next publish ends the run.
+    """
 
     def __init__(self, generators: Sequence[ProcessGenerator]) -> None:
         self.generators = generators
@@ -71,7 +75,13 @@ class GeneratorPool:
         return min(g.version for g in self.generators)
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        return await min(self.generators, key=lambda g: g.outstanding).generate(prompt_ids, sampling)
+        while True:
+            living = [g for g in self.generators if not g.actor.dead] or self.generators
+            try:
+                return await min(living, key=lambda g: g.outstanding).generate(prompt_ids, sampling)
+            except ActorDied:
+                if all(g.actor.dead for g in self.generators):
+                    raise
 
     async def stats(self) -> dict[str, float]:
         """Tokens of all generators, and seconds busy of the average one."""
@@ -208,7 +218,7 @@ class Pools:
         starting = asyncio.ensure_future(start_generators(config, directory, placement))
         try:
             kind = SERVICES.get(config.trainer.kind, config.trainer.kind)
-            await _start([(trainer, kind, (config, str(directory)))])
+            await _start([trainer], [trainer.start(kind, config, str(directory))])
             return cls(await starting, ProcessTrainer(trainer), config.sync)
         except BaseException:
             starting.cancel()
@@ -221,19 +231,23 @@ class Pools:
 
 async def start_generators(config: Config, directory: Path, placement: Placement) -> GeneratorPool:
     """The generators alone, each with the model's own weights. Raises `ConfigError` for what they refuse."""
+    if config.generator.servers:
+        servers = [Server(url, config) for url in config.generator.servers]
+        await _start(servers, [server.start() for server in servers])
+        return GeneratorPool([ProcessGenerator(server, server.ranks) for server in servers])
     kind = SERVICES.get(config.generator.kind, config.generator.kind)
     logs = [directory / "logs" / f"generator_{i}.log" for i in range(len(placement.generators))]
     places = zip(logs, placement.generators, strict=True)
     actors = [Actor(f"generator {i}", log, visible(gpus)) for i, (log, gpus) in enumerate(places)]
-    await _start([(actor, kind, (config, log, placement.shared)) for actor, log in zip(actors, logs, strict=True)])
+    starts = [actor.start(kind, config, log, placement.shared) for actor, log in zip(actors, logs, strict=True)]
+    await _start(actors, starts)
     return GeneratorPool([ProcessGenerator(actor, config.generator.tensor_parallel) for actor in actors])
 
 
-async def _start(services: Sequence[tuple[Actor, str, tuple[Any, ...]]]) -> None:
-    """Start these services in their processes, or none of them."""
-    actors = [actor for actor, _, _ in services]
+async def _start(actors: Sequence[Actor | Server], starts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Start all of these, or none of them."""
     try:
-        await asyncio.gather(*(actor.start(kind, *arguments) for actor, kind, arguments in services))
+        await asyncio.gather(*starts)
     except BaseException as error:
         await asyncio.gather(*(actor.stop(grace=0.5) for actor in actors))
         raise _for_a_user(error) from None

@@ -32,6 +32,8 @@ class Engine(Protocol):
     @property
     def busy(self) -> bool: ...
     @property
+    def settled(self) -> bool: ...
+    @property
     def running(self) -> int: ...
     def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None: ...
     def abort(self, key: Hashable) -> None: ...
@@ -65,6 +67,7 @@ class GeneratorService:
         self._replies: dict[Hashable, Reply] = {}
         self._preparing: Reply | None = None
         self._swap: tuple[int, Reply] | None = None
+        self._swapped: tuple[float, Reply] | None = None
 
     def _load(self) -> tuple[Engine, OpenWeights]:
         """The engine, and how the weights that it serves are opened for a link, an offer and a rank."""
@@ -84,7 +87,7 @@ class GeneratorService:
 
     @property
     def busy(self) -> bool:
-        return self._engine.busy or self._preparing is not None or self._swap is not None
+        return self._engine.busy or any((self._preparing, self._swap, self._swapped))
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         if method == "generate":
@@ -114,12 +117,15 @@ class GeneratorService:
             if not self._engine.draining:
                 self._swap = None
                 try:
-                    held = self._engine.swap(version, self._served.apply, how)
-                    reply((max(held, self._served.held()), self.stats()))
+                    self._swapped = (self._engine.swap(version, self._served.apply, how), reply)
                 except Exception as error:
                     reply(error)
         for key, completion in self._engine.step():
             self._replies.pop(key)(completion)
+        if self._swapped and self._engine.settled:
+            held, reply = self._swapped
+            self._swapped = None
+            reply((max(held, self._served.held()), self.stats()))
 
     def _answer_when_prepared(self, reply: Reply) -> None:
         try:

@@ -36,13 +36,13 @@ class CheckpointSender:
         tensors = {n: p.detach().to("cpu", self._dtype, copy=True) for n, p in self._parameters.items()}
         save_file(tensors, partial)
         partial.rename(path)
-        return {"version": version, "path": str(path)}
+        return {"version": version, "path": str(path.resolve())}
 
     def send(self, ticket: Ticket) -> None: ...
 
     def release(self, ticket: Ticket) -> None:
         for path in self._directory.iterdir():
-            if path != Path(ticket["path"]):
+            if path.name != Path(ticket["path"]).name:
                 path.unlink()
 
     def close(self) -> None:

@@ -1,0 +1,94 @@
+"""A request to vLLM, in this process or over HTTP: what is asked, and which version drew which token of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from slipstream.generators.base import GenerationError, Interruption
+from slipstream.rollout import Completion, Sampling, VersionSpan
+
+
+@dataclass(eq=False)
+class VllmRequest:
+    """A request in flight. `starts` has (first token, version) for every version that drew of it, the first at 0."""
+
+    key: Hashable
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    name: str = ""
+    starts: list[tuple[int, int]] = field(default_factory=list)
+
+    def refuse_impossible(self, context: int, vocabulary: int) -> None:
+        """Raise `GenerationError` for what no engine of this context and vocabulary can serve."""
+        if not self.prompt:
+            raise GenerationError("the prompt is empty; give at least one token")
+        if len(self.prompt) >= context:
+            raise GenerationError(
+                f"the prompt has {len(self.prompt)} tokens, but prompt and completion share a context of {context}; "
+                "shorten the prompt or raise generator.context"
+            )
+        if not all(0 <= token < vocabulary for token in self.prompt):
+            raise GenerationError(f"the prompt has a token id outside of 0 to {vocabulary - 1}")
+        if self.sampling.record_kept and not self.sampling.top_k:
+            raise GenerationError("vLLM can't tell which tokens top_p kept; set sampling.top_k too, to 64 for example")
+        if self.sampling.record_experts:
+            raise GenerationError("record_experts: not with vLLM")
+
+    def parameters(self, context: int, eos: Collection[int], seeded: bool) -> dict[str, Any]:
+        """vLLM's sampling parameters, by the names that its Python and its HTTP interface share."""
+        sampling = self.sampling
+        return {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "max_tokens": min(sampling.max_tokens, context - len(self.prompt)),
+            "stop_token_ids": [*eos, *sampling.stop_tokens],
+            "stop": list(sampling.stop_strings),
+            # A generator of random numbers for each sequence costs time, and only a synchronous run can repeat itself.
+            "seed": sampling.seed if seeded else None,
+            "logprobs": sampling.top_k if sampling.record_kept else 0,
+        }
+
+    def completion(
+        self, tokens: Sequence[int], logprobs: Iterable[float], finish_reason: str, kept: Iterable[Sequence[int]]
+    ) -> Completion:
+        """The completion that these tokens are, each with the version that drew it."""
+        starts = [(min(start, len(tokens)), version) for start, version in self.starts]
+        ends = [*(start for start, _ in starts[1:]), len(tokens)]
+        spans = [VersionSpan(v, start, end) for (start, v), end in zip(starts, ends, strict=True) if start < end]
+        greedy = self.sampling.temperature == 0
+        return Completion(
+            prompt_ids=self.prompt,
+            token_ids=tuple(tokens),
+            logprobs=(0.0,) * len(tokens) if greedy else tuple(logprobs),
+            spans=tuple(spans),
+            finish_reason=finish_reason,
+            temperature=self.sampling.temperature,
+            kept=tuple(sorted(set(ids)) for ids in kept) if self.sampling.record_kept else None,
+        )
+
+
+R = TypeVar("R", bound=VllmRequest)
+
+
+def interrupted(drawn: Iterable[tuple[R, int]], version: int, how: Interruption) -> tuple[list[R], int]:
+    """What a swap to `version` does to requests that had drawn so many tokens before it: those that have to start
+    again, and the tokens that this wastes. The others have `version` as the one that draws from there on.
+
+    One without a token starts again, too, so that no new sequence reads keys that old weights have written.
+    """
+    again, wasted = [], 0
+    for request, tokens in drawn:
+        if how == "retry" or not tokens:
+            wasted += tokens
+            again.append(request)
+        else:
+            request.starts.append((tokens, version))
+    return again, wasted
+
+
+def added(parts: Sequence[Mapping[str, str]], names: Iterable[str]) -> dict[str, int]:
+    """Checksums of whole parameters from those of the workers' parts."""
+    return {name: sum(int(part[name]) for part in parts) for name in names}

@@ -1,0 +1,329 @@
+"""vLLM servers that the user has started, on this host or another, as generators.
+
+A `Server` answers the calls that an `Actor` with an engine in its process answers, and does so over HTTP: completions
+by vLLM's own route for them, weights by `/collective_rpc`, which runs `generators.vllm_worker` in the workers.
+Where versions change is said by the workers, who count tokens as they draw them, and never by the order in which
+answers arrive: while a swap is under way no answer is taken and no request is sent.
+
+A server that fails for good is never used again in the run, since one that was restarted serves other weights. What
+waits for it learns so within a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Collection, Coroutine, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from slipstream.actor import ActorDied
+from slipstream.config import Config, ConfigError
+from slipstream.generators.base import GenerationError
+from slipstream.generators.vllm import EXTENSION
+from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
+from slipstream.rollout import Completion, Sampling
+from slipstream.sync.link import Ticket
+
+LIMIT = 45.0  # seconds that any request but a completion or the way of a version to a server may take
+PREPARE_LIMIT = 600.0
+WATCH = 10.0  # seconds between two questions whether the workers of a server still answer
+ATTEMPTS = 3  # at a completion, each after twice the pause; too few for a server to be restarted meanwhile
+PAUSE = 0.5
+POLL = 0.02
+IMPOSSIBLE = -9999.0  # how vLLM writes the log-probability of a token that top-k or top-p removed
+# What a server would otherwise take from the model's generation_config.json.
+NO_PENALTIES = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+class Server:
+    """A vLLM server with the interface of an `Actor`. `ranks` of its workers hold weights."""
+
+    def __init__(self, url: str, config: Config) -> None:
+        self.name = url.rstrip("/")
+        self.ranks = 0
+        self.dead: ActorDied | None = None
+        self._config = config
+        self._http: Any = None
+        self._watching: asyncio.Task[None] | None = None
+        self._connected = False
+        self._lost = asyncio.Event()
+        self._open, self._settled = asyncio.Event(), asyncio.Event()  # for new requests; no swap is under way
+        self._open.set()
+        self._settled.set()
+        self._requests: dict[VllmRequest, asyncio.Future[Any]] = {}
+        self._salt = uuid4().hex  # of prefix caches: new with each version, and never one of an earlier run
+        self._version = 0
+        self._totals = {"tokens": 0.0, "wasted": 0.0, "busy": 0.0}
+        self._since = 0.0  # when the first of the requests in flight was sent
+
+    async def start(self) -> None:
+        """See that the server is there and can do what a run asks of it. Raises `ConfigError`."""
+        try:
+            import aiohttp
+        except ImportError:
+            raise ConfigError("generator.servers needs aiohttp: pip install 'slipstream-rl[servers]'") from None
+        # vLLM closes idle connections after 5 seconds; a request that meets that moment would fail.
+        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2))
+        try:
+            await self._ask("GET", "/health", limit=LIMIT / 3)
+            models = (await self._ask("GET", "/v1/models", limit=LIMIT / 3))["data"]
+            self._model = _served(models, self._config.model.path, self.name)
+            facts = (await self._ask("POST", "/collective_rpc", {"method": "slipstream_describe"}))["results"]
+        except _Failed as failure:
+            remedy = {
+                0: "start it as docs/vllm-servers.md shows, or correct generator.servers",
+                404: "start it with VLLM_SERVER_DEV_MODE=1 in its environment",
+                500: f"start it with --worker-extension-cls {EXTENSION}, where slipstream-rl is installed",
+            }
+            raise ConfigError(f"{failure}; {remedy.get(failure.status, 'see its log')}") from None
+        refuse_unfit(self.name, facts[0], self._config)
+        self.ranks, self._facts = len(facts), facts[0]
+        self._context: int = self._config.generator.context or facts[0]["context"]
+        self._watching = asyncio.create_task(self._watch())
+
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """What an engine's process would answer to `method`. Raises `ActorDied` once the server is given up."""
+        answer: Coroutine[Any, Any, Any] = getattr(self, f"_{method}")(*arguments)
+        return asyncio.ensure_future(answer)
+
+    def post(self, method: str, *arguments: Any) -> None:
+        """Only "abort" is posted, and a call that was cancelled has dropped its connection: vLLM aborts by that."""
+
+    async def stop(self, grace: float = 10.0) -> None:
+        """Leave the server as it is, with the last weights that it got."""
+        if self._watching:
+            self._watching.cancel()
+        if self._connected and not self.dead:
+            with contextlib.suppress(_Failed):  # nothing more is asked of it
+                await self._ask("POST", "/collective_rpc", {"method": "slipstream_close"}, limit=grace)
+        self._give_up(f"{self.name} was left")
+        if self._http:
+            await self._http.close()
+
+    async def _generate(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        request = VllmRequest(key, tuple(prompt_ids), sampling)
+        request.refuse_impossible(self._context, self._facts["vocabulary"])
+        for attempt in itertools.count(1):
+            try:
+                while (choice := await self._draw(request)) is None:
+                    continue
+                break
+            except _Failed as failure:
+                if 400 <= failure.status < 500:
+                    raise GenerationError(str(failure)) from None
+                if attempt == ATTEMPTS:
+                    raise self._give_up(str(failure)) from None
+                await asyncio.sleep(PAUSE * 2**attempt)
+        completion = _completion(request, choice)
+        self._totals["tokens"] += len(completion.token_ids)
+        return completion
+
+    async def _draw(self, request: VllmRequest) -> Any:
+        """Send a request and wait for its answer, and for the end of a swap that is under way then. None if that swap
+        has taken the request back."""
+        await self._open.wait()
+        self._refuse_dead()
+        request.name, request.starts = uuid4().hex, [(0, self._version)]
+        body = request.parameters(self._context, self._facts["eos"], self._config.loop.max_lag == 0) | {
+            "model": self._model,
+            "prompt": request.prompt,
+            "cache_salt": self._salt,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        limit = self._config.environment.time_limit
+        asking = self._ask("POST", "/v1/completions", body | NO_PENALTIES, limit, {"X-Request-Id": request.name})
+        lost = asyncio.ensure_future(self._lost.wait())
+        answer = asyncio.ensure_future(asking)
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised below, if still wanted
+        self._since = self._since if self._requests else time.perf_counter()
+        self._requests[request] = answer
+        try:
+            await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
+            await self._settled.wait()
+            self._refuse_dead()
+            if not request.starts:
+                return None
+            choice = (await answer)["choices"][0]
+            if choice["finish_reason"] not in ("stop", "length"):
+                raise _Failed(f"{self.name} ended a completion with {choice['finish_reason']!r}")
+            return choice
+        finally:
+            del self._requests[request]
+            answer.cancel()
+            lost.cancel()
+            if not self._requests:
+                self._totals["busy"] += time.perf_counter() - self._since
+
+    async def _connect(self, offer: Ticket, rank: int) -> None:
+        await self._workers("connect", self._config.sync.link, offer, rank)
+        self._connected = True
+
+    async def _prepare(self, ticket: Ticket) -> None:
+        await self._workers("prepare", ticket)
+        end = time.perf_counter() + PREPARE_LIMIT
+        while not all(done == "True" for done in await self._workers("prepared")):
+            if time.perf_counter() > end:
+                raise self._give_up(f"{self.name} did not get a version of the weights within {PREPARE_LIMIT:g} s")
+            await asyncio.sleep(POLL)
+
+    async def _swap(self, version: int) -> tuple[float, dict[str, float]]:
+        how = self._config.sync.interruption
+        self._open.clear()
+        try:
+            while how == "drain" and self._requests:
+                await asyncio.sleep(POLL)
+            self._settled.clear()
+            began = time.perf_counter()
+            counts = await (self._recompute() if how == "recompute" else self._apply())
+            held = time.perf_counter() - began
+            drawn = [(request, counts.get(request.name, 0)) for request in self._requests]
+            self._version, self._salt = version, uuid4().hex
+            again, wasted = interrupted(drawn, version, how)
+            self._totals["wasted"] += wasted
+            for request in again:
+                request.starts = []
+                self._requests[request].cancel()
+        except BaseException:  # a run that stops at this point, too, leaves it unknown what is served
+            self._give_up(f"{self.name} was left in the middle of a swap")
+            raise
+        finally:
+            self._open.set()
+            self._settled.set()
+        return held, await self._stats()
+
+    async def _apply(self) -> dict[str, int]:
+        """Swap the weights. Returns the tokens that each request had drawn before, by the name we gave it."""
+        await self._workers("apply")
+        swapped = await self._workers("swapped")
+        while None in swapped:
+            await asyncio.sleep(POLL)
+            swapped = await self._workers("swapped")
+        counts = swapped[0][1]
+        return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
+
+    async def _recompute(self) -> dict[str, int]:
+        try:
+            await self._order("/pause?mode=keep&clear_cache=false")
+            counts = await self._apply()
+            answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
+            if answer.get("success", True) is not True:  # vLLM 0.25 does not say
+                raise self._give_up(f"{self.name} did not drop its keys and values")
+        finally:
+            await self._order("/resume")
+        return counts
+
+    async def _checksums(self, names: Sequence[str]) -> dict[str, int]:
+        return added(await self._workers("checksums", list(names)), names)
+
+    async def _stats(self) -> dict[str, float]:
+        running = time.perf_counter() - self._since if self._requests else 0.0
+        return self._totals | {"busy": self._totals["busy"] + running}
+
+    async def _watch(self) -> None:
+        """Ask the workers whether they are there while completions wait for them."""
+        while not self.dead:
+            await asyncio.sleep(WATCH)
+            if self._requests:
+                with contextlib.suppress(ActorDied):  # who waits is told
+                    await self._order("/collective_rpc", {"method": "check_health"})
+
+    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the worker extension in every worker."""
+        self._refuse_dead()
+        answer = await self._order("/collective_rpc", {"method": f"slipstream_{method}", "args": arguments})
+        results: list[Any] = answer["results"]
+        return results
+
+    async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """A request whose failure leaves the server in a state that nobody knows."""
+        try:
+            return await self._ask("POST", path, body)
+        except _Failed as failure:
+            raise self._give_up(str(failure)) from None
+
+    def _refuse_dead(self) -> None:
+        if self.dead:
+            raise ActorDied(str(self.dead))
+
+    def _give_up(self, why: str) -> ActorDied:
+        self.dead = self.dead or ActorDied(why)
+        self._lost.set()
+        return self.dead
+
+    async def _ask(
+        self, method: str, path: str, body: Any = None, limit: float | None = None, headers: Any = None
+    ) -> Any:
+        """One request, answered with 200 and JSON within `limit` seconds. Raises `_Failed`."""
+        import aiohttp
+
+        limit = limit or LIMIT
+        timeout = aiohttp.ClientTimeout(total=limit, sock_connect=LIMIT / 3)
+        try:
+            async with self._http.request(
+                method, self.name + path, json=body, timeout=timeout, headers=headers
+            ) as response:
+                text, status = await response.text(), response.status
+                answer = json.loads(text or "{}") if status == 200 else None
+        except TimeoutError:
+            raise _Failed(f"{self.name}{path} did not answer within {limit:g} s") from None
+        except (aiohttp.ClientError, ValueError, OSError) as error:
+            raise _Failed(f"{self.name}{path} did not answer: {error}") from None
+        if status != 200:
+            raise _Failed(f"{self.name}{path} answered {status}: {_message(text)}", status)
+        return answer
+
+
+class _Failed(RuntimeError):
+    """A request that a server did not answer as it should; `status` is 0 where it said nothing."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def refuse_unfit(name: str, facts: Mapping[str, Any], config: Config) -> None:
+    """Raise `ConfigError` for a server whose workers describe themselves so, if the run can't use it."""
+    dtype, context = config.model.dtype, config.generator.context or config.sampling.max_tokens + 1
+    for unfit, found, remedy in (
+        (facts["logprobs_mode"] != "processed_logprobs", f"--logprobs-mode {facts['logprobs_mode']}",
+         "start it with --logprobs-mode processed_logprobs"),
+        (not facts["counts"], "vLLM's second model runner", "start it with VLLM_USE_V2_MODEL_RUNNER=0"),
+        (facts["replicas"] > 1, f"{facts['replicas']} data- or pipeline-parallel parts",
+         "start one server for each, with tensor parallelism alone"),
+        (facts["dtype"] != dtype, f"--dtype {facts['dtype']}", f"start it with --dtype {dtype} or set model.dtype"),
+        (facts["context"] < context, f"--max-model-len {facts['context']}",
+         f"the run needs {context}: raise it, or lower generator.context and sampling.max_tokens"),
+    ):  # fmt: skip
+        if unfit:
+            raise ConfigError(f"{name} runs with {found}; {remedy}")
+
+
+def _served(models: Collection[Mapping[str, Any]], path: str, name: str) -> str:
+    """The server's name of our model, whose directory may lie elsewhere on its host."""
+    for model in models:
+        if Path(path).name in (Path(str(model.get(key) or "")).name for key in ("id", "root")):
+            return str(model["id"])
+    known = ", ".join(str(model["id"]) for model in models)
+    raise ConfigError(f'{name} serves {known}, but model.path = "{path}"; serve that, or name it --served-model-name')
+
+
+def _completion(request: VllmRequest, choice: Mapping[str, Any]) -> Completion:
+    drawn = choice["logprobs"]
+    kept = (
+        [int(token.removeprefix("token_id:")) for token, logprob in top.items() if logprob > IMPOSSIBLE]
+        for top in drawn["top_logprobs"]
+    )
+    return request.completion(choice["token_ids"], drawn["token_logprobs"], choice["finish_reason"], kept)
+
+
+def _message(text: str) -> str:
+    """The first line of what a server says of an error."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # else it is no JSON of vLLM's
+        text = json.loads(text)["error"]["message"]
+    return (text.strip().splitlines() or ["nothing"])[0][:300]

