@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 
@@ -38,6 +39,23 @@ class Sampling:
     seed: int = 0
     record_kept: bool = False
     record_experts: bool = False
+
+    def __post_init__(self) -> None:
+        for name, sound, wanted in (
+            ("temperature", _number(self.temperature) and 0 <= self.temperature < inf, "a number, 0 or more"),
+            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number, 0 for all"),
+            ("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, 1 at most"),
+            ("max_tokens", isinstance(self.max_tokens, int) and self.max_tokens >= 1, "a whole number, 1 or more"),
+            ("stop_tokens", all(isinstance(t, int) for t in self.stop_tokens), "token ids"),
+            ("stop_strings", all(isinstance(t, str) and t for t in self.stop_strings), "strings that are not empty"),
+            ("seed", isinstance(self.seed, int), "a whole number"),
+        ):
+            if not sound:
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be {wanted}")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,9 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {self.context}; "
                 "shorten the prompt or raise generator.context"
             )
+        vocabulary = self.model.config.vocab_size
+        if not all(0 <= token < vocabulary for token in prompt):
+            raise GenerationError(f"the prompt has a token id outside of 0 to {vocabulary - 1}")
         if sampling.stop_strings and self._tokenizer is None:
             raise GenerationError("stop strings need a tokenizer")
         if sampling.record_experts and not self._routers:

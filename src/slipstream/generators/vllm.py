@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from slipstream.config import Config, ConfigError
-from slipstream.generators.base import Interruption
+from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
 from slipstream.models import end_of_sequence, generation_config
 from slipstream.rollout import Completion, Sampling
@@ -32,6 +32,7 @@ from slipstream.sync.link import Ticket
 
 EXTENSION = "slipstream.generators.vllm_worker.WorkerExtension"
 FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
+SHOWN = 300  # characters of why vLLM does not start
 POLL = 0.005  # seconds between two questions whether weights have arrived
 CPU_CACHE = 2**28  # bytes of keys and values on a CPU, where vLLM would take a share of all memory
 ENVIRONMENT = {
@@ -64,7 +65,7 @@ class VllmEngine:
 
         try:
             self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        except (RuntimeError, ValueError, OSError) as error:
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
             raise ConfigError(f"vLLM does not start: {cause(error, log)}") from error
         self._eos = end_of_sequence(generation_config(config.model.path), self._llm.model_config.hf_config)
         self._seeded = config.loop.max_lag == 0
@@ -193,16 +194,19 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        parameters = SamplingParams(
-            **request.parameters(self.context, self._eos, self._seeded),
-            detokenize=bool(request.sampling.stop_strings),
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         self._started += 1
         request.name, request.starts = str(self._started), [(0, self.version)]
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._salt)}
-        request.internal = self._llm.add_request(request.name, prompt, parameters)
+        try:
+            parameters = SamplingParams(
+                **request.parameters(self.context, self._eos, self._seeded),
+                detokenize=bool(request.sampling.stop_strings),
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            request.internal = self._llm.add_request(request.name, prompt, parameters)
+        except ValueError as error:
+            raise GenerationError(f"vLLM refuses the request: {error}") from None
         self._requests[request.name] = request
 
     def _stop(self, request: _Request) -> None:
@@ -287,7 +291,8 @@ def cause(error: Exception, log: Path | None) -> str:
     """Why vLLM did not start. Its own process says so in the log only, in the first line that names an error."""
     lines = log.read_text(errors="replace").splitlines() if log else []
     named = [found[1] for line in lines if (found := FAILURE.search(line)) and "See root cause above" not in line]
-    return f"{named[0] if named else error} (log: {log})" if log else str(error)
+    said = " ".join((named[0] if named else str(error)).split())
+    return f"{said if len(said) <= SHOWN else said[:SHOWN] + '...'} (log: {log})"
 
 
 def _completion(request: _Request, output: Any) -> Completion:

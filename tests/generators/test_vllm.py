@@ -1,0 +1,202 @@
+"""Real vLLM on a CPU: what it draws, and what becomes of it when weights change, against transformers' own forward."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.config import Config, load_config
+from slipstream.rollout import Completion, Sampling
+from slipstream.runtime.local import Pools
+from tests.conftest import build_model, build_tokenizer
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(240),
+]
+BOUND = 1e-5
+TRAINER = "slipstream.verification:ChangingTrainer"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vllm") / "model"
+    build_model("qwen3", head_dim=32, eos_token_id=1, pad_token_id=0).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+    return path
+
+
+def config_of(model: Path, *flags: str) -> Config:
+    named = [
+        "--environment.name=addition",
+        "--generator.kind=vllm",
+        "--generator.slots=16",
+        f"--trainer.kind={TRAINER}",
+    ]
+    return load_config(None, [f"--model.path={model}", *named, *flags])
+
+
+def logprobs_of(path: Path, completion: Completion) -> torch.Tensor:
+    """Log-probabilities of the tokens by a plain forward pass, under the distribution that they were drawn from."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.tensor([completion.prompt_ids + completion.token_ids[:-1]])
+    with torch.no_grad():
+        logits = reference(ids).logits[0, len(completion.prompt_ids) - 1 :] / (completion.temperature or 1.0)
+    for row, kept in enumerate(completion.kept or ()):
+        mask = torch.full_like(logits[row], -torch.inf)
+        mask[torch.tensor(list(kept))] = 0
+        logits[row] += mask
+    return logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+
+def assert_drawn_by(path: Path, completion: Completion, start: int = 0, end: int | None = None) -> None:
+    wanted, got = logprobs_of(path, completion)[start:end], torch.tensor(completion.logprobs)[start:end]
+    if completion.temperature == 0:
+        assert (got == 0).all()
+    else:
+        assert (wanted - got).abs().max() < BOUND
+
+
+def test_tokens_tell_the_truth(model: Path, tmp_path: Path) -> None:
+    """Every way of sampling, what ends a completion, and requests that can't be served."""
+
+    async def main() -> None:
+        pools = await Pools.start(config_of(model, "--sampling.top_k=20"), tmp_path)
+        try:
+            await pools.link.connect(3)
+            draw = pools.generator.generate
+            kinds = [
+                Sampling(max_tokens=24),
+                Sampling(temperature=0.7, max_tokens=24),
+                Sampling(temperature=1.3, top_k=5, max_tokens=24, record_kept=True),
+                Sampling(top_k=20, top_p=0.8, max_tokens=24, record_kept=True),
+                Sampling(temperature=0.0, max_tokens=24),
+            ]
+            for sampling, completions in zip(
+                kinds, [await asyncio.gather(*(draw([5, 6, 7 + i], s) for i in range(4))) for s in kinds], strict=True
+            ):
+                for c in completions:
+                    assert c.spans == ((3, 0, len(c.token_ids)),) and c.temperature == sampling.temperature
+                    assert c.finish_reason == ("stop" if c.token_ids[-1] == 1 else "length")
+                    assert_drawn_by(model, c)
+                    if sampling.top_k:
+                        assert all(
+                            t in k and len(k) <= sampling.top_k for t, k in zip(c.token_ids, c.kept, strict=True)
+                        )
+            plain = await draw([5, 6, 7], Sampling(temperature=0.0, max_tokens=24))
+            stop = plain.token_ids[4]
+            ended = await draw([5, 6, 7], Sampling(temperature=0.0, max_tokens=24, stop_tokens=(stop,)))
+            assert ended.token_ids == plain.token_ids[: plain.token_ids.index(stop) + 1]
+            assert ended.finish_reason == "stop"
+            stops = tuple("0123456789abcdefgh")
+            sampling = Sampling(temperature=2.0, max_tokens=60, stop_strings=stops)
+            texts = []
+            for c in await asyncio.gather(*(draw([5, 6, 7], sampling) for _ in range(8))):
+                texts.append(build_tokenizer().decode(c.token_ids))
+                assert not set(build_tokenizer().decode(c.token_ids[:-1])) & set(stops)
+                assert c.finish_reason == ("stop" if set(texts[-1]) & set(stops) or c.token_ids[-1] == 1 else "length")
+            assert any(set(text) & set(stops) for text in texts)
+            for prompt, changes, said in (
+                ([], {}, "empty"),
+                ([5] * 256, {}, "context of 256"),
+                ([5, 97], {}, "outside of 0 to 96"),
+                ([5], {"top_p": 0.5, "record_kept": True}, "top_k"),
+                ([5], {"temperature": 3.0}, "temperature must be in"),
+            ):
+                with pytest.raises(Exception, match=said):
+                    await draw(prompt, Sampling(max_tokens=4, **changes))
+        finally:
+            await pools.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("link", "how"), [("shared", "continue"), ("nccl", "recompute"), ("checkpoint", "retry"), ("shared", "drain")]
+)
+def test_a_swap_is_exact(link: str, how: str, model: Path, tmp_path: Path) -> None:
+    """Tags are right at the boundary token, whatever becomes of the sequences; an abort in between harms nobody."""
+
+    async def main() -> None:
+        flags = [f"--sync.link={link}", f"--sync.interruption={how}", "--sync.verify=full"]
+        pools = await Pools.start(config_of(model, *flags), tmp_path)
+        trainer, draw = pools.trainer.actor, pools.generator.generate
+        try:
+            await pools.link.connect(0)
+            await trainer.call("store", tmp_path / "0")
+            for version in (1, 2):
+                sampling = Sampling(max_tokens=200)
+                running = [asyncio.ensure_future(draw([5, 6, 7 + i], sampling)) for i in range(12)]
+                while await pools.generator.drawn() < 10:
+                    await asyncio.sleep(0.01)
+                running.pop().cancel()
+                await trainer.call("change", version)
+                publishing = asyncio.ensure_future(pools.link.publish(version))
+                waiting = [asyncio.ensure_future(draw([5, 6, 7 + i], sampling)) for i in range(8)]
+                await publishing
+                await trainer.call("store", tmp_path / str(version))
+                later = await asyncio.gather(*(draw([5, 6, 7 + i], sampling) for i in range(8)))
+                first = await asyncio.gather(*running)
+                check(version, how, tmp_path, first, await asyncio.gather(*waiting), later)
+        finally:
+            await pools.close()
+
+    def check(version: int, how: str, folder: Path, first: Any, waiting: Any, later: Any) -> None:
+        old, new = folder / str(version - 1), folder / str(version)
+        for c in (*first, *waiting, *later):
+            assert [s.start for s in c.spans] == [0, *(s.end for s in c.spans[:-1])] and c.spans[-1].end == len(
+                c.token_ids
+            )
+            for span in c.spans:
+                if span.start and how == "continue":
+                    continue  # drawn by new weights that look at old keys: no plain forward pass says the same
+                assert_drawn_by({version - 1: old, version: new}[span.version], c, span.start, span.end)
+        assert all(c.versions == (version, version) for c in later), "a new sequence is of the new version alone"
+        seen = {c.versions for c in first if c.finish_reason == "length"}
+        assert (
+            seen
+            <= {
+                "continue": {(version - 1, version)},
+                "recompute": {(version - 1, version)},
+                "retry": {(version, version)},
+                "drain": {(version - 1, version - 1)},
+            }[how]
+        ), (how, seen)
+
+    asyncio.run(main())
+
+
+def test_a_run_learns_with_vllm_from_the_command_line(model: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    (tmp_path / "run.toml").write_text(
+        f"model.path = {json.dumps(str(model))}\nenvironment.name = 'addition'\ngenerator.kind = 'vllm'\n"
+        "loop = { steps = 4, max_lag = 2 }\nsampling.max_tokens = 8\nevaluation.tasks = 8\ncheckpoint.every = 2\n"
+        "sync.interruption = 'recompute'\ntrainer.learning_rate = 1e-3\n"
+    )
+    command = [sys.executable, "-m", "slipstream.cli", "train", str(tmp_path / "run.toml"), "--run.dir", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["publish"]["count"] == 4 and summary["lag"]["max"] <= 2
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["mismatch_kl"] < 1e-9, "vLLM's log-probabilities are the trainer's"
+
+
+def test_what_vllm_can_not_do_is_said_in_one_line(model: Path, tmp_path: Path) -> None:
+    for flags, said in (
+        (["--generator.options.max_model_len=100000"], "does not start.*100000"),
+        (["--generator.options.no_such_option=1"], "does not start.*no_such_option"),
+        (["--generator.tensor_parallel=2"], "tensor_parallel = 2, but there are 0 GPUs"),
+    ):
+        with pytest.raises(Exception, match=said):
+            asyncio.run(Pools.start(config_of(model, *flags), tmp_path))
