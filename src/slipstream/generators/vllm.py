@@ -63,10 +63,11 @@ class VllmEngine:
         arguments = engine_arguments(config, shared_gpu)
         from vllm import EngineArgs, LLMEngine
 
+        logged = log.stat().st_size if log else 0
         try:
             self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except (RuntimeError, ValueError, TypeError, OSError) as error:
-            raise ConfigError(f"vLLM does not start: {cause(error, log)}") from error
+            raise ConfigError(f"vLLM does not start: {cause(error, log, logged)}") from error
         self._eos = end_of_sequence(generation_config(config.model.path), self._llm.model_config.hf_config)
         self._seeded = config.loop.max_lag == 0
         self._vocabulary: int = self._llm.model_config.get_vocab_size()
@@ -287,11 +288,14 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
     return arguments | generator.options
 
 
-def cause(error: Exception, log: Path | None) -> str:
-    """Why vLLM did not start. Its own process says so in the log only, in the first line that names an error."""
-    lines = log.read_text(errors="replace").splitlines() if log else []
-    named = [found[1] for line in lines if (found := FAILURE.search(line)) and "See root cause above" not in line]
-    said = " ".join((named[0] if named else str(error)).split())
+def cause(error: Exception, log: Path | None, start: int) -> str:
+    """Why vLLM did not start. What fails in a process of its own is told in the log alone, from byte `start` on."""
+    said = str(error)
+    if log and "root cause" in said:
+        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+        named = [found[1] for line in lines if (found := FAILURE.search(line)) and "root cause" not in line]
+        said = named[0] if named else said
+    said = " ".join(said.split())
     return f"{said if len(said) <= SHOWN else said[:SHOWN] + '...'} (log: {log})"
 
 
