@@ -25,9 +25,11 @@ from work import save_model
 
 from slipstream.config import load_config
 from slipstream.rollout import Sampling
-from slipstream.runtime.local import Pools
+from slipstream.runtime.local import SERVICES, Pools
+from slipstream.runtime.services import TrainerService
 from slipstream.runtime.vllm import VllmService
 
+MORE = {"single_copy": ["--generator.memory=0.4"], "lora": ["--lora.rank=32", "--loop.max_lag=4"]}
 SEQUENCES, TOKENS, QUIET, AFTER = 256, 3000, 1.0, 0.25
 
 
@@ -43,16 +45,26 @@ class TimedService(VllmService):
         return ends
 
 
+class MeasuredTrainer(TrainerService):
+    """Tells how much of a GPU's memory it holds beside the float32 masters."""
+
+    def beside_masters(self) -> int:
+        masters = sum(p.numel() * p.element_size() for p in self._trainer.parameters.values())
+        return torch.cuda.memory_allocated() - masters
+
+
 async def measure(model: Path, folder: Path, link: str, publishes: int, memory: float) -> dict[str, Any]:
     flags = [f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", f"--sync.link={link}",
-             "--generator.kind=publish_gpu:TimedService", f"--generator.slots={SEQUENCES}",
-             f"--generator.memory={memory}", "--generator.context=4096"]  # fmt: skip
+             "--generator.kind=vllm", f"--generator.slots={SEQUENCES}",
+             f"--generator.memory={memory}", "--generator.context=4096", *MORE.get(link, [])]  # fmt: skip
     config = load_config(None, flags)
+    SERVICES.update(vllm="publish_gpu:TimedService", pytorch="publish_gpu:MeasuredTrainer")
     began = time.perf_counter()
     pools = await Pools.start(config, folder)
     try:
         await pools.link.connect(0)
         started = time.perf_counter() - began
+        beside = await pools.trainer.actor.call("beside_masters")
         sampling = Sampling(max_tokens=TOKENS)
         calls = [pools.generator.generate([1, 2, 3, i + 4], sampling) for i in range(SEQUENCES)]
         running = [asyncio.ensure_future(call) for call in calls]
@@ -73,10 +85,11 @@ async def measure(model: Path, folder: Path, link: str, publishes: int, memory: 
         await asyncio.gather(*running, return_exceptions=True)
     finally:
         await pools.close()
-    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))
+    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))  # of all weights, in the format published
     found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     found["transfer_gb_per_s"] = size / found["sending_ms"] / 1e6
-    return {"link": link, "bytes": size, "start_s": started, "publishes": publishes, **found, "each": rows}
+    described = {"link": link, "bytes": size, "trainer_bytes_beside_masters": beside, "start_s": started}
+    return {**described, "publishes": publishes, **found, "each": rows}
 
 
 def describe(ends: list[float], start: float, end: float, stats: Any) -> dict[str, float]:
@@ -116,10 +129,10 @@ def main() -> None:
             measured = measure(model, Path(temporary) / link, link, options.publishes, options.memory)
             results.append(asyncio.run(measured))
             print(json.dumps({k: v for k, v in results[-1].items() if k != "each"}), flush=True)
-    if options.json:
-        device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-        described = {"command": " ".join(["python", *sys.argv]), "device": device, "results": results}
-        options.json.write_text(json.dumps(described, indent=1) + "\n")
+            if options.json:
+                device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+                described = {"command": " ".join(["python", *sys.argv]), "device": device, "results": results}
+                options.json.write_text(json.dumps(described, indent=1) + "\n")
 
 
 if __name__ == "__main__":

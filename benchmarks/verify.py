@@ -44,7 +44,7 @@ def main() -> None:
             flags = [
                 f"--model.path={folder}", f"--model.dtype={options.dtype}", "--environment.name=addition",
                 f"--generator.kind={engine}", f"--sync.link={link}", f"--sync.interruption={interruption}",
-                f"--generator.tensor_parallel={tensor_parallel}", "--generator.context=512",
+                f"--generator.tensor_parallel={tensor_parallel}", "--generator.context=1024",
                 *(f"--{option}" for option in more),
             ]  # fmt: skip
             began = time.perf_counter()

@@ -38,11 +38,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def build_model(seed: int) -> Qwen3ForCausalLM:
+def build_model(seed: int, head_size: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(SYMBOLS), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=16, max_position_embeddings=64, bos_token_id=None, eos_token_id=1,
+        num_key_value_heads=4, head_dim=head_size, max_position_embeddings=64, bos_token_id=None, eos_token_id=1,
         pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
     return Qwen3ForCausalLM(config)
@@ -88,11 +88,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--head-size", type=int, default=16, help="of attention; vLLM needs 32 on a CPU, 64 on a GPU")
     options, flags = parser.parse_known_args()
 
     began = time.perf_counter()
     torch.set_num_threads(1)
-    tokenizer, model = build_tokenizer(), build_model(options.seed)
+    tokenizer, model = build_tokenizer(), build_model(options.seed, options.head_size)
     print(f"warming up {sum(p.numel() for p in model.parameters()):,} parameters by supervised steps ...")
     environment = Addition()
     warm_up(model, tokenizer, list(environment.train), options.seed)

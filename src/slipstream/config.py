@@ -140,8 +140,8 @@ class SyncConfig(Section):
 
     link: str = option(
         "shared",
-        '"shared" (memory of this host), "nccl" (broadcast beside the running engine), "nccl_direct" (by vLLM, held), '
-        '"checkpoint" (files), or "module:Class".',
+        '"shared" (memory of this host), "single_copy" (of one GPU), "nccl" (broadcast beside the running engine), '
+        '"nccl_direct" (by vLLM, held), "lora" (adapters alone), "checkpoint" (files), or "module:Class".',
     )
     every: int = option(1, "Steps between two publishes.", ge=1)
     interruption: Literal["continue", "recompute", "retry", "drain"] = option(
@@ -197,11 +197,32 @@ class Config(Section):
         for name, value, known in (
             ("generator.kind", self.generator.kind, ("torch", "vllm")),
             ("trainer.kind", self.trainer.kind, ("pytorch",)),
-            ("sync.link", self.sync.link, ("shared", "nccl", "nccl_direct", "checkpoint")),
+            ("sync.link", self.sync.link, ("shared", "single_copy", "nccl", "nccl_direct", "lora", "checkpoint")),
         ):
             if value not in known and ":" not in value:
                 names = ", ".join(f'"{k}"' for k in known)
                 raise ConfigError(f'{name} = "{value}" is unknown; give {names} or your own as "module:Class"')
+        if self.sync.link == "single_copy":
+            needs: tuple[tuple[str, Any, Any], ...] = (
+                ("generator.count", self.generator.count, 1),
+                ("generator.tensor_parallel", self.generator.tensor_parallel, 1),
+                ("sync.every", self.sync.every, 1),
+                ("lora.rank", self.lora.rank, 0),
+                ("model.dtype", self.model.dtype, "bfloat16"),
+            )
+            for name, value, needed in needs:
+                if value != needed:
+                    raise ConfigError(f'sync.link = "single_copy" needs {name} = {json.dumps(needed)}, not {value!r}')
+        if (self.sync.link == "lora") != (bool(self.lora.rank) and self.generator.kind == "vllm"):
+            raise ConfigError(
+                f'sync.link = "{self.sync.link}" with lora.rank = {self.lora.rank} and generator.kind = '
+                f'"{self.generator.kind}" can\'t be: vLLM takes adapters by that link, and nothing else does'
+            )
+        if self.sync.link == "lora" and self.sync.interruption == "recompute":
+            raise ConfigError(
+                'sync.interruption = "recompute" can\'t be with sync.link = "lora", where keys and values belong to an '
+                'adapter; use "continue" (finish on it), "retry" or "drain"'
+            )
         if self.sync.link == "nccl_direct" and self.generator.kind == "torch":
             raise ConfigError('sync.link = "nccl_direct" is vLLM\'s own; set generator.kind = "vllm", or use "nccl"')
         if 0 < loop.buffer < loop.groups_per_step:

@@ -20,8 +20,8 @@ import torch
 
 from slipstream.config import Config, validate
 from slipstream.models import load_tokenizer
-from slipstream.rollout import Completion, Sampling
-from slipstream.runtime.local import Pools, gpus_here, start_generators
+from slipstream.rollout import Completion, Sampling, VersionSpan
+from slipstream.runtime.local import GeneratorPool, Pools, gpus_here, start_generators
 from slipstream.runtime.placement import place
 from slipstream.runtime.services import TrainerService
 
@@ -31,6 +31,10 @@ BATCH_INVARIANT = {
     "NCCL_P2P_NET_DISABLE": "1", "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple",
     "NCCL_ALGO": "allreduce:tree", "NCCL_NTHREADS": "1", "NCCL_SOCKET_NTHREADS": "1",
 }  # fmt: skip
+# Engines that are compiled one by one may get kernels that round otherwise, and vLLM's own are chosen by the size of a
+# batch: plain operations, then. Graphs of the passes stay.
+UNCOMPILED = {"compilation_config": {"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "FULL_DECODE_ONLY"}}
+Wanted = Sequence[tuple[Completion, VersionSpan]]
 CHANGE = 0.05  # size of the difference between A and B, in standard deviations of each parameter
 POLL = 0.02  # seconds between two looks at how far generation is
 PROMPT = (4, 24)  # tokens
@@ -42,6 +46,7 @@ class Verdict:
 
     completions: int
     changed: int  # with tokens of both versions
+    differ: int  # prompts that A and B answer differently
     before: tuple[int, int]
     after: tuple[int, int]
     tokens: tuple[int, int]
@@ -49,7 +54,7 @@ class Verdict:
 
     @property
     def exact(self) -> bool:
-        return self.before[0] == self.before[1] and 0 < self.after[0] == self.after[1]
+        return self.differ > 0 and self.before[0] == self.before[1] and 0 < self.after[0] == self.after[1]
 
     def describe(self, config: Config) -> str:
         """All of it as a table."""
@@ -58,6 +63,7 @@ class Verdict:
             ("engine", engine),
             ("link", f"{config.sync.link}, in flight: {config.sync.interruption}"),
             ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
+            ("A and B", f"answer {self.differ} prompts differently" if self.before[1] else "not compared"),
             ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
             ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),
             ("held", f"{1000 * self.hold:.2f} ms"),
@@ -73,10 +79,10 @@ class ChangingTrainer(TrainerService):
         """From A to B: noise on every parameter, the same for a seed."""
         if self._sender:
             self._sender.before_update()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(self._trainer.device).manual_seed(seed)
         with torch.no_grad():
             for parameter in self._trainer.parameters.values():
-                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
                 # Adapters begin as zeros, and a vector of ones has no deviation.
                 parameter.add_(noise, alpha=CHANGE * max(float(parameter.float().std(correction=0)), 0.02))
 
@@ -88,8 +94,10 @@ class ChangingTrainer(TrainerService):
 
 async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: int = 16, seed: int = 0) -> Verdict:
     """Publish B once a sequence of A has drawn `after` tokens, and compare. See the module."""
-    if gpus_here():
+    if gpus_here() and config.generator.kind == "vllm":
         os.environ.update(BATCH_INVARIANT)
+        options = UNCOMPILED | config.generator.options
+        config = with_options(config, generator={**config.generator.model_dump(), "options": options})
     trainer = f"{ChangingTrainer.__module__}:{ChangingTrainer.__qualname__}"
     config = with_options(config, trainer={**config.trainer.model_dump(), "kind": trainer})
     vocabulary = len(load_tokenizer(config.model.path))
@@ -98,7 +106,7 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
     with tempfile.TemporaryDirectory(prefix="slipstream-verify-") as folder:
         stores = [Path(folder) / name for name in "AB"]
         completions, hold = await _publish_midway(config, Path(folder), stores, asked, tokens, after, seed)
-        again = [await _fresh(config, Path(folder), version, stores[version], completions) for version in (0, 1)]
+        again = [await _fresh(config, Path(folder), version, stores[version], completions, seed) for version in (0, 1)]
     return _verdict(completions, again, hold)
 
 
@@ -125,21 +133,40 @@ async def _publish_midway(
 
 
 async def _fresh(
-    config: Config, folder: Path, version: int, store: Path, completions: Sequence[Completion]
+    config: Config, folder: Path, version: int, store: Path, completions: Sequence[Completion], seed: int
 ) -> list[tuple[int, ...]]:
     """What an engine that has loaded `store` draws in the place of each completion's tokens of `version`."""
     wanted = [(c, span) for c in completions for span in c.spans if span.version == version]
     if not wanted:
         return []
+    if config.lora.rank:  # a fresh engine with the same base, whose first adapter is that version's
+        return await _fresh_adapter(config, folder, version, seed, wanted)
     fresh = with_options(config, model={**config.model.model_dump(), "path": str(store)})
     pool = await start_generators(fresh, folder, place(fresh, gpus_here()))
     try:
-        samplings = [Sampling(temperature=0.0, max_tokens=span.end - span.start) for _, span in wanted]
-        prefixes = [c.prompt_ids + c.token_ids[: span.start] for c, span in wanted]
-        drawn = await asyncio.gather(*map(pool.generate, prefixes, samplings))
-        return [completion.token_ids for completion in drawn]
+        return await _drawn_again(pool, wanted)
     finally:
         await pool.close()
+
+
+async def _fresh_adapter(
+    config: Config, folder: Path, version: int, seed: int, wanted: Wanted
+) -> list[tuple[int, ...]]:
+    pools = await Pools.start(config, folder)
+    try:
+        if version:
+            await pools.trainer.actor.call("change", seed)
+        await pools.link.connect(0)
+        return await _drawn_again(pools.generator, wanted)
+    finally:
+        await pools.close()
+
+
+async def _drawn_again(pool: GeneratorPool, wanted: Wanted) -> list[tuple[int, ...]]:
+    samplings = [Sampling(temperature=0.0, max_tokens=span.end - span.start) for _, span in wanted]
+    prefixes = [c.prompt_ids + c.token_ids[: span.start] for c, span in wanted]
+    drawn = await asyncio.gather(*map(pool.generate, prefixes, samplings))
+    return [completion.token_ids for completion in drawn]
 
 
 def _verdict(completions: Sequence[Completion], again: Sequence[list[tuple[int, ...]]], hold: float) -> Verdict:
@@ -151,8 +178,12 @@ def _verdict(completions: Sequence[Completion], again: Sequence[list[tuple[int, 
             exact[version] += c.token_ids[span.start : span.end] == drawn
             tokens[version] += span.end - span.start
     changed = sum(len(c.spans) > 1 for c in completions)
+    half = len(completions) // 2
+    old = [c for c in completions[:half] if c.versions[0] == 0]
+    answers = {c.prompt_ids: c.token_ids for c in completions[half:]}
+    differ = sum(c.token_ids != answers[c.prompt_ids] for c in old) if old else half
     pairs = list(zip(exact, total, strict=True))
-    return Verdict(len(completions), changed, pairs[0], pairs[1], (tokens[0], tokens[1]), hold)
+    return Verdict(len(completions), changed, differ, pairs[0], pairs[1], (tokens[0], tokens[1]), hold)
 
 
 def with_options(config: Config, **sections: dict[str, Any]) -> Config:

@@ -18,6 +18,7 @@ from slipstream.generators.weights import ServedWeights, local_places
 from slipstream.models import trained_parameters
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket, find_link
+from slipstream.sync.single_copy import compute_on
 from tests.conftest import build_model
 
 LINKS = ("shared", "checkpoint", "nccl")
@@ -121,7 +122,7 @@ def test_a_model_on_shared_memory_still_trains_and_saves(tmp_path: Path) -> None
 
     pair = Pair("shared", tmp_path)
     pair.train(0.1)
-    export(tmp_path / "policy", pair.trained)
+    export(tmp_path / "policy", pair.trained, trained_parameters(pair.trained))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
@@ -218,6 +219,29 @@ def test_parts_have_checksums_that_add_up() -> None:
     assert checksum(other) != checksum(whole)
     for dtype in (torch.float64, torch.bfloat16):
         assert checksum(whole.to(dtype)) != checksum(torch.nextafter(whole.to(dtype), torch.tensor(9.0).to(dtype)))
+
+
+def test_a_model_that_computes_on_lent_weights_trains_its_masters() -> None:
+    """Gradients of several passes reach float32 masters; tied weights stay one; what is lent changes by publishes only."""
+    model, plain = build_model(seed=1), build_model(seed=1).to(torch.bfloat16)
+    masters = trained_parameters(model)
+    lent = {name: p.detach().to(torch.bfloat16) for name, p in masters.items()}
+    compute_on(model, masters, lent)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    sums = {name: torch.zeros_like(p) for name, p in masters.items()}
+    for scale in (1.0, 0.25):
+        for one in (model, plain):
+            (one(ids, labels=ids).loss * scale).backward()
+        for name, p in trained_parameters(plain).items():
+            sums[name] += p.grad.float()
+            p.grad = None
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, master in masters.items():
+        assert master.dtype == torch.float32 and torch.equal(master.grad, sums[name]), name
+    before = {name: p.clone() for name, p in lent.items()}
+    torch.optim.SGD(masters.values(), lr=0.1).step()
+    assert all(torch.equal(before[name], p) for name, p in lent.items())
+    assert all(p.data_ptr() == lent[name].data_ptr() for name, p in model.named_parameters())
 
 
 def make_lora(seed: int) -> Any:

@@ -22,6 +22,7 @@ from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.sampling import Sampler
 from slipstream.rollout import Completion, Sampling, spans_of
+from slipstream.sync.single_copy import lend
 
 SERVED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -96,6 +97,10 @@ class Engine:
     def running(self) -> int:
         """Requests that hold a slot and want another token."""
         return sum(s.finish is None for s in self._running)
+
+    def lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:
+        """Handles of the tensors that serve parameters of these shapes."""
+        return lend({name: p for name, p in self.model.named_parameters() if name in shapes})
 
     @property
     def settled(self) -> bool:

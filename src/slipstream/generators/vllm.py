@@ -25,6 +25,8 @@ import torch
 
 from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError, Interruption
+from slipstream.generators.vllm_adapters import AdapterWeights
+from slipstream.generators.vllm_adapters import arguments as adapter_arguments
 from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
 from slipstream.models import end_of_sequence, generation_config
 from slipstream.rollout import Completion, Sampling
@@ -47,6 +49,7 @@ class _Request(VllmRequest):
     """A request of this engine, with the name that the workers know it by."""
 
     internal: str = ""
+    adapter: int = 0
 
 
 Counts = Callable[[], dict[str, int] | None]  # tokens drawn before a swap, by request
@@ -77,6 +80,7 @@ class VllmEngine:
         self.tokens_generated = 0
         self.tokens_wasted = 0
         self.busy_seconds = 0.0
+        self._adapters = AdapterWeights(self._llm, config.loop.max_lag + 2) if config.sync.link == "lora" else None
         self._requests: dict[str, _Request] = {}
         self._unsettled: tuple[Counts, Interruption, list[_Request]] | None = None
         self._late: list[tuple[_Request, Any]] = []  # what finished since a swap that is not settled
@@ -107,8 +111,9 @@ class VllmEngine:
         self._waiting = deque(r for r in self._waiting if r.key != key)
         for request in [*self._requests.values(), *(r for r, _ in self._late)]:
             if request.key == key:
-                self._aborted.add(request)
                 self._stop(request)
+                if self._unsettled:
+                    self._aborted.add(request)
 
     def drawn(self) -> int:
         """Tokens that the furthest sequence in flight has drawn."""
@@ -118,18 +123,15 @@ class VllmEngine:
         """Let vLLM go on for one step. Returns what finished."""
         while self._waiting and not self.draining:
             self._start(self._waiting.popleft())
-        if self.settled:
-            self._aborted.clear()
-        finished = [] if self.settled else self._settle()
+        finished = []
         if self._requests:
             began = time.perf_counter()
             outputs = [output for output in self._llm.step() if output.finished]
             self.busy_seconds += time.perf_counter() - began
-            found = [(self._requests.pop(o.request_id), o) for o in outputs if o.request_id in self._requests]
-            if self.settled:
-                finished += found
-            else:
-                self._late += found
+            finished = [(request, output) for output in outputs if (request := self._pop(output.request_id))]
+        if self._unsettled:  # asked after the step, whose tokens would have to wait for the answer
+            self._late += finished
+            finished = self._settle()
         completions = [(request.key, _completion(request, output.outputs[0])) for request, output in finished]
         self.tokens_generated += sum(len(completion.token_ids) for _, completion in completions)
         return completions
@@ -158,7 +160,13 @@ class VllmEngine:
         paused_for = time.perf_counter() - began if how == "recompute" else 0.0
         self.version, self.draining = version, False
         self._salt += 1
-        self._unsettled = (counts, how, list(self._requests.values()))
+        if self._adapters:  # each sequence keeps the one that it began with
+            oldest = self._adapters.overflow()
+            for request in [r for r in self._requests.values() if how == "retry" or r.adapter == oldest]:
+                self._stop(request)
+                self._start(request)
+        else:
+            self._unsettled = (counts, how, list(self._requests.values()))
         return paused_for
 
     @property
@@ -184,8 +192,15 @@ class VllmEngine:
         self._late, self._aborted = [], set()
         return kept_back
 
-    def open_weights(self, link: str, offer: Ticket, rank: int) -> WorkerWeights:
+    def lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:
+        """Handles of the tensors that serve parameters of these shapes."""
+        handles: dict[str, str] = self._llm.collective_rpc("slipstream_lend", args=(shapes,))[0]
+        return handles
+
+    def open_weights(self, link: str, offer: Ticket, rank: int) -> WorkerWeights | AdapterWeights:
         """The weights of all workers, as the other end of a link; the first worker has this rank."""
+        if self._adapters:
+            return self._adapters
         return WorkerWeights(self._llm, link, offer, rank)
 
     def close(self) -> None:
@@ -205,14 +220,23 @@ class VllmEngine:
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            request.internal = self._llm.add_request(request.name, prompt, parameters)
+            adapter = self._adapters.current if self._adapters else None
+            request.internal = self._llm.add_request(request.name, prompt, parameters, lora_request=adapter)
         except ValueError as error:
             raise GenerationError(f"vLLM refuses the request: {error}") from None
         self._requests[request.name] = request
+        if self._adapters:
+            request.adapter = self._adapters.began()
 
     def _stop(self, request: _Request) -> None:
-        if self._requests.pop(request.name, None):
+        if self._pop(request.name):
             self._llm.abort_request([request.name])
+
+    def _pop(self, name: str) -> _Request | None:
+        request = self._requests.pop(name, None)
+        if request and self._adapters:
+            self._adapters.ended(request.adapter)
+        return request
 
 
 class WorkerWeights:
@@ -278,6 +302,8 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": config.loop.seed,
     }
+    if config.sync.link == "lora":
+        arguments |= adapter_arguments(config)
     if config.sync.link == "nccl_direct":
         from vllm.config import WeightTransferConfig
 

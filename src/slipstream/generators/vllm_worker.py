@@ -16,6 +16,7 @@ from slipstream.generators.weights import Place, ServedWeights
 from slipstream.models import end_of_sequence, generation_config
 from slipstream.sync.link import Ticket
 from slipstream.sync.nccl_direct import NativeReceiver
+from slipstream.sync.single_copy import lend
 
 if not torch.cuda.is_available():
     # On a CPU vLLM packs weights into a form of its own and forgets them, unless a layer asks it not to.
@@ -68,6 +69,12 @@ class WorkerExtension:
             "replicas": parallel.data_parallel_size * parallel.pipeline_parallel_size,
             "counts": hasattr(self.model_runner, "requests"),  # the records that `slipstream_apply` reads
         }
+
+    def slipstream_lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:
+        """This worker's tensors for parameters of these shapes, for a trainer of this host to compute on."""
+        return lend(
+            {name: place.tensor for name, place in places_of(self.model_runner.get_model(), shapes, 0, 1).items()}
+        )
 
     def slipstream_connect(self, link: str, offer: Ticket, rank: int) -> None:
         """Open this worker's end of a link. Raises `ValueError` for a model that can't be written in place."""

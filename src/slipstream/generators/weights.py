@@ -73,16 +73,18 @@ class ServedWeights:
         self._receiver = receiver(offer, shapes, rank, self._device)
         self._rebind = rebind and self._receiver.lasting
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        self._next: Future[Mapping[str, Tensor]] | None = None
+        self._next: Future[list[tuple[Tensor, Tensor]]] | None = None
         self._clock = DeviceClock(self._device)
 
     def prepare(self, ticket: Ticket) -> None:
         """Begin to bring a version beside the running engine."""
         self._next = self._thread.submit(self._prepare, ticket)
 
-    def _prepare(self, ticket: Ticket) -> Mapping[str, Tensor]:
+    def _prepare(self, ticket: Ticket) -> list[tuple[Tensor, Tensor]]:
+        """Each tensor that is served, and what is to be in its place."""
         self._clock.seconds()  # the copy of the last version may still be reading where this one goes
-        return self._receiver.prepare(ticket)
+        weights = self._receiver.prepare(ticket)
+        return [(place.tensor, weights[name][place.index]) for name, place in self._places.items()]
 
     def prepared(self) -> bool:
         """Whether it is all here. Raises what went wrong."""
@@ -94,17 +96,14 @@ class ServedWeights:
         """Put it in place. Called between two forward passes; on a GPU in their stream, so nothing waits for it."""
         assert self._next is not None
         self._clock.start()
-        weights = self._next.result()
-        targets, sources = [], []
-        for name, place in self._places.items():
-            new, target = weights[name][place.index], place.tensor
+        copies = []
+        for target, new in self._next.result():
             if self._rebind and new.dtype == target.dtype and new.device == target.device:
                 target.data = new
             else:
-                targets.append(target)
-                sources.append(new)
-        if targets:
-            torch._foreach_copy_(targets, sources)
+                copies.append((target, new))
+        if copies:
+            torch._foreach_copy_([target for target, _ in copies], [new for _, new in copies])
         self._clock.stop()
         self._next = None
 

@@ -144,6 +144,9 @@ class WeightLink:
 
     async def connect(self, version: int) -> None:
         """Connect both ends and publish for the first time: every generator serves the trainer's weights."""
+        if self._sync.link == "single_copy":
+            shapes = await self._trainer.call("shapes")
+            await self._trainer.call("compute_on", await self._generators[0].actor.call("lend", shapes))
         ranks = [g.ranks for g in self._generators]
         offer = await self._trainer.call("open_link", sum(ranks))
         self._names = list(offer["shapes"])

@@ -39,6 +39,10 @@ def place(config: Config, gpus: int) -> Placement:
     if generator.tensor_parallel > max(1, gpus):
         raise ConfigError(f"generator.tensor_parallel = {generator.tensor_parallel}, but there are {gpus} GPUs here")
     each = generator.tensor_parallel
+    if config.sync.link == "single_copy":
+        if not gpus:
+            raise ConfigError('sync.link = "single_copy" needs a GPU, and there is none here; use "shared"')
+        return Placement(((0,),), (0,))
     spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.count)]
     return Placement(
         tuple(_chosen(generator.device, found, gpus, each) for found in spread),

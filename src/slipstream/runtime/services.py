@@ -17,7 +17,8 @@ from slipstream.generators.weights import ServedWeights, local_places
 from slipstream.models import device_here, load_model, load_tokenizer, trained_parameters
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.checksum import checksum
-from slipstream.sync.link import Sender, Ticket, dtype_of, find_link
+from slipstream.sync.link import Sender, Ticket, dtype_of, find_link, shapes_of
+from slipstream.sync.single_copy import borrow, compute_on
 from slipstream.trainers.trainer import Trainer
 
 
@@ -38,6 +39,7 @@ class Engine(Protocol):
     def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None: ...
     def abort(self, key: Hashable) -> None: ...
     def drawn(self) -> int: ...
+    def lend(self, shapes: dict[str, list[int]]) -> dict[str, str]: ...
     def step(self) -> list[tuple[Hashable, Completion]]: ...
     def swap(self, version: int, apply: Callable[[], Any], how: Interruption) -> float: ...
 
@@ -141,6 +143,10 @@ class GeneratorService:
         elif not self._engine.busy:
             time.sleep(0.001)
 
+    def lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:
+        """Handles of the served weights, for a trainer that computes on them (`sync.single_copy`)."""
+        return self._engine.lend(shapes)
+
     def connect(self, offer: Ticket, rank: int) -> None:
         """Open this end of the link; `rank` is the first of this generator's among all that hold weights."""
         self._weights = self._open_weights(self._config.sync.link, offer, rank)
@@ -186,6 +192,14 @@ class TrainerService:
 
     def tick(self) -> None:
         raise AssertionError("a trainer has no background work")
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of what is trained."""
+        return shapes_of(self._trainer.parameters)
+
+    def compute_on(self, handles: dict[str, str]) -> None:
+        """Use weights that an engine has lent from now on (`sync.single_copy`)."""
+        compute_on(self._trainer.model, self._trainer.parameters, borrow(handles))
 
     def open_link(self, receivers: int) -> Ticket:
         """This end of the link, for so many processes that hold weights."""

@@ -30,6 +30,8 @@ Parameters = dict[str, nn.Parameter]
 LINKS = {
     "shared": "slipstream.sync.shared:Shared",
     "checkpoint": "slipstream.sync.checkpoint:Checkpoint",
+    "lora": "slipstream.sync.adapters:Adapters",
+    "single_copy": "slipstream.sync.single_copy:SingleCopy",
     "nccl": "slipstream.sync.nccl:Nccl",
     "nccl_direct": "slipstream.sync.nccl_direct:Native",
 }

@@ -42,10 +42,12 @@ def restore(path: Path, parameters: dict[str, nn.Parameter], optimizer: torch.op
     return int(state["step"])
 
 
-def export(path: Path, model: Any) -> None:
-    """Save `model` as `from_pretrained` (or PEFT) loads it."""
+def export(path: Path, model: Any, parameters: dict[str, nn.Parameter]) -> None:
+    """Save `model` with these values of its `parameters` as `from_pretrained` (or PEFT) loads it."""
     if hasattr(model, "get_base_model"):
         model.save_pretrained(path)
         return
     # Parameters may be views of one shared buffer, which save_pretrained would take for tied weights.
-    model.save_pretrained(path, state_dict=detached_state(model))
+    state = detached_state(model)
+    masters = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items() if p.dtype != state[name].dtype}
+    model.save_pretrained(path, state_dict=state | masters)

@@ -123,7 +123,7 @@ class Trainer:
 
     def export(self, path: Path) -> None:
         """The policy as a Hugging Face directory, or its adapters as a PEFT directory."""
-        checkpoint.export(path, self.model)
+        checkpoint.export(path, self.model, self.parameters)
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Summed loss of a micro-batch, and sums that describe it."""

@@ -1,0 +1,88 @@
+"""The engine's end of the `lora` link: one adapter of vLLM's a version, kept as long as a sequence draws by it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.config import Config
+from slipstream.sync.adapters import loaded
+from slipstream.sync.checksum import checksum
+from slipstream.sync.link import Ticket
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+
+
+class AdapterWeights:
+    """Serves the newest adapter to whoever starts, and every older one until its last user ends."""
+
+    def __init__(self, llm: Any, limit: int) -> None:
+        self._llm, self._limit = llm, limit
+        self._users: Counter[int] = Counter()
+        self._coming: tuple[Any, dict[str, Tensor]] = (None, {})
+        self._tensors: dict[str, Tensor] = {}
+        self._held = 0.0
+        self.current: Any = None  # vLLM's LoRARequest
+
+    def prepare(self, ticket: Ticket) -> None:
+        """Load a version beside those that are served."""
+        from vllm.lora.request import LoRARequest
+
+        version, path = ticket["version"], Path(ticket["path"])
+        request = LoRARequest(f"policy-v{version}", version + 1, str(path))
+        self._coming = (request, loaded(path))
+        if not self._llm.add_lora(request):
+            raise RuntimeError(f"vLLM did not load the adapter {request.lora_name}")
+
+    def prepared(self) -> bool:
+        return True
+
+    def apply(self) -> Callable[[], dict[str, int]]:
+        """New sequences take the new adapter from here on. Nothing waits, and no sequence in flight changes."""
+        began = time.perf_counter()
+        old, (self.current, self._tensors) = self.current, self._coming
+        if old:
+            self._unload_unused(old.lora_int_id)
+        self._held = time.perf_counter() - began
+        return dict
+
+    def held(self) -> float:
+        return self._held
+
+    def checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """Of the adapter as vLLM was given it."""
+        return {name: checksum(self._tensors[name]) for name in names}
+
+    def close(self) -> None: ...
+
+    def overflow(self) -> int | None:
+        """The oldest adapter in use, where there are more of them than vLLM has room for."""
+        used = sorted({number for number, users in self._users.items() if users} | {self.current.lora_int_id})
+        return used[0] if len(used) > self._limit else None
+
+    def began(self) -> int:
+        """A sequence starts. Returns the adapter that it draws by."""
+        number: int = self.current.lora_int_id
+        self._users[number] += 1
+        return number
+
+    def ended(self, number: int) -> None:
+        """A sequence that drew by this adapter has ended."""
+        self._users[number] -= 1
+        self._unload_unused(number)
+
+    def _unload_unused(self, number: int) -> None:
+        if not self._users[number] and number != self.current.lora_int_id:
+            self._llm.remove_lora(number)
+
+
+def arguments(config: Config) -> dict[str, Any]:
+    """vLLM's engine arguments for the adapters of a configuration: room for every version that may be in use."""
+    versions = config.loop.max_lag + 2
+    rank = next((r for r in RANKS if r >= config.lora.rank), RANKS[-1])
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": versions, "max_cpu_loras": versions + 1}

@@ -1,0 +1,104 @@
+"""The `single_copy` link: on one GPU, trainer and engine compute on the same weights.
+
+The engine's tensors are exported by CUDA IPC, and the trainer's model takes them for its parameters: forward and
+backward passes read what is being served. The optimizer keeps float32 masters. Publishing is their cast into the
+engine's tensors, done by the engine itself between two forward passes, so that no pass sees two versions. Nothing else
+is copied, and nothing is staged.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing import reductions
+
+from slipstream.config import Config
+from slipstream.sync.link import Parameters, Ticket, refuse_other_parameters, shapes_of
+
+
+class SingleCopySender:
+    """The trainer's end: lends its masters to the engine."""
+
+    def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
+        self._parameters = parameters
+
+    def offer(self) -> Ticket:
+        return {"shapes": shapes_of(self._parameters), "masters": lend(self._parameters)}
+
+    def before_update(self) -> None: ...
+
+    def stage(self, version: int) -> Ticket:
+        torch.cuda.synchronize()  # the engine reads the masters in a stream that knows nothing of this process
+        return {"version": version}
+
+    def send(self, ticket: Ticket) -> None: ...
+
+    def release(self, ticket: Ticket) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SingleCopyReceiver:
+    """The engine's end: the masters, mapped."""
+
+    lasting = False
+
+    def __init__(self, offer: Ticket, shapes: dict[str, list[int]], rank: int, device: torch.device) -> None:
+        refuse_other_parameters(shapes, offer["shapes"])
+        self._masters = borrow(offer["masters"])
+
+    def prepare(self, ticket: Ticket) -> dict[str, Tensor]:
+        return self._masters
+
+    def close(self) -> None:
+        self._masters.clear()
+
+
+class SingleCopy:
+    """Both ends."""
+
+    Sender, Receiver = SingleCopySender, SingleCopyReceiver
+
+
+def lend(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Handles by which another process of this host maps these tensors of a GPU."""
+    reduce: Any = reductions.reduce_tensor
+    handles = {name: reduce(tensor.detach())[1] for name, tensor in tensors.items()}
+    return {name: base64.b64encode(pickle.dumps(handle)).decode() for name, handle in handles.items()}
+
+
+def borrow(handles: Mapping[str, str]) -> dict[str, Tensor]:
+    """The tensors that another process has lent. Handles come from a process that this run has started, by a pipe."""
+    rebuild: Any = reductions.rebuild_cuda_tensor
+    return {name: rebuild(*pickle.loads(base64.b64decode(h))) for name, h in handles.items()}
+
+
+def compute_on(model: nn.Module, masters: Parameters, served: Mapping[str, Tensor]) -> None:
+    """Give `model` the tensors `served` for its parameters, and their gradients to the masters that they stand for."""
+    stand_ins: dict[int, nn.Parameter] = {}
+    for name, master in masters.items():
+        stand_in: Any = nn.Parameter(served[name])
+        stand_ins[id(master)] = stand_in
+        stand_in.register_post_accumulate_grad_hook(_pass_on(master))
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if id(parameter) in stand_ins:  # tied weights are one parameter in several modules
+                module._parameters[key] = stand_ins[id(parameter)]
+
+
+def _pass_on(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """A hook that adds a stand-in's gradient to that of its master, in float32."""
+
+    def hook(stand_in: Tensor) -> None:
+        assert stand_in.grad is not None
+        gradient = stand_in.grad.to(master.dtype)
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        stand_in.grad = None
+
+    return hook
