@@ -222,7 +222,7 @@ def test_parts_have_checksums_that_add_up() -> None:
 
 
 def test_a_model_that_computes_on_lent_weights_trains_its_masters() -> None:
-    """Gradients of several passes reach float32 masters; tied weights stay one; what is lent changes by publishes only."""
+    """Gradients of several passes reach float32 masters, tied weights stay one, what is lent changes by publishes."""
     model, plain = build_model(seed=1), build_model(seed=1).to(torch.bfloat16)
     masters = trained_parameters(model)
     lent = {name: p.detach().to(torch.bfloat16) for name, p in masters.items()}
@@ -237,7 +237,11 @@ def test_a_model_that_computes_on_lent_weights_trains_its_masters() -> None:
             p.grad = None
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for name, master in masters.items():
-        assert master.dtype == torch.float32 and torch.equal(master.grad, sums[name]), name
+        assert master.dtype == master.grad.dtype == torch.float32
+        if "embed" in name:  # tied: both parts are added in float32 here, and in bfloat16 there
+            torch.testing.assert_close(master.grad, sums[name], rtol=0.02, atol=0.002 * float(sums[name].abs().max()))
+        else:
+            assert torch.equal(master.grad, sums[name]), name
     before = {name: p.clone() for name, p in lent.items()}
     torch.optim.SGD(masters.values(), lr=0.1).step()
     assert all(torch.equal(before[name], p) for name, p in lent.items())
