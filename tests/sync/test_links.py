@@ -239,7 +239,7 @@ def test_a_model_that_computes_on_lent_weights_trains_its_masters() -> None:
     for name, master in masters.items():
         assert master.dtype == master.grad.dtype == torch.float32
         if "embed" in name:  # tied: both parts are added in float32 here, and in bfloat16 there
-            torch.testing.assert_close(master.grad, sums[name], rtol=0.02, atol=0.002 * float(sums[name].abs().max()))
+            torch.testing.assert_close(master.grad, sums[name], rtol=0.02, atol=0.02 * float(sums[name].abs().max()))
         else:
             assert torch.equal(master.grad, sums[name]), name
     before = {name: p.clone() for name, p in lent.items()}
