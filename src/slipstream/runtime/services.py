@@ -187,7 +187,7 @@ class TrainerService:
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         """Answer what this service, its trainer or its end of the link does."""
-        owner = next(o for o in (self, self._trainer, self._sender) if hasattr(o, method))
+        owner = next((o for o in (self, self._trainer, self._sender) if hasattr(o, method)), self)
         reply(getattr(owner, method)(*arguments))
 
     def tick(self) -> None:
