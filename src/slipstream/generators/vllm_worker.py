@@ -67,7 +67,8 @@ class WorkerExtension:
             "vocabulary": model.get_vocab_size(),
             "eos": sorted(end_of_sequence(generation_config(model.model), model.hf_config)),
             "replicas": parallel.data_parallel_size * parallel.pipeline_parallel_size,
-            "counts": hasattr(self.model_runner, "requests"),  # the records that `slipstream_apply` reads
+            "counts": hasattr(self.model_runner, "requests")
+            or hasattr(self.model_runner, "req_states"),  # see `_drawn`
         }
 
     def slipstream_lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:

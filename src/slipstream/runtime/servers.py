@@ -293,7 +293,7 @@ def refuse_unfit(name: str, facts: Mapping[str, Any], config: Config) -> None:
     for unfit, found, remedy in (
         (facts["logprobs_mode"] != "processed_logprobs", f"--logprobs-mode {facts['logprobs_mode']}",
          "start it with --logprobs-mode processed_logprobs"),
-        (not facts["counts"], "vLLM's second model runner", "start it with VLLM_USE_V2_MODEL_RUNNER=0"),
+        (not facts["counts"], "a model runner that is not known here", "start it with VLLM_USE_V2_MODEL_RUNNER=0"),
         (facts["replicas"] > 1, f"{facts['replicas']} data- or pipeline-parallel parts",
          "start one server for each, with tensor parallelism alone"),
         (facts["dtype"] != dtype, f"--dtype {facts['dtype']}", f"start it with --dtype {dtype} or set model.dtype"),
