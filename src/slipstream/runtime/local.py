@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from slipstream.runtime.servers import Server
 from slipstream.sync.checksum import chosen
 from slipstream.sync.link import PublishStats
 from slipstream.trainers.trainer import StepStats
+
+BEGINNING = 64  # tokens by which prompts are taken to begin alike
+HOMES = 4096  # beginnings that are remembered
+SLACK = 8
 
 # What `generator.kind` and `trainer.kind` name; anything else is a user's own `runtime.actor.Service`.
 SERVICES = {
@@ -64,11 +69,14 @@ class ProcessGenerator:
 class GeneratorPool:
     """Several generators as one: each request goes to the one with the fewest outstanding of those that live.
 
-    What a generator was drawing when it died, another draws again; the next publish ends the run.
+    Turns of an episode, and rollouts of one task, begin alike, and a generator that saw the beginning has its keys:
+    they stay together as long as that does not pile up more than `SLACK` requests. What a generator was drawing when it
+    died, another draws again; the next publish ends the run.
     """
 
     def __init__(self, generators: Sequence[ProcessGenerator]) -> None:
         self.generators = generators
+        self._homes: OrderedDict[tuple[int, ...], ProcessGenerator] = OrderedDict()
 
     @property
     def version(self) -> int:
@@ -76,12 +84,22 @@ class GeneratorPool:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         while True:
-            living = [g for g in self.generators if not g.actor.dead] or self.generators
             try:
-                return await min(living, key=lambda g: g.outstanding).generate(prompt_ids, sampling)
+                return await self._choose(prompt_ids).generate(prompt_ids, sampling)
             except ActorDied:
                 if all(g.actor.dead for g in self.generators):
                     raise
+
+    def _choose(self, prompt_ids: Sequence[int]) -> ProcessGenerator:
+        living = [g for g in self.generators if not g.actor.dead] or self.generators
+        least, beginning = min(living, key=lambda g: g.outstanding), tuple(prompt_ids[:BEGINNING])
+        home = self._homes.pop(beginning, least)
+        if home not in living or home.outstanding > least.outstanding + SLACK:
+            home = least
+        self._homes[beginning] = home
+        if len(self._homes) > HOMES:
+            self._homes.popitem(last=False)
+        return home
 
     async def stats(self) -> dict[str, float]:
         """Tokens of all generators, and seconds busy of the average one."""
