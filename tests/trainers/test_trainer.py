@@ -24,7 +24,7 @@ from slipstream.trainers.trainer import Trainer, learning_rate
 
 
 def make_trainer(path: Path, *flags: str) -> Trainer:
-    return Trainer(configuration.load(None, [f"--model.path={path}", "--environment.name=addition", *flags]))
+    return Trainer(configuration.load_config(None, [f"--model.path={path}", "--environment.name=addition", *flags]))
 
 
 def random_batch(vocabulary: int = 40, groups: int = 3, seed: int = 0, kept: bool = False) -> Batch:
