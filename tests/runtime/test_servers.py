@@ -111,7 +111,7 @@ def configured(model: Path, *urls: str, **more: Any) -> Config:
         "generator.servers": list(urls), "trainer.learning_rate": 3e-2, "trainer.threads": 1,
         **{name.replace("__", "."): value for name, value in more.items()},
     }  # fmt: skip
-    return configuration.load(None, [f"--{name}={value}" for name, value in values.items()])
+    return configuration.load_config(None, [f"--{name}={value}" for name, value in values.items()])
 
 
 @asynccontextmanager
