@@ -84,7 +84,7 @@ def test_every_option_is_documented_once() -> None:
         (["--trainer.betas", "[1, 2]"], "trainer.betas = [1.0, 2.0] must lie in [0, 1)"),
         (["--generator.context", "64"], "generator.context = 64 leaves no room for a prompt"),
         (["--generator.kind", "vlm"], 'generator.kind = "vlm" is unknown; give "torch"'),
-        (["--sync.link", "fast"], 'sync.link = "fast" is unknown; give "shared", "nccl", "checkpoint"'),
+        (["--sync.link", "fast"], 'sync.link = "fast" is unknown; give "shared", "single_copy", "nccl"'),
         (["--loop", "3"], "unknown option --loop"),
         (["--loop.steps", '"7"'], 'loop.steps = "7": it must be a valid integer'),
         (["--loop.steps", "true"], "loop.steps = true: it must be a valid integer"),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from slipstream.config import Config, validate
+from slipstream.config import Config, ConfigError, validate
 from slipstream.models import load_tokenizer
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.local import GeneratorPool, Pools, gpus_here, start_generators
@@ -45,6 +45,7 @@ class Verdict:
     """How many completions were exact before and after the change, of how many that have such tokens."""
 
     completions: int
+    met: int  # in flight when the publish began
     changed: int  # with tokens of both versions
     differ: int  # prompts that A and B answer differently
     before: tuple[int, int]
@@ -54,7 +55,9 @@ class Verdict:
 
     @property
     def exact(self) -> bool:
-        return self.differ > 0 and self.before[0] == self.before[1] and 0 < self.after[0] == self.after[1]
+        return (
+            bool(self.met and self.differ) and self.before[0] == self.before[1] and 0 < self.after[0] == self.after[1]
+        )
 
     def describe(self, config: Config) -> str:
         """All of it as a table."""
@@ -63,6 +66,7 @@ class Verdict:
             ("engine", engine),
             ("link", f"{config.sync.link}, in flight: {config.sync.interruption}"),
             ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
+            ("in flight", f"{self.met} at the publish" + ("" if self.met else ": raise --tokens")),
             ("A and B", f"answer {self.differ} prompts differently" if self.before[1] else "not compared"),
             ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
             ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),
@@ -98,6 +102,8 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
         os.environ.update(BATCH_INVARIANT)
         options = UNCOMPILED | config.generator.options
         config = with_options(config, generator={**config.generator.model_dump(), "options": options})
+    if config.generator.servers:
+        raise ConfigError("verify starts fresh engines to compare with, which it can't on servers; leave them out")
     trainer = f"{ChangingTrainer.__module__}:{ChangingTrainer.__qualname__}"
     config = with_options(config, trainer={**config.trainer.model_dump(), "kind": trainer})
     vocabulary = len(load_tokenizer(config.model.path))
@@ -105,29 +111,31 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
     asked = [tuple(draw.randrange(vocabulary) for _ in range(draw.randint(*PROMPT))) for _ in range(prompts)]
     with tempfile.TemporaryDirectory(prefix="slipstream-verify-") as folder:
         stores = [Path(folder) / name for name in "AB"]
-        completions, hold = await _publish_midway(config, Path(folder), stores, asked, tokens, after, seed)
+        completions, hold, met = await _publish_midway(config, Path(folder), stores, asked, tokens, after, seed)
         again = [await _fresh(config, Path(folder), version, stores[version], completions, seed) for version in (0, 1)]
-    return _verdict(completions, again, hold)
+    return _verdict(completions, again, hold, met)
 
 
 async def _publish_midway(
     config: Config, folder: Path, stores: Sequence[Path], asked: Sequence[tuple[int, ...]], tokens: int, after: int,
     seed: int,
-) -> tuple[list[Completion], float]:  # fmt: skip
+) -> tuple[list[Completion], float, int]:  # fmt: skip
     pools = await Pools.start(config, folder)
     try:
         await pools.link.connect(0)
         await pools.trainer.actor.call("store", stores[0])
         sampling = Sampling(temperature=0.0, max_tokens=tokens)
-        drawing = asyncio.gather(*(pools.generator.generate(prompt, sampling) for prompt in asked))
+        drawn = [asyncio.ensure_future(pools.generator.generate(prompt, sampling)) for prompt in asked]
+        drawing = asyncio.gather(*drawn)
         while not drawing.done() and await pools.generator.drawn() < after:
             await asyncio.sleep(POLL)
         await pools.trainer.actor.call("change", seed)
+        met = sum(not one.done() for one in drawn)
         stats = await pools.link.publish(1)
         # The same prompts once more: no new sequence may read what A has left in a prefix cache.
         later = await asyncio.gather(*(pools.generator.generate(prompt, sampling) for prompt in asked))
         await pools.trainer.actor.call("store", stores[1])
-        return [*await drawing, *later], stats.hold
+        return [*await drawing, *later], stats.hold, met
     finally:
         await pools.close()
 
@@ -169,7 +177,9 @@ async def _drawn_again(pool: GeneratorPool, wanted: Wanted) -> list[tuple[int, .
     return [completion.token_ids for completion in drawn]
 
 
-def _verdict(completions: Sequence[Completion], again: Sequence[list[tuple[int, ...]]], hold: float) -> Verdict:
+def _verdict(
+    completions: Sequence[Completion], again: Sequence[list[tuple[int, ...]]], hold: float, met: int
+) -> Verdict:
     exact, total, tokens = [0, 0], [0, 0], [0, 0]
     for version in (0, 1):
         spans = [(c, span) for c in completions for span in c.spans if span.version == version]
@@ -183,7 +193,7 @@ def _verdict(completions: Sequence[Completion], again: Sequence[list[tuple[int, 
     answers = {c.prompt_ids: c.token_ids for c in completions[half:]}
     differ = sum(c.token_ids != answers[c.prompt_ids] for c in old) if old else half
     pairs = list(zip(exact, total, strict=True))
-    return Verdict(len(completions), changed, differ, pairs[0], pairs[1], (tokens[0], tokens[1]), hold)
+    return Verdict(len(completions), met, changed, differ, pairs[0], pairs[1], (tokens[0], tokens[1]), hold)
 
 
 def with_options(config: Config, **sections: dict[str, Any]) -> Config:

@@ -39,6 +39,7 @@ def test_places(flags: list[str], gpus: int, generators: tuple[tuple[int, ...], 
         (["--generator.count=2"], 2, "need 3 GPUs, but there are 2"),
         (["--generator.tensor_parallel=2"], 1, "tensor_parallel = 2, but there are 1 GPUs"),
         (["--sync.link=single_copy", "--model.dtype=bfloat16"], 0, "needs a GPU"),
+        (["--sync.link=nccl"], 1, "can't connect a GPU with itself"),
     ],
 )
 def test_too_few_are_refused(flags: list[str], gpus: int, said: str) -> None:

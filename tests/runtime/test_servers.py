@@ -456,10 +456,11 @@ def test_an_answer_is_not_taken_while_a_swap_is_under_way(model: Path) -> None:
         return await complete(body)
 
     async def rpc(body: dict[str, Any]) -> Any:
-        if body["method"] != "slipstream_apply":
+        if body["method"] == "slipstream_apply":
+            await asyncio.sleep(0.3)  # all answers come before this one
+        if body["method"] != "slipstream_swapped":
             return None
-        await asyncio.sleep(0.3)  # all answers come before this one
-        return {f"cmpl-{names[0]}-0-1a2b3c4d": 3, "cmpl-of-another-0-1a2b3c4d": 9}
+        return [0.001, {f"cmpl-{names[0]}-0-1a2b3c4d": 3, "cmpl-of-another-0-1a2b3c4d": 9}]
 
     async def main() -> None:
         async with fake(slow, {}, rpc) as url:

@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.sampling import Sampler
+from slipstream.models import end_of_sequence
 from slipstream.rollout import Completion, Sampling, spans_of
 from slipstream.sync.single_copy import lend
 
@@ -80,7 +81,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._device = next(model.parameters()).device
         self._cache = SlotCache(config, slots, next(model.parameters()).dtype, self._device)
-        self._eos = _end_of_sequence(self.model)
+        self._eos = end_of_sequence(getattr(model, "generation_config", None), model.config)
         self._queue: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._sampler: Sampler | None = None
@@ -358,12 +359,3 @@ def refuse_unserved(config: Any) -> None:
     for option in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, option, None):
             raise GenerationError(f"the embedded generator can't serve a {config.model_type} with {option}")
-
-
-def _end_of_sequence(model: Any) -> frozenset[int]:
-    """The ids that end a completion, by the generation configuration or else the model's own."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()

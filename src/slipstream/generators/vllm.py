@@ -50,6 +50,7 @@ class _Request(VllmRequest):
 
     internal: str = ""
     adapter: int = 0
+    parameters_for_vllm: Any = None
 
 
 Counts = Callable[[], dict[str, int] | None]  # tokens drawn before a swap, by request
@@ -101,6 +102,7 @@ class VllmEngine:
         """Queue a request; `step` returns its completion under `key`. Raises `GenerationError`."""
         request = _Request(key, tuple(prompt_ids), sampling)
         request.refuse_impossible(self.context, self._vocabulary)
+        request.parameters_for_vllm = self._parameters(request)
         if self.draining:
             self._waiting.append(request)
         else:
@@ -152,14 +154,14 @@ class VllmEngine:
             core.call_utility("pause_scheduler", "keep", False)
         try:
             counts = apply()
+            self.version, self.draining = version, False
+            self._salt += 1
             if how == "recompute" and not self._llm.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("vLLM did not drop its keys and values")
         finally:
             if paused:
                 core.call_utility("resume_scheduler")
         paused_for = time.perf_counter() - began if how == "recompute" else 0.0
-        self.version, self.draining = version, False
-        self._salt += 1
         if self._adapters:  # each sequence keeps the one that it began with
             oldest = self._adapters.overflow()
             for request in [r for r in self._requests.values() if how == "retry" or r.adapter == oldest]:
@@ -203,34 +205,35 @@ class VllmEngine:
             return self._adapters
         return WorkerWeights(self._llm, link, offer, rank)
 
-    def close(self) -> None:
-        self._llm.engine_core.shutdown()
-
-    def _start(self, request: _Request) -> None:
+    def _parameters(self, request: _Request) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self._started += 1
-        request.name, request.starts = str(self._started), [(0, self.version)]
-        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._salt)}
         try:
-            parameters = SamplingParams(
+            return SamplingParams(
                 **request.parameters(self.context, self._eos, self._seeded),
                 detokenize=bool(request.sampling.stop_strings),
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            adapter = self._adapters.current if self._adapters else None
-            request.internal = self._llm.add_request(request.name, prompt, parameters, lora_request=adapter)
         except ValueError as error:
             raise GenerationError(f"vLLM refuses the request: {error}") from None
+
+    def _start(self, request: _Request) -> None:
+        self._started += 1
+        request.name, request.starts = str(self._started), [(0, self.version)]
+        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._salt)}
+        adapter = self._adapters.current if self._adapters else None
+        parameters = request.parameters_for_vllm.clone()
+        request.internal = self._llm.add_request(request.name, prompt, parameters, lora_request=adapter)
         self._requests[request.name] = request
         if self._adapters:
             request.adapter = self._adapters.began()
 
     def _stop(self, request: _Request) -> None:
-        if self._pop(request.name):
-            self._llm.abort_request([request.name])
+        if request.name in self._requests:
+            self._llm.abort_request([request.name])  # before its adapter may be unloaded: no pass must look for that
+            self._pop(request.name)
 
     def _pop(self, name: str) -> _Request | None:
         request = self._requests.pop(name, None)

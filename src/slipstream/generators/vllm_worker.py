@@ -104,9 +104,9 @@ class WorkerExtension:
         self._slipstream.apply()
         self._drawn = _drawn(self.model_runner)
 
-    def slipstream_swapped(self) -> tuple[float, dict[str, int]] | None:
+    def slipstream_swapped(self) -> list[Any] | None:
         """How long the swap took and the tokens that each request had drawn before it; None while it is going on."""
-        return (self._slipstream.held(), self._drawn()) if self._slipstream.applied() else None
+        return [self._slipstream.held(), self._drawn()] if self._slipstream.applied() else None
 
     def slipstream_drawn(self) -> dict[str, int]:
         """Tokens that each request has drawn by now."""

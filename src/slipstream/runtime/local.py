@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -181,14 +181,13 @@ class WeightLink:
             await self._released
         ticket = await self._trainer.call("stage", version)
         sent = asyncio.ensure_future(_seconds(self._trainer.call("send", ticket)))
-        # All have the whole version beside what they serve before the first of them swaps.
         try:
-            await asyncio.gather(*(g.actor.call("prepare", ticket) for g in self._generators))
-        except BaseException:
+            # All have the whole version beside what they serve before the first of them swaps.
+            await _unless(sent, *(g.actor.call("prepare", ticket) for g in self._generators))
+            holds = await _unless(sent, *(self._swap(g, version) for g in self._generators))
+            sending = await sent
+        finally:
             sent.cancel()
-            raise
-        holds = await asyncio.gather(*(self._swap(g, version) for g in self._generators))
-        sending = await sent
         # Not waited for, but on its way: the trainer reads it before any call that is made after this.
         self._released = self._trainer.call("release", ticket)
         self._released.add_done_callback(lambda done: done.cancelled() or done.exception())  # the next publish tells
@@ -214,6 +213,18 @@ class WeightLink:
                         f"{generator.actor.name} serves {name} with other values than the trainer published as version "
                         f"{version}; nothing was trained on them. Try another sync.link"
                     )
+
+
+async def _unless(sent: asyncio.Future[float], *calls: Awaitable[Any]) -> list[Any]:
+    """The results of `calls`, unless what they wait for fails to be sent: that is what went wrong, then."""
+    called: asyncio.Future[Any] = asyncio.gather(*calls)
+    await asyncio.wait([called, sent], return_when=asyncio.FIRST_EXCEPTION)
+    if sent.done() and sent.exception():
+        called.cancel()
+        await asyncio.gather(called, return_exceptions=True)
+        sent.result()
+    results: list[Any] = await called
+    return results
 
 
 async def _seconds(call: asyncio.Future[Any]) -> float:

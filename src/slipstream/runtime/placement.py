@@ -44,10 +44,16 @@ def place(config: Config, gpus: int) -> Placement:
             raise ConfigError('sync.link = "single_copy" needs a GPU, and there is none here; use "shared"')
         return Placement(((0,),), (0,))
     spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.count)]
-    return Placement(
+    placement = Placement(
         tuple(_chosen(generator.device, found, gpus, each) for found in spread),
         _chosen(config.trainer.device, (wanted if gpus > 1 else 0,), gpus, 1),
     )
+    if placement.shared and config.sync.link.startswith("nccl"):
+        raise ConfigError(
+            f'sync.link = "{config.sync.link}" can\'t connect a GPU with itself, and generator and trainer share one '
+            'here; use "single_copy" or "shared"'
+        )
+    return placement
 
 
 def visible(gpus: tuple[int, ...]) -> dict[str, str]:

@@ -200,10 +200,11 @@ class Server:
     async def _apply(self) -> dict[str, int]:
         """Swap the weights. Returns the tokens that each request had drawn before, by the name we gave it."""
         await self._workers("apply")
-        swapped = await self._workers("swapped")
-        while None in swapped:
+        began = time.perf_counter()
+        while None in (swapped := await self._workers("swapped")):
+            if time.perf_counter() - began > LIMIT:
+                raise self._give_up(f"{self.name} did not finish a swap within {LIMIT:g} s")
             await asyncio.sleep(POLL)
-            swapped = await self._workers("swapped")
         counts = swapped[0][1]
         return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
 
