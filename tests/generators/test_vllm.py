@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from slipstream.config import Config, load_config
+from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.local import Pools
 from tests.conftest import build_model, build_tokenizer
@@ -143,6 +144,8 @@ def test_a_swap_is_exact(link: str, how: str, model: Path, tmp_path: Path) -> No
                 await trainer.call("change", version)
                 publishing = asyncio.ensure_future(pools.link.publish(version))
                 waiting = [asyncio.ensure_future(draw([5, 6, 7 + i], sampling)) for i in range(8)]
+                with pytest.raises(GenerationError, match="temperature"):  # refused now, not when an engine has drained
+                    await draw([5], Sampling(temperature=3.0))
                 await publishing
                 await trainer.call("store", tmp_path / str(version))
                 later = await asyncio.gather(*(draw([5, 6, 7 + i], sampling) for i in range(8)))
