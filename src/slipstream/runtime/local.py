@@ -23,6 +23,7 @@ from slipstream.trainers.trainer import StepStats
 BEGINNING = 64  # tokens by which prompts are taken to begin alike
 HOMES = 4096  # beginnings that are remembered
 SLACK = 8
+DEATH_SHOWS = 1.0  # seconds after a failed publish in which a process that died at its other end is known to have
 
 # What `generator.kind` and `trainer.kind` name; anything else is a user's own `runtime.actor.Service`.
 SERVICES = {
@@ -82,12 +83,17 @@ class GeneratorPool:
     def version(self) -> int:
         return min(g.version for g in self.generators)
 
+    @property
+    def dead(self) -> ActorDied | None:
+        """What became of the first generator, if none of them lives."""
+        return self.generators[0].actor.dead if all(g.actor.dead for g in self.generators) else None
+
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         while True:
             try:
                 return await self._choose(prompt_ids).generate(prompt_ids, sampling)
             except ActorDied:
-                if all(g.actor.dead for g in self.generators):
+                if self.dead:
                     raise
 
     def _choose(self, prompt_ids: Sequence[int]) -> ProcessGenerator:
@@ -181,19 +187,31 @@ class WeightLink:
             await self._released
         ticket = await self._trainer.call("stage", version)
         sent = asyncio.ensure_future(_seconds(self._trainer.call("send", ticket)))
+        sent.add_done_callback(lambda done: done.cancelled() or done.exception())  # another failure may be told
         # All have the whole version beside what they serve before the first of them swaps.
         try:
-            await asyncio.gather(*(g.actor.call("prepare", ticket) for g in self._generators))
-        except BaseException:
-            sent.cancel()
+            await _unless(sent, asyncio.gather(*(g.actor.call("prepare", ticket) for g in self._generators)))
+            holds = await _unless(sent, asyncio.gather(*(self._swap(g, version) for g in self._generators)))
+            sending = await sent
+        except ActorError:
+            await self._tell_a_death()
             raise
-        holds = await asyncio.gather(*(self._swap(g, version) for g in self._generators))
-        sending = await sent
+        finally:
+            sent.cancel()
         # Not waited for, but on its way: the trainer reads it before any call that is made after this.
         self._released = self._trainer.call("release", ticket)
         self._released.add_done_callback(lambda done: done.cancelled() or done.exception())  # the next publish tells
         await self._compare(chosen(self._names, version, self._sync.verify), version)
         return PublishStats(version, max(holds), sending, time.perf_counter() - began)
+
+    async def _tell_a_death(self) -> None:
+        """Raise `ActorDied` if what failed at one end is but the death of another, which may show a little later."""
+        ends = (self._trainer, *(g.actor for g in self._generators))
+        last = time.perf_counter() + DEATH_SHOWS
+        while time.perf_counter() < last:
+            if dead := next((end.dead for end in ends if end.dead), None):
+                raise dead from None
+            await asyncio.sleep(DEATH_SHOWS / 20)
 
     async def _swap(self, generator: ProcessGenerator, version: int) -> float:
         hold: float
@@ -214,6 +232,16 @@ class WeightLink:
                         f"{generator.actor.name} serves {name} with other values than the trainer published as version "
                         f"{version}; nothing was trained on them. Try another sync.link"
                     )
+
+
+async def _unless(sent: asyncio.Future[float], receiving: asyncio.Future[list[Any]]) -> list[Any]:
+    """What the receivers answer. Raises at once if sending fails: they may wait for ever for what it does not send."""
+    await asyncio.wait((sent, receiving), return_when=asyncio.FIRST_COMPLETED)
+    if sent.done() and sent.exception() and not receiving.done():
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+        await sent
+    return await receiving
 
 
 async def _seconds(call: asyncio.Future[Any]) -> float:
