@@ -236,12 +236,14 @@ class WeightLink:
 
 async def _unless(sent: asyncio.Future[float], receiving: asyncio.Future[list[Any]]) -> list[Any]:
     """What the receivers answer. Raises at once if sending fails: they may wait for ever for what it does not send."""
-    await asyncio.wait((sent, receiving), return_when=asyncio.FIRST_COMPLETED)
-    if sent.done() and sent.exception() and not receiving.done():
+    receiving.add_done_callback(lambda done: done.cancelled() or done.exception())  # this raises another's failure
+    try:
+        await asyncio.wait((sent, receiving), return_when=asyncio.FIRST_COMPLETED)
+        if sent.done() and not receiving.done():
+            sent.result()
+        return await receiving
+    finally:
         receiving.cancel()
-        await asyncio.gather(receiving, return_exceptions=True)
-        await sent
-    return await receiving
 
 
 async def _seconds(call: asyncio.Future[Any]) -> float:
