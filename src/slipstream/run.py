@@ -160,6 +160,8 @@ class Run:
         try:
             rollout = await attempt(self.environment, task, policy, self.config.environment.time_limit)
         except RolloutFailed as failure:
+            if dead := self.pools.generator.dead:  # whatever the environment made of it
+                raise dead from None
             self.state.ledger.reasons[failure.reason] += 1
             self._failures_in_a_row += 1
             if self._failures_in_a_row >= self.config.environment.max_failures:
@@ -238,6 +240,8 @@ class Run:
             return
         step = self.state.step
         result = await evaluate(self.config, self.environment, self.pools.generator, self.codec, self.endpoint)
+        if dead := self.pools.generator.dead:  # a score of what was not drawn is none
+            raise dead
         record = {"step": step, **result}
         self.tally.evaluations.append(record)
         self.recorder.evaluation(record)

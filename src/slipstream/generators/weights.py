@@ -7,9 +7,11 @@ engine.
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +74,28 @@ class ServedWeights:
         _, receiver = find_link(link)
         self._receiver = receiver(offer, shapes, rank, self._device)
         self._rebind = rebind and self._receiver.lasting
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._next: Future[list[tuple[Tensor, Tensor]]] | None = None
         self._clock = DeviceClock(self._device)
+        self._tickets: queue.SimpleQueue[tuple[Ticket, Future[list[tuple[Tensor, Tensor]]]] | None]
+        self._tickets = queue.SimpleQueue()
+        # Unlike an executor's, it keeps no process from its end while it waits for a trainer that is gone.
+        threading.Thread(target=self._prepare_all, name="weights", daemon=True).start()
 
     def prepare(self, ticket: Ticket) -> None:
         """Begin to bring a version beside the running engine."""
-        self._next = self._thread.submit(self._prepare, ticket)
+        self._next = Future()
+        self._tickets.put((ticket, self._next))
+
+    def _prepare_all(self) -> None:
+        while asked := self._tickets.get():
+            self._answer(*asked)
+            del asked  # a version must not outlive its place here until the next one comes
+
+    def _answer(self, ticket: Ticket, prepared: Future[list[tuple[Tensor, Tensor]]]) -> None:
+        try:
+            prepared.set_result(self._prepare(ticket))
+        except BaseException as error:
+            prepared.set_exception(error)
 
     def _prepare(self, ticket: Ticket) -> list[tuple[Tensor, Tensor]]:
         """Each tensor that is served, and what is to be in its place."""
@@ -121,7 +138,7 @@ class ServedWeights:
         return {n: checksum(p.tensor, p.index) if p.counted else 0 for n, p in places.items()}
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._tickets.put(None)
         self._receiver.close()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from slipstream.trainers.trainer import StepStats
 BEGINNING = 64  # tokens by which prompts are taken to begin alike
 HOMES = 4096  # beginnings that are remembered
 SLACK = 8
+DEATH_SHOWS = 1.0  # seconds after a failed publish in which a process that died at its other end is known to have
 
 # What `generator.kind` and `trainer.kind` name; anything else is a user's own `runtime.actor.Service`.
 SERVICES = {
@@ -82,12 +83,17 @@ class GeneratorPool:
     def version(self) -> int:
         return min(g.version for g in self.generators)
 
+    @property
+    def dead(self) -> ActorDied | None:
+        """What became of the first generator, if none of them lives."""
+        return self.generators[0].actor.dead if all(g.actor.dead for g in self.generators) else None
+
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         while True:
             try:
                 return await self._choose(prompt_ids).generate(prompt_ids, sampling)
             except ActorDied:
-                if all(g.actor.dead for g in self.generators):
+                if self.dead:
                     raise
 
     def _choose(self, prompt_ids: Sequence[int]) -> ProcessGenerator:
@@ -181,11 +187,15 @@ class WeightLink:
             await self._released
         ticket = await self._trainer.call("stage", version)
         sent = asyncio.ensure_future(_seconds(self._trainer.call("send", ticket)))
+        sent.add_done_callback(lambda done: done.cancelled() or done.exception())  # another failure may be told
+        # All have the whole version beside what they serve before the first of them swaps.
         try:
-            # All have the whole version beside what they serve before the first of them swaps.
-            await _unless(sent, *(g.actor.call("prepare", ticket) for g in self._generators))
-            holds = await _unless(sent, *(self._swap(g, version) for g in self._generators))
+            await _unless(sent, asyncio.gather(*(g.actor.call("prepare", ticket) for g in self._generators)))
+            holds = await _unless(sent, asyncio.gather(*(self._swap(g, version) for g in self._generators)))
             sending = await sent
+        except ActorError:
+            await self._tell_a_death()
+            raise
         finally:
             sent.cancel()
         # Not waited for, but on its way: the trainer reads it before any call that is made after this.
@@ -193,6 +203,15 @@ class WeightLink:
         self._released.add_done_callback(lambda done: done.cancelled() or done.exception())  # the next publish tells
         await self._compare(chosen(self._names, version, self._sync.verify), version)
         return PublishStats(version, max(holds), sending, time.perf_counter() - began)
+
+    async def _tell_a_death(self) -> None:
+        """Raise `ActorDied` if what failed at one end is but the death of another, which may show a little later."""
+        ends = (self._trainer, *(g.actor for g in self._generators))
+        last = time.perf_counter() + DEATH_SHOWS
+        while time.perf_counter() < last:
+            if dead := next((end.dead for end in ends if end.dead), None):
+                raise dead from None
+            await asyncio.sleep(DEATH_SHOWS / 20)
 
     async def _swap(self, generator: ProcessGenerator, version: int) -> float:
         hold: float
@@ -215,16 +234,16 @@ class WeightLink:
                     )
 
 
-async def _unless(sent: asyncio.Future[float], *calls: Awaitable[Any]) -> list[Any]:
-    """The results of `calls`, unless what they wait for fails to be sent: that is what went wrong, then."""
-    called: asyncio.Future[Any] = asyncio.gather(*calls)
-    await asyncio.wait([called, sent], return_when=asyncio.FIRST_EXCEPTION)
-    if sent.done() and sent.exception():
-        called.cancel()
-        await asyncio.gather(called, return_exceptions=True)
-        sent.result()
-    results: list[Any] = await called
-    return results
+async def _unless(sent: asyncio.Future[float], receiving: asyncio.Future[list[Any]]) -> list[Any]:
+    """What the receivers answer. Raises at once if sending fails: they may wait for ever for what it does not send."""
+    receiving.add_done_callback(lambda done: done.cancelled() or done.exception())  # this raises another's failure
+    try:
+        await asyncio.wait((sent, receiving), return_when=asyncio.FIRST_COMPLETED)
+        if sent.done() and not receiving.done():
+            sent.result()
+        return await receiving
+    finally:
+        receiving.cancel()
 
 
 async def _seconds(call: asyncio.Future[Any]) -> float:

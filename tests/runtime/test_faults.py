@@ -1,0 +1,388 @@
+"""Nothing hangs: whatever dies or lies in the middle of a publish, there is a clear error soon and nothing left over.
+
+Links that are slow, break or lie are built around the real ones in a module of their own, which files in its folder
+tell what to do, so that a test knows where in a publish a process is when it kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.actor import ActorDied, ActorError
+from slipstream.config import SyncConfig, load_config
+from slipstream.rollout import Sampling
+from slipstream.runtime.local import Pools, ProcessGenerator, ProcessTrainer, PublishError, WeightLink
+
+LIMIT = 60.0  # seconds in which everything has an end
+TRAINER = "slipstream.verification:ChangingTrainer"
+FAULTY = """
+import time
+from pathlib import Path
+from slipstream.sync.checkpoint import CheckpointReceiver, CheckpointSender
+from slipstream.sync.nccl import NcclReceiver, NcclSender
+from slipstream.sync.shared import SharedReceiver, SharedSender
+
+HERE = Path(__file__).parent
+
+def told(what):
+    return (HERE / what).exists()
+
+def wait_where(where):
+    # Say that this place is reached if a test asked for a wait here, and wait until it says go.
+    while told(f"hold {where}"):
+        (HERE / f"reached {where}").touch()
+        time.sleep(0.01)
+
+def slow(base):
+    class Slow(base):
+        if hasattr(base, "send"):
+            def send(self, ticket):
+                wait_where("send")
+                super().send(ticket)
+        else:
+            def __init__(self, offer, shapes, rank, device):
+                super().__init__(offer, shapes, rank, device)
+                self.rank = rank
+            def prepare(self, ticket):
+                wait_where(f"prepare {self.rank}")
+                if told("raise"):
+                    raise OSError("the cable is cut")
+                weights = dict(super().prepare(ticket))
+                if told(f"lie {self.rank}"):
+                    name = (HERE / f"lie {self.rank}").read_text()
+                    weights[name] = weights[name].clone()
+                    weights[name].view(-1)[3] += 1e-6
+                return weights
+    return Slow
+
+class Shared: Sender, Receiver = slow(SharedSender), slow(SharedReceiver)
+class Nccl: Sender, Receiver = slow(NcclSender), slow(NcclReceiver)
+class Checkpoint: Sender, Receiver = slow(CheckpointSender), slow(CheckpointReceiver)
+"""
+
+
+class Orders:
+    """The files by which a test and the links of `FAULTY` talk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def hold(self, where: str) -> None:
+        (self._folder / f"hold {where}").touch()
+
+    def go(self, where: str) -> None:
+        (self._folder / f"hold {where}").unlink()
+
+    async def reached(self, where: str) -> None:
+        while not (self._folder / f"reached {where}").exists():
+            await asyncio.sleep(0.01)
+
+    def give(self, order: str, text: str = "") -> None:
+        (self._folder / order).write_text(text)
+
+    def withdraw(self, order: str) -> None:
+        (self._folder / order).unlink()
+
+
+@pytest.fixture
+def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Orders]:
+    """What the links of the module `faulty`, which processes can import from now on, are told."""
+    folder = tmp_path / "faulty"
+    folder.mkdir()
+    (folder / "faulty_links.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(str(folder))
+    yield Orders(folder)
+    sys.modules.pop("faulty_links", None)
+
+
+def descendants(process: int) -> set[int]:
+    """The processes that `process` started, and that those did."""
+    children = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == process:
+            children.add(int(stat.parent.name))
+    return children.union(*(descendants(child) for child in children))
+
+
+def lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def pid_of(actor: Any) -> int:
+    pid: int = actor._process.pid
+    return pid
+
+
+@asynccontextmanager
+async def started(model: Path, folder: Path, link: str, *flags: str, close: float = 20.0) -> AsyncIterator[Pools]:
+    """The processes of a run; when they are closed, within `close` seconds, none of them nor of theirs is left."""
+    named = ["--environment.name=addition", f"--trainer.kind={TRAINER}", f"--sync.link={link}"]
+    threads = ["--trainer.threads=1", "--generator.threads=1"]
+    config = load_config(None, [f"--model.path={model}", *named, *threads, *flags])
+    async with asyncio.timeout(LIMIT):
+        pools = await Pools.start(config, folder)
+    processes = descendants(os.getpid())
+    try:
+        assert {pid_of(pools.trainer.actor), *(pid_of(g.actor) for g in pools.generator.generators)} <= processes
+        async with asyncio.timeout(LIMIT):
+            yield pools
+    finally:
+        processes |= descendants(os.getpid())
+        async with asyncio.timeout(LIMIT):
+            began = time.monotonic()
+            await pools.close()
+            took = time.monotonic() - began
+    assert not {process for process in processes if lives(process)}
+    assert took < close, f"closing took {took:.1f} s"
+
+
+@pytest.mark.parametrize(
+    ("link", "generators", "joined"),
+    [("Shared", 1, True), ("Nccl", 2, False)],
+    ids=["shared", "nccl, one of two before it joins"],
+)
+def test_a_generator_that_dies_fails_the_publish_by_its_name(
+    link: str, generators: int, joined: bool, tiny: Path, tmp_path: Path, orders: Orders
+) -> None:
+    """Killed while it prepares, when the trainer, and the other generator, wait for it in a collective."""
+    last = generators - 1
+
+    async def main() -> None:
+        async with started(tiny, tmp_path, f"faulty_links:{link}", f"--generator.count={generators}") as pools:
+            if joined:
+                await pools.link.connect(0)
+                await pools.trainer.actor.call("change", 1)
+            orders.hold(f"prepare {generators}")
+            publishing = asyncio.ensure_future(pools.link.publish(1) if joined else pools.link.connect(0))
+            await orders.reached(f"prepare {generators}")
+            await asyncio.sleep(0.2)  # the others get to where they wait for it
+            os.kill(pid_of(pools.generator.generators[last].actor), signal.SIGKILL)
+            with pytest.raises(ActorDied, match=rf"^generator {last} died \(log: .*generator_{last}.log\)"):
+                await publishing
+            if not joined:  # the trainer waits for a generator that will not come, and would have 10 seconds to end
+                await pools.trainer.actor.stop(grace=1.0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.timeout(150)
+def test_a_vllm_generator_that_dies_fails_the_publish_by_its_name(tmp_path: Path, orders: Orders) -> None:
+    from tests.conftest import build_model, build_tokenizer
+
+    model = tmp_path / "model"
+    build_model("qwen3", head_dim=32, eos_token_id=1, pad_token_id=0).save_pretrained(model)
+    build_tokenizer().save_pretrained(model)
+
+    async def main() -> None:
+        async with started(model, tmp_path, "faulty_links:Nccl", "--generator.kind=vllm") as pools:
+            await pools.link.connect(0)
+            await pools.trainer.actor.call("change", 1)
+            orders.hold("prepare 1")
+            publishing = asyncio.ensure_future(pools.link.publish(1))
+            await orders.reached("prepare 1")
+            os.killpg(pid_of(pools.generator.generators[0].actor), signal.SIGKILL)
+            with pytest.raises(ActorDied, match=r"^generator 0 died \(log: "):
+                await publishing
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["in the transfer", "before the generator looks for it"])
+def test_a_trainer_that_dies_leaves_generators_that_serve_and_end(
+    joined: bool, tiny: Path, tmp_path: Path, orders: Orders
+) -> None:
+    """The old version goes on being served, and a thread that looks for the trainer keeps no process from its end."""
+    held = "send" if joined else "prepare 1"
+
+    async def main() -> None:
+        async with started(tiny, tmp_path, "faulty_links:Nccl", close=8.0) as pools:
+            draw, sampling = pools.generator.generate, Sampling(max_tokens=120)
+            if joined:
+                await pools.link.connect(0)
+                await pools.trainer.actor.call("change", 1)
+            orders.hold(held)
+            publishing = asyncio.ensure_future(pools.link.publish(1) if joined else pools.link.connect(0))
+            await orders.reached(held)
+            running = [asyncio.ensure_future(draw([5, 6, 7 + i], sampling)) for i in range(4)]
+            while not await pools.generator.drawn():
+                await asyncio.sleep(0.001)
+            began = time.monotonic()
+            pools.trainer.actor._process.kill()  # type: ignore[union-attr]
+            orders.go(held)
+            with pytest.raises(ActorDied, match=r"^trainer died \(log: .*trainer.log\)"):
+                await publishing
+            assert time.monotonic() - began < 10
+            later = await asyncio.gather(*(draw([5, 6, 7 + i], sampling) for i in range(4)))
+            for completion in (*await asyncio.gather(*running), *later):
+                assert completion.versions == (0, 0) and completion.token_ids
+
+    asyncio.run(main())
+
+
+def test_a_link_that_breaks_or_lies_is_told_and_can_be_used_again(tiny: Path, tmp_path: Path, orders: Orders) -> None:
+    """What a receiver raises is what the publish raises, and the old version stays; a wrong value is named."""
+
+    async def main() -> None:
+        flags = ["--generator.count=2", "--sync.verify=full"]
+        async with started(tiny, tmp_path, "faulty_links:Checkpoint", *flags) as pools:
+            greedy = Sampling(temperature=0.0, max_tokens=30)
+
+            async def drawn() -> list[tuple[tuple[int, int], tuple[int, ...]]]:
+                """By each generator."""
+                both = await asyncio.gather(*(g.generate([5, 6, 7], greedy) for g in pools.generator.generators))
+                return [(c.versions, c.token_ids) for c in both]
+
+            await pools.link.connect(0)
+            before = await drawn()
+            await pools.trainer.actor.call("change", 1)
+            orders.give("raise")
+            with pytest.raises(ActorError, match=r"^the cable is cut$"):
+                await pools.link.publish(1)
+            assert await drawn() == before and pools.generator.version == 0
+            orders.withdraw("raise")
+            await pools.trainer.actor.call("change", 2)
+            await pools.link.publish(1)
+            after = await drawn()
+            assert {versions for versions, _ in after} == {(1, 1)} and after[0] == after[1] != before[0]
+            orders.give("lie 2", "model.layers.1.mlp.up_proj.weight")
+            said = r"^generator 1 serves model.layers.1.mlp.up_proj.weight with other values .* version 2; .*sync.link$"
+            with pytest.raises(PublishError, match=said):
+                await pools.link.publish(2)
+
+    asyncio.run(main())
+
+
+class Recorded:
+    """An actor that answers at once, and keeps in what order it was called; `answer` may return a future instead."""
+
+    def __init__(self, name: str, called: list[str], answer: Callable[[str], Any] = lambda method: None) -> None:
+        self.name, self._called, self._answer = name, called, answer
+        self.dead: ActorDied | None = None
+
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        self._called.append(f"{self.name} {method}")
+        answer = self._answer(method)
+        if isinstance(answer, asyncio.Future):
+            return answer
+        future = asyncio.get_running_loop().create_future()
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        elif method == "swap":
+            future.set_result((0.001, {"tokens": 0, "busy": 0}))
+        else:
+            future.set_result({"version": 1} if method == "stage" else answer)
+        return future
+
+
+def link_of(trainer: Recorded, *generators: Recorded) -> tuple[WeightLink, ProcessTrainer]:
+    ends: Any = [ProcessGenerator(generator) for generator in generators]  # type: ignore[arg-type]
+    trained = ProcessTrainer(trainer)  # type: ignore[arg-type]
+    return WeightLink(trained, ends, SyncConfig(verify="off")), trained
+
+
+def test_a_publish_calls_its_ends_in_order() -> None:
+    """All have prepared before one swaps, and a step made right after a publish reaches the trainer after `release`."""
+
+    async def main() -> None:
+        called: list[str] = []
+        slow: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        first = Recorded("one", called, lambda method: slow if method == "prepare" else None)
+        link, trainer = link_of(Recorded("trainer", called), first, Recorded("two", called))
+        publishing = asyncio.ensure_future(link.publish(1))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert called == ["trainer stage", "trainer send", "one prepare", "two prepare"]
+        slow.set_result(None)
+        await publishing
+        await trainer.step([])  # type: ignore[arg-type]
+        assert called[4:] == ["one swap", "two swap", "trainer release", "trainer step"]
+
+    asyncio.run(main())
+
+
+def test_a_send_that_fails_fails_the_publish() -> None:
+    """Though the receivers wait for it, prepare or swap, and though its failure be noticed before a death elsewhere."""
+
+    async def main(waits_in: str, dies: bool) -> None:
+        called: list[str] = []
+        loop = asyncio.get_running_loop()
+        send: asyncio.Future[Any] = loop.create_future()
+        trainer = Recorded("trainer", called, lambda method: send if method == "send" else None)
+        waiting = Recorded("one", called, lambda method: loop.create_future() if method == waits_in else None)
+        link, _ = link_of(trainer, waiting)
+        publishing = asyncio.ensure_future(link.publish(1))
+        while f"one {waits_in}" not in called:
+            await asyncio.sleep(0)
+        send.set_exception(ActorError("connection reset by peer", "RuntimeError", ""))
+        await asyncio.sleep(0.05)
+        waiting.dead = ActorDied("generator 0 died") if dies else None
+        with pytest.raises(RuntimeError, match="generator 0 died" if dies else "connection reset by peer"):
+            async with asyncio.timeout(5):
+                await publishing
+        assert "trainer release" not in called
+
+    for waits_in, dies in (("prepare", False), ("swap", False), ("prepare", True)):
+        asyncio.run(main(waits_in, dies))
+
+
+ENDLESS = """
+from slipstream.environments.base import Task
+
+class Endless:
+    def __init__(self):
+        self.train = self.test = [Task(str(i), f"{i % 10} + 1 =") for i in range(20)]
+
+    async def rollout(self, task, policy):
+        completion = await policy.sample(task.prompt)
+        return float(sum(completion.token_ids) % 7)
+"""
+
+
+@pytest.mark.e2e
+def test_a_run_whose_generator_dies_says_so_and_ends(tiny: Path, tmp_path: Path) -> None:
+    """As a user sees it: one line with its name and its log, no traceback, and no blame on the environment."""
+    directory, config, environment = tmp_path / "run", tmp_path / "run.toml", tmp_path / "endless.py"
+    environment.write_text(ENDLESS)
+    config.write_text(
+        f"model.path = {json.dumps(str(tiny))}\nenvironment.name = {json.dumps(f'{environment}:Endless')}\n"
+        f"run.dir = {json.dumps(str(directory))}\nloop = {{ steps = 100000, groups_per_step = 2, group_size = 4 }}\n"
+        "sampling.max_tokens = 24\nevaluation.every = 0\ntrainer.threads = 1\ngenerator.threads = 1\n"
+    )
+    command = [sys.executable, "-m", "slipstream.cli", "train", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics, last = directory / "metrics.jsonl", time.monotonic() + LIMIT
+    while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
+        assert time.monotonic() < last, "no step is taken"
+        time.sleep(0.05)
+    processes = descendants(process.pid)
+    (generator,) = {
+        p for p in processes if f"{directory}/logs/generator_0.log" == str(Path(f"/proc/{p}/fd/1").readlink())
+    }
+    os.kill(generator, signal.SIGKILL)
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1, out + err
+    shown = [line for line in err.splitlines() if line.startswith("slipstream: ")]
+    assert len(shown) == 1 and shown[0].startswith(f"slipstream: generator 0 died (log: {directory}/logs/generator_0.")
+    assert "Traceback" not in err and "environment" not in err
+    assert not {p for p in processes if lives(p)}
