@@ -216,7 +216,7 @@ class VllmEngine:
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-        except ValueError as error:
+        except Exception as error:  # of which class depends on the release
             raise GenerationError(f"vLLM refuses the request: {error}") from None
 
     def _start(self, request: _Request) -> None:
