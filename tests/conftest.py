@@ -63,6 +63,12 @@ def build_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
+def save_model(path: Path, **changes: Any) -> None:
+    """A model that ends completions at `<eos>`, with its tokenizer, as a run loads them."""
+    build_model(eos_token_id=1, pad_token_id=0, **changes).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+
+
 def random_prompts(count: int, seed: int = 0, longest: int = 24) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, longest))] for _ in range(count)]
@@ -72,7 +78,5 @@ def random_prompts(count: int, seed: int = 0, longest: int = 24) -> list[list[in
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model and tokenizer of 16 symbols, as a run loads it."""
     path = tmp_path_factory.mktemp("tiny")
-    tokenizer = build_tokenizer()
-    build_model(vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0).save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    save_model(path, vocab_size=len(build_tokenizer()))
     return path

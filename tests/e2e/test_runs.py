@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import kill
 from work import save_model
 
+from tests.processes import descendants, lives
+
 pytestmark = pytest.mark.e2e
 WORK = f"{kill.WORK}:Work"
 
@@ -65,19 +67,6 @@ def end(process: subprocess.Popen[str], status: int = 0, seconds: float = 120.0)
 
 def slipstream(*arguments: Any, status: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return end(start(*arguments, cwd=cwd), status)
-
-
-def descendants(process: int) -> set[int]:
-    """The processes that `process` started, and that those did."""
-    children = set(kill.children(process))
-    return children.union(*(descendants(child) for child in children))
-
-
-def lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import build_model, build_tokenizer
+from tests.conftest import save_model
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -17,8 +17,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verify") / "model"
-    build_model("qwen3", head_dim=32, eos_token_id=1, pad_token_id=0).save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
+    save_model(path, head_dim=32)
     return path
 
 

@@ -17,7 +17,7 @@ from slipstream.config import Config, load_config
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.local import Pools
-from tests.conftest import build_model, build_tokenizer
+from tests.conftest import build_tokenizer, save_model
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -30,8 +30,7 @@ TRAINER = "slipstream.verification:ChangingTrainer"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("vllm") / "model"
-    build_model("qwen3", head_dim=32, eos_token_id=1, pad_token_id=0).save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
+    save_model(path, head_dim=32)
     return path
 
 

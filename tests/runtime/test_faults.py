@@ -25,6 +25,7 @@ from slipstream.actor import ActorDied, ActorError
 from slipstream.config import SyncConfig, load_config
 from slipstream.rollout import Sampling
 from slipstream.runtime.local import Pools, ProcessGenerator, ProcessTrainer, PublishError, WeightLink
+from tests.processes import descendants, lives
 
 LIMIT = 60.0  # seconds in which everything has an end
 TRAINER = "slipstream.verification:ChangingTrainer"
@@ -106,26 +107,6 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Orders]:
     monkeypatch.syspath_prepend(str(folder))
     yield Orders(folder)
     sys.modules.pop("faulty_links", None)
-
-
-def descendants(process: int) -> set[int]:
-    """The processes that `process` started, and that those did."""
-    children = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == process:
-            children.add(int(stat.parent.name))
-    return children.union(*(descendants(child) for child in children))
-
-
-def lives(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def pid_of(actor: Any) -> int:

@@ -29,3 +29,16 @@ class Generator(Protocol):
 
 class GenerationError(RuntimeError):
     """A request that no generator of this run can serve, such as a prompt longer than the context."""
+
+
+def refuse_prompt(prompt: Sequence[int], context: int, vocabulary: int) -> None:
+    """Raise `GenerationError` for a prompt that no engine of this context and vocabulary can serve."""
+    if not prompt:
+        raise GenerationError("the prompt is empty; give at least one token")
+    if len(prompt) >= context:
+        raise GenerationError(
+            f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {context}; "
+            "shorten the prompt or raise generator.context"
+        )
+    if not all(0 <= token < vocabulary for token in prompt):
+        raise GenerationError(f"the prompt has a token id outside of 0 to {vocabulary - 1}")

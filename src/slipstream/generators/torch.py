@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
-from slipstream.generators.base import GenerationError, Interruption
+from slipstream.generators.base import GenerationError, Interruption, refuse_prompt
 from slipstream.generators.sampling import Sampler
 from slipstream.models import end_of_sequence
 from slipstream.rollout import Completion, Sampling, spans_of
@@ -120,16 +120,7 @@ class Engine:
     def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue a request; `step` returns its completion under `key`. Raises `GenerationError`."""
         prompt = tuple(prompt_ids)
-        if not prompt:
-            raise GenerationError("the prompt is empty; give at least one token")
-        if len(prompt) >= self.context:
-            raise GenerationError(
-                f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {self.context}; "
-                "shorten the prompt or raise generator.context"
-            )
-        vocabulary = self.model.config.vocab_size
-        if not all(0 <= token < vocabulary for token in prompt):
-            raise GenerationError(f"the prompt has a token id outside of 0 to {vocabulary - 1}")
+        refuse_prompt(prompt, self.context, self.model.config.vocab_size)
         if sampling.stop_strings and self._tokenizer is None:
             raise GenerationError("stop strings need a tokenizer")
         if sampling.record_experts and not self._routers:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from slipstream.generators.base import GenerationError, Interruption
+from slipstream.generators.base import GenerationError, Interruption, refuse_prompt
 from slipstream.rollout import Completion, Sampling, VersionSpan
 
 
@@ -22,15 +22,7 @@ class VllmRequest:
 
     def refuse_impossible(self, context: int, vocabulary: int) -> None:
         """Raise `GenerationError` for what no engine of this context and vocabulary can serve."""
-        if not self.prompt:
-            raise GenerationError("the prompt is empty; give at least one token")
-        if len(self.prompt) >= context:
-            raise GenerationError(
-                f"the prompt has {len(self.prompt)} tokens, but prompt and completion share a context of {context}; "
-                "shorten the prompt or raise generator.context"
-            )
-        if not all(0 <= token < vocabulary for token in self.prompt):
-            raise GenerationError(f"the prompt has a token id outside of 0 to {vocabulary - 1}")
+        refuse_prompt(self.prompt, context, vocabulary)
         if self.sampling.record_kept and not self.sampling.top_k:
             raise GenerationError("vLLM can't tell which tokens top_p kept; set sampling.top_k too, to 64 for example")
         if self.sampling.record_experts:

@@ -177,11 +177,13 @@ class WeightLink:
         firsts = itertools.accumulate(ranks, initial=1)
         calls = [g.actor.call("connect", offer, first) for g, first in zip(self._generators, firsts, strict=False)]
         await asyncio.gather(*calls)
-        await self.publish(version)
-        await self._compare(chosen(self._names, version, "off" if self._sync.verify == "off" else "full"), version)
+        await self.publish(version, "off" if self._sync.verify == "off" else "full")
 
-    async def publish(self, version: int) -> PublishStats:
-        """Bring every generator to the trainer's weights. Raises if one of them can't be."""
+    async def publish(self, version: int, verify: str = "") -> PublishStats:
+        """Bring every generator to the trainer's weights. Raises if one of them can't be.
+
+        `verify` says which parameters are compared then, in the place of `sync.verify`.
+        """
         began = time.perf_counter()
         if self._released:
             await self._released
@@ -201,7 +203,7 @@ class WeightLink:
         # Not waited for, but on its way: the trainer reads it before any call that is made after this.
         self._released = self._trainer.call("release", ticket)
         self._released.add_done_callback(lambda done: done.cancelled() or done.exception())  # the next publish tells
-        await self._compare(chosen(self._names, version, self._sync.verify), version)
+        await self._compare(chosen(self._names, version, verify or self._sync.verify), version)
         return PublishStats(version, max(holds), sending, time.perf_counter() - began)
 
     async def _tell_a_death(self) -> None:

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.config import Config
-from slipstream.sync.link import Parameters, Ticket, dtype_of, shapes_of
+from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
 
 MEMORY = Path("/dev/shm")
 
 
-class AdapterSender:
+class AdapterSender(Sender):
     """The trainer's end."""
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
@@ -35,8 +35,6 @@ class AdapterSender:
     def offer(self) -> Ticket:
         return {"shapes": shapes_of(self._parameters)}
 
-    def before_update(self) -> None: ...
-
     def stage(self, version: int) -> Ticket:
         """The adapters as PEFT saves them."""
         path = self._directory / f"policy-v{version}"
@@ -45,8 +43,6 @@ class AdapterSender:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
         (path / "adapter_config.json").write_text(json.dumps(self._config))
         return {"version": version, "path": str(path)}
-
-    def send(self, ticket: Ticket) -> None: ...
 
     def release(self, ticket: Ticket) -> None:
         """Engines have read it: they keep adapters themselves."""

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.config import Config
-from slipstream.sync.link import Parameters, Ticket, dtype_of, refuse_other_parameters, shapes_of
+from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, refuse_other_parameters, shapes_of
 
 
-class CheckpointSender:
+class CheckpointSender(Sender):
     """The trainer's end. The file of the version before is removed once every generator has left it."""
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
@@ -28,8 +28,6 @@ class CheckpointSender:
     def offer(self) -> Ticket:
         return {"shapes": shapes_of(self._parameters)}
 
-    def before_update(self) -> None: ...
-
     def stage(self, version: int) -> Ticket:
         path = self._directory / f"version_{version}.safetensors"
         partial = path.with_suffix(".partial")
@@ -37,8 +35,6 @@ class CheckpointSender:
         save_file(tensors, partial)
         partial.rename(path)
         return {"version": version, "path": str(path.resolve())}
-
-    def send(self, ticket: Ticket) -> None: ...
 
     def release(self, ticket: Ticket) -> None:
         for path in self._directory.iterdir():

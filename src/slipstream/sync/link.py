@@ -38,7 +38,10 @@ LINKS = {
 
 
 class Sender(Protocol):
-    """The trainer's end. `receivers` is the number of generators' processes that hold weights."""
+    """The trainer's end. `receivers` is the number of generators' processes that hold weights.
+
+    A link inherits what it has nothing to do in.
+    """
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None: ...
 

@@ -19,13 +19,13 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 
 from slipstream.config import Config
 from slipstream.sync.layout import Layout
-from slipstream.sync.link import Parameters, Ticket, dtype_of, refuse_other_parameters, shapes_of
+from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, refuse_other_parameters, shapes_of
 
 BUCKET = 2**30  # bytes of one broadcast: a launch has to find room beside the passes of the engine, so few of them
 TIME_LIMIT = timedelta(seconds=60)
 
 
-class NcclSender:
+class NcclSender(Sender):
     """The trainer's end, rank 0. Two buckets are filled in turn, so that packing one overlaps sending the other."""
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
@@ -48,8 +48,6 @@ class NcclSender:
             "shapes": self._layout.shapes,
         }
 
-    def before_update(self) -> None: ...
-
     def stage(self, version: int) -> Ticket:
         return {"version": version}
 
@@ -67,8 +65,6 @@ class NcclSender:
         for work in filter(None, sending):
             work.wait()
         synchronize(self._device)
-
-    def release(self, ticket: Ticket) -> None: ...
 
     def close(self) -> None:
         self._group = None

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Config, ConfigError
-from slipstream.sync.link import Parameters, Ticket, dtype_of, shapes_of
+from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
 
 
-class NativeSender:
+class NativeSender(Sender):
     """The trainer's end, rank 0 of vLLM's communicator."""
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
@@ -38,16 +38,12 @@ class NativeSender:
         self._group = self._thread.submit(self._engine.trainer_init, address)
         return {**address, "shapes": shapes_of(self._parameters), "dtype": str(self._dtype).removeprefix("torch.")}
 
-    def before_update(self) -> None: ...
-
     def stage(self, version: int) -> Ticket:
         return {"version": version}
 
     def send(self, ticket: Ticket) -> None:
         self._engine.trainer_send_weights(self._tensors(), {"group": self._group.result(), "packed": True})
         torch.cuda.synchronize()
-
-    def release(self, ticket: Ticket) -> None: ...
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)

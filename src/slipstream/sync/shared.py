@@ -20,10 +20,10 @@ from torch import Tensor
 
 from slipstream.config import Config
 from slipstream.sync.layout import Layout
-from slipstream.sync.link import Parameters, Ticket, dtype_of, refuse_other_parameters, shapes_of
+from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, refuse_other_parameters, shapes_of
 
 
-class SharedSender:
+class SharedSender(Sender):
     """The trainer's end: owns the memory."""
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
@@ -56,8 +56,6 @@ class SharedSender:
             self._copy_to(back)
         self._released = False
         return {"version": version, "buffer": back}
-
-    def send(self, ticket: Ticket) -> None: ...
 
     def release(self, ticket: Ticket) -> None:
         self._front, self._released = ticket["buffer"], True

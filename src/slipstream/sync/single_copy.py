@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.multiprocessing import reductions
 
 from slipstream.config import Config
-from slipstream.sync.link import Parameters, Ticket, refuse_other_parameters, shapes_of
+from slipstream.sync.link import Parameters, Sender, Ticket, refuse_other_parameters, shapes_of
 
 
-class SingleCopySender:
+class SingleCopySender(Sender):
     """The trainer's end: lends its masters to the engine."""
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
@@ -31,17 +31,9 @@ class SingleCopySender:
     def offer(self) -> Ticket:
         return {"shapes": shapes_of(self._parameters), "masters": lend(self._parameters)}
 
-    def before_update(self) -> None: ...
-
     def stage(self, version: int) -> Ticket:
         torch.cuda.synchronize()  # the engine reads the masters in a stream that knows nothing of this process
         return {"version": version}
-
-    def send(self, ticket: Ticket) -> None: ...
-
-    def release(self, ticket: Ticket) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class SingleCopyReceiver:
