@@ -240,7 +240,8 @@ class Weights:
     def held(self) -> float:
         return 0.0
 
-    def checksums(self, names: Any) -> dict[str, int]:
+    def check(self, names: Any) -> None: ...
+    def checked(self) -> dict[str, int]:
         return {}
 
     def close(self) -> None: ...

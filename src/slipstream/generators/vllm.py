@@ -15,8 +15,10 @@ import importlib.util
 import os
 import re
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from slipstream.sync.link import Ticket
 EXTENSION = "slipstream.generators.vllm_worker.WorkerExtension"
 FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
 SHOWN = 300  # characters of why vLLM does not start
-POLL = 0.005  # seconds between two questions whether weights have arrived
+POLL = 0.002  # seconds from one question to the workers to the same again
 CPU_CACHE = 2**28  # bytes of keys and values on a CPU, where vLLM would take a share of all memory
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -242,51 +244,98 @@ class VllmEngine:
         return request
 
 
+class Answer:
+    """What the workers answer to a question that is put again until each of them knows. Nothing waits for it."""
+
+    def __init__(self, llm: Any, method: str) -> None:
+        self._llm, self._method = llm, method
+        self._pending: Future[list[Any]] | None = None
+        self._asked = 0.0
+
+    def get(self) -> list[Any] | None:
+        """The answers, or None as long as one is missing."""
+        if self._pending is None:
+            if time.perf_counter() - self._asked < POLL:
+                return None
+            self._pending, self._asked = post(self._llm, self._method), time.perf_counter()
+        if not self._pending.done():
+            return None
+        answers, self._pending = self._pending.result(), None
+        return None if any(answer is None for answer in answers) else answers
+
+
+def post(llm: Any, method: str, *arguments: Any) -> Future[list[Any]]:
+    """Have all workers call a method between two passes, without waiting for the pass that is under way.
+
+    It is `LLMEngine.collective_rpc` without its wait. Where vLLM lacks the parts for that, or runs in this process, it
+    is called and waited for.
+    """
+    core = llm.engine_core
+    answer: Future[list[Any]] = Future()
+    if hasattr(core, "utility_results") and hasattr(core, "_send_input"):
+        from vllm.v1.engine import EngineCoreRequestType
+
+        number = uuid.uuid1().int >> 64
+        core.utility_results[number] = answer
+        core._send_input(EngineCoreRequestType.UTILITY, (0, number, "collective_rpc", (method, None, arguments, None)))
+    else:
+        answer.set_result(llm.collective_rpc(method, args=arguments))
+    return answer
+
+
 class WorkerWeights:
     """`generators.weights.ServedWeights` in vLLM's workers."""
 
     def __init__(self, llm: Any, link: str, offer: Ticket, rank: int) -> None:
-        self._llm = llm
-        self._asked = self._held = 0.0
-        self._call("connect", link, offer, rank)
+        self._llm, self._at_once = llm, link == "nccl_direct"
+        self._held = 0.0
+        self._names: list[str] = []
+        llm.collective_rpc("slipstream_connect", args=(link, offer, rank))
 
     def prepare(self, ticket: Ticket) -> None:
-        self._call("prepare", ticket)
+        self._asked = post(self._llm, "slipstream_prepare", ticket)
+        self._prepared = Answer(self._llm, "slipstream_prepared")
 
     def prepared(self) -> bool:
-        if time.perf_counter() - self._asked < POLL:
-            return False
-        done = all(self._call("prepared"))
-        self._asked = time.perf_counter()
-        return done
+        return bool(_done(self._asked) and self._prepared.get())
 
     def apply(self) -> Counts:
         """Swap. The result tells how many tokens each request had drawn before, by vLLM's own names, or None as long
-        as the workers' devices are not that far."""
-        self._call("apply")
-        return self._drawn_before
+        as the workers' devices are not that far; it raises if a worker could not swap, whose weights are undefined."""
+        applied, swapped = post(self._llm, "slipstream_apply"), Answer(self._llm, "slipstream_swapped")
+        if self._at_once:  # the weights arrive now, and may fail to
+            applied.result()
 
-    def _drawn_before(self) -> dict[str, int] | None:
-        swapped = self._call("swapped")
-        if None in swapped:
-            return None
-        self._held = max(held for held, _ in swapped)
-        drawn: dict[str, int] = swapped[0][1]
-        return drawn
+        def drawn_before() -> dict[str, int] | None:
+            answers = swapped.get() if _done(applied) else None
+            if answers is None:
+                return None
+            self._held = max(held for held, _ in answers)
+            drawn: dict[str, int] = answers[0][1]
+            return drawn
+
+        return drawn_before
 
     def held(self) -> float:
         """Seconds that the last swap kept the workers from the next forward pass."""
         return self._held
 
-    def checksums(self, names: Sequence[str]) -> dict[str, int]:
-        return added(self._call("checksums", list(names)), names)
+    def check(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        self._asked = post(self._llm, "slipstream_check", self._names)
+        self._sums = Answer(self._llm, "slipstream_checked")
+
+    def checked(self) -> dict[str, int] | None:
+        sums = self._sums.get() if _done(self._asked) else None
+        return None if sums is None else added(sums, self._names)
 
     def close(self) -> None:
-        self._call("close")
+        self._llm.collective_rpc("slipstream_close")
 
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        results: list[Any] = self._llm.collective_rpc(f"slipstream_{method}", args=arguments)
-        return results
+
+def _done(future: Future[list[Any]]) -> bool:
+    """Whether it is done. Raises what went wrong."""
+    return future.done() and future.result() is not None
 
 
 def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:

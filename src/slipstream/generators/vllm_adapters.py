@@ -54,9 +54,12 @@ class AdapterWeights:
     def held(self) -> float:
         return self._held
 
-    def checksums(self, names: Sequence[str]) -> dict[str, int]:
-        """Of the adapter as vLLM was given it."""
-        return {name: checksum(self._tensors[name]) for name in names}
+    def check(self, names: Sequence[str]) -> None:
+        self._found = {name: checksum(self._tensors[name]) for name in names}
+
+    def checked(self) -> dict[str, int]:
+        """Checksums of the adapter as vLLM was given it."""
+        return self._found
 
     def close(self) -> None: ...
 

@@ -6,7 +6,7 @@ Every method is called by `LLMEngine.collective_rpc` and runs in each worker bet
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class HeldWeights(ServedWeights):
 
     def __init__(self, receiver: NativeReceiver, places: Mapping[str, Place]) -> None:
         self._native, self._places = receiver, places
+        self._device = next(iter(places.values())).tensor.device
 
     def prepare(self, ticket: Ticket) -> None: ...
 
@@ -46,6 +47,12 @@ class HeldWeights(ServedWeights):
 
     def held(self) -> float:
         return self._held
+
+    def check(self, names: Sequence[str]) -> None:
+        self._found = self._checksums(names)
+
+    def checked(self) -> dict[str, int]:
+        return self._found
 
     def close(self) -> None: ...
 
@@ -96,8 +103,9 @@ class WorkerExtension:
     def slipstream_prepare(self, ticket: Ticket) -> None:
         self._slipstream.prepare(ticket)
 
-    def slipstream_prepared(self) -> bool:
-        return self._slipstream.prepared()
+    def slipstream_prepared(self) -> bool | None:
+        """True once the version is here."""
+        return self._slipstream.prepared() or None
 
     def slipstream_apply(self) -> None:
         """Swap the weights, and count what each request has drawn by all passes before this."""
@@ -112,8 +120,13 @@ class WorkerExtension:
         """Tokens that each request has drawn by now."""
         return _drawn(self.model_runner)()
 
-    def slipstream_checksums(self, names: list[str]) -> dict[str, str]:
-        return {name: str(value) for name, value in self._slipstream.checksums(names).items()}
+    def slipstream_check(self, names: list[str]) -> None:
+        self._slipstream.check(names)
+
+    def slipstream_checked(self) -> dict[str, str] | None:
+        """The checksums that were asked for, as text: they have more bits than a message may carry."""
+        sums = self._slipstream.checked()
+        return None if sums is None else {name: str(value) for name, value in sums.items()}
 
     def slipstream_close(self) -> None:
         self._slipstream.close()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,27 +76,26 @@ class ServedWeights:
         self._receiver = receiver(offer, shapes, rank, self._device)
         self._rebind = rebind and self._receiver.lasting
         self._next: Future[list[tuple[Tensor, Tensor]]] | None = None
+        self._sums: Future[dict[str, int]] | None = None
         self._clock = DeviceClock(self._device)
-        self._tickets: queue.SimpleQueue[tuple[Ticket, Future[list[tuple[Tensor, Tensor]]]] | None]
-        self._tickets = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         # Unlike an executor's, it keeps no process from its end while it waits for a trainer that is gone.
-        threading.Thread(target=self._prepare_all, name="weights", daemon=True).start()
+        threading.Thread(target=self._work, name="weights", daemon=True).start()
+
+    def _beside(self, job: Callable[[], Any]) -> Future[Any]:
+        """Have a job done in the thread beside the engine."""
+        answer: Future[Any] = Future()
+        self._jobs.put((job, answer))
+        return answer
+
+    def _work(self) -> None:
+        while asked := self._jobs.get():
+            _answer(*asked)
+            del asked  # a version must not outlive its place here until the next one comes
 
     def prepare(self, ticket: Ticket) -> None:
         """Begin to bring a version beside the running engine."""
-        self._next = Future()
-        self._tickets.put((ticket, self._next))
-
-    def _prepare_all(self) -> None:
-        while asked := self._tickets.get():
-            self._answer(*asked)
-            del asked  # a version must not outlive its place here until the next one comes
-
-    def _answer(self, ticket: Ticket, prepared: Future[list[tuple[Tensor, Tensor]]]) -> None:
-        try:
-            prepared.set_result(self._prepare(ticket))
-        except BaseException as error:
-            prepared.set_exception(error)
+        self._next = self._beside(lambda: self._prepare(ticket))
 
     def _prepare(self, ticket: Ticket) -> list[tuple[Tensor, Tensor]]:
         """Each tensor that is served, and what is to be in its place."""
@@ -132,14 +132,36 @@ class ServedWeights:
         """Seconds that it took; waits until it is."""
         return self._clock.seconds()
 
-    def checksums(self, names: Sequence[str]) -> dict[str, int]:
-        """Checksum of the part of each parameter that is served here; parts add up to the whole's."""
+    def check(self, names: Sequence[str]) -> None:
+        """Begin to add up the part of each parameter that is served here; parts add up to the whole's checksum."""
+        self._sums = self._beside(lambda: self._checksums(names))
+
+    def checked(self) -> dict[str, int] | None:
+        """The checksums, once they are there."""
+        assert self._sums is not None
+        return self._sums.result() if self._sums.done() else None
+
+    def _checksums(self, names: Sequence[str]) -> dict[str, int]:
         places = {name: self._places[name] for name in names}
-        return {n: checksum(p.tensor, p.index) if p.counted else 0 for n, p in places.items()}
+        # A stream of its own: what is asked for in that of the passes would have to wait for them, and they for it.
+        with _side_stream(self._device):
+            return {n: checksum(p.tensor, p.index) if p.counted else 0 for n, p in places.items()}
 
     def close(self) -> None:
-        self._tickets.put(None)
+        self._jobs.put(None)
         self._receiver.close()
+
+
+def _side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    stream: Any = torch.cuda.Stream
+    return torch.cuda.stream(stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def _answer(job: Callable[[], Any], answer: Future[Any]) -> None:
+    try:
+        answer.set_result(job())
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 def local_places(parameters: Mapping[str, Tensor]) -> dict[str, Place]:

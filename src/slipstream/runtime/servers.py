@@ -220,7 +220,10 @@ class Server:
         return counts
 
     async def _checksums(self, names: Sequence[str]) -> dict[str, int]:
-        return added(await self._workers("checksums", list(names)), names)
+        await self._workers("check", list(names))
+        while None in (sums := await self._workers("checked")):
+            await asyncio.sleep(POLL)
+        return added(sums, names)
 
     async def _stats(self) -> dict[str, float]:
         running = time.perf_counter() - self._since if self._requests else 0.0

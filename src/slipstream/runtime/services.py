@@ -51,7 +51,8 @@ class Weights(Protocol):
     def prepared(self) -> bool: ...
     def apply(self) -> Any: ...
     def held(self) -> float: ...
-    def checksums(self, names: Sequence[str]) -> dict[str, int]: ...
+    def check(self, names: Sequence[str]) -> None: ...
+    def checked(self) -> dict[str, int] | None: ...
     def close(self) -> None: ...
 
 
@@ -67,7 +68,7 @@ class GeneratorService:
         self._engine, self._open_weights = self._load()
         self._weights: Weights | None = None
         self._replies: dict[Hashable, Reply] = {}
-        self._preparing: Reply | None = None
+        self._awaited: tuple[Callable[[], Any], Reply] | None = None  # of the weights: a question, and who asked
         self._swap: tuple[int, Reply] | None = None
         self._swapped: tuple[float, Reply] | None = None
 
@@ -89,7 +90,7 @@ class GeneratorService:
 
     @property
     def busy(self) -> bool:
-        return self._engine.busy or any((self._preparing, self._swap, self._swapped))
+        return self._engine.busy or any((self._awaited, self._swap, self._swapped))
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         if method == "generate":
@@ -102,7 +103,10 @@ class GeneratorService:
             self._replies.pop(key, None)
         elif method == "prepare":
             self._served.prepare(*arguments)
-            self._preparing = reply
+            self._awaited = (lambda: self._served.prepared() or None, reply)
+        elif method == "checksums":
+            self._served.check(*arguments)
+            self._awaited = (self._served.checked, reply)
         elif method == "swap":
             self._swap = (*arguments, reply)
         else:
@@ -110,8 +114,8 @@ class GeneratorService:
 
     def tick(self) -> None:
         """Swap weights if that is asked for, and the engine drained where it has to be; then take one step."""
-        if self._preparing:
-            self._answer_when_prepared(self._preparing)
+        if self._awaited:
+            self._answer_when_known(*self._awaited)
         if self._swap:
             version, reply = self._swap
             how = self._config.sync.interruption
@@ -129,17 +133,14 @@ class GeneratorService:
             self._swapped = None
             reply((max(held, self._served.held()), self.stats()))
 
-    def _answer_when_prepared(self, reply: Reply) -> None:
+    def _answer_when_known(self, ask: Callable[[], Any], reply: Reply) -> None:
         try:
-            prepared = self._served.prepared()
+            answer = ask()
         except Exception as error:
-            prepared = True
-            reply(error)
-        else:
-            if prepared:
-                reply(None)
-        if prepared:
-            self._preparing = None
+            answer = error
+        if answer is not None:
+            self._awaited = None
+            reply(answer)
         elif not self._engine.busy:
             time.sleep(0.001)
 
@@ -150,10 +151,6 @@ class GeneratorService:
     def connect(self, offer: Ticket, rank: int) -> None:
         """Open this end of the link; `rank` is the first of this generator's among all that hold weights."""
         self._weights = self._open_weights(self._config.sync.link, offer, rank)
-
-    def checksums(self, names: Sequence[str]) -> dict[str, int]:
-        """Of the weights as they are served."""
-        return self._served.checksums(names)
 
     def drawn(self) -> int:
         """Tokens that the furthest sequence in flight has drawn."""
