@@ -31,11 +31,11 @@ BATCH_INVARIANT = {
     "NCCL_P2P_NET_DISABLE": "1", "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple",
     "NCCL_ALGO": "allreduce:tree", "NCCL_NTHREADS": "1", "NCCL_SOCKET_NTHREADS": "1",
 }  # fmt: skip
-# Engines that are compiled one by one may get kernels that round otherwise, and vLLM's own are chosen by the size of a
-# batch: plain operations, then. Graphs of the passes stay.
-UNCOMPILED = {"compilation_config": {"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "FULL_DECODE_ONLY"}}
+# Engines that are compiled one by one may get kernels that round otherwise. Graphs of the passes stay.
+UNCOMPILED = {"compilation_config": {"mode": 0, "custom_ops": ["all"], "cudagraph_mode": "FULL_DECODE_ONLY"}}
 Wanted = Sequence[tuple[Completion, VersionSpan]]
 CHANGE = 0.05  # size of the difference between A and B, in standard deviations of each parameter
+SHOWN = 5  # completions that were not exact
 POLL = 0.02  # seconds between two looks at how far generation is
 PROMPT = (4, 24)  # tokens
 
@@ -52,6 +52,7 @@ class Verdict:
     after: tuple[int, int]
     tokens: tuple[int, int]
     hold: float
+    misses: tuple[str, ...]  # where those that were not exact first differ
 
     @property
     def exact(self) -> bool:
@@ -71,6 +72,7 @@ class Verdict:
             ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
             ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),
             ("held", f"{1000 * self.hold:.2f} ms"),
+            *(("not exact", miss) for miss in self.misses[:SHOWN]),
             ("", "EXACT" if self.exact else "NOT EXACT"),
         ]
         return "\n".join(f"{name:15}{text}" for name, text in rows)
@@ -180,20 +182,28 @@ async def _drawn_again(pool: GeneratorPool, wanted: Wanted) -> list[tuple[int, .
 def _verdict(
     completions: Sequence[Completion], again: Sequence[list[tuple[int, ...]]], hold: float, met: int
 ) -> Verdict:
-    exact, total, tokens = [0, 0], [0, 0], [0, 0]
+    exact, total, tokens, misses = [0, 0], [0, 0], [0, 0], []
     for version in (0, 1):
-        spans = [(c, span) for c in completions for span in c.spans if span.version == version]
-        for (c, span), drawn in zip(spans, again[version], strict=True):
+        spans = [(i, c, span) for i, c in enumerate(completions) for span in c.spans if span.version == version]
+        for (i, c, span), drawn in zip(spans, again[version], strict=True):
+            expected = c.token_ids[span.start : span.end]
             total[version] += 1
-            exact[version] += c.token_ids[span.start : span.end] == drawn
-            tokens[version] += span.end - span.start
+            tokens[version] += len(expected)
+            exact[version] += expected == drawn
+            if expected != drawn:
+                pairs = enumerate(zip(expected, drawn, strict=False))
+                at = next((n for n, (a, b) in pairs if a != b), min(len(expected), len(drawn)))
+                when = "in flight" if i < len(completions) // 2 else "begun after the change"
+                misses.append(f"{when}, by {'AB'[version]}: at token {at + 1} of {len(expected)}")
     changed = sum(len(c.spans) > 1 for c in completions)
     half = len(completions) // 2
     old = [c for c in completions[:half] if c.versions[0] == 0]
     answers = {c.prompt_ids: c.token_ids for c in completions[half:]}
     differ = sum(c.token_ids != answers[c.prompt_ids] for c in old) if old else half
-    pairs = list(zip(exact, total, strict=True))
-    return Verdict(len(completions), met, changed, differ, pairs[0], pairs[1], (tokens[0], tokens[1]), hold)
+    before, afterwards = zip(exact, total, strict=True)
+    return Verdict(
+        len(completions), met, changed, differ, before, afterwards, (tokens[0], tokens[1]), hold, tuple(misses)
+    )
 
 
 def with_options(config: Config, **sections: dict[str, Any]) -> Config:
