@@ -116,7 +116,11 @@ class TrainerConfig(Section):
     warmup_steps: int = option(0, "Steps over which the learning rate rises from 0.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = option("linear", "Decay to 0 over the run after warm-up.")
     gradient_clip: float = option(1.0, "Largest norm of the gradient; 0 does not clip.", ge=0)
-    tokens_per_microbatch: int = option(8192, "Padded tokens in one forward and backward pass.", ge=1)
+    tokens_per_microbatch: int = option(16384, "Most tokens in one forward and backward pass.", ge=1)
+    activation_checkpointing: Literal["none", "selective", "full"] = option(
+        "selective", "What the backward pass computes again: nothing, all but matrix products, or whole layers."
+    )
+    compile: bool = option(True, "Compile the layers on a GPU: faster after the first steps.")
     probe_bound: float = option(
         0.0, "Largest log-probability difference to the generator at start; 0 means 1e-3 (float32) or 0.5.", ge=0
     )

@@ -1,14 +1,14 @@
 """The data that flows through Slipstream, from a prompt to a batch.
 
 Each noun is the previous one, ripened: a `Completion` is what a generator returns, a `Rollout` is an episode with its
-reward, a `Group` is the rollouts of one task, a `Batch` is what one optimizer step consumes. Nothing here is filled in
-later and nothing here imports the rest of the package.
+reward, a `Group` is the rollouts of one task, a `Batch` is what one optimizer step consumes, as `Sample`s. Nothing here
+is filled in later and nothing here imports the rest of the package.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple
 
@@ -135,24 +135,93 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence to train on: turns of an episode that continue each other token for token.
+
+    `token_ids` is all of it: the prompt, what the policy drew, and what the environment put between, up to the last
+    drawn token. `drawn` are the positions in it of the tokens that the policy drew, the only ones that are trained on;
+    `logprobs`, `versions`, `temperatures`, `advantages` and `kept` have an entry for each of them, as a `Completion`
+    has. `experts` is as a completion's, for the tokens before the last.
+    """
+
+    token_ids: tuple[int, ...]
+    drawn: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    advantages: tuple[float, ...]
+    kept: tuple[Any, ...]
+    experts: Any = None
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """What stands before the first drawn token."""
+        return self.token_ids[: self.drawn[0]]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one optimizer step with their advantages, one per rollout: `advantages[g][r]`."""
+    """The groups of one optimizer step with their advantages, `advantages[g][r]`: a number for all drawn tokens of a
+    rollout, or one for each. `version` is the newest that generators served when the batch was cut."""
 
     groups: tuple[Group, ...]
-    advantages: tuple[tuple[float, ...], ...]
+    advantages: tuple[tuple[float | tuple[float, ...], ...], ...]
+    version: int = 0
 
     @property
     def tokens(self) -> int:
         return sum(g.tokens for g in self.groups)
 
-    def sequences(self) -> list[tuple[Completion, float]]:
-        """Every completion with the advantage of its rollout."""
+    def samples(self) -> list[Sample]:
+        """Every sequence to train on, in the order of groups, rollouts and turns."""
         return [
-            (completion, advantage)
+            sample
             for group, advantages in zip(self.groups, self.advantages, strict=True)
             for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-            for completion in rollout.completions
+            for sample in samples_of(rollout.completions, advantage)
         ]
+
+
+def samples_of(completions: Sequence[Completion], advantage: float | Sequence[float] = 0.0) -> list[Sample]:
+    """An episode's completions as sequences: a turn whose prompt begins with all tokens so far is merged, any other
+    begins a sequence of its own. `advantage` is one number, or one for each token that was drawn."""
+    counts = [len(c.token_ids) for c in completions]
+    each = [advantage] * sum(counts) if isinstance(advantage, int | float) else list(advantage)
+    if len(each) != sum(counts):
+        raise ValueError(f"{len(each)} advantages for {sum(counts)} drawn tokens")
+    samples: list[Sample] = []
+    for completion, count in zip(completions, counts, strict=True):
+        turn, each = tuple(each[:count]), each[count:]
+        if not count:
+            continue
+        last = samples[-1] if samples else None
+        if last and completion.prompt_ids[: len(last.token_ids)] == last.token_ids:
+            samples[-1] = _sample(completion, turn, last)
+        else:
+            samples.append(_sample(completion, turn))
+    return samples
+
+
+def _sample(completion: Completion, advantages: tuple[float, ...], before: Sample | None = None) -> Sample:
+    """A turn as a sequence, with the turns `before` it in the same."""
+    count, first = len(completion.token_ids), len(completion.prompt_ids)
+    turn = Sample(
+        token_ids=completion.prompt_ids + completion.token_ids,
+        drawn=tuple(range(first, first + count)),
+        logprobs=completion.logprobs,
+        versions=tuple(s.version for s in completion.spans for _ in range(s.start, s.end)),
+        temperatures=(completion.temperature or 1.0,) * count,
+        advantages=advantages,
+        kept=completion.kept or (None,) * count,
+        experts=completion.experts,
+    )
+    if before is None:
+        return turn
+    earlier = {name: getattr(before, name) + getattr(turn, name) for name in PER_DRAWN_TOKEN}
+    return replace(turn, **earlier)
+
+
+PER_DRAWN_TOKEN = ("drawn", "logprobs", "versions", "temperatures", "advantages", "kept")
 
 
 def mean(values: Sequence[float]) -> float:

@@ -36,7 +36,7 @@ def test_groups_are_scored_by_member_whatever_their_size() -> None:
 
     batch = make_batch([group(0, 1, 0), group(1, 2, 2, 2), group(2, 0, 0, 3, 1)], normalize=False)
     assert batch.advantages == ((0.5, -0.5), (0, 0, 0), (-1, -1, 2, 0))
-    assert batch.tokens == 9 and len(batch.sequences()) == 9
+    assert batch.tokens == 9 and len(batch.samples()) == 9
 
 
 def by_hand(

@@ -20,9 +20,9 @@ from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import RolloutFailed, _in_episode, attempt
 from slipstream.evaluation import evaluate
 from slipstream.generators.torch import Engine, TorchGenerator
-from slipstream.rollout import Group, Rollout, Sampling
-from slipstream.trainers.logprobs import token_logprobs
-from slipstream.trainers.packing import pack
+from slipstream.rollout import Group, Rollout, Sampling, samples_of
+from slipstream.trainers.packing import bundle, pack
+from slipstream.trainers.policy import Policy as TrainedPolicy
 from tests.conftest import build_model, build_tokenizer
 
 BOUND = 1e-5
@@ -75,9 +75,9 @@ def said(text: str = "12") -> list[dict[str, Any]]:
 
 def by_a_full_pass(it: Served, policy: Policy) -> float:
     """How far the recorded log-probabilities are from what the trainer gives the same tokens."""
-    it.model.set_attn_implementation("eager")
-    batch = pack([(c, 1.0) for c in policy.completions], torch.device("cpu"))
-    return float((token_logprobs(it.model, batch)[0] - batch.behaviour).abs().max().detach())
+    samples = samples_of(policy.completions, 1.0)
+    batch = pack(samples, bundle(samples, 100), torch.device("cpu"))
+    return float((TrainedPolicy(it.model)(batch)[0] - batch.behaviour).abs().max().detach())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -375,13 +375,13 @@ def test_an_environment_around_an_agent_is_trained_on() -> None:
             played = await asyncio.gather(*(attempt(Agent(), TASK, policy, 10.0) for policy in policies))
             batch = make_batch([Group(0, TASK.id, tuple(played))], normalize=True)
             assert [len(c) for _, c in ((r, r.completions) for r in played)] == [2] * 4 and not it.endpoint._episodes
-            assert all(span.version == 5 for c, _ in batch.sequences() for span in c.spans)
-            packed = pack(batch.sequences(), torch.device("cpu"))
+            assert all(span.version == 5 for r in played for c in r.completions for span in c.spans)
+            samples = batch.samples()
+            packed = pack(samples, bundle(samples, 100), torch.device("cpu"))
             config = load_config(None, ["--model.path=m", "--environment.name=e", "--sampling.max_tokens=6"])
             result = await evaluate(config, Agent(), it.generator, it.codec, it.endpoint)
             assert result["tasks"] == 2 and result["failed"] == 0
-            it.model.set_attn_implementation("eager")
-            logprobs, _ = token_logprobs(it.model, packed)
+            logprobs, _ = TrainedPolicy(it.model)(packed)
             assert (logprobs - packed.behaviour).abs().max() < BOUND
             (-(logprobs * packed.advantages).mean()).backward()
             assert any(p.grad is not None and p.grad.abs().max() > 0 for p in it.model.parameters())

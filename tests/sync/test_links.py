@@ -18,7 +18,7 @@ from slipstream.generators.weights import ServedWeights, local_places
 from slipstream.models import trained_parameters
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket, find_link
-from slipstream.sync.single_copy import compute_on
+from slipstream.trainers.precision import compute_on
 from tests.conftest import build_model
 
 LINKS = ("shared", "checkpoint", "nccl")

@@ -48,11 +48,29 @@ def random_batch(vocabulary: int = 40, groups: int = 3, seed: int = 0, kept: boo
     return make_batch(made, normalize=False)
 
 
+def sequences(batch: Batch) -> list[tuple[Completion, float]]:
+    """Every completion with the advantage of its rollout."""
+    return [
+        (c, a)
+        for group, advantages in zip(batch.groups, batch.advantages, strict=True)
+        for rollout, a in zip(group.rollouts, advantages, strict=True)
+        for c in rollout.completions
+    ]
+
+
+def plain(model: Any) -> Any:
+    """The model as Hugging Face runs it, in float64."""
+    copied = copy.deepcopy(model).double()
+    copied.set_attn_implementation("eager")
+    copied.config.use_cache = False
+    return copied
+
+
 def reference_gradient(
     model: Any, batch: Batch, *, low: float, high: float, truncate: float, kl: float
 ) -> dict[str, Any]:
     """The same loss, one sequence at a time, with full logits and float64."""
-    model = copy.deepcopy(model).double()
+    model = plain(model)
     start = copy.deepcopy(model)
     total = torch.zeros((), dtype=torch.float64)
 
@@ -65,7 +83,7 @@ def reference_gradient(
                 logits[row, outside] = -torch.inf
         return logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
-    for completion, advantage in batch.sequences():
+    for completion, advantage in sequences(batch):
         logp = logprobs_of(model, completion)
         ratio = torch.exp(logp - torch.tensor(completion.logprobs, dtype=torch.float64))
         weight = ratio.detach().clamp(max=truncate) * logp
@@ -111,7 +129,7 @@ def test_on_policy_gradient_is_reinforce(tiny: Path) -> None:
     """Where the behaviour is the policy itself, the step's gradient is A grad(log p), worked out on its own."""
     trainer = make_trainer(tiny, "--trainer.gradient_clip=0")
     batch = random_batch(vocabulary=38, seed=4)
-    scored = trainer.score([c for c, _ in batch.sequences()])
+    scored = trainer.score([c for c, _ in sequences(batch)])
     rest = iter(scored)
     groups = [
         Group(g.entry, g.task_id, tuple(
@@ -120,9 +138,9 @@ def test_on_policy_gradient_is_reinforce(tiny: Path) -> None:
         for g in batch.groups
     ]  # fmt: skip
     batch = make_batch(groups, normalize=False)
-    model = copy.deepcopy(trainer.model).double()
+    model = plain(trainer.model)
     total = torch.zeros((), dtype=torch.float64)
-    for completion, advantage in batch.sequences():
+    for completion, advantage in sequences(batch):
         ids = torch.tensor([completion.prompt_ids + completion.token_ids])
         logits = model(ids).logits[0, len(completion.prompt_ids) - 1 : -1] / completion.temperature
         total -= advantage * logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None]).sum()
@@ -135,11 +153,11 @@ def test_on_policy_gradient_is_reinforce(tiny: Path) -> None:
 
 def test_scores_are_those_of_a_full_forward_pass(tiny: Path) -> None:
     trainer = make_trainer(tiny, "--trainer.tokens_per_microbatch=16")
-    completions = [c for c, _ in random_batch(vocabulary=38).sequences()]
+    completions = [c for c, _ in sequences(random_batch(vocabulary=38))]
     for completion, scored in zip(completions, trainer.score(completions), strict=True):
         ids = torch.tensor([completion.prompt_ids + completion.token_ids])
         with torch.no_grad():
-            logits = trainer.model(ids).logits[0, len(completion.prompt_ids) - 1 : -1] / completion.temperature
+            logits = plain(trainer.model)(ids).logits[0, len(completion.prompt_ids) - 1 : -1] / completion.temperature
         wanted = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert scored == pytest.approx(wanted.tolist(), abs=1e-5)
 
@@ -202,8 +220,9 @@ def test_lora_trains_adapters_only_and_exports_them(tiny: Path, tmp_path: Path) 
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "policy")
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, trainer.model(ids).logits)
-        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(tiny)(ids).logits, trainer.model(ids).logits)
+        trained = plain(trainer.model).float()(ids).logits
+        torch.testing.assert_close(loaded(ids).logits, trained)
+        assert not torch.allclose(AutoModelForCausalLM.from_pretrained(tiny)(ids).logits, trained)
 
 
 def test_other_parameters_are_refused(tiny: Path, tmp_path: Path) -> None:
@@ -212,12 +231,14 @@ def test_other_parameters_are_refused(tiny: Path, tmp_path: Path) -> None:
         make_trainer(tiny, "--lora.rank=4").restore(tmp_path / "full")
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 120))
-def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = plan(lengths, budget)
-    assert sorted(i for b in batches for i in b) == list(range(len(lengths)))
-    for batch in batches:
-        assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120), st.integers(1, 4))
+def test_micro_batches_hold_every_item_once_within_the_budget(sizes: list[int], budget: int, ranks: int) -> None:
+    planned = plan(sizes, budget, ranks)
+    assert len(planned) == ranks and len({len(batches) for batches in planned}) == 1
+    assert sorted(i for batches in planned for b in batches for i in b) == list(range(len(sizes)))
+    for batches in planned:
+        for batch in batches:
+            assert len(batch) <= 1 or sum(sizes[i] for i in batch) <= budget
 
 
 def test_learning_rate_rises_then_falls_to_zero() -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.directory import PARTIAL, write_atomically
-from slipstream.rollout import Batch, Group
+from slipstream.rollout import Batch, Group, mean
 
 Decode = Callable[[Sequence[int]], str]
 INT, FLOAT, TEXT = pa.int32(), pa.float64(), pa.string()
@@ -112,14 +112,16 @@ class Recorder:
         _append(self._metrics, line)
 
 
-def _rows(step: int, group: Group, advantages: Sequence[float], decode: Decode) -> list[dict[str, Any]]:
+def _rows(
+    step: int, group: Group, advantages: Sequence[float | Sequence[float]], decode: Decode
+) -> list[dict[str, Any]]:
     """One row per completion of a group, in the order of its rollouts and their turns."""
     return [
         {
             "step": step, "entry": group.entry, "task_id": group.task_id, "rollout": index, "turn": turn,
             "prompt": decode(completion.prompt_ids), "completion": completion.text,
             "prompt_ids": completion.prompt_ids, "completion_ids": completion.token_ids,
-            "reward": rollout.reward, "advantage": advantage,
+            "reward": rollout.reward, "advantage": advantage if isinstance(advantage, int | float) else mean(advantage),
             "spans": [span._asdict() for span in completion.spans], "logprobs": completion.logprobs,
             "finish_reason": completion.finish_reason, "temperature": completion.temperature,
             "metrics": list(rollout.metrics.items()),

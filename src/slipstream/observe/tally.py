@@ -36,7 +36,7 @@ class Tally:
     def batch(self, batch: Batch, version: int) -> dict[str, float]:
         """Count a batch about to be trained on at `version`; returns what its metrics line says about it."""
         lags: Counter[int] = Counter()
-        completions = [completion for completion, _ in batch.sequences()]
+        completions = [c for group in batch.groups for rollout in group.rollouts for c in rollout.completions]
         for span in (span for completion in completions for span in completion.spans):
             lags[version - span.version] += span.end - span.start
         self.lag += lags

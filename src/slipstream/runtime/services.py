@@ -18,7 +18,7 @@ from slipstream.models import device_here, load_model, load_tokenizer, trained_p
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Sender, Ticket, dtype_of, find_link, shapes_of
-from slipstream.sync.single_copy import borrow, compute_on
+from slipstream.sync.single_copy import borrow
 from slipstream.trainers.trainer import Trainer
 
 
@@ -196,7 +196,7 @@ class TrainerService:
 
     def compute_on(self, handles: dict[str, str]) -> None:
         """Use weights that an engine has lent from now on (`sync.single_copy`)."""
-        compute_on(self._trainer.model, self._trainer.parameters, borrow(handles))
+        self._trainer.compute_on(borrow(handles))
 
     def open_link(self, receivers: int) -> Ticket:
         """This end of the link, for so many processes that hold weights."""

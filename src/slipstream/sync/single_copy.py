@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing import reductions
 
 from slipstream.config import Config
@@ -69,28 +69,3 @@ def borrow(handles: Mapping[str, str]) -> dict[str, Tensor]:
     """The tensors that another process has lent. Handles come from a process that this run has started, by a pipe."""
     rebuild: Any = reductions.rebuild_cuda_tensor
     return {name: rebuild(*pickle.loads(base64.b64decode(h))) for name, h in handles.items()}
-
-
-def compute_on(model: nn.Module, masters: Parameters, served: Mapping[str, Tensor]) -> None:
-    """Give `model` the tensors `served` for its parameters, and their gradients to the masters that they stand for."""
-    stand_ins: dict[int, nn.Parameter] = {}
-    for name, master in masters.items():
-        stand_in: Any = nn.Parameter(served[name])
-        stand_ins[id(master)] = stand_in
-        stand_in.register_post_accumulate_grad_hook(_pass_on(master))
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if id(parameter) in stand_ins:  # tied weights are one parameter in several modules
-                module._parameters[key] = stand_ins[id(parameter)]
-
-
-def _pass_on(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """A hook that adds a stand-in's gradient to that of its master, in float32."""
-
-    def hook(stand_in: Tensor) -> None:
-        assert stand_in.grad is not None
-        gradient = stand_in.grad.to(master.dtype)
-        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-        stand_in.grad = None
-
-    return hook

@@ -1,7 +1,8 @@
-"""Log-probabilities of completion tokens, without ever holding the logits of all of them.
+"""Log-probabilities of drawn tokens, without ever holding the logits of all of them.
 
-The language-model head, the temperature, the kept-token mask and the log-softmax run over chunks of tokens; in the
-backward pass each chunk is computed again. Memory does not grow with tokens times vocabulary.
+The language-model head, the temperature, the kept-token mask, the log-softmax and the entropy run over chunks of
+tokens; the backward pass computes each chunk's logits again and turns them into gradients. Memory does not grow with
+tokens times vocabulary.
 """
 
 from __future__ import annotations
@@ -10,73 +11,115 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from slipstream.rollout import Completion
-from slipstream.trainers.packing import MicroBatch
-
-CHUNK = 2**25  # logits held at once: 128 MiB in float32
-CHUNK_ON_GPU = 2**28
+CHUNK = 2**24  # logits held at once: 64 MiB in float32
+CHUNK_ON_GPU = 2**29
 
 
-def token_logprobs(model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Log-probability of every completion token under the distribution that it was drawn from, and its entropy.
-
-    Both float32 `[completion tokens]`, in the order of `batch`; the entropy carries no gradient.
-    """
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    # Padding is on the right, where causal attention never looks from a real token: no mask is needed.
-    hidden = getattr(causal_lm, causal_lm.base_model_prefix)(input_ids=batch.input_ids, use_cache=False)
-    hidden = hidden.last_hidden_state.flatten(0, 1)[batch.predicts]
-    head = causal_lm.get_output_embeddings()
-    size = max(64, (CHUNK_ON_GPU if hidden.is_cuda else CHUNK) // head.out_features)
-    chunks = range(0, len(hidden), size)
-    results = []
-    for at in chunks:
-        chunk = slice(at, at + size)
-        arguments = (head, hidden[chunk], batch.targets[chunk], batch.temperatures[chunk], batch.kept[chunk])
-        if len(chunks) > 1 and torch.is_grad_enabled():
-            results.append(checkpoint(_chunk_logprobs, *arguments, use_reentrant=False))
-        else:
-            results.append(_chunk_logprobs(*arguments))
-    logprobs, entropy = zip(*results, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
-
-
-def _chunk_logprobs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, temperatures: Tensor, kept: Sequence[Any]
+def head_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Sequence[Any]
 ) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperatures[:, None]
-    if any(ids is not None for ids in kept):
-        logits = logits.masked_fill(~_kept_mask(kept, logits), -torch.inf)
-    logprobs = logits.log_softmax(-1)
-    with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(-1)
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
+    """Log-probability of each target under softmax(hidden weight^T / temperature) over its kept tokens, and entropy.
+
+    `hidden` `[tokens, size]` and `weight` `[vocabulary, size]` are of one format, `targets` and `temperatures`
+    `[tokens]`; `kept[i]` lists the ids that top-k/top-p left (None: all). Both results are `[tokens]` in float32, or
+    float64 for float64; the entropy carries no gradient.
+    """
+    result: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, temperatures, kept
+    )
+    return result
 
 
-def _kept_mask(kept: Sequence[Any], logits: Tensor) -> Tensor:
-    """Which tokens top-k/top-p left at each position `[tokens, vocabulary]`; None kept all."""
-    mask = torch.zeros(logits.shape, dtype=torch.bool)
-    for row, ids in enumerate(kept):
-        if ids is None:
-            mask[row] = True
-        else:
-            mask[row, torch.as_tensor(ids, dtype=torch.long)] = True
-    return mask.to(logits.device)
+class _HeadLogprobs(torch.autograd.Function):
+    """z = W h / T, p = softmax(z): log p_y = z_y - lse(z), d(log p_y)/dz = onehot(y) - p, H = lse(z) - sum(p z)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Sequence[Any]
+    ) -> tuple[Tensor, Tensor]:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, normaliser, entropy = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
+        for chunk in _chunks(hidden, weight):
+            outside = _outside(kept[chunk], weight)
+            logits = hidden[chunk] @ weight.T
+            described = _describe(logits, targets[chunk], temperatures[chunk].to(exact), outside)
+            logprobs[chunk], normaliser[chunk], entropy[chunk] = described
+        ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser)
+        ctx.kept = kept
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        hidden, weight, targets, temperatures, normaliser = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape, dtype=normaliser.dtype, device=weight.device)
+        for chunk in _chunks(hidden, weight):
+            outside = _outside(ctx.kept[chunk], weight)
+            logits = hidden[chunk] @ weight.T
+            heat = temperatures[chunk].to(normaliser.dtype)
+            slope = _slope(logits, targets[chunk], heat, outside, normaliser[chunk], grads[0][chunk] / heat)
+            if grad_hidden is not None:
+                torch.mm(slope, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _add_product(grad_weight, slope, hidden[chunk])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def refuse_untrainable(config: Any) -> None:
-    """Raise `ValueError` for a model whose head does more than a linear layer."""
-    if getattr(config, "final_logit_softcapping", None):
-        raise ValueError(f"the trainer can't train a {config.model_type} with final_logit_softcapping")
+def _describe(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, outside: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the targets, the log of the normaliser, and the entropy."""
+    scaled = logits.to(temperatures.dtype) / temperatures[:, None]
+    if outside is not None:
+        scaled = scaled.masked_fill(outside, -torch.inf)
+    top = scaled.amax(-1, keepdim=True)
+    weights = (scaled - top).exp()
+    total = weights.sum(-1)
+    normaliser = total.log() + top[:, 0]
+    expected = (weights * scaled.clamp(min=torch.finfo(scaled.dtype).min)).sum(-1) / total
+    return scaled.gather(-1, targets[:, None])[:, 0] - normaliser, normaliser, normaliser - expected
 
 
-def per_completion(values: Tensor, completions: Sequence[Completion]) -> list[list[float]]:
-    """Cut one number a token back into one list a completion."""
-    cut, at = [], 0
-    for completion in completions:
-        cut.append(values[at : at + len(completion.token_ids)].tolist())
-        at += len(completion.token_ids)
-    return cut
+def _slope(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, outside: Tensor | None, normaliser: Tensor, scale: Tensor
+) -> Tensor:
+    """scale (onehot - p), in the format of the logits."""
+    scaled = logits.to(temperatures.dtype) / temperatures[:, None]
+    if outside is not None:
+        scaled = scaled.masked_fill(outside, -torch.inf)
+    chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    slope = scale[:, None] * (chosen.to(scaled.dtype) - (scaled - normaliser[:, None]).exp())
+    return slope.to(logits.dtype)
+
+
+def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
+    """total += slope^T hidden, summed in the format of `total`."""
+    if slope.dtype == total.dtype:
+        total.addmm_(slope.T, hidden)
+    elif slope.is_cuda:
+        total += torch.mm(slope.T, hidden, out_dtype=total.dtype)
+    else:
+        total += slope.T @ hidden
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(64, (CHUNK_ON_GPU if hidden.is_cuda else CHUNK) // weight.shape[0])
+    return [slice(at, at + size) for at in range(0, len(hidden), size)]
+
+
+def _outside(kept: Sequence[Any], weight: Tensor) -> Tensor | None:
+    """Which tokens top-k/top-p left out `[tokens, vocabulary]`; None if none anywhere."""
+    if all(ids is None for ids in kept):
+        return None
+    rows = [row for row, ids in enumerate(kept) if ids is not None]
+    outside = torch.zeros(len(kept), weight.shape[0], dtype=torch.bool)
+    outside[rows] = True
+    flat = [torch.as_tensor(kept[row], dtype=torch.long) for row in rows]
+    lengths = torch.tensor([len(ids) for ids in flat])
+    outside[torch.repeat_interleave(torch.tensor(rows), lengths), torch.cat(flat)] = False
+    return outside.to(weight.device)

@@ -1,82 +1,153 @@
-"""From sequences to micro-batches: planned as plain indices, then turned into tensors."""
+"""From samples to micro-batches: planned as plain indices, then turned into tensors.
+
+A micro-batch is one row of tokens without padding. Samples that begin with the same prompt are laid out behind one copy
+of it, each a *segment* that attends to the prompt and to itself:
+
+    tokens    prompt  a a a a  b b b      attention   prompt to prompt, a to prompt + a, b to prompt + b
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.rollout import Completion
+from slipstream.rollout import Sample
+from slipstream.trainers.attention import Run, Segments, tensor
+
+Bundle = list[int]  # indices of samples behind one copy of their prompt
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences for one forward pass, padded on the right, and one entry for each of their completion tokens.
+    """Tokens of one forward pass, and an entry for each of those that the policy drew and that are trained on.
 
-    `input_ids` `[sequences, longest]`. `predicts` indexes the flattened row-major positions whose output predicts a
-    completion token; `targets`, `temperatures`, `behaviour` and `advantages` `[completion tokens]` go with them, and
-    `kept` lists the ids that top-k/top-p left there (None: all).
+    `input_ids` and `positions` `[tokens]`. `predicts` are the tokens whose output predicts a drawn one; `targets`,
+    `temperatures`, `behaviour`, `advantages`, `lags` (in versions) and `sequences` (which sample it is of) `[drawn]` go
+    with them, and `kept` lists the ids that top-k/top-p left there (None: all). `order[i]` is the index in the step of
+    the i-th sample here.
     """
 
     input_ids: Tensor
+    positions: Tensor
+    segments: Segments
     predicts: Tensor
     targets: Tensor
     temperatures: Tensor
     behaviour: Tensor
     advantages: Tensor
+    lags: Tensor
+    sequences: Tensor
     kept: Sequence[Any]
+    order: Sequence[int]
 
 
-def plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch: like lengths together, at most `budget` padded tokens each.
+def bundle(samples: Sequence[Sample], budget: int, share: bool = True) -> list[Bundle]:
+    """Samples with one prompt together, as many as fit into `budget` tokens; replayed experts are shared by nobody."""
+    bundles: list[Bundle] = []
+    open_bundles: dict[tuple[int, ...], tuple[Bundle, int]] = {}
+    for index, sample in enumerate(samples):
+        prompt = sample.prompt_ids
+        own = length(sample) - len(prompt)
+        members, used = open_bundles.get(prompt, ([], 0))
+        if not members or used + own > budget:
+            members, used = [], len(prompt)
+            bundles.append(members)
+        members.append(index)
+        if share and sample.experts is None:
+            open_bundles[prompt] = members, used + own
+    return bundles
 
-    A sequence longer than the budget gets a micro-batch of its own.
+
+def plan(sizes: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
+    """Which items go into which micro-batch of which rank: `[rank][micro-batch]` lists of indices.
+
+    Every rank gets the same number of micro-batches, of at most `budget` tokens each unless one item alone is longer,
+    and about the same work. A rank may get empty micro-batches.
     """
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if batches and lengths[index] * (len(batches[-1]) + 1) <= budget:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
+    count = max(1, -(-sum(sizes) // (budget * ranks)))
+    while True:
+        bins = _fill(sizes, budget, count * ranks)
+        if bins:
+            bins.sort(key=lambda items: -sum(sizes[i] for i in items))
+            # Neighbours in size go to different ranks, so that ranks wait little for each other in any round.
+            return [bins[rank::ranks] for rank in range(ranks)]
+        count += 1
 
 
-def length(completion: Completion) -> int:
+def _fill(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
+    """Items into `count` bins of `budget`, the largest first into the emptiest; None if they do not fit."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        emptiest = min(range(count), key=loads.__getitem__)
+        if bins[emptiest] and loads[emptiest] + sizes[index] > budget:
+            return None
+        bins[emptiest].append(index)
+        loads[emptiest] += sizes[index]
+    return bins
+
+
+def length(sample: Sample) -> int:
     """Tokens that go into the forward pass: the last one predicts nothing."""
-    return len(completion.prompt_ids) + len(completion.token_ids) - 1
+    return len(sample.token_ids) - 1
 
 
-def pack(sequences: Sequence[tuple[Completion, float]], device: torch.device) -> MicroBatch:
-    """Tensors for these completions, each with its advantage."""
-    longest = max(length(c) for c, _ in sequences)
-    input_ids: list[tuple[int, ...]] = []
-    predicts: list[int] = []
-    targets: list[int] = []
-    temperatures: list[float] = []
-    behaviour: list[float] = []
-    advantages: list[float] = []
-    kept: list[Any] = []
-    for row, (completion, advantage) in enumerate(sequences):
-        ids = completion.prompt_ids + completion.token_ids[:-1]
-        input_ids.append(ids + (0,) * (longest - len(ids)))
-        first, count = row * longest + len(completion.prompt_ids) - 1, len(completion.token_ids)
-        predicts += range(first, first + count)
-        targets += completion.token_ids
-        temperatures += [completion.temperature or 1.0] * count
-        behaviour += completion.logprobs
-        advantages += [advantage] * count
-        kept += completion.kept or [None] * count
+def bundle_length(samples: Sequence[Sample], members: Bundle) -> int:
+    """Tokens of a bundle in the forward pass."""
+    prompt = len(samples[members[0]].prompt_ids)
+    return prompt + sum(length(samples[i]) - prompt for i in members)
 
-    def ids_of(values: Any) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
 
-    def floats_of(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+def pack(samples: Sequence[Sample], bundles: Sequence[Bundle], device: torch.device, version: int = 0) -> MicroBatch:
+    """Tensors for these bundles of `samples`. Lags are counted from `version`."""
+    order = [index for members in bundles for index in members]
+    input_ids: list[Any] = []
+    positions: list[Any] = []
+    predicts: list[Any] = []
+    segments: list[Run] = []
+    end = 0
+    for members in bundles:
+        prompt = samples[members[0]].prompt_ids
+        shared = range(end, end := end + len(prompt))
+        input_ids.append(prompt)
+        positions.append(range(len(prompt)))
+        if len(members) > 1:
+            segments.append((shared, (shared,)))
+        for index in members:
+            sample = samples[index]
+            own = range(end, end := end + length(sample) - len(prompt))
+            input_ids.append(sample.token_ids[len(prompt) : -1])
+            positions.append(range(len(prompt), length(sample)))
+            # What predicts a token is the one before it: the prompt's last, or its own, which lie from own.start on.
+            before = np.asarray(sample.drawn) - 1 - len(prompt)
+            predicts.append(np.where(before < 0, shared.stop - 1, before + own.start))
+            if len(members) == 1:
+                whole = range(shared.start, own.stop)
+                segments.append((whole, (whole,)))
+            elif own:
+                segments.append((own, (shared, own)))
+    chosen = [samples[index] for index in order]
+
+    def of(name: str) -> list[Any]:
+        return [getattr(sample, name) for sample in chosen]
 
     return MicroBatch(
-        ids_of(input_ids), ids_of(predicts), ids_of(targets), floats_of(temperatures), floats_of(behaviour),
-        floats_of(advantages), kept,
-    )  # fmt: skip
+        input_ids=tensor(input_ids, torch.long, device),
+        positions=tensor(positions, torch.long, device),
+        segments=Segments.of(segments, device),
+        predicts=tensor(predicts, torch.long, device),
+        targets=tensor([np.asarray(s.token_ids)[list(s.drawn)] for s in chosen], torch.long, device),
+        temperatures=tensor(of("temperatures"), torch.float32, device),
+        behaviour=tensor(of("logprobs"), torch.float32, device),
+        advantages=tensor(of("advantages"), torch.float32, device),
+        lags=version - tensor(of("versions"), torch.long, device),
+        sequences=tensor([[n] * len(s.drawn) for n, s in enumerate(chosen)], torch.long, device),
+        kept=list(chain.from_iterable(of("kept"))),
+        order=order,
+    )

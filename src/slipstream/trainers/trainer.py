@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,22 @@ from torch import Tensor
 from slipstream.algorithms.losses import grpo, kl_to_reference, off_policy_statistics
 from slipstream.config import AlgorithmConfig, Config, TrainerConfig
 from slipstream.models import device_here, load_model, trained_parameters
-from slipstream.rollout import Batch, Completion
+from slipstream.rollout import Batch, Completion, Sample, samples_of
 from slipstream.trainers import checkpoint
-from slipstream.trainers.logprobs import per_completion, refuse_untrainable, token_logprobs
-from slipstream.trainers.packing import MicroBatch, length, pack, plan
+from slipstream.trainers.memory import checkpoint_activations, compile_layers
+from slipstream.trainers.packing import MicroBatch, bundle, bundle_length, pack, plan
+from slipstream.trainers.policy import Policy
+from slipstream.trainers.precision import compute_on, lowered
+from slipstream.trainers.speed import Meter
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one step did. Token means are over the completion tokens that had a gradient; `seconds` is all of it."""
+    """What one step did. Token means are over the completion tokens that had a gradient; `seconds` is all of it.
+
+    `tokens_packed` went through the model, `tflops` is the rate of its own arithmetic in 10^12 operations a second,
+    `utilisation` that as a share of what the device does in a matrix product, `memory_gb` the most that was in use.
+    """
 
     step: int
     loss: float
@@ -44,48 +51,65 @@ class StepStats:
     tokens: int
     skipped: bool
     seconds: float
+    tokens_packed: int
+    tflops: float
+    utilisation: float | None
+    memory_gb: float
 
 
 class Trainer:
-    """A policy, its optimizer and the learning rule."""
+    """A policy, its optimizer and the learning rule. `parameters` are the float32 masters of what is trained."""
 
     def __init__(self, config: Config) -> None:
         torch.manual_seed(config.loop.seed)
         self.device = device_here()
-        # Master weights are float32 whatever the compute format is.
-        self.model = load_model(config.model, config.lora, device=self.device, dtype=torch.float32)
-        refuse_untrainable(self.model.config)
+        options, compute = config.trainer, getattr(torch, config.model.dtype)
+        frozen = compute if config.lora.rank else torch.float32  # adapters are float32 over any base
+        self.model = load_model(config.model, config.lora, device=self.device, dtype=frozen)
         self.model.train()
         self.parameters = trained_parameters(self.model)
         self.step_count = 0
         self.before_update: Callable[[], None] = lambda: None
         self._algorithm: AlgorithmConfig = config.algorithm
-        self._options: TrainerConfig = config.trainer
+        self._options: TrainerConfig = options
         self._steps = config.loop.steps
-        self._compute = torch.bfloat16 if config.model.dtype == "bfloat16" else None
-        self._reference = self._start_policy()
+        self._policy = Policy(self.model)
+        self._reference = self._start_policy(compute)
+        self._lowered = None if compute == torch.float32 else lowered(self.parameters, compute)
+        if self._lowered:
+            compute_on(self.model, self.parameters, self._lowered)
+        checkpoint_activations(self.model, options.activation_checkpointing)
+        if options.compile and self.device.type == "cuda":
+            compile_layers(self.model)
+        self._meter = Meter(self.model, self.device)
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(),
-            lr=config.trainer.learning_rate,
-            betas=config.trainer.betas,
-            weight_decay=config.trainer.weight_decay,
+            lr=options.learning_rate,
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            fused=self.device.type == "cuda",
         )
+
+    def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
+        """Run forward and backward passes on these tensors from now on, whoever keeps them up to date."""
+        compute_on(self.model, self.parameters, tensors)
+        self._lowered = None
 
     def step(self, batch: Batch) -> StepStats:
         """One optimizer step. The loss is divided once, by all tokens of the batch, signal or not."""
         began = time.perf_counter()
-        sequences = [(c, a) for c, a in batch.sequences() if a != 0 or self._algorithm.kl]
+        samples = [s for s in batch.samples() if any(s.advantages) or self._algorithm.kl]
         sums: dict[str, Tensor] = {}
-        for indices in plan([length(c) for c, _ in sequences], self._options.tokens_per_microbatch):
-            micro = pack([sequences[i] for i in indices], self.device)
+        for micro in self._micro_batches(samples, batch.version):
             loss, statistics = self._loss(micro)
             torch.autograd.backward(loss / batch.tokens)
             for name, value in statistics.items():
                 sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
         grad_norm = self._update()
-        count = sum(len(c.token_ids) for c, _ in sequences)
+        count = sum(len(s.drawn) for s in samples)
         means = {name: value.item() / max(count, 1) for name, value in sums.items()}
         ratio, squared = means.get("ratio", 1.0), means.get("ratio_squared", 1.0)
+        seconds = time.perf_counter() - began
         return StepStats(
             step=self.step_count,
             loss=means.get("loss", 0.0) * count / max(batch.tokens, 1),
@@ -99,18 +123,30 @@ class Trainer:
             clipped=means.get("clipped", 0.0),
             tokens=batch.tokens,
             skipped=not math.isfinite(grad_norm),
-            seconds=time.perf_counter() - began,
+            seconds=seconds,
+            **self._meter.read(seconds),
         )
+
+    def _micro_batches(self, samples: Sequence[Sample], version: int = 0) -> Iterator[MicroBatch]:
+        """All samples, packed; each is made while the device is at the one before."""
+        budget = self._options.tokens_per_microbatch
+        bundles = bundle(samples, budget, share=self._policy.packs)
+        [mine] = plan([bundle_length(samples, members) for members in bundles], budget)
+        for items in mine:
+            if items:
+                micro = pack(samples, [bundles[i] for i in items], self.device, version)
+                self._meter.count(micro)
+                yield micro
 
     @torch.no_grad()
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
         """Log-probabilities of these completions' tokens under the policy as it is now."""
+        samples = [samples_of([completion])[0] for completion in completions]
         scored: dict[int, list[float]] = {}
-        for indices in plan([length(c) for c in completions], self._options.tokens_per_microbatch):
-            chosen = [completions[i] for i in indices]
-            with self._precision():
-                logprobs, _ = token_logprobs(self.model, pack([(c, 0.0) for c in chosen], self.device))
-            scored |= dict(zip(indices, per_completion(logprobs, chosen), strict=True))
+        for micro in self._micro_batches(samples):
+            logprobs, _ = self._policy(micro)
+            lengths = [len(samples[i].drawn) for i in micro.order]
+            scored |= dict(zip(micro.order, map(Tensor.tolist, logprobs.split(lengths)), strict=True))
         return [scored[i] for i in range(len(completions))]
 
     def save(self, path: Path) -> None:
@@ -128,14 +164,13 @@ class Trainer:
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Summed loss of a micro-batch, and sums that describe it."""
         rule = self._algorithm
-        with self._precision():
-            logprobs, entropy = token_logprobs(self.model, micro)
+        logprobs, entropy = self._policy(micro)
         clip = {"clip_low": rule.clip_low, "clip_high": rule.clip_high}
         loss = grpo(logprobs, micro.behaviour, micro.advantages, **clip, truncate=rule.truncate).sum()
         statistics = off_policy_statistics(logprobs, micro.behaviour, micro.advantages, **clip)
         if rule.kl:
-            with torch.no_grad(), self._precision(), self._reference() as reference:
-                reference_logprobs, _ = token_logprobs(reference, micro)
+            with torch.no_grad(), self._reference() as reference:
+                reference_logprobs, _ = reference(micro)
             kl = kl_to_reference(logprobs, reference_logprobs).sum()
             loss = loss + rule.kl * kl
             statistics["kl"] = kl.detach()
@@ -149,14 +184,13 @@ class Trainer:
         if math.isfinite(norm):
             self.before_update()
             self._optimizer.step()
+            if self._lowered:
+                torch._foreach_copy_(list(self._lowered.values()), [p.detach() for p in self.parameters.values()])
         self._optimizer.zero_grad()
         self.step_count += 1
         return norm
 
-    def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, self._compute) if self._compute else contextlib.nullcontext()
-
-    def _start_policy(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    def _start_policy(self, compute: torch.dtype) -> Callable[[], contextlib.AbstractContextManager[Any]]:
         """A context in which the start policy can be run, for the KL term."""
         model: Any = self.model
         if not self._algorithm.kl:
@@ -166,10 +200,12 @@ class Trainer:
             @contextlib.contextmanager
             def without_adapter() -> Any:
                 with model.disable_adapter():
-                    yield model
+                    yield self._policy
 
             return without_adapter
-        frozen = copy.deepcopy(model).requires_grad_(False)
+        frozen = copy.deepcopy(self._policy).requires_grad_(False)
+        for parameter in frozen.parameters():
+            parameter.data = parameter.data.to(compute)
         return lambda: contextlib.nullcontext(frozen)
 
 

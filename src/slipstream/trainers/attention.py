@@ -1,0 +1,183 @@
+"""Attention over packed tokens: every run of queries sees its own keys and no others.
+
+On a GPU this is the variable-length flash attention that torch ships, on a CPU torch's scaled dot-product attention
+over blocks of segments of like length. Hugging Face models reach it through their attention interface.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import varlen
+
+NAME = "slipstream"
+VARLEN: Any = varlen.varlen_attn
+# Newer releases of torch want to be told that heads of queries outnumber those of keys.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(VARLEN).parameters else {}
+
+
+Run = tuple[range, tuple[range, ...]]  # tokens that ask, and the runs of tokens that they attend to
+UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models add to attention
+
+
+class Block(NamedTuple):
+    """Segments of like length side by side, padded: token indices of their queries and keys `[segments, longest]`,
+    which of the queries are real, and the place of each query among its keys. `plain` ones have as many of both."""
+
+    queries: Tensor
+    keys: Tensor
+    real: Tensor
+    at: Tensor
+    plain: bool
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Runs of queries, back to back, with the keys of each: causal attention whose last query sees the last key.
+
+    `query_bounds` and `key_bounds` `[segments + 1]` delimit them, `keys` `[total keys]` are the tokens behind the keys
+    (None: the tokens in order). `blocks` are the same for a device without variable-length attention. `pairs` of a
+    query and a key see each other.
+    """
+
+    query_bounds: Tensor
+    key_bounds: Tensor
+    longest: tuple[int, int]
+    keys: Tensor | None
+    blocks: tuple[Block, ...]
+    pairs: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], device: torch.device) -> Segments:
+        queries, sizes = [len(q) for q, _ in runs], [sum(map(len, ks)) for _, ks in runs]
+        plain = all(ks == (q,) for q, ks in runs)
+        return cls(
+            query_bounds=tensor([[0, *accumulate(queries)]], torch.int32, device),
+            key_bounds=tensor([[0, *accumulate(sizes)]], torch.int32, device),
+            longest=(max(queries), max(sizes)),
+            keys=None if plain else tensor([k for _, ks in runs for k in ks], torch.long, device),
+            blocks=_blocks(runs) if device.type == "cpu" else (),
+            pairs=sum(q * (k - q) + q * (q + 1) // 2 for q, k in zip(queries, sizes, strict=True)),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """What a Hugging Face model passes on to `attend`."""
+        return {
+            "cu_seq_lens_q": self.query_bounds, "cu_seq_lens_k": self.key_bounds, "max_length_q": self.longest[0],
+            "max_length_k": self.longest[1], "key_index": self.keys, "blocks": self.blocks,
+        }  # fmt: skip
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    *,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int = 0,
+    max_length_k: int = 0,
+    key_index: Tensor | None = None,
+    blocks: Sequence[Block] = (),
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`[1, heads, tokens, size]` each, to `[1, tokens, heads, size]`; a Hugging Face attention function."""
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        raise ValueError(f"{type(module).__name__} does not pass on how its input is packed")
+    if any(others.get(name) is not None for name in UNKNOWN):
+        raise ValueError(f"{type(module).__name__} has attention of a kind that can't be packed")
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if blocks:
+        return _attend_in_blocks(q, k, v, blocks, scaling, sliding_window)[None], None
+    if key_index is not None:
+        k, v = spread(k, key_index), spread(v, key_index)
+    window = (sliding_window - 1 if sliding_window else -1, 0)
+    bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    out: Any = VARLEN(q, k, v, *bounds, scale=scaling, window_size=window, **GROUPED)
+    return out[None], None
+
+
+def spread(rows: Tensor, index: Tensor) -> Tensor:
+    """`rows[index]`, whose gradient is summed in float32: a prompt's keys serve many completions."""
+    result: Tensor = _Spread.apply(rows, index)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.like = rows.shape, rows.dtype
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,), (shape, dtype), (grad,) = ctx.saved_tensors, ctx.like, grads
+        total = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=grad.device)
+        return total.index_add_(0, index, grad.to(total.dtype)).to(dtype), None
+
+
+def _attend_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scaling: float | None, window: int | None
+) -> Tensor:
+    parts, places = [], []
+    for block in blocks:
+        seen = torch.arange(block.keys.shape[1], device=q.device)
+        mask = None
+        if not block.plain or window:
+            mask = seen <= block.at[:, :, None]
+            mask = (mask & (seen > block.at[:, :, None] - window) if window else mask)[:, None]
+        queries, keys, values = (
+            t[index].transpose(1, 2) for t, index in ((q, block.queries), (k, block.keys), (v, block.keys))
+        )
+        grouped = q.shape[1] != k.shape[1]
+        out = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        )
+        parts.append(out.transpose(1, 2)[block.real])
+        places.append(block.queries[block.real])
+    return torch.zeros_like(q).index_copy(0, torch.cat(places), torch.cat(parts))
+
+
+def _blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
+    """Runs of which the longest has at most twice the keys of the shortest go into one block."""
+    pending = sorted(((q, [i for k in ks for i in k]) for q, ks in runs), key=lambda run: (len(run[1]), len(run[0])))
+    blocks = []
+    while pending:
+        limit = 2 * len(pending[0][1])
+        chosen = [run for run in pending if len(run[1]) <= limit]
+        pending = pending[len(chosen) :]
+        longest = max(len(q) for q, _ in chosen), max(len(k) for _, k in chosen)
+        blocks.append(
+            Block(
+                queries=torch.tensor([_padded(q, longest[0]) for q, _ in chosen]),
+                keys=torch.tensor([_padded(k, longest[1]) for _, k in chosen]),
+                real=torch.tensor([[i < len(q) for i in range(longest[0])] for q, _ in chosen]),
+                at=torch.tensor([_padded(range(len(k) - len(q), len(k)), longest[0]) for q, k in chosen]),
+                plain=all(len(q) == len(k) for q, k in chosen),
+            )
+        )
+    return tuple(blocks)
+
+
+def _padded(indices: Sequence[int], to: int) -> list[int]:
+    return [*indices, *[0] * (to - len(indices))]
+
+
+def tensor(parts: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sequences of numbers, one after the other, as a tensor that a GPU fetches while it computes."""
+    joined = torch.from_numpy(np.concatenate([np.asarray(part) for part in parts])).to(dtype)
+    return joined.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else joined

@@ -1,0 +1,41 @@
+"""What the backward pass keeps of the forward pass, layer by layer, and compiled layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# What is dear to compute again, by name: which operation stands behind attention depends on torch's release.
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product", "aten._flash_attention", "torch_attn.")
+
+
+def layers(model: Any) -> Iterator[nn.Module]:
+    """The decoder layers of a Hugging Face model, adapted or not."""
+    names = set(model._no_split_modules or ())
+    return (module for module in model.modules() if type(module).__name__ in names)
+
+
+def checkpoint_activations(model: Any, how: str) -> None:
+    """Compute again in the backward pass what a layer did: all of it ("full"), or all but its matrix products."""
+    if how == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    for layer in layers(model):
+        layer.forward = partial(checkpoint, layer.forward, **options)
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each layer; all of them share one program, for any number of tokens."""
+    for layer in layers(model):
+        layer.compile(dynamic=True)
+
+
+def _keep_products(ctx: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    dear = str(operation).startswith(PRODUCTS)
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE

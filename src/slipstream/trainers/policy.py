@@ -1,0 +1,65 @@
+"""The policy as the trainer runs it: packed tokens in, log-probabilities of the drawn ones out."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from slipstream.trainers import attention
+from slipstream.trainers.logprobs import head_logprobs
+from slipstream.trainers.packing import MicroBatch
+
+ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
+
+
+class Policy(nn.Module):
+    """A causal language model, or one with adapters, whose forward pass ends in log-probabilities, not in logits."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises `ValueError` for a model that would compute something else here than in its own forward pass."""
+        super().__init__()
+        self.model = model
+        whole = causal_lm(model)
+        _refuse_untrainable(whole)
+        # Layers that carry a state from token to token would carry it from sequence to sequence.
+        self.packs: bool = whole._supports_attention_backend and not whole._is_stateful
+        if self.packs:
+            whole.set_attn_implementation(attention.NAME)
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability of each drawn token under the distribution that it was drawn from, and its entropy."""
+        head = causal_lm(self.model).get_output_embeddings()
+        hidden = (self._packed if self.packs else self._one_by_one)(batch)
+        return head_logprobs(hidden[batch.predicts], head.weight, batch.targets, batch.temperatures, batch.kept)
+
+    def _packed(self, batch: MicroBatch) -> Tensor:
+        arguments = batch.segments.arguments()
+        return self._backbone(batch.input_ids[None], position_ids=batch.positions[None], **arguments)
+
+    def _one_by_one(self, batch: MicroBatch) -> Tensor:
+        bounds = batch.segments.query_bounds.tolist()
+        return torch.cat([self._backbone(batch.input_ids[None, a:b]) for a, b in pairwise(bounds)])
+
+    def _backbone(self, input_ids: Tensor, **arguments: Any) -> Tensor:
+        whole = causal_lm(self.model)
+        backbone = getattr(whole, whole.base_model_prefix)
+        hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state[0]
+        return hidden
+
+
+def causal_lm(model: Any) -> Any:
+    """The Hugging Face model below adapters, if there are any."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _refuse_untrainable(model: Any) -> None:
+    kind, head = model.config.model_type, model.get_output_embeddings()
+    for option in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(model.config, option, None) not in (None, 1, 1.0):
+            raise ValueError(f"the trainer can't train a {kind} with {option}")
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ValueError(f"the trainer can't train a {kind}: its head is not a linear layer without bias")

@@ -1,0 +1,71 @@
+"""How much of a device's speed and memory a step used."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.trainers.packing import MicroBatch
+
+SIZE, ROUNDS = 8192, 10  # of the matrix product that tells what a GPU can do
+
+
+class Meter:
+    """Counts the arithmetic of forward and backward passes, as if nothing was computed twice.
+
+    6 operations for each weight of a matrix and token (2 forward, 4 backward), 12 for each query, key that it sees and
+    element of a head (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, without the pairs that a causal mask leaves
+    out). Frozen weights take 4. The head counts for the tokens that it predicts.
+    """
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self._device = device
+        config, head = model.config, model.get_output_embeddings()
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._pairs = 12 * config.num_hidden_layers * config.num_attention_heads * size
+        linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+        self._token = sum(_operations(m) for m in linear if m is not head)
+        self._predicted = _operations(head)
+        self._most = matrix_rate(device) if device.type == "cuda" else None
+        self._operations = self._tokens = 0
+
+    def count(self, micro: MicroBatch) -> None:
+        """Add the passes over a micro-batch."""
+        tokens = len(micro.input_ids)
+        self._tokens += tokens
+        self._operations += (
+            self._token * tokens + self._predicted * len(micro.predicts) + self._pairs * micro.segments.pairs
+        )
+
+    def read(self, seconds: float) -> dict[str, Any]:
+        """What was counted since the last reading, for a step of so many seconds; names are those of `StepStats`."""
+        rate = self._operations / max(seconds, 1e-9)
+        memory = 0.0
+        if self._device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self._device) / 1e9
+            torch.cuda.reset_peak_memory_stats(self._device)
+        read = {
+            "tokens_packed": self._tokens, "tflops": rate / 1e12,
+            "utilisation": rate / self._most if self._most else None, "memory_gb": memory,
+        }  # fmt: skip
+        self._operations = self._tokens = 0
+        return read
+
+
+def matrix_rate(device: torch.device) -> float:
+    """Operations a second of a GPU in a large product of bfloat16 matrices."""
+    a, b = (torch.randn(SIZE, SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
+    torch.cuda.synchronize(device)
+    for rounds in (3, ROUNDS):  # the first warm up
+        began = time.perf_counter()
+        for _ in range(rounds):
+            a @ b
+        torch.cuda.synchronize(device)
+    return 2 * SIZE**3 * ROUNDS / (time.perf_counter() - began)
+
+
+def _operations(linear: nn.Linear) -> int:
+    return (6 if linear.weight.requires_grad else 4) * linear.weight.numel()
