@@ -27,7 +27,7 @@ PANELS = (
     ("mismatch_kl", "mismatch KL\n(nats a token)", 1.0),
 )
 AXES = {"tokens": ("trained tokens (thousands)", 1e-3), "seconds": ("wall time (s)", 1.0)}
-LEAST_KL = 1e-7  # what is below is rounding, and has no place on a logarithmic axis
+LEAST_KL = 1e-5  # what is below, as in a synchronous run, is rounding, and has no place on a logarithmic axis
 GRID = 200
 
 
@@ -56,6 +56,7 @@ def draw(study: Study, path: Path, by: str) -> None:
                     panel.axhline(100 * study.target, color="#999999", linewidth=1, linestyle=(0, (4, 3)), zorder=1)
                 if name == "mismatch_kl":
                     panel.set_yscale("log")
+                    panel.set_ylim(LEAST_KL, max(panel.get_ylim()[1], 100 * LEAST_KL))
                 if column == 0:
                     panel.set_ylabel(title)
             axes[0, column].set_title(f"correction: {correction}")
@@ -67,7 +68,11 @@ def draw(study: Study, path: Path, by: str) -> None:
         seeds = max(len(study.of(cell)) for cell in study.cells())
         note = f"mean of {seeds} seeds, band from the least to the most" if seeds > 1 else "one seed"
         busy = f"; {study.jobs} runs at once" if by == "seconds" and study.jobs > 1 else ""
-        figure.supxlabel(f"{note}; every run trains on {study.tokens:,} tokens{busy}", fontsize=9, color="#666666")
+        figure.supxlabel(
+            f"{note}; every run trains on {study.tokens:,} tokens; KL below {LEAST_KL:.0e} is not drawn{busy}",
+            fontsize=9,
+            color="#666666",
+        )
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
 
@@ -80,7 +85,7 @@ def _line(panel: Any, courses: Sequence[Course], by: str, scale: float, name: st
     grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), GRID)
     values = unit * np.array([np.interp(grid, x, y) for x, y in curves])
     if name == "mismatch_kl":
-        values = np.maximum(values, LEAST_KL)
+        values = np.maximum(values, LEAST_KL / 10)
     colour, every = COLOURS[index % len(COLOURS)], GRID // 8
     marker = {"marker": MARKERS[index % len(MARKERS)], "markersize": 4.5, "markevery": (5 * index % every, every)}
     panel.plot(scale * grid, values.mean(0), color=colour, linewidth=1.8, zorder=3, **marker)

@@ -9,6 +9,7 @@ each time that a run was started), `lag.json` (all that the table and the pictur
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import shlex
 import sys
@@ -35,8 +36,14 @@ def study_lag(plan: Plan, *, jobs: int, target: float | None, command: Sequence[
     if jobs < 1 or plan.seeds < 1:
         raise ConfigError(f"--jobs {jobs} --seeds {plan.seeds}: give at least 1 of each")
     plan.check()
-    runner = Runner(plan, jobs)
-    asyncio.run(runner.run())
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    with (plan.directory / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{plan.directory} is in use by another study; stop that one first") from None
+        runner = Runner(plan, jobs)
+        asyncio.run(runner.run())
     courses = _courses(plan)
     if courses:
         data = {

@@ -6,13 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config import Config, ConfigError, load_config
+from slipstream.config import Config, ConfigError, load_config, parse_flags
 
 # What each correction changes in the configuration; a user's own come from the command line.
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "default": (),
     # The widest clip there is and no truncation: what is left is the plain importance weight, without a bound.
     "none": ("algorithm.clip_low=1.0", "algorithm.clip_high=1e9", "algorithm.truncate=0.0"),
+}
+SET_BY_STUDY = {
+    "loop.max_lag": "give --lags",
+    "loop.seed": "give --seeds N",
+    "loop.steps": "its runs end by tokens: give --loop.tokens",
+    "run.dir": "give --dir",
 }
 POINTS = 20  # evaluations of a run, at equal numbers of trained tokens
 
@@ -65,6 +71,9 @@ class Plan:
 
     def check(self) -> None:
         """Raise `ConfigError` for a run that can't be, or whose directory holds one of another configuration."""
+        for name, _ in parse_flags(self.flags):
+            if name in SET_BY_STUDY:
+                raise ConfigError(f"--{name} is set by the study; {SET_BY_STUDY[name]}")
         for run in self.runs():
             config, held = self.configuration(run), run.path / "config.toml"
             if held.exists() and (changed := _differences(load_config(held), config)):
@@ -77,9 +86,9 @@ class Plan:
         path = self.directory / f"lag{cell.lag}-{cell.correction}-seed{seed}"
         own = {
             "loop.max_lag": cell.lag, "loop.seed": seed, "loop.steps": self._steps, "run.dir": path,
-            "evaluation.every_tokens": max(1, self.tokens // POINTS), "evaluation.every": 0,
         }  # fmt: skip
-        flags = ["loop.hold_lag=true", *self.flags, *self.corrections[cell.correction]]
+        points = [f"evaluation.every_tokens={max(1, self.tokens // POINTS)}", "evaluation.every=0"]
+        flags = ["loop.hold_lag=true", *points, *self.flags, *self.corrections[cell.correction]]
         return Run(cell, seed, path, tuple(f"--{flag.removeprefix('--')}" for flag in [*flags, *_flags(own)]))
 
     @property

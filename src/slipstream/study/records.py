@@ -19,7 +19,7 @@ from slipstream.study.plan import Run
 
 SERIES = ("tokens", "seconds", "reward", "effective_sample_size", "mismatch_kl")
 MEANS = ("effective_sample_size", "mismatch_kl", "clipped")
-PARTS = 60  # points of a series: each is the mean over as many steps
+PARTS = 40  # points of a series: each is the mean over as many steps
 
 
 @dataclass(frozen=True)

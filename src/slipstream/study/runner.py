@@ -61,8 +61,8 @@ class Runner:
 
     async def run(self) -> None:
         """Run all that is left. After a signal the runs that go on stop at their next step, and no other starts."""
-        self._say(f"{self._total} runs in {self.plan.directory}, {self._done} of them done, {self.jobs} at a time")
         (self.plan.directory / "logs").mkdir(parents=True, exist_ok=True)
+        self._say(f"{self._total} runs in {self.plan.directory}, {self._done} of them done, {self.jobs} at a time")
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
         bars = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True,
                         disable=not self._console.is_interactive)  # fmt: skip
@@ -78,7 +78,13 @@ class Runner:
             status = await self._finish(run, cores, bars, bar)
             bars.remove_task(bar)
             seconds = round(time.monotonic() - began, 1)
-            record = {"run": run.path.name, "status": status, "jobs": self.jobs, "cores": len(cores), "seconds": seconds}
+            record = {
+                "run": run.path.name,
+                "status": status,
+                "jobs": self.jobs,
+                "cores": len(cores),
+                "seconds": seconds,
+            }
             with (self.plan.directory / LOG).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
             self._tell(run, status, seconds)

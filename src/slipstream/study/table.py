@@ -39,10 +39,10 @@ class Study:
         """The smallest lag, which the others are compared with."""
         return min(c.lag for c in self.courses)
 
-    def reached(self, courses: Sequence[Course]) -> list[tuple[float, float]]:
-        """Tokens and seconds to the target, of the runs that reach it."""
+    def reached(self, courses: Sequence[Course]) -> dict[int, tuple[float, float]]:
+        """Tokens and seconds to the target by seed, of the runs that reach it."""
         target = self.target
-        return [at for c in courses if (at := c.reaches(target))] if target is not None else []
+        return {c.seed: at for c in courses if (at := c.reaches(target))} if target is not None else {}
 
     @property
     def jobs(self) -> int:
@@ -60,16 +60,17 @@ def default_target(courses: Sequence[Course]) -> float | None:
 NOTES = """
 Means over seeds; in brackets the least and the most. Every run ended at {tokens:,} trained tokens, within one step.
 {target} The speed-up is the time that lag {reference} took to the target with the same correction, divided by this
-row's. Time is from the first rollout on, without the evaluations that a synchronous run stands still for. {alone}
+row's, over the seeds that reach it in both. Time is from the first rollout on, without the evaluations that a
+synchronous run stands still for. {alone}
 
 Lag is in versions, by token. ESS is the effective sample size as a share of the tokens, mismatch KL is
 KL(behaviour ‖ policy) in nats a token, clipped the share of tokens whose gradient the clip removes: means over steps.
 """
-TARGET = """The target is a held-out accuracy of {:.1%}, reached where the line between two evaluations first crosses it; a
-fraction says how many seeds reached it, and the mean is over those."""
+TARGET = """The target is a held-out accuracy of {:.1%}, reached where the line between two evaluations first
+crosses it; a fraction says how many seeds reached it, and the mean is over those."""
 NO_TARGET = "There is no target, since lag {} gained nothing; give one with --target."
-SHARED = """**{} runs went on at once**, with {} cores each: they shared memory bandwidth and caches, so judge times by a
-study with --jobs 1."""
+SHARED = """**{} runs went on at once**, with {} cores each: they shared memory bandwidth and
+caches, so judge times by a study with --jobs 1."""
 
 
 def markdown(study: Study) -> str:
@@ -91,16 +92,6 @@ def markdown(study: Study) -> str:
             alone="Each run was alone." if study.jobs == 1 else SHARED.format(study.jobs, cores),
         )
     )
-    cores = min(c.cores for c in study.courses)
-    lines.append(
-        NOTES.format(
-            tokens=study.tokens,
-            reference=reference,
-            target=NO_TARGET.format(reference) if study.target is None else TARGET.format(study.target),
-            alone="Each run was alone." if study.jobs == 1 else SHARED.format(study.jobs, cores),
-        )
-    )
-    changed = [f"`{name}` is {', '.join(f'`{f}`' for f in flags)}" for name, flags in study.corrections.items() if flags]
     if changed:
         lines.append(f"Corrections: {'; '.join(changed)}.")
     return "\n".join(lines).rstrip() + "\n"
@@ -110,14 +101,15 @@ def _row(study: Study, cell: Cell) -> list[str]:
     courses = study.of(cell)
     base = study.of(Cell(study.reference(), cell.correction))
     reached, base_reached = study.reached(courses), study.reached(base)
-    some = f" ({len(reached)}/{len(courses)})" if len(reached) < len(courses) else ""
     tokens = seconds = "–" if study.target is None else "never"
     gained = "–"
     if reached:
-        tokens = number(mean([t for t, _ in reached])) + some
-        seconds = number(mean([s for _, s in reached]), 1) + some
-    if reached and base_reached and cell.lag != study.reference():
-        gained = f"{mean([s for _, s in base_reached]) / max(1e-9, mean([s for _, s in reached])):.2f}x"
+        some = _fraction(len(reached), len(courses))
+        tokens = number(mean([t for t, _ in reached.values()])) + some
+        seconds = number(mean([s for _, s in reached.values()]), 1) + some
+    if (both := reached.keys() & base_reached.keys()) and cell.lag != study.reference():
+        ratio = sum(base_reached[seed][1] for seed in both) / max(1e-9, sum(reached[seed][1] for seed in both))
+        gained = f"{ratio:.2f}x{_fraction(len(both), len(courses))}"
     points = 100 * (mean([c.final() for c in courses]) - mean([c.final() for c in base])) if base else None
     return [
         str(cell.lag), cell.correction, str(len(courses)), _spread((100 * c.final() for c in courses), ".1f", " %"),
@@ -127,6 +119,10 @@ def _row(study: Study, cell: Cell) -> list[str]:
         _each(courses, lambda c: c.effective_sample_size, ".3f"), _each(courses, lambda c: c.mismatch_kl, ".2g"),
         _each(courses, lambda c: c.clipped, ".1%"),
     ]  # fmt: skip
+
+
+def _fraction(some: int, all_of_them: int) -> str:
+    return f" ({some}/{all_of_them})" if some < all_of_them else ""
 
 
 def _each(courses: Sequence[Course], value: Callable[[Course], float], form: str) -> str:
