@@ -14,6 +14,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def study_lag(plan: Plan, *, jobs: int, target: float | None, command: Sequence[
     if courses:
         data = {
             "command": shlex.join(command), "tokens": plan.tokens, "corrections": plan.corrections,
-            "courses": [course.plain() for course in courses],
+            "courses": [asdict(course) for course in courses],
         }  # fmt: skip
         write_atomically(plan.directory / DATA, json.dumps(data) + "\n")
         present(plan.directory, target)

@@ -145,11 +145,10 @@ def _flags(values: dict[str, object]) -> list[str]:
 
 def _differences(held: Config, wanted: Config) -> Sequence[str]:
     """Options in which two configurations differ."""
-    pairs = ((held.model_dump(), wanted.model_dump()),)
+    now = wanted.model_dump()
     return [
-        f"{section}.{name} = {value!r}, now {b[section][name]!r}"
-        for a, b in pairs
-        for section, values in a.items()
+        f"{section}.{name} = {value!r}, now {now[section][name]!r}"
+        for section, values in held.model_dump().items()
         for name, value in values.items()
-        if value != b[section][name]
+        if value != now[section][name]
     ]

@@ -10,7 +10,7 @@ import bisect
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,6 @@ class Course:
             return tokens[0], seconds[0]
         share = (target - scores[at - 1]) / (scores[at] - scores[at - 1])
         return tuple(x[at - 1] + share * (x[at] - x[at - 1]) for x in (tokens, seconds))  # type: ignore[return-value]
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_course(run: Run, jobs: int, cores: int) -> Course:
