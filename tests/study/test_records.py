@@ -28,7 +28,7 @@ def write_run(path: Path, lag: int, seed: int = 0) -> Run:
         {
             "step": step, "version": step // 2, "tokens_trained": 100 * step, "reward": 0.1 * step,
             "window_seconds": 2.0 * step + (late if step > 4 else 0.0), "effective_sample_size": 1 - 0.1 * lag,
-            "mismatch_kl": None if step == 1 else 0.01 * lag, "clipped": 0.02 * lag,
+            "mismatch_kl": None if step == 1 else 0.01 * lag, "clipped": 0.02 * lag, "signal": 0.5,
         }
         for step in range(1, STEPS + 1)
     ]  # fmt: skip
@@ -74,6 +74,20 @@ def test_a_target_is_reached_between_two_evaluations(tmp_path: Path) -> None:
 
 def test_what_is_not_finite_is_left_out_of_means(tmp_path: Path) -> None:
     assert course(tmp_path, 2).mismatch_kl == pytest.approx(0.02)
+
+
+def test_steps_count_by_their_groups_with_signal(tmp_path: Path) -> None:
+    """A collapsed policy has none, and its lines say an effective sample size of 1: that is no good news."""
+    run = write_run(tmp_path / "run", 2)
+    path = run.path / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, (signal, size) in zip(lines, [(1.0, 0.4), (0.5, 0.7), *[(0.0, 1.0)] * 6], strict=True):
+        line |= {"signal": signal, "effective_sample_size": size}
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = read_course(run, 1, 1)
+    assert found.effective_sample_size == pytest.approx(0.5)
+    assert found.series["effective_sample_size"] == [pytest.approx(0.4), pytest.approx(0.7), *[None] * 6]
+    assert None not in found.series["reward"]
 
 
 def test_the_table_compares_with_the_smallest_lag(tmp_path: Path) -> None:

@@ -54,14 +54,13 @@ def draw(study: Study, path: Path, by: str) -> None:
                     _line(panel, study.of(Cell(lag, correction)), by, scale, name, unit, i)
                 if name == "score" and study.target is not None:
                     panel.axhline(100 * study.target, color="#999999", linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-                if name == "mismatch_kl":
-                    panel.set_yscale("log")
-                    panel.set_ylim(LEAST_KL, max(panel.get_ylim()[1], 100 * LEAST_KL))
                 if column == 0:
                     panel.set_ylabel(title)
             axes[0, column].set_title(f"correction: {correction}")
             axes[-1, column].set_xlabel(label)
             axes[-1, column].set_xlim(left=0)
+        axes[-1, 0].set_yscale("log")  # for the row, once all of it is drawn
+        axes[-1, 0].set_ylim(LEAST_KL, max(axes[-1, 0].get_ylim()[1], 100 * LEAST_KL))
         figure.align_ylabels(axes[:, 0])
         handles = _handles(lags, study.target)
         figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
@@ -83,9 +82,9 @@ def _line(panel: Any, courses: Sequence[Course], by: str, scale: float, name: st
     if not curves:
         return
     grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), GRID)
-    values = unit * np.array([np.interp(grid, x, y) for x, y in curves])
+    values = np.ma.masked_invalid([unit * np.interp(grid, x, y) for x, y in curves])
     if name == "mismatch_kl":
-        values = np.maximum(values, LEAST_KL / 10)
+        values = np.ma.maximum(values, LEAST_KL / 10)
     colour, every = COLOURS[index % len(COLOURS)], GRID // 8
     marker = {"marker": MARKERS[index % len(MARKERS)], "markersize": 4.5, "markevery": (5 * index % every, every)}
     panel.plot(scale * grid, values.mean(0), color=colour, linewidth=1.8, zorder=3, **marker)
@@ -93,10 +92,9 @@ def _line(panel: Any, courses: Sequence[Course], by: str, scale: float, name: st
 
 
 def _curve(course: Course, by: str, name: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Points of one run in ascending order, those without a value left out."""
+    """Points of one run in ascending order; NaN where there is no value, which leaves a gap."""
     columns: dict[str, Any] = course.evaluations if name == "score" else course.series
-    pairs = [(x, y) for x, y in zip(columns[by], columns[name], strict=True) if y is not None]
-    x, y = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
+    x, y = (np.array(columns[key], dtype=np.float64) for key in (by, name))
     order = np.argsort(x, kind="stable")
     return x[order], y[order]
 

@@ -17,8 +17,8 @@ from typing import Any
 from slipstream.rollout import mean
 from slipstream.study.plan import Run
 
-SERIES = ("tokens", "seconds", "reward", "effective_sample_size", "mismatch_kl")
-MEANS = ("effective_sample_size", "mismatch_kl", "clipped")
+OFF_POLICY = ("effective_sample_size", "mismatch_kl", "clipped")
+SERIES = ("tokens", "seconds", "reward", *OFF_POLICY)
 PARTS = 40  # points of a series: each is the mean over as many steps
 
 
@@ -39,9 +39,9 @@ class Course:
     steps: int
     lag_mean: float
     lag_max: int
-    effective_sample_size: float
-    mismatch_kl: float
-    clipped: float
+    effective_sample_size: float | None
+    mismatch_kl: float | None
+    clipped: float | None
     jobs: int
     cores: int
 
@@ -71,10 +71,10 @@ def read_course(run: Run, jobs: int, cores: int) -> Course:
         line["tokens"] = line["tokens_trained"]
     return Course(
         lag=run.cell.lag, correction=run.cell.correction, seed=run.seed, evaluations=_scores(metrics, evaluations),
-        series={name: _parts([line[name] for line in metrics]) for name in SERIES},
+        series={name: _parts(_weighted(metrics, name)) for name in SERIES},
         tokens=summary["tokens_trained"], seconds=metrics[-1]["seconds"], steps=summary["steps"],
         lag_mean=summary["lag"]["mean"], lag_max=summary["lag"]["max"], jobs=jobs, cores=cores,
-        **{name: _mean([line[name] for line in metrics]) for name in MEANS},
+        **{name: _mean(_weighted(metrics, name)) for name in OFF_POLICY},
     )  # fmt: skip
 
 
@@ -95,16 +95,27 @@ def _scores(metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, A
     return columns
 
 
-def _parts(values: Sequence[float | None]) -> list[float | None]:
+def _weighted(metrics: Sequence[dict[str, Any]], name: str) -> list[tuple[float | None, float]]:
+    """A column with the weight of each step.
+
+    Off-policy statistics are of tokens that had a gradient, which are those of groups with signal: a step counts by its
+    share of these. A step without any says nothing, though its line says that nothing is amiss.
+    """
+    return [(line[name], line["signal"] if name in OFF_POLICY else 1.0) for line in metrics]
+
+
+def _parts(values: Sequence[tuple[float | None, float]]) -> list[float | None]:
     """Means of at most `PARTS` stretches of equal length."""
     count = min(PARTS, len(values))
     cuts = [round(i * len(values) / count) for i in range(count + 1)]
     return [_mean(values[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    """The mean of what is finite; 0 where nothing is."""
-    return mean([v for v in values if v is not None])
+def _mean(values: Sequence[tuple[float | None, float]]) -> float | None:
+    """The weighted mean of what is finite; None where nothing is."""
+    known = [(value, weight) for value, weight in values if value is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

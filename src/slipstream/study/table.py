@@ -64,7 +64,8 @@ row's, over the seeds that reach it in both. Time is from the first rollout on, 
 synchronous run stands still for. {alone}
 
 Lag is in versions, by token. ESS is the effective sample size as a share of the tokens, mismatch KL is
-KL(behaviour ‖ policy) in nats a token, clipped the share of tokens whose gradient the clip removes: means over steps.
+KL(behaviour ‖ policy) in nats a token, clipped the share of tokens whose gradient the clip removes: means over
+steps, each by its share of groups with signal.
 """
 TARGET = """The target is a held-out accuracy of {:.1%}, reached where the line between two evaluations first
 crosses it; a fraction says how many seeds reached it, and the mean is over those."""
@@ -125,8 +126,9 @@ def _fraction(some: int, all_of_them: int) -> str:
     return f" ({some}/{all_of_them})" if some < all_of_them else ""
 
 
-def _each(courses: Sequence[Course], value: Callable[[Course], float], form: str) -> str:
-    return format(mean([value(c) for c in courses]), form)
+def _each(courses: Sequence[Course], value: Callable[[Course], float | None], form: str) -> str:
+    values = [v for c in courses if (v := value(c)) is not None]
+    return format(mean(values), form) if values else "–"
 
 
 def _spread(values: Iterable[float], form: str, unit: str = "") -> str:
