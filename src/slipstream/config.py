@@ -75,9 +75,15 @@ class LoopConfig(Section):
     """How much work, and how far generation may run ahead of training."""
 
     steps: int = option(100, "Optimizer steps.", ge=1)
+    tokens: int = option(
+        0, "Trained tokens after which the run ends, if steps do not end it before; 0 is no end.", ge=0
+    )
     groups_per_step: int = option(8, "Groups (tasks) that one step trains on.", ge=1)
     group_size: int = option(8, "Rollouts a task, scored against each other.", ge=2)
     max_lag: int = option(1, "Versions that a trained token may be behind: 0 is synchronous, 1 one ahead.", ge=0)
+    hold_lag: bool = option(
+        False, "Train only when the buffer is as full as max_lag allows, so that tokens are that old: for studies."
+    )
     buffer: int = option(0, "Most groups in generation and in the buffer; 0 means what max_lag can use.", ge=0)
     retries: int = option(3, "Times that a failed or stale task is tried again.", ge=0)
     seed: int = option(0, "Seed of task order, sampling and initialisation.", ge=0)
@@ -114,7 +120,9 @@ class TrainerConfig(Section):
     betas: tuple[float, float] = option((0.9, 0.99), "Decay rates of AdamW's moments.", strict=False)
     weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
     warmup_steps: int = option(0, "Steps over which the learning rate rises from 0.", ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = option("linear", "Decay to 0 over the run after warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = option(
+        "linear", "Decay to 0 after warm-up, over loop.steps or loop.tokens, whichever ends first."
+    )
     gradient_clip: float = option(1.0, "Largest norm of the gradient; 0 does not clip.", ge=0)
     tokens_per_microbatch: int = option(16384, "Most tokens in one forward and backward pass.", ge=1)
     activation_checkpointing: Literal["none", "selective", "full"] = option(
@@ -160,6 +168,7 @@ class EvaluationConfig(Section):
     """Held-out tasks, measured while training goes on."""
 
     every: int = option(0, "Steps between evaluations; 0 evaluates at the start and the end only.", ge=0)
+    every_tokens: int = option(0, "Trained tokens between evaluations, beside those by steps; 0 is never.", ge=0)
     tasks: int = option(100, "Held-out tasks to evaluate on; 0 turns evaluation off.", ge=0)
     temperature: float = option(0.0, "Softmax temperature of evaluation; 0 is greedy.", ge=0)
 

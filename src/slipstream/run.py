@@ -119,7 +119,7 @@ class Run:
                     if self.state.step % self.config.sync.every == 0:
                         await self._publish()
                     self._record(batch, stats, described, waited)
-                    await self._evaluate_and_save_if_due()
+                    await self._evaluate_and_save_if_due(batch.tokens)
                     self._admit()
                 await self._settle()
             return await self._finish()
@@ -179,13 +179,18 @@ class Run:
 
     async def _next_batch(self) -> Batch | None:
         """Wait for a batch of groups that are fresh enough; None when the run is over or asked to stop."""
-        while not self.stopped and self.state.step < self.config.loop.steps:
+        while not self.stopped and not self._enough():
             if groups := self.state.cut():
                 return make_batch(groups, normalize=self.config.algorithm.normalize)
             self._admit()
             self._changed.clear()
             await self._changed.wait()
         return None
+
+    def _enough(self) -> bool:
+        """Whether the run has had its steps, or its tokens."""
+        tokens = self.config.loop.tokens
+        return self.state.step >= self.config.loop.steps or 0 < tokens <= self.tally.tokens_trained
 
     async def _publish(self) -> None:
         """Bring the generators to the trainer's weights; the version changes once all of them serve it."""
@@ -204,6 +209,7 @@ class Run:
             "step": state.step,
             "version": state.version,
             "seconds": round(self.tally.wall(), 3),
+            "window_seconds": round(self.tally.window_seconds, 3),
             **described,
             **{k: v for k, v in dataclasses.asdict(stats).items() if k not in ("step", "seconds")},
             "tokens_trained": self.tally.tokens_trained,
@@ -222,9 +228,13 @@ class Run:
         self.recorder.step(record, batch)
         self.progress.step(record)
 
-    async def _evaluate_and_save_if_due(self) -> None:
-        step, every = self.state.step, self.config.evaluation.every
-        if every and step % every == 0 and step < self.config.loop.steps:
+    async def _evaluate_and_save_if_due(self, tokens: int) -> None:
+        """After a step on so many tokens."""
+        step, total = self.state.step, self.tally.tokens_trained
+        every, every_tokens = self.config.evaluation.every, self.config.evaluation.every_tokens
+        by_steps = every and step % every == 0
+        by_tokens = every_tokens and total // every_tokens > (total - tokens) // every_tokens
+        if (by_steps or by_tokens) and not self._enough():
             if self._evaluation and not self._evaluation.done():
                 self.progress.warn(f"evaluation at step {step} left out: the one before is still running")
             else:

@@ -81,12 +81,15 @@ class LoopState:
         """The groups of the next step, taken from the buffer for good; nothing while there are too few fresh ones.
 
         Groups that grew too old go back to pending. A synchronous run waits for the whole wave, so that what it trains
-        on does not depend on who finished first.
+        on does not depend on who finished first. A run that holds its lag waits for all but the newest version's worth
+        of groups, so that what comes first is as old as `max_lag` allows, or one version less.
         """
         while self.ready and is_stale(self.version, self.ready[0].oldest_version, self.options.max_lag):
             self.ledger.dropped_stale(self.ready.pop(0).entry)
         count = self.options.groups_per_step
         if len(self.ready) < count or (self.options.max_lag == 0 and self.running):
+            return []
+        if self.options.hold_lag and self.running + self.startable() > count * self.every:
             return []
         groups, self.ready = self.ready[:count], self.ready[count:]
         for group in groups:

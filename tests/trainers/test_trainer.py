@@ -250,3 +250,15 @@ def test_learning_rate_rises_then_falls_to_zero() -> None:
     assert [round(learning_rate(cosine, s, 4), 3) for s in range(5)] == [1.0, 0.854, 0.5, 0.146, 0.0]
     flat = configuration.TrainerConfig(learning_rate=1.0, schedule="constant")
     assert learning_rate(flat, 99, 100) == 1.0
+    assert learning_rate(configuration.TrainerConfig(learning_rate=1.0), 1, 100, spent=0.75) == 0.25
+
+
+def test_a_restored_trainer_knows_how_many_tokens_it_has_had(tiny: Path, tmp_path: Path) -> None:
+    flags = ("--loop.tokens=1000", "--loop.steps=1000", "--trainer.learning_rate=1.0")
+    trainer = make_trainer(tiny, *flags)
+    tokens = trainer.step(random_batch(38, seed=0)).tokens
+    trainer.save(tmp_path / "saved")
+    again = make_trainer(tiny, *flags)
+    again.restore(tmp_path / "saved")
+    assert tokens > 10
+    assert again.step(random_batch(38, seed=1)).learning_rate == pytest.approx(1 - tokens / 1000)

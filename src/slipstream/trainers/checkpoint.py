@@ -15,19 +15,19 @@ from torch import nn
 from slipstream.models import detached_state
 
 
-def save(path: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write parameters, optimizer, step count and random state into `path`."""
+def save(
+    path: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int, tokens: int
+) -> None:
+    """Write parameters, optimizer, counts of steps and trained tokens, and random state into `path`."""
     path.mkdir(parents=True)
     save_file({n: p.detach().to("cpu", copy=True) for n, p in parameters.items()}, path / "parameters.safetensors")
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    torch.save(
-        {"optimizer": optimizer.state_dict(), "step": step, "random": torch.get_rng_state(), "random_cuda": cuda},
-        path / "optimizer.pt",
-    )
+    state = {"optimizer": optimizer.state_dict(), "step": step, "tokens": tokens}
+    torch.save(state | {"random": torch.get_rng_state(), "random_cuda": cuda}, path / "optimizer.pt")
 
 
-def restore(path: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-    """Load what `save` wrote in place and return the step count. Raises `ValueError` for another model's state."""
+def restore(path: Path, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Load what `save` wrote in place and return the counts. Raises `ValueError` for another model's state."""
     saved = load_file(path / "parameters.safetensors")
     if saved.keys() != parameters.keys():
         raise ValueError(f"{path} holds other parameters than the model; was model.path or lora changed?")
@@ -39,7 +39,7 @@ def restore(path: Path, parameters: dict[str, nn.Parameter], optimizer: torch.op
     torch.set_rng_state(state["random"])
     if state["random_cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["random_cuda"][: torch.cuda.device_count()])
-    return int(state["step"])
+    return int(state["step"]), int(state["tokens"])
 
 
 def export(path: Path, model: Any, parameters: dict[str, nn.Parameter]) -> None:

@@ -68,11 +68,11 @@ class Trainer:
         self.model = load_model(config.model, config.lora, device=self.device, dtype=frozen)
         self.model.train()
         self.parameters = trained_parameters(self.model)
-        self.step_count = 0
+        self.step_count = self.token_count = 0
         self.before_update: Callable[[], None] = lambda: None
         self._algorithm: AlgorithmConfig = config.algorithm
         self._options: TrainerConfig = options
-        self._steps = config.loop.steps
+        self._steps, self._tokens = config.loop.steps, config.loop.tokens
         self._policy = Policy(self.model)
         self._reference = self._start_policy(compute)
         self._lowered = None if compute == torch.float32 else lowered(self.parameters, compute)
@@ -106,6 +106,7 @@ class Trainer:
             for name, value in statistics.items():
                 sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
         grad_norm = self._update()
+        self.token_count += batch.tokens
         count = sum(len(s.drawn) for s in samples)
         means = {name: value.item() / max(count, 1) for name, value in sums.items()}
         ratio, squared = means.get("ratio", 1.0), means.get("ratio_squared", 1.0)
@@ -151,11 +152,12 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Everything that the next step depends on, into the directory `path`."""
-        checkpoint.save(path, self.parameters, self._optimizer, self.step_count)
+        checkpoint.save(path, self.parameters, self._optimizer, self.step_count, self.token_count)
 
     def restore(self, path: Path) -> None:
         """Go on from what `save` wrote."""
-        self.step_count = checkpoint.restore(path, self.parameters, self._optimizer)
+        self.step_count, self.token_count = checkpoint.restore(path, self.parameters, self._optimizer)
+        self._lower()
 
     def export(self, path: Path) -> None:
         """The policy as a Hugging Face directory, or its adapters as a PEFT directory."""
@@ -180,15 +182,20 @@ class Trainer:
         """Clip, move the parameters and return the gradient's norm; a gradient that isn't finite moves nothing."""
         clip = self._options.gradient_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), clip).item()
-        self._optimizer.param_groups[0]["lr"] = learning_rate(self._options, self.step_count, self._steps)
+        spent = self.token_count / self._tokens if self._tokens else 0.0
+        self._optimizer.param_groups[0]["lr"] = learning_rate(self._options, self.step_count, self._steps, spent)
         if math.isfinite(norm):
             self.before_update()
             self._optimizer.step()
-            if self._lowered:
-                torch._foreach_copy_(list(self._lowered.values()), [p.detach() for p in self.parameters.values()])
+            self._lower()
         self._optimizer.zero_grad()
         self.step_count += 1
         return norm
+
+    def _lower(self) -> None:
+        """Bring the weights that are computed on to what their masters say."""
+        if self._lowered:
+            torch._foreach_copy_(list(self._lowered.values()), [p.detach() for p in self.parameters.values()])
 
     def _start_policy(self, compute: torch.dtype) -> Callable[[], contextlib.AbstractContextManager[Any]]:
         """A context in which the start policy can be run, for the KL term."""
@@ -209,11 +216,14 @@ class Trainer:
         return lambda: contextlib.nullcontext(frozen)
 
 
-def learning_rate(options: TrainerConfig, step: int, steps: int) -> float:
-    """Rate of the step after `step` finished ones: linear warm-up, then decay to 0 at the end of the run."""
+def learning_rate(options: TrainerConfig, step: int, steps: int, spent: float = 0.0) -> float:
+    """Rate of the step after `step` finished ones: linear warm-up, then decay to 0 at the end of the run.
+
+    That is after `steps`, or when `spent`, the share of its tokens that the run has trained on, is 1.
+    """
     if step < options.warmup_steps:
         return options.learning_rate * (step + 1) / options.warmup_steps
-    progress = min(1.0, (step - options.warmup_steps) / max(1, steps - options.warmup_steps))
+    progress = min(1.0, max(spent, (step - options.warmup_steps) / max(1, steps - options.warmup_steps)))
     if options.schedule == "linear":
         return options.learning_rate * (1 - progress)
     if options.schedule == "cosine":

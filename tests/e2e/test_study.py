@@ -1,0 +1,69 @@
+"""A study as a user runs it: stopped in the middle, gone on with, and drawn again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_runs import end, kill, lines, model, options, slipstream, start  # noqa: F401
+
+pytestmark = pytest.mark.e2e
+OURS = ("--run.dir", "--loop.max_lag", "--loop.steps")
+TOKENS, STEP = 1000, 3 * 4 * 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_study_that_is_stopped_goes_on(model: Path, tmp_path: Path, number: signal.Signals) -> None:  # noqa: F811
+    directory, config = tmp_path / "study", tmp_path / "task.toml"
+    config.write_text("")
+    flags = [f for f in options(model, directory, loop__tokens=TOKENS) if not f.startswith(OURS)]
+    command = ["study", "lag", config, "--lags=0,3", "--corrections=default", "--seeds=1", "--dir", directory, *flags]
+    process = start(*command)
+    second = directory / "lag3-default-seed0"
+    last = time.monotonic() + 100
+    while kill.steps_done(second) < 3 and time.monotonic() < last:
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == (1 if number == signal.SIGTERM else -signal.SIGKILL)
+    log = directory / "runs.jsonl"
+    first_done = (directory / "lag0-default-seed0" / "summary.json").read_bytes()
+    started = len(lines(log))
+
+    done = slipstream(*command)
+    assert "2 runs" in done.stderr and "1 of them done" in done.stderr
+    assert (directory / "lag0-default-seed0" / "summary.json").read_bytes() == first_done
+    assert [line["run"] for line in lines(log)][started:] == [second.name], "a run that had ended was started again"
+    assert [line["step"] for line in lines(second / "metrics.jsonl")] == list(range(1, -(-TOKENS // STEP) + 1))
+    courses = json.loads((directory / "lag.json").read_text())["courses"]
+    for found in courses:
+        assert TOKENS <= found["tokens"] < TOKENS + STEP
+        assert found["evaluations"]["tokens"][0] == 0 and len(found["evaluations"]["tokens"]) > 2
+    histogram = json.loads((second / "summary.json").read_text())["lag"]["histogram"]
+    # The first fill is drawn by version 0; after it nothing is fresher than one version less than the bound.
+    assert sum(n for lag, n in histogram.items() if int(lag) < 2) <= 2 * STEP and "4" not in histogram
+    assert courses[0]["lag_mean"] == 0 and courses[1]["lag_mean"] > 2
+    table = (directory / "lag.md").read_text()
+    assert "| 0 | default | 1 |" in table and "| 3 | default | 1 |" in table
+
+    (directory / "lag.md").unlink()
+    again = slipstream("study", "lag", "--draw", "--dir", directory, "--target", "0.5")
+    assert "held-out accuracy of 50.0%" in (directory / "lag.md").read_text()
+    pictures = [(directory / f"lag_{by}.png").exists() for by in ("tokens", "seconds")]
+    assert all(pictures) or "matplotlib is missing: pip install 'slipstream-rl[study]'" in again.stderr
+
+
+def test_a_run_that_fails_costs_itself_alone(model: Path, tmp_path: Path) -> None:  # noqa: F811
+    """A model that is gone is found out by each run; the study says so and ends with status 1."""
+    config = tmp_path / "task.toml"
+    config.write_text("")
+    flags = [f for f in options(tmp_path / "gone", tmp_path) if not f.startswith(OURS)]
+    command = ["study", "lag", config, "--lags=0,1", "--corrections=default", "--seeds=1", "--loop.tokens=500"]
+    failed = slipstream(*command, "--dir", tmp_path / "study", "--jobs=2", *flags, status=1)
+    for lag in (0, 1):
+        assert f"lag {lag}, default, seed 0 failed (status 2): slipstream: model.path" in failed.stderr
+    assert "--draw" in slipstream("study", "lag", "--dir", tmp_path, status=2).stderr
