@@ -19,15 +19,17 @@ SHAPES = {
     "11M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 4096},
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},
+    "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936},
 }
-QWEN_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+QWEN_HEADS = {"num_key_value_heads": 8, "head_dim": 128}
 
 
 def build_model(shape: str) -> Qwen3ForCausalLM:
     """A Qwen3 of random weights in float32 that never ends a completion by itself."""
     torch.manual_seed(0)
     small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SHAPES[shape]["hidden_size"] // 4}
-    heads = QWEN_HEADS if shape.endswith("B") else small
+    large = {**QWEN_HEADS, "num_attention_heads": 32 if shape == "8B" else 16, "tie_word_embeddings": shape != "8B"}
+    heads = large if shape.endswith("B") else small
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
     config = Qwen3Config(**SHAPES[shape], **heads, **none, max_position_embeddings=4096)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -18,16 +18,16 @@ CHUNK_ON_GPU = 2**29
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Sequence[Any]
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Sequence[Any], fuse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden weight^T / temperature) over its kept tokens, and entropy.
 
     `hidden` `[tokens, size]` and `weight` `[vocabulary, size]` are of one format, `targets` and `temperatures`
     `[tokens]`; `kept[i]` lists the ids that top-k/top-p left (None: all). Both results are `[tokens]` in float32, or
-    float64 for float64; the entropy carries no gradient.
+    float64 for float64; the entropy carries no gradient. `fuse` compiles what is not a matrix product.
     """
     result: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperatures, kept
+        hidden, weight, targets, temperatures, kept, fuse
     )
     return result
 
@@ -37,17 +37,18 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Sequence[Any]
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Sequence[Any], fuse: bool
     ) -> tuple[Tensor, Tensor]:
+        describe = _fused_describe if fuse else _describe
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, normaliser, entropy = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
         for chunk in _chunks(hidden, weight):
             outside = _outside(kept[chunk], weight)
             logits = hidden[chunk] @ weight.T
-            described = _describe(logits, targets[chunk], temperatures[chunk].to(exact), outside)
+            described = describe(logits, targets[chunk], temperatures[chunk].to(exact), outside)
             logprobs[chunk], normaliser[chunk], entropy[chunk] = described
         ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser)
-        ctx.kept = kept
+        ctx.kept, ctx.slope = kept, _fused_slope if fuse else _slope
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -62,12 +63,12 @@ class _HeadLogprobs(torch.autograd.Function):
             outside = _outside(ctx.kept[chunk], weight)
             logits = hidden[chunk] @ weight.T
             heat = temperatures[chunk].to(normaliser.dtype)
-            slope = _slope(logits, targets[chunk], heat, outside, normaliser[chunk], grads[0][chunk] / heat)
+            slope = ctx.slope(logits, targets[chunk], heat, outside, normaliser[chunk], grads[0][chunk] / heat)
             if grad_hidden is not None:
                 torch.mm(slope, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, slope, hidden[chunk])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _describe(
@@ -97,12 +98,16 @@ def _slope(
     return slope.to(logits.dtype)
 
 
+_fused_describe: Any = torch.compile(_describe, dynamic=True)
+_fused_slope: Any = torch.compile(_slope, dynamic=True)
+
+
 def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
     """total += slope^T hidden, summed in the format of `total`."""
     if slope.dtype == total.dtype:
         total.addmm_(slope.T, hidden)
     elif slope.is_cuda:
-        total += torch.mm(slope.T, hidden, out_dtype=total.dtype)
+        torch.addmm(total, slope.T, hidden, out_dtype=total.dtype, out=total)
     else:
         total += slope.T @ hidden
 

@@ -19,10 +19,11 @@ ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
 class Policy(nn.Module):
     """A causal language model, or one with adapters, whose forward pass ends in log-probabilities, not in logits."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, fuse: bool = False) -> None:
         """Raises `ValueError` for a model that would compute something else here than in its own forward pass."""
         super().__init__()
         self.model = model
+        self._fuse = fuse
         whole = causal_lm(model)
         _refuse_untrainable(whole)
         # Layers that carry a state from token to token would carry it from sequence to sequence.
@@ -34,7 +35,8 @@ class Policy(nn.Module):
         """Log-probability of each drawn token under the distribution that it was drawn from, and its entropy."""
         head = causal_lm(self.model).get_output_embeddings()
         hidden = (self._packed if self.packs else self._one_by_one)(batch)
-        return head_logprobs(hidden[batch.predicts], head.weight, batch.targets, batch.temperatures, batch.kept)
+        drawn = (batch.targets, batch.temperatures, batch.kept)
+        return head_logprobs(hidden[batch.predicts], head.weight, *drawn, fuse=self._fuse)
 
     def _packed(self, batch: MicroBatch) -> Tensor:
         arguments = batch.segments.arguments()

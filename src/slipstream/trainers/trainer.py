@@ -73,13 +73,14 @@ class Trainer:
         self._algorithm: AlgorithmConfig = config.algorithm
         self._options: TrainerConfig = options
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
-        self._policy = Policy(self.model)
+        fuse = options.compile and self.device.type == "cuda"
+        self._policy = Policy(self.model, fuse)
         self._reference = self._start_policy(compute)
         self._lowered = None if compute == torch.float32 else lowered(self.parameters, compute)
         if self._lowered:
             compute_on(self.model, self.parameters, self._lowered)
         checkpoint_activations(self.model, options.activation_checkpointing)
-        if options.compile and self.device.type == "cuda":
+        if fuse:
             compile_layers(self.model)
         self._meter = Meter(self.model, self.device)
         self._optimizer = torch.optim.AdamW(

@@ -1,0 +1,115 @@
+"""The speed of one full GRPO step (forward, loss, backward, optimizer) on one GPU, on rollouts of log-normal lengths.
+
+    python benchmarks/trainer.py --shape 1.7B [--tokens 65536] [--steps 5] [--vocabulary N] [--json FILE] [config flags]
+
+Tokens count as a trainer without shared prompts would see them: prompt and completion of every sequence. `utilisation` is
+the model's own arithmetic on what was computed (prompts once a bundle, nothing for recomputation), against the rate of a
+matrix product measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from work import SHAPES, save_model
+
+from slipstream.algorithms.advantages import make_batch
+from slipstream.config import load_config
+from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
+from slipstream.trainers.trainer import Trainer
+
+GROUP, MEDIAN, SIGMA, LONGEST, PROMPT = 8, 400, 0.6, 2048, (64, 256)
+
+
+def make_rollouts(tokens: int, vocabulary: int, seed: int) -> Batch:
+    """Groups of 8 completions with made-up log-probabilities near the policy's, until `tokens` are reached."""
+    draw, groups, total = random.Random(seed), [], 0
+    near = -torch.log(torch.tensor(float(vocabulary))).item()
+    while total < tokens:
+        prompt = tuple(draw.randrange(vocabulary) for _ in range(draw.randint(*PROMPT)))
+        rollouts = []
+        for _ in range(GROUP):
+            count = min(LONGEST, max(8, int(draw.lognormvariate(torch.log(torch.tensor(float(MEDIAN))).item(), SIGMA))))
+            drawn = tuple(draw.randrange(vocabulary) for _ in range(count))
+            logprobs = tuple(near + draw.gauss(0, 0.3) for _ in drawn)
+            rollouts.append(
+                Rollout((Completion(prompt, drawn, logprobs, (VersionSpan(0, 0, count),), "stop"),), draw.random())
+            )
+            total += len(prompt) + count
+        groups.append(Group(len(groups), str(len(groups)), tuple(rollouts)))
+    return make_batch(groups, normalize=True)
+
+
+def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    config = load_config(
+        None, [f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", *flags]
+    )
+    began = time.perf_counter()
+    trainer = Trainer(config)
+    loaded = time.perf_counter() - began
+    vocabulary = trainer.model.config.vocab_size
+    steps = []
+    for seed in range(options.warmup + options.steps):
+        batch = make_rollouts(options.tokens, vocabulary, seed)
+        sequence_tokens = sum(len(s.token_ids) for s in batch.samples())
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        stats = trainer.step(batch)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        steps.append(
+            {
+                "seconds": seconds, "tokens": sequence_tokens, "trained_tokens": batch.tokens,
+                "packed_tokens": stats.tokens_packed, "tokens_per_s": sequence_tokens / seconds,
+                "trained_tokens_per_s": batch.tokens / seconds, "tflops": stats.tflops,
+                "utilisation": stats.utilisation, "memory_gb": stats.memory_gb, "loss": stats.loss,
+            }
+        )  # fmt: skip
+        print(json.dumps(steps[-1]), flush=True)
+    if options.profile:
+        with torch.profiler.profile() as profile:
+            trainer.step(batch)
+            torch.cuda.synchronize()
+        table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
+        options.profile.write_text(table)
+    timed = steps[options.warmup :]
+    medians = {name: statistics.median(step[name] for step in timed) for name in timed[0]}
+    return {"load_s": loaded, "first_step_s": steps[0]["seconds"], **medians}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1.7B")
+    parser.add_argument("--vocabulary", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--profile", type=Path, help="write where one more step's time goes")
+    parser.add_argument("--json", type=Path)
+    options, flags = parser.parse_known_args()
+    if options.vocabulary:
+        SHAPES[options.shape]["vocab_size"] = options.vocabulary
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(options.shape, Path(folder), torch.bfloat16)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        found = measure(Path(folder), options, flags)
+    command = " ".join(["python", *sys.argv])
+    result = {"command": command, "device": torch.cuda.get_device_name(), "shape": options.shape, **found}
+    print(json.dumps(result), flush=True)
+    if options.json:
+        before = json.loads(options.json.read_text()) if options.json.exists() else []
+        options.json.write_text(json.dumps([*before, result], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
