@@ -2,8 +2,8 @@
 
     python benchmarks/trainer.py --shape 1.7B [--tokens 65536] [--steps 5] [--vocabulary N] [--json FILE] [config flags]
 
-Tokens count as a trainer without shared prompts would see them: prompt and completion of every sequence. `utilisation` is
-the model's own arithmetic on what was computed (prompts once a bundle, nothing for recomputation), against the rate of a
+Tokens count as a trainer without shared prompts would see them: prompt and completion of every sequence. `utilisation`
+is the model's own arithmetic on what was computed (prompts once a bundle, nothing for recomputation), against that of a
 matrix product measured in the same run.
 """
 
