@@ -21,8 +21,9 @@ import torch
 from slipstream.config import Config, ConfigError, validate
 from slipstream.models import load_tokenizer
 from slipstream.rollout import Completion, Sampling, VersionSpan
-from slipstream.runtime.local import GeneratorPool, Pools, gpus_here, start_generators
+from slipstream.runtime.local import Pools, gpus_here, start_generators
 from slipstream.runtime.placement import place
+from slipstream.runtime.pool import GeneratorPool
 from slipstream.runtime.services import TrainerService
 
 # vLLM's mode in which no two batches differ, and what it sets for NCCL then: both ends of a link have to agree on that.

@@ -40,8 +40,11 @@ LINKS = {
 class Sender(Protocol):
     """The trainer's end. `receivers` is the number of generators' processes that hold weights.
 
-    A link inherits what it has nothing to do in.
+    A link inherits what it has nothing to do in. It is `collective` if receivers depend on each other: what one of them
+    does not take part in fails for all.
     """
+
+    collective: bool = False
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None: ...
 
@@ -78,12 +81,16 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class PublishStats:
-    """One publish in seconds: the longest that a generator was held between two passes, sending, and all of it."""
+    """One publish in seconds: the longest that a generator was held between two passes, sending, and all of it.
+
+    `lost` says of each generator that has left the pool since the last one, why.
+    """
 
     version: int
     hold: float
     sending: float
     total: float
+    lost: tuple[str, ...] = ()
 
 
 def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:

@@ -31,7 +31,9 @@ class SharedSender(Sender):
         self._parameters, self._dtype = parameters, dtype
         self._handle, self._path = allocate(2 * Layout(shapes_of(parameters), dtype).size)
         self._buffers = map_buffers(self._path, Layout(shapes_of(parameters), dtype))
-        self._in_place = all(p.dtype == dtype and p.device.type == "cpu" for p in parameters.values())
+        # Pinned memory is that of a GPU's weights, which come back.
+        on_cpu = all(p.device.type == "cpu" and not p.is_pinned() for p in parameters.values())
+        self._in_place = on_cpu and all(p.dtype == dtype for p in parameters.values())
         self._front = self._home = 0  # what generators read, and what the trainer's own parameters are views of
         self._released = True
         self._copy_to(0)
