@@ -211,6 +211,25 @@ def test_a_sleep_is_exact(how: str, model: Path, tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_experts_that_vllm_has_packed_are_refused_by_name(tmp_path: Path) -> None:
+    """As on CPUs; where they are a plain stack they are written in place."""
+    from tests.conftest import build_model
+
+    moe = tmp_path / "moe"
+    build_model("qwen3_moe", head_dim=32, eos_token_id=1, pad_token_id=0).save_pretrained(moe)
+    build_tokenizer().save_pretrained(moe)
+
+    async def main() -> None:
+        pools = await Pools.start(config_of(moe, "--sync.verify=full"), tmp_path)
+        try:
+            with pytest.raises(Exception, match=r"experts.* form of its own|mlp.experts.gate_up_proj is"):
+                await pools.link.connect(0)
+        finally:
+            await pools.close()
+
+    asyncio.run(main())
+
+
 def test_a_run_learns_with_vllm_from_the_command_line(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     (tmp_path / "run.toml").write_text(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slipstream.actor import Actor, ActorError
-from slipstream.config import Config, ConfigError, SyncConfig
+from slipstream.config import Config, ConfigError
 from slipstream.rollout import Batch, Completion
 from slipstream.runtime.placement import Placement, place, visible
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import WeightLink, nothing
+from slipstream.runtime.restart import RestartLink
 from slipstream.runtime.servers import Server
 from slipstream.runtime.turns import Turns
 from slipstream.trainers.trainer import StepStats
@@ -56,11 +58,16 @@ class ProcessTrainer:
 class Pools:
     """Every process of a run, started and stopped together."""
 
-    def __init__(self, generator: GeneratorPool, trainer: ProcessTrainer, sync: SyncConfig) -> None:
+    def __init__(self, generator: GeneratorPool, trainer: ProcessTrainer, config: Config, directory: Path) -> None:
         self.generator = generator
         self.trainer = trainer
-        self._turns = Turns(trainer.actor, generator) if sync.placement == "colocated" else None
-        self.link = WeightLink(trainer.actor, generator, sync, self._turns.hand_over if self._turns else nothing)
+        self._turns = Turns(trainer.actor, generator) if config.sync.placement == "colocated" else None
+        hand_over = self._turns.hand_over if self._turns else nothing
+        self.link: WeightLink | RestartLink = (
+            RestartLink(trainer.actor, generator, config, directory)
+            if config.sync.restart
+            else WeightLink(trainer.actor, generator, config.sync, hand_over)
+        )
 
     @classmethod
     async def start(cls, config: Config, directory: Path) -> Pools:
@@ -85,7 +92,7 @@ class Pools:
             if config.sync.placement == "colocated":
                 await trainer.call("offload")
                 free.set()
-            return cls(await starting, ProcessTrainer(trainer), config.sync)
+            return cls(await starting, ProcessTrainer(trainer), config, directory)
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, trainer.stop(grace=0.5), return_exceptions=True)
@@ -97,6 +104,7 @@ class Pools:
 
     async def close(self) -> None:
         await asyncio.gather(self.generator.close(), self.trainer.close())
+        await self.link.close()
 
 
 async def start_generators(config: Config, directory: Path, placement: Placement) -> GeneratorPool:
@@ -106,12 +114,16 @@ async def start_generators(config: Config, directory: Path, placement: Placement
         await _start(servers, [server.start() for server in servers])
         return GeneratorPool([ProcessGenerator(server, server.ranks) for server in servers])
     kind = SERVICES.get(config.generator.kind, config.generator.kind)
-    logs = [directory / "logs" / f"generator_{i}.log" for i in range(len(placement.generators))]
-    places = zip(logs, placement.generators, strict=True)
-    actors = [Actor(f"generator {i}", log, visible(gpus)) for i, (log, gpus) in enumerate(places)]
-    starts = [actor.start(kind, config, log, placement.shared) for actor, log in zip(actors, logs, strict=True)]
-    await _start(actors, starts)
-    return GeneratorPool([ProcessGenerator(actor, config.generator.tensor_parallel) for actor in actors])
+
+    def begin(number: int, config: Config) -> tuple[Actor, Coroutine[Any, Any, None]]:
+        log = directory / "logs" / f"generator_{number}.log"
+        actor = Actor(f"generator {number}", log, visible(placement.generators[number]))
+        return actor, actor.start(kind, config, log, placement.shared)
+
+    begun = [begin(number, config) for number in range(len(placement.generators))]
+    await _start([actor for actor, _ in begun], [start for _, start in begun])
+    ranks = config.generator.tensor_parallel
+    return GeneratorPool([ProcessGenerator(a, ranks, partial(begin, number)) for number, (a, _) in enumerate(begun)])
 
 
 async def _start(actors: Sequence[Actor | Server], starts: Sequence[Coroutine[Any, Any, None]]) -> None:

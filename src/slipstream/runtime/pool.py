@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from slipstream.actor import Actor, ActorDied, ActorError
+from slipstream.config import Config
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.servers import Server
@@ -17,13 +18,18 @@ BEGINNING = 64  # tokens by which prompts are taken to begin alike
 HOMES = 4096  # beginnings that are remembered
 SLACK = 8
 
+Begin = Callable[[Config], tuple[Actor, Awaitable[None]]]
+
 
 class ProcessGenerator:
-    """An engine in a process of its own or a server, as a `Generator`. `ranks` of its processes hold weights."""
+    """An engine in a process of its own or a server, as a `Generator`. `ranks` of its processes hold weights, and
+    `begin` starts another in its place."""
 
-    def __init__(self, actor: Actor | Server, ranks: int = 1) -> None:
+    def __init__(self, actor: Actor | Server, ranks: int = 1, begin: Begin | None = None) -> None:
         self.actor = actor
         self.ranks = ranks
+        self._begin = begin
+        self._before: dict[str, float] = {}  # totals of those that were in this one's place
         self.outstanding = 0
         self._keys = itertools.count()
         self.version = 0
@@ -31,11 +37,11 @@ class ProcessGenerator:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         self.outstanding += 1
-        key = next(self._keys)
+        key, actor = next(self._keys), self.actor
         try:
-            completion: Completion = await self.actor.call("generate", key, tuple(prompt_ids), sampling)
+            completion: Completion = await actor.call("generate", key, tuple(prompt_ids), sampling)
         except asyncio.CancelledError:
-            self.actor.post("abort", key)
+            actor.post("abort", key)
             raise
         except ActorError as error:
             raise (GenerationError(str(error)) if error.kind == "GenerationError" else error) from None
@@ -45,8 +51,19 @@ class ProcessGenerator:
 
     async def stats(self) -> dict[str, float]:
         """Tokens generated and seconds busy since the start."""
-        self.totals = await self.actor.call("stats")
+        stats: dict[str, float] = await self.actor.call("stats")
+        self.totals = {name: value + self._before.get(name, 0.0) for name, value in stats.items()}
         return self.totals
+
+    async def renew(self, config: Config) -> None:
+        """Start a new engine in the place of this one, whose requests fail with `ActorDied`."""
+        assert self._begin is not None
+        old = self.actor
+        if not old.dead:
+            self._before = await self.stats()
+        self.actor, started = self._begin(config)  # first: who looks for one that lives finds it
+        old.give_up(f"{old.name} made room for another")
+        await started
 
     async def close(self) -> None:
         await self.actor.stop()

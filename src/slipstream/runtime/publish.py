@@ -83,6 +83,9 @@ class WeightLink:
         lost, self._lost = tuple(self._lost), []
         return PublishStats(version, max(holds), sending, time.perf_counter() - began, lost)
 
+    async def close(self) -> None:
+        """Both ends close with their processes."""
+
     async def _join(self) -> None:
         """Connect both ends, of those generators that are there."""
         ranks = [g.ranks for g in self._members]

@@ -25,6 +25,7 @@ from slipstream.trainers.trainer import Trainer
 class Engine(Protocol):
     """What draws tokens, one `step` at a time; see `generators.torch.Engine`."""
 
+    version: int
     draining: bool
     asleep: bool
     tokens_generated: int
@@ -167,6 +168,10 @@ class GeneratorService:
     def wake(self, tags: Sequence[str]) -> None:
         """Take memory for "weights" or for the "kv_cache" again; with both, go on."""
         self._engine.wake(tags)
+
+    def begin(self, version: int) -> None:
+        """The engine was started on this version's files."""
+        self._engine.version = version
 
     def connect(self, offer: Ticket, rank: int) -> None:
         """Open this end of the link, anew if the one before was broken; `rank` is the first of this generator's among

@@ -72,8 +72,9 @@ class Receiver(Protocol):
 
     def __init__(self, offer: Ticket, shapes: dict[str, list[int]], rank: int, device: torch.device) -> None: ...
 
-    def prepare(self, ticket: Ticket) -> Mapping[str, Tensor]:
-        """All weights of the version, by the trainer's names. Called in a thread while the engine decodes."""
+    def prepare(self, ticket: Ticket) -> Mapping[str, Any]:
+        """All weights of the version, by the trainer's names: tensors, or what gives one for an index. Called in a
+        thread while the engine decodes."""
         ...
 
     def close(self) -> None: ...

@@ -63,9 +63,7 @@ class SharedSender(Sender):
         self._front, self._released = ticket["buffer"], True
 
     def close(self) -> None:
-        os.close(self._handle)
-        with contextlib.suppress(OSError):  # in memory it has no name
-            Path(self._path).unlink()
+        free(self._handle, self._path)
 
     @torch.no_grad()
     def _copy_to(self, index: int) -> None:
@@ -118,3 +116,10 @@ def allocate(size: int) -> tuple[int, str]:
         handle, path = tempfile.mkstemp(prefix="slipstream-weights-")
     os.truncate(handle, size)
     return handle, path
+
+
+def free(handle: int, path: str) -> None:
+    """Give back what `allocate` gave. Processes that have mapped it keep it as long as they live."""
+    os.close(handle)
+    with contextlib.suppress(OSError):  # in memory it has no name
+        Path(path).unlink()
