@@ -67,7 +67,7 @@ def slow(base):
                 weights = dict(super().prepare(ticket))
                 if told(f"lie {self.rank}"):
                     name = (HERE / f"lie {self.rank}").read_text()
-                    weights[name] = weights[name].clone()
+                    weights[name] = weights[name][()].clone()
                     weights[name].view(-1)[3] += 1e-6
                 return weights
     return Slow
