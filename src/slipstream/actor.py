@@ -122,6 +122,13 @@ class Actor:
                 await asyncio.to_thread(self._process.wait, grace)
             self.kill()
 
+    def give_up(self, why: str) -> ActorDied:
+        """End a process that is of no more use. Returns what its callers are told, which is that it died if it did."""
+        self._die(why)
+        self.kill()
+        assert self.dead
+        return self.dead
+
     def kill(self) -> None:
         """End the process now."""
         if self._process:

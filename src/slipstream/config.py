@@ -155,10 +155,19 @@ class SyncConfig(Section):
         '"shared" (memory of this host), "single_copy" (of one GPU), "nccl" (broadcast beside the running engine), '
         '"nccl_direct" (by vLLM, held), "lora" (adapters alone), "checkpoint" (files), or "module:Class".',
     )
+    placement: Literal["disaggregated", "colocated"] = option(
+        "disaggregated",
+        '"disaggregated": generators and trainer work at the same time. "colocated": they use the same GPUs in turns, '
+        "and each side leaves the memory to the other.",
+    )
     every: int = option(1, "Steps between two publishes.", ge=1)
     interruption: Literal["continue", "recompute", "retry", "drain"] = option(
         "continue", "Sequences in flight: keep their keys and values, recompute them, start again, or finish first."
     )
+    restart: bool = option(
+        False, "Start engines anew on each version's files, for those that can't reload (checkpoint)."
+    )
+    keep: int = option(0, "Newest published files that outlive the run; 0 keeps none (checkpoint).", ge=0)
     verify: Literal["sampled", "full", "off"] = option(
         "sampled", "Parameters whose checksums are compared after each publish, as served and as trained."
     )
@@ -250,6 +259,8 @@ class Config(Section):
             )
         if not all(0 <= beta < 1 for beta in self.trainer.betas):
             raise ConfigError(f"trainer.betas = {list(self.trainer.betas)} must lie in [0, 1); try [0.9, 0.99]")
+        self._refuse_turns()
+        self._refuse_restart()
         self._refuse_servers()
         context = self.generator.context
         if context and context <= self.sampling.max_tokens:
@@ -274,6 +285,37 @@ class Config(Section):
                     "of these; give it as text"
                 )
         return self
+
+    def _refuse_turns(self) -> None:
+        """Raise `ConfigError` for what can't be where engines sleep while the trainer works."""
+        sync = self.sync
+        if sync.placement != "colocated":
+            return
+        for wrong, what, remedy in (
+            (sync.restart, "sync.restart", "leave it out"),
+            (sync.interruption == "continue", 'sync.interruption = "continue": keys and values are lost in sleep',
+             'set it to "recompute", "retry" or "drain"'),
+            (sync.link in ("single_copy", "nccl", "nccl_direct"), f'sync.link = "{sync.link}", whose ends run at once',
+             'use "shared"'),
+            (bool(self.generator.servers), "generator.servers, which can't be put to sleep", "leave them out"),
+        ):  # fmt: skip
+            if wrong:
+                raise ConfigError(f'sync.placement = "colocated" does not go with {what}; {remedy}')
+
+    def _refuse_restart(self) -> None:
+        """Raise `ConfigError` for what can't be where engines are started anew on each version."""
+        sync = self.sync
+        if not sync.restart:
+            return
+        for wrong, what, remedy in (
+            (sync.link != "checkpoint", f'sync.link = "{sync.link}"', 'set it to "checkpoint"'),
+            (sync.interruption not in ("retry", "drain"),
+             f'sync.interruption = "{sync.interruption}": sequences go with an engine', 'set it to "retry" or "drain"'),
+            (bool(self.lora.rank), f"lora.rank = {self.lora.rank}, of which files are no model", "set it to 0"),
+            (bool(self.generator.servers), "generator.servers, which are yours to start", "leave them out"),
+        ):  # fmt: skip
+            if wrong:
+                raise ConfigError(f"sync.restart = true does not go with {what}; {remedy}")
 
     def _refuse_servers(self) -> None:
         """Raise `ConfigError` for `generator.servers` that can't be, or not with these other options."""

@@ -114,10 +114,12 @@ class Run:
                 while batch := await self._next_batch():
                     waited = self.tally.lap()
                     described = self.tally.batch(batch, self.state.version)
-                    stats = await self.pools.trainer.step(batch)
-                    self.state.step += 1
-                    if self.state.step % self.config.sync.every == 0:
-                        await self._publish()
+                    due = (self.state.step + 1) % self.config.sync.every == 0
+                    async with self.pools.trainers_turn(publishes=due):
+                        stats = await self.pools.trainer.step(batch)
+                        self.state.step += 1
+                        if due:
+                            await self._publish()
                     self._record(batch, stats, described, waited)
                     await self._evaluate_and_save_if_due(batch.tokens)
                     self._admit()
@@ -197,6 +199,9 @@ class Run:
         stats = await self.pools.link.publish(self.state.version + 1)
         self.state.publish(stats.version)
         self.tally.holds.append(stats.hold)
+        for lost in stats.lost:
+            self.progress.warn(lost)
+        self.tally.lost += stats.lost
         if self.config.loop.max_lag:  # a synchronous run starts its next wave when the step's bookkeeping is done
             self._admit()
 
@@ -222,6 +227,7 @@ class Run:
             "ready": len(state.ready),
             "running": state.running,
             "capacity": state.capacity,
+            "generators": len(self.pools.generator.living),
             "rollouts": dataclasses.asdict(state.ledger.counts),
             "failures": dict(state.ledger.reasons),
         }
@@ -300,7 +306,8 @@ class Run:
         policy = Policy(self.pools.generator, self.codec, self._sampling(), f"{self.config.loop.seed}/probe")
         tasks = self.environment.train[:PROBES]
         drawn = await asyncio.gather(*(policy.sample(t.prompt, seed=i) for i, t in enumerate(tasks)))
-        scored = await self.pools.trainer.score(drawn)
+        async with self.pools.trainers_turn(publishes=False):
+            scored = await self.pools.trainer.score(drawn)
         worst = max(abs(a - b) for c, s in zip(drawn, scored, strict=True) for a, b in zip(c.logprobs, s, strict=True))
         bound = self.config.trainer.probe_bound or (1e-3 if self.config.model.dtype == "float32" else 0.5)
         finding = f"log-probabilities of generator and trainer differ by at most {worst:.1e} (bound {bound:.1e})"

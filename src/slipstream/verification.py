@@ -21,8 +21,9 @@ import torch
 from slipstream.config import Config, ConfigError, validate
 from slipstream.models import load_tokenizer
 from slipstream.rollout import Completion, Sampling, VersionSpan
-from slipstream.runtime.local import GeneratorPool, Pools, gpus_here, start_generators
+from slipstream.runtime.local import Pools, gpus_here, start_generators
 from slipstream.runtime.placement import place
+from slipstream.runtime.pool import GeneratorPool
 from slipstream.runtime.services import TrainerService
 
 # vLLM's mode in which no two batches differ, and what it sets for NCCL then: both ends of a link have to agree on that.
@@ -131,9 +132,10 @@ async def _publish_midway(
         drawing = asyncio.gather(*drawn)
         while not drawing.done() and await pools.generator.drawn() < after:
             await asyncio.sleep(POLL)
-        await pools.trainer.actor.call("change", seed)
-        met = sum(not one.done() for one in drawn)
-        stats = await pools.link.publish(1)
+        async with pools.trainers_turn(publishes=True):
+            await pools.trainer.actor.call("change", seed)
+            met = sum(not one.done() for one in drawn)
+            stats = await pools.link.publish(1)
         # The same prompts once more: no new sequence may read what A has left in a prefix cache.
         later = await asyncio.gather(*(pools.generator.generate(prompt, sampling) for prompt in asked))
         await pools.trainer.actor.call("store", stores[1])
@@ -165,7 +167,8 @@ async def _fresh_adapter(
     pools = await Pools.start(config, folder)
     try:
         if version:
-            await pools.trainer.actor.call("change", seed)
+            async with pools.trainers_turn(publishes=False):
+                await pools.trainer.actor.call("change", seed)
         await pools.link.connect(0)
         return await _drawn_again(pools.generator, wanted)
     finally:

@@ -170,11 +170,12 @@ def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path, number:
     "more",
     [
         {"sync__link": "checkpoint", "sync__every": 2, "loop__steps": 5},
+        {"sync__link": "checkpoint", "sync__restart": "true", "sync__interruption": "drain", "loop__steps": 2},
         {"lora__rank": 4, "algorithm__kl": 0.1},
         {"sampling__top_p": 0.8, "sampling__top_k": 20, "loop__max_lag": 3},
         {"generator__count": 2, "algorithm__filter_equal": "true", "model__dtype": "bfloat16"},
     ],
-    ids=["checkpoint", "lora", "truncated sampling", "two generators in bfloat16"],
+    ids=["checkpoint", "restarted engines", "lora", "truncated sampling", "two generators in bfloat16"],
 )
 def test_the_modes_of_the_table(model: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     directory = tmp_path / "run"

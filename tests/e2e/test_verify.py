@@ -26,6 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("flags", "status", "said"),
     [
         pytest.param(["--generator.kind=vllm", "--sync.link=nccl"], 0, "EXACT", marks=needs_vllm),
+        (["--sync.placement=colocated", "--tokens=60"], 0, "EXACT"),
         pytest.param(
             ["--generator.kind=vllm", "--sync.link=lora", "--lora.rank=8", "--sync.interruption=continue"],
             0,

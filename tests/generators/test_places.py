@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from slipstream.generators.vllm_places import places_of
+from slipstream.generators.vllm_places import expert_part, places_of
 from slipstream.sync.checksum import checksum
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -72,6 +72,43 @@ def test_shards_hold_every_parameter_once(size: int, kv_heads: int, hidden: int,
     for model in ranks:  # nothing of a fused tensor is left unwritten, but for the padding of the vocabulary
         for name, held in model.held.items():
             assert name == "embed.weight" or not held.isnan().any()
+
+
+class Served:
+    """A model of vLLM's with these tensors."""
+
+    def __init__(self, **held: Tensor) -> None:
+        self.held = {name.replace("__", "."): tensor for name, tensor in held.items()}
+
+    def named_parameters(self):  # type: ignore[no-untyped-def]
+        return ((name, nn.Parameter(tensor)) for name, tensor in self.held.items())
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.sampled_from(["", "routed_experts__"]))
+def test_experts_are_stacked_alike(experts: int, hidden: int, inner: int, module: str) -> None:
+    """Written as a stack, each expert's gate, up and down projections lie where vLLM puts those of a model's files."""
+    shapes = {
+        "mlp.experts.gate_up_proj": [experts, 2 * inner, hidden],
+        "mlp.experts.down_proj": [experts, hidden, inner],
+    }
+    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
+    names = {"w13_weight": "mlp.experts.gate_up_proj", "w2_weight": "mlp.experts.down_proj"}
+    held = {f"mlp__experts__{module}{n}": torch.full(shapes[o], torch.nan) for n, o in names.items()}
+    places = places_of(Served(**held), shapes, 0, 1)
+    for name, place in places.items():
+        place.tensor.copy_(weights[name][place.index])
+    for number in range(experts):
+        gate, up = weights["mlp.experts.gate_up_proj"][number].chunk(2)  # as transformers computes on it
+        for kind, wanted in (("gate", gate), ("up", up), ("down", weights["mlp.experts.down_proj"][number])):
+            part = expert_part(f"mlp.experts.{number}.{kind}_proj.weight", places)
+            assert part is not None and torch.equal(part, wanted)
+    w13, w2 = held.values()
+    assert torch.equal(w13, weights["mlp.experts.gate_up_proj"]) and torch.equal(w2, weights["mlp.experts.down_proj"])
+    assert expert_part("mlp.gate.weight", places) is None
+    padded = Served(**{name: torch.zeros(experts, *(n + 1 for n in t.shape[1:])) for name, t in held.items()})
+    for model, size in ((Served(**held), 2), (padded, 1)):
+        with pytest.raises(ValueError, match=r"mlp.experts.gate_up_proj is .* generator.tensor_parallel = 1"):
+            places_of(model, shapes, 0, size)
 
 
 @pytest.mark.parametrize(

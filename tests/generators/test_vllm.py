@@ -178,6 +178,58 @@ def test_a_swap_is_exact(link: str, how: str, model: Path, tmp_path: Path) -> No
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("how", ["recompute", "retry"])
+def test_a_sleep_is_exact(how: str, model: Path, tmp_path: Path) -> None:
+    """Sequences that slept twice, once for nothing and once for new weights, are told as what they are."""
+
+    async def main() -> None:
+        flags = ["--sync.placement=colocated", f"--sync.interruption={how}", "--sync.verify=full"]
+        pools = await Pools.start(config_of(model, *flags), tmp_path)
+        trainer, draw = pools.trainer.actor, pools.generator.generate
+        try:
+            await pools.link.connect(0)
+            await trainer.call("store", tmp_path / "0")
+            running = [asyncio.ensure_future(draw([5, 6, 7 + i], Sampling(max_tokens=200))) for i in range(8)]
+            while await pools.generator.drawn() < 10:
+                await asyncio.sleep(0.01)
+            async with pools.trainers_turn(publishes=False):
+                drawn = await pools.generator.drawn()
+            async with pools.trainers_turn(publishes=True):
+                await trainer.call("change", 1)
+                await pools.link.publish(1)
+                await trainer.call("store", tmp_path / "1")
+            completions = await asyncio.gather(*running)
+            assert any(c.versions[1] == 1 and len(c.token_ids) > drawn for c in completions)
+            assert how == "recompute" or all(c.versions[0] == c.versions[1] for c in completions)
+            for c in completions:
+                for span in c.spans:
+                    assert_drawn_by(tmp_path / str(span.version), c, span.start, span.end)
+            assert (await draw([5, 6, 7], Sampling(max_tokens=20))).versions == (1, 1)
+        finally:
+            await pools.close()
+
+    asyncio.run(main())
+
+
+def test_experts_that_vllm_has_packed_are_refused_by_name(tmp_path: Path) -> None:
+    """As on CPUs; where they are a plain stack they are written in place."""
+    from tests.conftest import build_model
+
+    moe = tmp_path / "moe"
+    build_model("qwen3_moe", head_dim=32, eos_token_id=1, pad_token_id=0).save_pretrained(moe)
+    build_tokenizer().save_pretrained(moe)
+
+    async def main() -> None:
+        pools = await Pools.start(config_of(moe, "--sync.verify=full"), tmp_path)
+        try:
+            with pytest.raises(Exception, match=r"experts.* form of its own|mlp.experts.gate_up_proj is"):
+                await pools.link.connect(0)
+        finally:
+            await pools.close()
+
+    asyncio.run(main())
+
+
 def test_a_run_learns_with_vllm_from_the_command_line(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     (tmp_path / "run.toml").write_text(

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.actor import ActorDied
 from slipstream.rollout import Completion, Sampling, VersionSpan
-from slipstream.runtime.local import SLACK, GeneratorPool
+from slipstream.runtime.pool import SLACK, GeneratorPool
 
 
 class Fake:

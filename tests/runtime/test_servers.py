@@ -30,7 +30,8 @@ from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.vllm import EXTENSION
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime import servers
-from slipstream.runtime.local import GeneratorPool, Pools, ProcessGenerator
+from slipstream.runtime.local import Pools
+from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.servers import Server
 from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts
 from tests.generators.test_engine import assert_true, reference_logits

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from slipstream.config import Config, ConfigError, load_config
-from slipstream.generators.weights import ServedWeights, local_places
+from slipstream.generators.weights import Place, ServedWeights, local_places
 from slipstream.models import trained_parameters
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket, find_link
@@ -140,6 +142,44 @@ def test_old_checkpoints_go_and_the_newest_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "weights").exists()
 
 
+@pytest.mark.parametrize("keep", [1, 3])
+def test_as_many_checkpoints_as_wanted_outlive_a_run(keep: int, tmp_path: Path) -> None:
+    """The newest above all; what a sitting that was killed had published later is gone with the first publish."""
+    config = load_config(None, ["--model.path=m", "--environment.name=e", f"--sync.keep={keep}"])
+    sender, _ = find_link("checkpoint")
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    for left in ("version_19.safetensors", "version_9.partial"):
+        (weights / left).write_bytes(b"")
+    sending = sender(trained_parameters(build_model()), config, tmp_path, 1)
+    for version in range(8, 13):
+        sending.release(sending.stage(version))
+        files = {path.name for path in weights.iterdir()} - {"version_9.partial"}
+        assert files == {f"version_{v}.safetensors" for v in range(max(8, version - keep + 1), version + 1)}
+    sending.close()
+    assert {path.name for path in weights.iterdir()} == files
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_each_worker_gets_its_part(link: str, tmp_path: Path) -> None:
+    """Columns of a matrix, or nothing of a padded shard."""
+    whole = {"a": torch.randn(6, 8), "b": torch.randn(5)}
+    sender, _ = find_link(link)
+    sending = sender({n: torch.nn.Parameter(t) for n, t in whole.items()}, config_of(torch.float32), tmp_path, 1)
+    index = {"a": (slice(0, 6), slice(2, 5)), "b": (slice(5, 5),)}
+    places = {n: Place(torch.zeros(t[index[n]].shape), tuple(t.shape), index[n]) for n, t in whole.items()}
+    receiving = ServedWeights(link, sending.offer(), places, 1, rebind=False)
+    ticket = sending.stage(0)
+    receiving.prepare(ticket)
+    sending.send(ticket)
+    while not receiving.prepared():
+        time.sleep(0.001)
+    receiving.apply()
+    for name, place in places.items():
+        assert torch.equal(place.tensor, whole[name][index[name]])
+    sending.close()
+
+
 def test_a_publish_that_cannot_be_read_leaves_the_old_version(tmp_path: Path) -> None:
     pair = Pair("checkpoint", tmp_path)
     before = [p.clone() for p in pair.served.parameters()]
@@ -255,6 +295,32 @@ def make_lora(seed: int) -> Any:
 
     torch.manual_seed(seed)
     return get_peft_model(build_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory has a name here")
+def test_adapters_lie_in_memory_that_goes_with_its_process(tmp_path: Path) -> None:
+    """An engine reads them as PEFT's files; a killed trainer leaves links to nothing, and the next removes them."""
+    from slipstream.sync.adapters import AdapterSender, loaded
+
+    vllm = ["--lora.rank=4", "--sync.link=lora", "--generator.kind=vllm"]
+    config = load_config(None, ["--model.path=m", "--environment.name=e", *vllm])
+    parameters = {"a.lora_A.default.weight": torch.nn.Parameter(torch.randn(4, 8))}
+    before = set(Path("/dev/shm").iterdir())
+    if not (child := os.fork()):
+        try:
+            AdapterSender(parameters, config, tmp_path, 1).stage(3)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    files = [path for path in tmp_path.rglob("*") if not path.is_dir()]
+    assert len(files) == 2 and not any(path.exists() for path in files)
+    assert set(Path("/dev/shm").iterdir()) <= before
+    sender = AdapterSender(parameters, config, tmp_path, 1)
+    ticket = sender.stage(4)
+    assert torch.equal(loaded(Path(ticket["path"]))["a.lora_A.default.weight"], next(iter(parameters.values())))
+    assert json.loads((Path(ticket["path"]) / "adapter_config.json").read_text())["r"] == 4
+    sender.release(ticket)
+    assert not (tmp_path / "adapters").exists()
 
 
 def test_adapters_alone_travel(tmp_path: Path) -> None:

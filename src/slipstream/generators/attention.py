@@ -28,8 +28,15 @@ class SlotCache:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._shape = (slots, heads, 0, size)
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.keys = [torch.zeros(self._shape, **self._options) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(self._shape, **self._options) for _ in range(config.num_hidden_layers)]
+        self._layers: int = config.num_hidden_layers
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, and free the memory."""
+        self.keys = [torch.zeros(self._shape, **self._options) for _ in range(self._layers)]
+        self.values = [torch.zeros(self._shape, **self._options) for _ in range(self._layers)]
+        if self.keys[0].is_cuda:
+            torch.cuda.empty_cache()
 
     @property
     def positions(self) -> int:

@@ -74,7 +74,8 @@ class Engine:
         self.slots = slots
         self.context: int = min(context or config.max_position_embeddings, config.max_position_embeddings)
         self.version = version
-        self.draining = False  # while set, nothing joins; `swap` clears it
+        self.draining = False  # while set, nothing joins; `swap` and `sleep` clear it
+        self.asleep = False
         self.tokens_generated = 0
         self.tokens_wasted = 0  # of those generated: thrown away by `retry`
         self.busy_seconds = 0.0
@@ -119,6 +120,8 @@ class Engine:
 
     def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue a request; `step` returns its completion under `key`. Raises `GenerationError`."""
+        if self.asleep:
+            raise RuntimeError("this engine sleeps: nothing may be asked of it before it is woken")
         prompt = tuple(prompt_ids)
         refuse_prompt(prompt, self.context, self.model.config.vocab_size)
         if sampling.stop_strings and self._tokenizer is None:
@@ -150,18 +153,37 @@ class Engine:
         finally:
             self.draining = False
         self.version = version
-        if how in ("recompute", "retry"):  # all join again, before any that waits, with every token or with none
-            self._queue.extendleft(s for s in reversed(self._running) if s.finish is None)
-            self._running = []
+        if how in ("recompute", "retry"):
+            self._join_again()
         if how == "retry":
             for sequence in self._queue:
                 self.tokens_wasted += len(sequence.tokens)
                 sequence.forget()
         return time.perf_counter() - began
 
+    def sleep(self, level: int) -> None:
+        """Free the memory of all keys and values; weights stay at every `level`. Called between two steps.
+
+        Sequences in flight join again when the engine is awake, with every token, unless a `swap` says otherwise.
+        """
+        self._join_again()
+        self._cache.clear()
+        self.draining, self.asleep = False, True
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Go on, once there is room for the "kv_cache"."""
+        self.asleep = self.asleep and "kv_cache" not in tags
+
+    def _join_again(self) -> None:
+        """Queue what runs, before all that waits: it is computed anew, prompt and what it has drawn."""
+        self._queue.extendleft(s for s in reversed(self._running) if s.finish is None)
+        self._running = []
+
     @torch.inference_mode()
     def step(self) -> list[tuple[Hashable, Completion]]:
-        """One forward pass: a token for every running and joining sequence. Returns what finished."""
+        """One forward pass, none while asleep: a token for all that run and join. Returns what finished."""
+        if self.asleep:
+            return []
         began = time.perf_counter()
         joining = self._admit()
         if not self._running:

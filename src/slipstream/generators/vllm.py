@@ -34,6 +34,7 @@ from slipstream.models import end_of_sequence, generation_config
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 
+KEEP = 1  # vLLM's level of sleep in which weights are kept in the host's memory
 EXTENSION = "slipstream.generators.vllm_worker.WorkerExtension"
 FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
 SHOWN = 300  # characters of why vLLM does not start
@@ -79,7 +80,7 @@ class VllmEngine:
         self._vocabulary: int = self._llm.model_config.get_vocab_size()
         self.context: int = self._llm.model_config.max_model_len
         self.version = version
-        self.draining = False
+        self.draining = self.asleep = False
         self.tokens_generated = 0
         self.tokens_wasted = 0
         self.busy_seconds = 0.0
@@ -102,6 +103,8 @@ class VllmEngine:
 
     def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         """Queue a request; `step` returns its completion under `key`. Raises `GenerationError`."""
+        if self.asleep:
+            raise RuntimeError("this engine sleeps: nothing may be asked of it before it is woken")
         request = _Request(key, tuple(prompt_ids), sampling)
         request.refuse_impossible(self.context, self._vocabulary)
         request.parameters_for_vllm = self._parameters(request)
@@ -124,11 +127,11 @@ class VllmEngine:
         return max(self._llm.collective_rpc("slipstream_drawn")[0].values(), default=0) if self._requests else 0
 
     def step(self) -> list[tuple[Hashable, Completion]]:
-        """Let vLLM go on for one step. Returns what finished."""
+        """Let vLLM go on for one step, if it is awake. Returns what finished."""
         while self._waiting and not self.draining:
             self._start(self._waiting.popleft())
         finished = []
-        if self._requests:
+        if self._requests and not self.asleep:
             began = time.perf_counter()
             outputs = [output for output in self._llm.step() if output.finished]
             self.busy_seconds += time.perf_counter() - began
@@ -151,19 +154,20 @@ class VllmEngine:
             raise RuntimeError(f"drain: {self.running} sequences still run; set `draining` and step until none does")
         began = time.perf_counter()
         core = self._llm.engine_core
-        paused = how == "recompute" and hasattr(core, "call_utility")  # in one process nothing runs between two steps
+        recompute = how == "recompute" and not self.asleep  # else all keys and values are gone already
+        paused = recompute and hasattr(core, "call_utility")  # in one process nothing runs between two steps
         if paused:
             core.call_utility("pause_scheduler", "keep", False)
         try:
             counts = apply()
             self.version, self.draining = version, False
             self._salt += 1
-            if how == "recompute" and not self._llm.reset_prefix_cache(reset_running_requests=True):
+            if recompute and not self._llm.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("vLLM did not drop its keys and values")
         finally:
             if paused:
                 core.call_utility("resume_scheduler")
-        paused_for = time.perf_counter() - began if how == "recompute" else 0.0
+        paused_for = time.perf_counter() - began if recompute else 0.0
         if self._adapters:  # each sequence keeps the one that it began with
             oldest = self._adapters.overflow()
             for request in [r for r in self._requests.values() if how == "retry" or r.adapter == oldest]:
@@ -172,6 +176,22 @@ class VllmEngine:
         else:
             self._unsettled = (counts, how, list(self._requests.values()))
         return paused_for
+
+    def sleep(self, level: int) -> None:
+        """Free the memory of keys, values and weights. At level 1 weights come back with `wake`, at 2 by a swap alone.
+
+        Sequences in flight are computed anew when the engine is awake, unless a `swap` says otherwise. On a CPU vLLM
+        forgets keys and values, but frees nothing.
+        """
+        if self._adapters:  # they come back by a swap, but not what they are added to
+            level = KEEP
+        self._llm.sleep(level, mode="keep")
+        self.draining, self.asleep = False, True
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take memory for "weights" or the "kv_cache" again, and go on once there is both."""
+        self._llm.wake_up(list(tags))
+        self.asleep = self.asleep and "kv_cache" not in tags
 
     @property
     def settled(self) -> bool:
@@ -341,13 +361,15 @@ def _done(future: Future[list[Any]]) -> bool:
 def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
     """vLLM's engine arguments for a configuration; `generator.options` has the last word."""
     generator, on_cpu = config.generator, not torch.cuda.is_available()
+    colocated = config.sync.placement == "colocated"
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "dtype": config.model.dtype,
         "tensor_parallel_size": generator.tensor_parallel,
         "max_num_seqs": generator.slots,
         "max_model_len": generator.context or None,
-        "gpu_memory_utilization": generator.memory or (0.4 if shared_gpu else 0.85),
+        "gpu_memory_utilization": generator.memory or (0.4 if shared_gpu and not colocated else 0.85),
+        "enable_sleep_mode": colocated and not on_cpu,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are really drawn from
         "max_logprobs": max(20, config.sampling.top_k),
         "worker_extension_cls": EXTENSION,

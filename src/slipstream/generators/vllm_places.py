@@ -1,13 +1,16 @@
-"""Which part of which parameter each tensor of a vLLM model is: fused projections, shards, padded vocabularies."""
+"""Which part of which parameter each tensor of a vLLM model is: fused projections, shards, padding, experts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from slipstream.generators.weights import Place
+
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def places_of(model: Any, shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> dict[str, Place]:
@@ -23,7 +26,10 @@ def places_of(model: Any, shapes: Mapping[str, Sequence[int]], rank: int, size: 
             continue
         module, _, kind = name.rpartition(".")
         parent, _, member = module.rpartition(".")
-        if name in served:
+        expert = next((e for e in _expert_tensors(parent, f"{member}.{kind}") if e in served), "")
+        if expert:
+            places[name] = _experts(name, served[expert].data, tuple(shape), size)
+        elif name in served:
             places[name] = _single(name, served[name].data, tuple(shape), rank, size)
         elif member in fused and f"{parent}.{fused[member][0]}.{kind}" in served:
             whole, members = fused[member]
@@ -32,6 +38,38 @@ def places_of(model: Any, shapes: Mapping[str, Sequence[int]], rank: int, size: 
         else:
             raise ValueError(f"vLLM serves no tensor for {name}; this model can't be updated in place")
     return places
+
+
+def _expert_tensors(parent: str, name: str) -> list[str]:
+    """What vLLM may call the parameter `name` of all experts of a layer. Hugging Face's is a stack of them, too."""
+    parts = {"experts.gate_up_proj": "w13_weight", "experts.down_proj": "w2_weight"}
+    return [f"{parent}.experts.{module}{parts[name]}" for module in ("", "routed_experts.")] if name in parts else []
+
+
+def _experts(name: str, tensor: Tensor, shape: tuple[int, ...], size: int) -> Place:
+    """All experts of a layer: gate rows, then up rows, or down. Spread over ranks, each has some rows of both."""
+    if size > 1 or tensor.shape != shape:
+        raise ValueError(
+            f"{name} is {list(shape)} in the trainer and {list(tensor.shape)} in vLLM, on {size} ranks: experts can be "
+            "updated in place on one GPU each alone, and unpadded; set generator.tensor_parallel = 1"
+        )
+    return Place(tensor, shape)
+
+
+def expert_part(name: str, places: Mapping[str, Place]) -> Tensor | None:
+    """What serves one expert's projection, by its name in a model's files, where those don't stack them."""
+    found = EXPERT.fullmatch(name)
+    if not found:
+        return None
+    experts, number, kind = found.groups()
+    place = places.get(f"{experts}.{'down_proj' if kind == 'down' else 'gate_up_proj'}")
+    if place is None:
+        return None
+    part = place.tensor[int(number)]
+    if kind == "down":
+        return part
+    rows = part.shape[0] // 2
+    return part[:rows] if kind == "gate" else part[rows:]
 
 
 def _packed(model: Any) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from slipstream.generators.vllm_places import places_of
+from slipstream.generators.vllm_places import expert_part, places_of
 from slipstream.generators.weights import Place, ServedWeights
 from slipstream.models import end_of_sequence, generation_config
 from slipstream.sync.link import Ticket
@@ -98,7 +98,8 @@ class WorkerExtension:
         if link == "nccl_direct":
             self._slipstream: ServedWeights = HeldWeights(NativeReceiver(offer, self, rank), places)
         else:
-            self._slipstream = ServedWeights(link, offer, places, rank + self.rank % size, rebind=False)
+            staged = not self.vllm_config.model_config.enable_sleep_mode
+            self._slipstream = ServedWeights(link, offer, places, rank + self.rank % size, rebind=False, staged=staged)
 
     def slipstream_prepare(self, ticket: Ticket) -> None:
         self._slipstream.prepare(ticket)
@@ -168,5 +169,6 @@ def _refuse_other_values(runner: Any, places: Mapping[str, Place]) -> None:
     loader: Any = get_model_loader(runner.load_config)
     for name, tensor in loader.get_all_weights(runner.model_config, runner.get_model()):
         place = places.get(name)
-        if place and not torch.equal(tensor[place.index].to(place.tensor), place.tensor):
+        held = place.tensor if place else expert_part(name, places)
+        if held is not None and not torch.equal(tensor[place.index if place else ()].to(held), held):
             raise ValueError(f"vLLM keeps {name} in a form of its own; this model can't be updated in place")

@@ -66,14 +66,22 @@ class DeviceClock:
 
 
 class ServedWeights:
-    """A generator's end of a link, and the places that it fills. `rebind` allows to swap memory instead of copying."""
+    """A generator's end of a link, and the places that it fills. `rebind` allows to swap memory instead of copying.
 
-    def __init__(self, link: str, offer: Ticket, places: Mapping[str, Place], rank: int, rebind: bool) -> None:
-        self._places = places
+    What a link brings to the host of a GPU is staged there beside the running engine; `staged` false says that nothing
+    runs meanwhile, and that there is no memory to spare.
+    """
+
+    def __init__(
+        self, link: str, offer: Ticket, places: Mapping[str, Place], rank: int, rebind: bool, staged: bool = True
+    ) -> None:
+        self._places, self._staged = places, staged
         self._device = next(iter(places.values())).tensor.device
         shapes = {name: list(place.shape) for name, place in places.items()}
         _, receiver = find_link(link)
         self._receiver = receiver(offer, shapes, rank, self._device)
+        on_gpu = self._device.type == "cuda"
+        self._stream: Any = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._rebind = rebind and self._receiver.lasting
         self._next: Future[list[tuple[Tensor, Tensor]]] | None = None
         self._sums: Future[dict[str, int]] | None = None
@@ -101,7 +109,13 @@ class ServedWeights:
         """Each tensor that is served, and what is to be in its place."""
         self._clock.seconds()  # the copy of the last version may still be reading where this one goes
         weights = self._receiver.prepare(ticket)
-        return [(place.tensor, weights[name][place.index]) for name, place in self._places.items()]
+        new = [weights[name][place.index] for name, place in self._places.items()]
+        served = [place.tensor for place in self._places.values()]
+        if self._stream and self._staged:  # where they are on this device already, nothing is copied
+            with torch.cuda.stream(self._stream):
+                new = [tensor.to(self._device) for tensor in new]
+            self._stream.synchronize()
+        return list(zip(served, new, strict=True))
 
     def prepared(self) -> bool:
         """Whether it is all here. Raises what went wrong."""

@@ -29,6 +29,7 @@ class Tally:
     holds: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # generators that have left the pool, and why
 
     def __post_init__(self) -> None:
         self._seen = time.perf_counter()
@@ -100,6 +101,7 @@ class Tally:
             "eval": {"initial": scores[0] if scores else None, "final": last.get("score"), "history": history},
             "busy": {"generator": self.generator_busy / window, "trainer": self.trainer_busy / window},
             "publish": {"count": len(holds), "hold_ms": hold},
+            "lost": self.lost,
             "samples": {"before": first.get("samples", []), "after": last.get("samples", [])},
         }
 

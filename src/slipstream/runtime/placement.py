@@ -24,13 +24,20 @@ class Placement:
 
 
 def place(config: Config, gpus: int) -> Placement:
-    """Generators on the first GPUs, `tensor_parallel` each, the trainer on the next; on one GPU all share it.
+    """Generators on the first GPUs, `tensor_parallel` each, the trainer on the next; on one GPU all share it, and in a
+    colocated run the trainer has one of theirs.
 
     `generator.device` and `trainer.device` have the last word. Raises `ConfigError` where there are too few.
     """
-    generator = config.generator
+    generator, colocated = config.generator, config.sync.placement == "colocated"
     wanted = generator.count * generator.tensor_parallel
-    if gpus > 1 and generator.device == "auto" and wanted >= gpus + (config.trainer.device != "auto"):
+    if gpus and colocated and wanted > gpus:
+        raise ConfigError(
+            f"generator.count = {generator.count} with generator.tensor_parallel = {generator.tensor_parallel} need "
+            f"{wanted} GPUs, but there are {gpus}; lower one of them"
+        )
+    own = config.trainer.device != "auto" or colocated
+    if gpus > 1 and generator.device == "auto" and wanted >= gpus + own:
         raise ConfigError(
             f"generator.count = {generator.count} with generator.tensor_parallel = {generator.tensor_parallel} and a "
             f"trainer need {wanted + 1} GPUs, but there are {gpus}; lower one of them, or name generator.device and "
@@ -46,7 +53,7 @@ def place(config: Config, gpus: int) -> Placement:
     spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.count)]
     placement = Placement(
         tuple(_chosen(generator.device, found, gpus, each) for found in spread),
-        _chosen(config.trainer.device, (wanted if gpus > 1 else 0,), gpus, 1),
+        _chosen(config.trainer.device, (wanted if gpus > 1 and not colocated else 0,), gpus, 1),
     )
     if placement.shared and config.sync.link.startswith("nccl"):
         raise ConfigError(

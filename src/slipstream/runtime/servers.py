@@ -101,7 +101,7 @@ class Server:
         if self._connected and not self.dead:
             with contextlib.suppress(_Failed):  # nothing more is asked of it
                 await self._ask("POST", "/collective_rpc", {"method": "slipstream_close"}, limit=grace)
-        self._give_up(f"{self.name} was left")
+        self.give_up(f"{self.name} was left")
         if self._http:
             await self._http.close()
 
@@ -117,7 +117,7 @@ class Server:
                 if 400 <= failure.status < 500:
                     raise GenerationError(str(failure)) from None
                 if attempt == ATTEMPTS:
-                    raise self._give_up(str(failure)) from None
+                    raise self.give_up(str(failure)) from None
                 await asyncio.sleep(PAUSE * 2**attempt)
         completion = _completion(request, choice)
         self._totals["tokens"] += len(completion.token_ids)
@@ -169,7 +169,7 @@ class Server:
         end = time.perf_counter() + PREPARE_LIMIT
         while not all(done == "True" for done in await self._workers("prepared")):
             if time.perf_counter() > end:
-                raise self._give_up(f"{self.name} did not get a version of the weights within {PREPARE_LIMIT:g} s")
+                raise self.give_up(f"{self.name} did not get a version of the weights within {PREPARE_LIMIT:g} s")
             await asyncio.sleep(POLL)
 
     async def _swap(self, version: int) -> tuple[float, dict[str, float]]:
@@ -190,7 +190,7 @@ class Server:
                 request.starts = []
                 self._requests[request].cancel()
         except BaseException:  # a run that stops at this point, too, leaves it unknown what is served
-            self._give_up(f"{self.name} was left in the middle of a swap")
+            self.give_up(f"{self.name} was left in the middle of a swap")
             raise
         finally:
             self._open.set()
@@ -203,7 +203,7 @@ class Server:
         began = time.perf_counter()
         while None in (swapped := await self._workers("swapped")):
             if time.perf_counter() - began > LIMIT:
-                raise self._give_up(f"{self.name} did not finish a swap within {LIMIT:g} s")
+                raise self.give_up(f"{self.name} did not finish a swap within {LIMIT:g} s")
             await asyncio.sleep(POLL)
         counts = swapped[0][1]
         return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
@@ -214,7 +214,7 @@ class Server:
             counts = await self._apply()
             answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
             if answer.get("success", True) is not True:  # vLLM 0.25 does not say
-                raise self._give_up(f"{self.name} did not drop its keys and values")
+                raise self.give_up(f"{self.name} did not drop its keys and values")
         finally:
             await self._order("/resume")
         return counts
@@ -249,13 +249,13 @@ class Server:
         try:
             return await self._ask("POST", path, body)
         except _Failed as failure:
-            raise self._give_up(str(failure)) from None
+            raise self.give_up(str(failure)) from None
 
     def _refuse_dead(self) -> None:
         if self.dead:
             raise ActorDied(str(self.dead))
 
-    def _give_up(self, why: str) -> ActorDied:
+    def give_up(self, why: str) -> ActorDied:
         self.dead = self.dead or ActorDied(why)
         self._lost.set()
         return self.dead

@@ -25,7 +25,9 @@ from slipstream.trainers.trainer import Trainer
 class Engine(Protocol):
     """What draws tokens, one `step` at a time; see `generators.torch.Engine`."""
 
+    version: int
     draining: bool
+    asleep: bool
     tokens_generated: int
     tokens_wasted: int
     busy_seconds: float
@@ -42,6 +44,8 @@ class Engine(Protocol):
     def lend(self, shapes: dict[str, list[int]]) -> dict[str, str]: ...
     def step(self) -> list[tuple[Hashable, Completion]]: ...
     def swap(self, version: int, apply: Callable[[], Any], how: Interruption) -> float: ...
+    def sleep(self, level: int) -> None: ...
+    def wake(self, tags: Sequence[str]) -> None: ...
 
 
 class Weights(Protocol):
@@ -71,6 +75,7 @@ class GeneratorService:
         self._awaited: tuple[Callable[[], Any], Reply] | None = None  # of the weights: a question, and who asked
         self._swap: tuple[int, Reply] | None = None
         self._swapped: tuple[float, Reply] | None = None
+        self._sleep: tuple[int, Reply] | None = None
 
     def _load(self) -> tuple[Engine, OpenWeights]:
         """The engine, and how the weights that it serves are opened for a link, an offer and a rank."""
@@ -90,7 +95,8 @@ class GeneratorService:
 
     @property
     def busy(self) -> bool:
-        return self._engine.busy or any((self._awaited, self._swap, self._swapped))
+        asked = any((self._awaited, self._swap, self._swapped, self._sleep))
+        return asked or (self._engine.busy and not self._engine.asleep)
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         if method == "generate":
@@ -109,23 +115,34 @@ class GeneratorService:
             self._awaited = (self._served.checked, reply)
         elif method == "swap":
             self._swap = (*arguments, reply)
+        elif method == "sleep":
+            self._sleep = (*arguments, reply)
         else:
             reply(getattr(self, method)(*arguments))
 
     def tick(self) -> None:
-        """Swap weights if that is asked for, and the engine drained where it has to be; then take one step."""
+        """Swap weights or fall asleep if that is asked for, and the engine drained where it has to be; then take one
+        step, if it is awake."""
+        how = self._config.sync.interruption
         if self._awaited:
             self._answer_when_known(*self._awaited)
-        if self._swap:
-            version, reply = self._swap
-            how = self._config.sync.interruption
+        if self._swap or self._sleep:
             self._engine.draining = how == "drain" and self._engine.running > 0
-            if not self._engine.draining:
-                self._swap = None
-                try:
-                    self._swapped = (self._engine.swap(version, self._served.apply, how), reply)
-                except Exception as error:
-                    reply(error)
+        if self._swap and not self._engine.draining:
+            version, reply = self._swap
+            self._swap = None
+            try:
+                self._swapped = (self._engine.swap(version, self._served.apply, how), reply)
+            except Exception as error:
+                reply(error)
+        if self._sleep and not self._engine.draining and not self._swapped:
+            level, reply = self._sleep
+            self._sleep = None
+            try:
+                self._engine.sleep(level)
+                reply(None)
+            except Exception as error:
+                reply(error)
         for key, completion in self._engine.step():
             self._replies.pop(key)(completion)
         if self._swapped and self._engine.settled:
@@ -148,8 +165,20 @@ class GeneratorService:
         """Handles of the served weights, for a trainer that computes on them (`sync.single_copy`)."""
         return self._engine.lend(shapes)
 
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take memory for "weights" or for the "kv_cache" again; with both, go on."""
+        self._engine.wake(tags)
+
+    def begin(self, version: int) -> None:
+        """The engine was started on this version's files."""
+        self._engine.version = version
+
     def connect(self, offer: Ticket, rank: int) -> None:
-        """Open this end of the link; `rank` is the first of this generator's among all that hold weights."""
+        """Open this end of the link, anew if the one before was broken; `rank` is the first of this generator's among
+        all that hold weights."""
+        if self._weights:
+            self._weights.close()
+            self._awaited = None  # nobody waits for that any more
         self._weights = self._open_weights(self._config.sync.link, offer, rank)
 
     def drawn(self) -> int:
@@ -200,6 +229,8 @@ class TrainerService:
 
     def open_link(self, receivers: int) -> Ticket:
         """This end of the link, for so many processes that hold weights."""
+        if self._sender:
+            self._sender.close()
         sender, _ = find_link(self._config.sync.link)
         self._sender = sender(self._trainer.parameters, self._config, self._run, receivers)
         self._trainer.before_update = self._sender.before_update
@@ -219,5 +250,6 @@ def threads(option: int, config: Config) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if option:
         return option
-    sides = 1 if config.loop.max_lag == 0 else config.generator.count + 1
+    turns = config.loop.max_lag == 0 or config.sync.placement == "colocated"
+    sides = 1 if turns else config.generator.count + 1
     return max(1, cores // sides)

@@ -1,27 +1,30 @@
 """The `checkpoint` link: each version is a safetensors file that generators load.
 
 The slowest link, for generators that share nothing with the trainer but a file system. A file gets its name only when
-it is whole; it is read while the generator goes on decoding, and only the copy into place holds it.
+it is whole; it is read while the generator goes on decoding, each worker its own part, and only the copy into place
+holds it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from slipstream.config import Config
 from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, refuse_other_parameters, shapes_of
 
 
 class CheckpointSender(Sender):
-    """The trainer's end. The file of the version before is removed once every generator has left it."""
+    """The trainer's end. Older files are removed once every generator has left them; `sync.keep` of them stay."""
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         dtype = dtype_of(config)
-        self._parameters, self._dtype = parameters, dtype
+        self._parameters, self._dtype, self._keep = parameters, dtype, config.sync.keep
         self._directory = directory / "weights"
         self._directory.mkdir(parents=True, exist_ok=True)
 
@@ -37,18 +40,21 @@ class CheckpointSender(Sender):
         return {"version": version, "path": str(path.resolve())}
 
     def release(self, ticket: Ticket) -> None:
-        for path in self._directory.iterdir():
-            if path.name != Path(ticket["path"]).name:
-                path.unlink()
+        served = ticket["version"]
+        files = [path for path in self._directory.iterdir() if version_of(path) <= served]
+        later = set(self._directory.iterdir()) - set(files)  # of an earlier sitting that was killed
+        for path in (*newest_first(files)[max(1, self._keep) :], *later):
+            path.unlink()
 
     def close(self) -> None:
-        for path in self._directory.iterdir():
+        for path in newest_first(self._directory.iterdir())[self._keep :]:
             path.unlink()
-        self._directory.rmdir()
+        if not self._keep:
+            self._directory.rmdir()
 
 
 class CheckpointReceiver:
-    """A generator's end: reads the file."""
+    """A generator's end: opens the file, of which only the parts that are asked for are read."""
 
     lasting = True
 
@@ -56,9 +62,9 @@ class CheckpointReceiver:
         refuse_other_parameters(shapes, offer["shapes"])
         self._device = str(device)
 
-    def prepare(self, ticket: Ticket) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = load_file(ticket["path"], self._device)
-        return tensors
+    def prepare(self, ticket: Ticket) -> dict[str, Any]:
+        file: Any = safe_open(ticket["path"], framework="pt", device=self._device)
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, for a file is no mapping
 
     def close(self) -> None: ...
 
@@ -67,3 +73,13 @@ class Checkpoint:
     """Both ends."""
 
     Sender, Receiver = CheckpointSender, CheckpointReceiver
+
+
+def version_of(path: Path) -> int:
+    """The version that a file holds, or -1 for one that is not whole."""
+    number = path.stem.removeprefix("version_")
+    return int(number) if path.suffix == ".safetensors" and number.isdecimal() else -1
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=version_of, reverse=True)

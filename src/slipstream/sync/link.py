@@ -40,8 +40,11 @@ LINKS = {
 class Sender(Protocol):
     """The trainer's end. `receivers` is the number of generators' processes that hold weights.
 
-    A link inherits what it has nothing to do in.
+    A link inherits what it has nothing to do in. It is `collective` if receivers depend on each other: what one of them
+    does not take part in fails for all.
     """
+
+    collective: bool = False
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None: ...
 
@@ -69,8 +72,9 @@ class Receiver(Protocol):
 
     def __init__(self, offer: Ticket, shapes: dict[str, list[int]], rank: int, device: torch.device) -> None: ...
 
-    def prepare(self, ticket: Ticket) -> Mapping[str, Tensor]:
-        """All weights of the version, by the trainer's names. Called in a thread while the engine decodes."""
+    def prepare(self, ticket: Ticket) -> Mapping[str, Any]:
+        """All weights of the version, by the trainer's names: tensors, or what gives one for an index. Called in a
+        thread while the engine decodes."""
         ...
 
     def close(self) -> None: ...
@@ -78,12 +82,16 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class PublishStats:
-    """One publish in seconds: the longest that a generator was held between two passes, sending, and all of it."""
+    """One publish in seconds: the longest that a generator was held between two passes, sending, and all of it.
+
+    `lost` says of each generator that has left the pool since the last one, why.
+    """
 
     version: int
     hold: float
     sending: float
     total: float
+    lost: tuple[str, ...] = ()
 
 
 def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:

@@ -28,6 +28,8 @@ TIME_LIMIT = timedelta(seconds=60)
 class NcclSender(Sender):
     """The trainer's end, rank 0. Two buckets are filled in turn, so that packing one overlaps sending the other."""
 
+    collective = True
+
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         dtype = dtype_of(config)
         self._parameters, self._ranks = parameters, receivers + 1

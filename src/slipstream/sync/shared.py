@@ -31,7 +31,9 @@ class SharedSender(Sender):
         self._parameters, self._dtype = parameters, dtype
         self._handle, self._path = allocate(2 * Layout(shapes_of(parameters), dtype).size)
         self._buffers = map_buffers(self._path, Layout(shapes_of(parameters), dtype))
-        self._in_place = all(p.dtype == dtype and p.device.type == "cpu" for p in parameters.values())
+        # Pinned memory is that of a GPU's weights, which come back.
+        on_cpu = all(p.device.type == "cpu" and not p.is_pinned() for p in parameters.values())
+        self._in_place = on_cpu and all(p.dtype == dtype for p in parameters.values())
         self._front = self._home = 0  # what generators read, and what the trainer's own parameters are views of
         self._released = True
         self._copy_to(0)
@@ -61,9 +63,7 @@ class SharedSender(Sender):
         self._front, self._released = ticket["buffer"], True
 
     def close(self) -> None:
-        os.close(self._handle)
-        with contextlib.suppress(OSError):  # in memory it has no name
-            Path(self._path).unlink()
+        free(self._handle, self._path)
 
     @torch.no_grad()
     def _copy_to(self, index: int) -> None:
@@ -116,3 +116,10 @@ def allocate(size: int) -> tuple[int, str]:
         handle, path = tempfile.mkstemp(prefix="slipstream-weights-")
     os.truncate(handle, size)
     return handle, path
+
+
+def free(handle: int, path: str) -> None:
+    """Give back what `allocate` gave. Processes that have mapped it keep it as long as they live."""
+    os.close(handle)
+    with contextlib.suppress(OSError):  # in memory it has no name
+        Path(path).unlink()

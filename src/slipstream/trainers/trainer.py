@@ -24,6 +24,7 @@ from slipstream.models import device_here, load_model, trained_parameters
 from slipstream.rollout import Batch, Completion, Sample, samples_of
 from slipstream.trainers import checkpoint
 from slipstream.trainers.memory import checkpoint_activations, compile_layers
+from slipstream.trainers.offload import move
 from slipstream.trainers.packing import MicroBatch, bundle, bundle_length, pack, plan
 from slipstream.trainers.policy import Policy
 from slipstream.trainers.precision import compute_on, lowered
@@ -70,6 +71,8 @@ class Trainer:
         self.parameters = trained_parameters(self.model)
         self.step_count = self.token_count = 0
         self.before_update: Callable[[], None] = lambda: None
+        self._offloaded = False
+        self._frozen: Any = None
         self._algorithm: AlgorithmConfig = config.algorithm
         self._options: TrainerConfig = options
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
@@ -96,8 +99,19 @@ class Trainer:
         compute_on(self.model, self.parameters, tensors)
         self._lowered = None
 
+    def offload(self) -> None:
+        """Free the device: all state goes to the host's memory, where it can be saved and published."""
+        move(self._state(), torch.device("cpu"))
+        self._offloaded = True
+
+    def load(self) -> None:
+        """Take the state back."""
+        move(self._state(), self.device)
+        self._offloaded = False
+
     def step(self, batch: Batch) -> StepStats:
         """One optimizer step. The loss is divided once, by all tokens of the batch, signal or not."""
+        self._refuse_offloaded()
         began = time.perf_counter()
         samples = [s for s in batch.samples() if any(s.advantages) or self._algorithm.kl]
         sums: dict[str, Tensor] = {}
@@ -143,6 +157,7 @@ class Trainer:
     @torch.no_grad()
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
         """Log-probabilities of these completions' tokens under the policy as it is now."""
+        self._refuse_offloaded()
         samples = [samples_of([completion])[0] for completion in completions]
         scored: dict[int, list[float]] = {}
         for micro in self._micro_batches(samples):
@@ -163,6 +178,21 @@ class Trainer:
     def export(self, path: Path) -> None:
         """The policy as a Hugging Face directory, or its adapters as a PEFT directory."""
         checkpoint.export(path, self.model, self.parameters)
+
+    def _state(self) -> Iterator[Tensor]:
+        """All that a step needs on the device: masters, what is computed on, gradients, and the optimizer's."""
+        models = (self.model, *filter(None, [self._frozen]))
+        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        tensors += [*self.parameters.values(), *(self._lowered or {}).values()]
+        yield from tensors
+        yield from (tensor.grad for tensor in tensors if tensor.grad is not None)
+        counted_here = self._optimizer.defaults["fused"]  # else AdamW counts its steps on the host
+        for moments in self._optimizer.state.values():
+            yield from (tensor for name, tensor in moments.items() if name != "step" or counted_here)
+
+    def _refuse_offloaded(self) -> None:
+        if self._offloaded:
+            raise RuntimeError("this trainer is offloaded: nothing may be asked of it before it is loaded")
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Summed loss of a micro-batch, and sums that describe it."""
@@ -211,10 +241,10 @@ class Trainer:
                     yield self._policy
 
             return without_adapter
-        frozen = copy.deepcopy(self._policy).requires_grad_(False)
-        for parameter in frozen.parameters():
+        self._frozen = copy.deepcopy(self._policy).requires_grad_(False)
+        for parameter in self._frozen.parameters():
             parameter.data = parameter.data.to(compute)
-        return lambda: contextlib.nullcontext(frozen)
+        return lambda: contextlib.nullcontext(self._frozen)
 
 
 def learning_rate(options: TrainerConfig, step: int, steps: int, spent: float = 0.0) -> float:

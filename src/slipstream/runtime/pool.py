@@ -1,0 +1,147 @@
+"""Several generators as one: each an engine in a process of its own, or a server of the user's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from slipstream.actor import Actor, ActorDied, ActorError
+from slipstream.config import Config
+from slipstream.generators.base import GenerationError
+from slipstream.rollout import Completion, Sampling
+from slipstream.runtime.servers import Server
+
+BEGINNING = 64  # tokens by which prompts are taken to begin alike
+HOMES = 4096  # beginnings that are remembered
+SLACK = 8
+
+Begin = Callable[[Config], tuple[Actor, Awaitable[None]]]
+
+
+class ProcessGenerator:
+    """An engine in a process of its own or a server, as a `Generator`. `ranks` of its processes hold weights, and
+    `begin` starts another in its place."""
+
+    def __init__(self, actor: Actor | Server, ranks: int = 1, begin: Begin | None = None) -> None:
+        self.actor = actor
+        self.ranks = ranks
+        self._begin = begin
+        self._before: dict[str, float] = {}  # totals of those that were in this one's place
+        self.outstanding = 0
+        self._keys = itertools.count()
+        self.version = 0
+        self.totals: dict[str, float] = {"tokens": 0, "busy": 0.0}
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        self.outstanding += 1
+        key, actor = next(self._keys), self.actor
+        try:
+            completion: Completion = await actor.call("generate", key, tuple(prompt_ids), sampling)
+        except asyncio.CancelledError:
+            actor.post("abort", key)
+            raise
+        except ActorError as error:
+            raise (GenerationError(str(error)) if error.kind == "GenerationError" else error) from None
+        finally:
+            self.outstanding -= 1
+        return completion
+
+    async def stats(self) -> dict[str, float]:
+        """Tokens generated and seconds busy since the start."""
+        stats: dict[str, float] = await self.actor.call("stats")
+        self.totals = {name: value + self._before.get(name, 0.0) for name, value in stats.items()}
+        return self.totals
+
+    async def renew(self, config: Config) -> None:
+        """Start a new engine in the place of this one, whose requests fail with `ActorDied`."""
+        assert self._begin is not None
+        old = self.actor
+        if not old.dead:
+            self._before = await self.stats()
+        self.actor, started = self._begin(config)  # first: who looks for one that lives finds it
+        old.give_up(f"{old.name} made room for another")
+        await started
+
+    async def close(self) -> None:
+        await self.actor.stop()
+
+
+class GeneratorPool:
+    """Several generators as one: each request goes to the one with the fewest outstanding of those that live.
+
+    Turns of an episode, and rollouts of one task, begin alike, and a generator that saw the beginning has its keys:
+    they stay together as long as that does not pile up more than `SLACK` requests. What a generator was drawing when it
+    died, another draws again; `living` are the others. While `awake` is not set, requests wait.
+    """
+
+    def __init__(self, generators: Sequence[ProcessGenerator]) -> None:
+        self.generators = generators
+        self.awake = asyncio.Event()
+        self.awake.set()
+        self._homes: OrderedDict[tuple[int, ...], ProcessGenerator] = OrderedDict()
+
+    @property
+    def living(self) -> list[ProcessGenerator]:
+        return [g for g in self.generators if not g.actor.dead]
+
+    @property
+    def version(self) -> int:
+        return min(g.version for g in self.living or self.generators)
+
+    @property
+    def dead(self) -> ActorDied | None:
+        """What became of the generator that died first, if none of them lives."""
+        return None if self.living else self.generators[0].actor.dead
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        while True:
+            await self.awake.wait()
+            try:
+                return await self._choose(prompt_ids).generate(prompt_ids, sampling)
+            except ActorDied:
+                if self.dead:
+                    raise
+
+    def _choose(self, prompt_ids: Sequence[int]) -> ProcessGenerator:
+        living = self.living or self.generators
+        least, beginning = min(living, key=lambda g: g.outstanding), tuple(prompt_ids[:BEGINNING])
+        home = self._homes.pop(beginning, least)
+        if home not in living or home.outstanding > least.outstanding + SLACK:
+            home = least
+        self._homes[beginning] = home
+        if len(self._homes) > HOMES:
+            self._homes.popitem(last=False)
+        return home
+
+    async def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """What each that lives answers. One that dies meanwhile does not; raises if none is left, or one refuses."""
+        calls = (g.actor.call(method, *arguments) for g in self.living)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ActorDied):
+                raise answer
+        if self.dead:
+            raise self.dead
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def stats(self) -> dict[str, float]:
+        """Tokens of all generators, and seconds busy of the average one."""
+        await asyncio.gather(*(g.stats() for g in self.living), return_exceptions=True)
+        return self.totals
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """The same as of the last publish or call of `stats`."""
+        totals = [g.totals for g in self.generators]
+        return {"tokens": sum(t["tokens"] for t in totals), "busy": sum(t["busy"] for t in totals) / len(totals)}
+
+    async def drawn(self) -> int:
+        """Tokens that the furthest sequence in flight has drawn."""
+        drawn: list[int] = await self.ask("drawn")
+        return max(drawn)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(g.close() for g in self.generators))

@@ -1,0 +1,208 @@
+"""A publish, as the controller drives it: a version goes from the trainer to every generator, or they leave the pool.
+
+A generator that can't be brought to a version, or serves other values than were published, is ended: nothing is ever
+drawn by a mixture. The run goes on with the others, and a publish fails only where there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from slipstream.actor import Actor, ActorDied, ActorError
+from slipstream.config import SyncConfig
+from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
+from slipstream.sync.checksum import chosen
+from slipstream.sync.link import PublishStats, find_link
+
+DEATH_SHOWS = 1.0  # seconds after a failed publish in which a process that died at its other end is known to have
+
+Answers = dict[ProcessGenerator, Any]
+
+
+class PublishError(RuntimeError):
+    """New weights did not reach a generator as they are."""
+
+
+async def nothing() -> None:
+    """What happens between staging and sending where both sides run at once."""
+
+
+class WeightLink:
+    """The controller's view of a link: it carries tickets from one end to the other, and commits a version.
+
+    `hand_over` is called once a version is staged and before any generator takes it.
+    """
+
+    def __init__(
+        self, trainer: Actor, pool: GeneratorPool, sync: SyncConfig, hand_over: Callable[[], Awaitable[None]] = nothing
+    ) -> None:
+        self._trainer, self._pool, self._sync, self._hand_over = trainer, pool, sync, hand_over
+        self._collective: bool = getattr(find_link(sync.link)[0], "collective", False)
+        self._released: asyncio.Future[None] | None = None
+        self._names: list[str] = []
+        self._members = list(pool.generators)
+        self._connected = False
+        self._failed: dict[ProcessGenerator, Exception] = {}  # at the last question
+        self._lost: list[str] = []
+
+    async def connect(self, version: int) -> None:
+        """Connect both ends and publish for the first time: every generator serves the trainer's weights."""
+        if self._sync.link == "single_copy":
+            shapes = await self._trainer.call("shapes")
+            await self._trainer.call("compute_on", await self._members[0].actor.call("lend", shapes))
+        await self._join()
+        lost = (await self.publish(version, "off" if self._sync.verify == "off" else "full")).lost
+        if lost:  # nothing has been drawn yet: whoever started the run can mend it
+            raise PublishError(lost[0])
+        self._connected = True
+
+    async def publish(self, version: int, verify: str = "") -> PublishStats:
+        """Bring every generator to the trainer's weights. Raises if none of them can be, or the trainer can't.
+
+        `verify` says which parameters are compared then, in the place of `sync.verify`.
+        """
+        began = time.perf_counter()
+        if self._released:
+            await self._released
+        left = [g for g in self._members if g.actor.dead]
+        self._lose(left)
+        while True:
+            self._failed = {}
+            try:
+                if left and self._collective:  # it waits for all that have joined
+                    await self._join()
+                holds, sending = await self._attempt(version, verify or self._sync.verify)
+                break
+            except (ActorError, ActorDied) as error:
+                left = await self._guilty(error)
+                self._lose(left)
+        lost, self._lost = tuple(self._lost), []
+        return PublishStats(version, max(holds), sending, time.perf_counter() - began, lost)
+
+    async def close(self) -> None:
+        """Both ends close with their processes."""
+
+    async def _join(self) -> None:
+        """Connect both ends, of those generators that are there."""
+        ranks = [g.ranks for g in self._members]
+        offer = await self._trainer.call("open_link", sum(ranks))
+        self._names = list(offer["shapes"])
+        firsts = itertools.accumulate(ranks, initial=1)
+        calls = [g.actor.call("connect", offer, first) for g, first in zip(self._members, firsts, strict=False)]
+        await asyncio.gather(*calls)
+
+    async def _attempt(self, version: int, verify: str) -> tuple[list[float], float]:
+        """Publish to all members. Returns how long each was held, and how long sending took."""
+        ticket = await self._trainer.call("stage", version)
+        await self._hand_over()
+        sent = asyncio.ensure_future(_seconds(self._trainer.call("send", ticket)))
+        sent.add_done_callback(lambda done: done.cancelled() or done.exception())  # another failure may be told
+        # All have the whole version beside what they serve before the first of them swaps.
+        try:
+            await _unless(sent, self._each(g.actor.call("prepare", ticket) for g in self._members))
+            holds = await _unless(sent, self._each(self._swap(g, version) for g in self._members))
+            sending = await sent
+        finally:
+            sent.cancel()
+        # Not waited for, but on its way: the trainer reads it before any call that is made after this.
+        self._released = self._trainer.call("release", ticket)
+        self._released.add_done_callback(lambda done: done.cancelled() or done.exception())  # the next publish tells
+        await self._compare(chosen(self._names, version, verify), version)
+        return list(holds.values()), sending
+
+    async def _each(self, calls: Iterable[Awaitable[Any]]) -> Answers:
+        """What each member answers. Who fails is lost if others don't; in a collective, one failure is that of all."""
+
+        async def answer(generator: ProcessGenerator, call: Awaitable[Any]) -> Any:
+            try:
+                return await call
+            except (ActorError, ActorDied) as error:
+                self._failed[generator] = error
+                if self._collective:
+                    raise
+                return error
+
+        self._failed = {}
+        pairs = list(zip(self._members, calls, strict=True))
+        answers = await asyncio.gather(*(answer(*pair) for pair in pairs))
+        if len(self._failed) == len(pairs):
+            raise next(iter(self._failed.values()))
+        answered = {g: a for (g, _), a in zip(pairs, answers, strict=True) if g not in self._failed}
+        self._lose(self._failed)
+        return answered
+
+    async def _guilty(self, error: ActorError | ActorDied) -> list[ProcessGenerator]:
+        """The generators without which a collective that failed may be tried again. Raises where it can't be.
+
+        What fails at one end may be but the death of another, which shows a little later.
+        """
+        last = time.perf_counter() + DEATH_SHOWS
+        while not (self._trainer.dead or any(g.actor.dead for g in self._members)) and time.perf_counter() < last:
+            await asyncio.sleep(DEATH_SHOWS / 20)
+        dead = [g for g in self._members if g.actor.dead]
+        guilty = dead or list(self._failed)
+        others = self._connected and self._collective and 0 < len(guilty) < len(self._members)
+        if self._trainer.dead or not others:
+            raise self._trainer.dead or (dead[0].actor.dead if dead else None) or error
+        return guilty
+
+    def _lose(self, generators: Iterable[ProcessGenerator]) -> None:
+        """End these for good, and remember why. Raises if none is left."""
+        for generator in list(generators):
+            if generator not in self._members:
+                continue
+            why = generator.actor.dead or self._failed.get(generator)
+            generator.actor.give_up(f"{generator.actor.name} was taken out of the pool: {why}")
+            self._members.remove(generator)
+            first = str(why).splitlines()[0]
+            named = first if first.startswith(generator.actor.name) else f"{generator.actor.name} failed: {first}"
+            self._lost.append(f"{named}; {len(self._members)} of {len(self._pool.generators)} generators are left")
+        if not self._members and self._pool.dead:
+            raise self._pool.dead
+
+    async def _swap(self, generator: ProcessGenerator, version: int) -> float:
+        hold: float
+        hold, generator.totals = await generator.actor.call("swap", version)
+        generator.version = version
+        return hold
+
+    async def _compare(self, names: list[str], version: int) -> None:
+        """See that what is served is what the trainer published, parameter by parameter."""
+        if not names:
+            return
+        asked = self._each([g.actor.call("checksums", names) for g in self._members])
+        wanted, served = await asyncio.gather(self._trainer.call("checksums", names), asked)
+        for generator, sums in served.items():
+            other = next((name for name in names if sums[name] % 2**64 != wanted[name]), "")
+            if other:
+                self._failed[generator] = PublishError(
+                    f"{generator.actor.name} serves {other} with other values than the trainer published as version "
+                    f"{version}; nothing was trained on them. Try another sync.link"
+                )
+        if self._failed and all(g in self._failed for g in self._members):
+            raise self._failed[self._members[0]]
+        self._lose(self._failed)
+
+
+async def _unless(sent: asyncio.Future[float], receiving: Awaitable[Answers]) -> Answers:
+    """What the receivers answer. Raises at once if sending fails: they may wait for ever for what it does not send."""
+    received = asyncio.ensure_future(receiving)
+    received.add_done_callback(lambda done: done.cancelled() or done.exception())  # this raises another's failure
+    try:
+        await asyncio.wait((sent, received), return_when=asyncio.FIRST_COMPLETED)
+        if sent.done() and not received.done():
+            sent.result()
+        return await received
+    finally:
+        received.cancel()
+
+
+async def _seconds(call: asyncio.Future[Any]) -> float:
+    """How long a call takes from now on."""
+    began = time.perf_counter()
+    await call
+    return time.perf_counter() - began

@@ -1,0 +1,81 @@
+"""The `checkpoint` link with `sync.restart`: every version is a model's directory, and engines are started anew on it.
+
+For engines that can load files and nothing else. It holds generation for as long as they take to start, and no checksum
+can be asked of them: what they serve is what they load. One that has died meanwhile starts again like the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+
+from slipstream.actor import Actor, ActorDied, ActorError
+from slipstream.config import Config, ConfigError
+from slipstream.models import load_tokenizer
+from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
+from slipstream.sync.link import PublishStats
+
+POLL = 0.02  # seconds between two looks whether all has been drawn
+
+
+class RestartLink:
+    """A `runtime.publish.WeightLink` that restarts engines."""
+
+    def __init__(self, trainer: Actor, pool: GeneratorPool, config: Config, directory: Path) -> None:
+        self._trainer, self._pool, self._config = trainer, pool, config
+        self._directory = directory / "weights"
+        self._keep = max(1, config.sync.keep)
+
+    async def connect(self, version: int) -> None:
+        """Publish for the first time: a run that is resumed has other weights than the model's files."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        await self.publish(version)
+
+    async def publish(self, version: int, verify: str = "") -> PublishStats:
+        """Bring every generator to the trainer's weights. Raises if none of them can be."""
+        began = time.perf_counter()
+        path = await self._write(version)
+        sending = time.perf_counter() - began
+        self._pool.awake.clear()
+        while self._config.sync.interruption == "drain" and any(g.outstanding for g in self._pool.living):
+            await asyncio.sleep(POLL)
+        stopped = time.perf_counter()
+        config = self._config.model_copy(
+            update={"model": self._config.model.model_copy(update={"path": str(path.resolve())})}
+        )
+        renewed = [self._renew(g, config, version) for g in self._pool.generators]
+        failed = [error for error in await asyncio.gather(*renewed) if error]
+        if len(failed) == len(renewed):
+            raise failed[0]
+        self._pool.awake.set()
+        for old in self._newest_first()[self._keep :]:
+            shutil.rmtree(old)
+        ended = time.perf_counter()
+        return PublishStats(version, ended - stopped, sending, ended - began, tuple(str(e) for e in failed))
+
+    async def close(self) -> None:
+        """Remove what shall not outlive the run."""
+        if not self._config.sync.keep:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _write(self, version: int) -> Path:
+        path = self._directory / f"version_{version}"
+        partial = path.with_suffix(".partial")
+        await self._trainer.call("export", partial)
+        await asyncio.to_thread(lambda: load_tokenizer(self._config.model.path).save_pretrained(partial))
+        return partial.rename(path)
+
+    async def _renew(self, generator: ProcessGenerator, config: Config, version: int) -> Exception | None:
+        try:
+            await generator.renew(config)
+            await generator.actor.call("begin", version)
+        except (ActorDied, ActorError, ConfigError) as error:
+            generator.actor.give_up(f"{generator.actor.name} did not start again: {error}")
+            return error
+        generator.version = version
+        return None
+
+    def _newest_first(self) -> list[Path]:
+        return sorted(self._directory.iterdir(), key=lambda path: int(path.name.partition("_")[2]), reverse=True)

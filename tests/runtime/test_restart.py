@@ -1,0 +1,72 @@
+"""Engines that are started anew on the files of each version."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.config import ConfigError, load_config
+from slipstream.rollout import Sampling
+from slipstream.runtime.local import Pools
+
+TRAINER = "slipstream.verification:ChangingTrainer"
+
+
+@pytest.mark.parametrize(("how", "keep"), [("retry", 0), ("drain", 2)])
+def test_engines_start_again_on_each_version(how: str, keep: int, tiny: Path, tmp_path: Path) -> None:
+    """Sequences in flight are drawn again or finished first, and told as of the version that drew them; the newest
+    files stay, and as many older ones as is wanted."""
+    from transformers import AutoModelForCausalLM
+
+    flags = [f"--sync.interruption={how}", f"--sync.keep={keep}", "--trainer.threads=1", "--generator.threads=1"]
+    named = [f"--model.path={tiny}", "--environment.name=addition", f"--trainer.kind={TRAINER}"]
+    config = load_config(None, [*named, *flags, "--sync.link=checkpoint", "--sync.restart=true"])
+
+    async def main() -> None:
+        pools = await Pools.start(config, tmp_path)
+        trainer, sampling = pools.trainer.actor, Sampling(max_tokens=150)
+        try:
+            await pools.link.connect(0)
+            running = [asyncio.ensure_future(pools.generator.generate([5, 6, 7 + i], sampling)) for i in range(4)]
+            while await pools.generator.drawn() < 5:
+                await asyncio.sleep(0.001)
+            tokens = (await pools.generator.stats())["tokens"]
+            await trainer.call("change", 1)
+            await pools.link.publish(1)
+            await trainer.call("store", tmp_path / "1")
+            for c in await asyncio.gather(*running):
+                assert c.versions == ((1, 1) if how == "retry" else (0, 0))
+            drawn = await pools.generator.generate([5, 6, 7], sampling)
+            assert drawn.versions == (1, 1) and pools.generator.version == 1
+            assert (await pools.generator.stats())["tokens"] > tokens
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "1")
+            with torch.no_grad():
+                logits = model(torch.tensor([drawn.prompt_ids + drawn.token_ids[:-1]])).logits[0, 2:]
+            wanted = logits.log_softmax(-1).gather(-1, torch.tensor(drawn.token_ids)[:, None])[:, 0]
+            assert (wanted - torch.tensor(drawn.logprobs)).abs().max() < 1e-4
+            files = sorted(path.name for path in (tmp_path / "weights").iterdir())
+            assert files == ["version_0", "version_1"][-max(1, keep) :]
+        finally:
+            await pools.close()
+        assert (tmp_path / "weights").exists() == bool(keep)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--sync.interruption=retry"], 'sync.restart = true does not go with sync.link = "shared"; set it to "check'),
+        (
+            ["--sync.link=checkpoint"],
+            'sync.interruption = "continue": sequences go with an engine; set it to "retry',
+        ),
+    ],
+)
+def test_what_can_not_be_restarted_is_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["--model.path=m", "--environment.name=e", "--sync.restart=true", *flags])
+    assert said in str(caught.value)

@@ -1,0 +1,198 @@
+"""Placement `colocated`: one side at a time, and nothing is learnt otherwise than where both work at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.actor import ActorError
+from slipstream.config import Config, ConfigError, load_config
+from slipstream.generators.torch import Engine
+from slipstream.rollout import Batch, Completion, Sampling
+from slipstream.run import train
+from slipstream.runtime.local import Pools
+from tests.conftest import build_model
+
+RECORDING = """
+import json, os, time
+from pathlib import Path
+from slipstream.environments.base import Task
+from slipstream.runtime.services import GeneratorService, TrainerService
+
+def record(side, began):
+    with (Path(__file__).parent / f"{side} {os.getpid()}").open("a") as file:
+        file.write(json.dumps([began, time.perf_counter()]) + "\\n")
+
+class Sums:
+    train = [Task(str(i), f"{i % 10} + 1 =") for i in range(20)]
+    test = train[:6]
+    async def rollout(self, task, policy):
+        completion = await policy.sample(task.prompt)
+        return float(sum(completion.token_ids) % 7)
+
+class Generator(GeneratorService):
+    def tick(self):
+        began, before = time.perf_counter(), self._engine.tokens_generated
+        super().tick()
+        if self._engine.tokens_generated > before:
+            record("generator", began)
+
+class Trainer(TrainerService):
+    def handle(self, method, arguments, reply):
+        began = time.perf_counter()
+        super().handle(method, arguments, reply)
+        if method in ("step", "score"):
+            record("trainer", began)
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the services of the module `recording` write down when they compute."""
+    folder = tmp_path / "recorded"
+    folder.mkdir()
+    (folder / "recording.py").write_text(RECORDING)
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    sys.modules.pop("recording", None)
+
+
+def config_of(model: Path, *flags: str) -> Config:
+    named = [f"--model.path={model}", "--trainer.threads=1", "--generator.threads=1", "--environment.name=addition"]
+    return load_config(None, [*named, *flags])
+
+
+def run(model: Path, directory: Path, *flags: str) -> dict[str, Any]:
+    small = ["--loop.steps=4", "--loop.groups_per_step=3", "--loop.group_size=4", "--sampling.max_tokens=12"]
+    rest = ["--trainer.learning_rate=1e-3", "--evaluation.tasks=6", "--evaluation.every=2", "--checkpoint.every=2"]
+    kinds = ["--generator.kind=recording:Generator", "--trainer.kind=recording:Trainer", f"--run.dir={directory}"]
+    kinds.append("--environment.name=recording:Sums")
+    return train(config_of(model, *small, *rest, *kinds, *flags), quiet=True)
+
+
+def intervals(folder: Path, side: str) -> list[tuple[float, float]]:
+    return sorted(
+        tuple(json.loads(line)) for file in folder.glob(f"{side} *") for line in file.read_text().splitlines()
+    )
+
+
+def overlapping(folder: Path) -> int:
+    """How many times the trainer worked while a generator did."""
+    drawn = intervals(folder, "generator")
+    return sum(
+        any(began < end and start < ended for began, ended in drawn) for start, end in intervals(folder, "trainer")
+    )
+
+
+COLOCATED = "--sync.placement=colocated"
+
+
+@pytest.mark.e2e
+def test_a_synchronous_run_in_turns_learns_the_same_to_the_bit(tiny: Path, tmp_path: Path, recorded: Path) -> None:
+    summary = run(tiny, tmp_path / "turns", "--loop.max_lag=0", COLOCATED, "--sync.interruption=recompute")
+    assert summary["steps"] == summary["publish"]["count"] == 4
+    assert len(intervals(recorded, "trainer")) == 5 and not overlapping(recorded)  # with the probe's score
+    run(tiny, tmp_path / "both", "--loop.max_lag=0")
+    policies = [load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("turns", "both")]
+    start = load_file(tiny / "model.safetensors")
+    assert all(torch.equal(policies[0][name], policies[1][name]) for name in policies[0])
+    assert any(not torch.equal(policies[0][name], start[name]) for name in policies[0])
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("how", "more"),
+    [
+        ("recompute", ["--generator.count=2"]),
+        ("retry", ["--sync.link=checkpoint"]),
+        ("drain", ["--sync.every=2", "--loop.max_lag=1"]),
+    ],
+)
+def test_turns_with_sequences_in_flight(how: str, more: list[str], tiny: Path, tmp_path: Path, recorded: Path) -> None:
+    """Whatever becomes of them, nobody computes in the other's turn, and what is trained on is told truly."""
+    summary = run(tiny, tmp_path / "run", "--loop.max_lag=2", COLOCATED, f"--sync.interruption={how}", *more)
+    assert summary["steps"] == 4 and not summary["failures"] and summary["lag"]["max"] <= 2
+    assert intervals(recorded, "generator") and not overlapping(recorded)
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(m["mismatch_kl"] < 1e-9 for m in metrics if m["lag_max"] == 0 and how != "drain")
+
+
+def test_who_sleeps_refuses_work(tiny: Path, tmp_path: Path) -> None:
+    """Loudly, if it is asked past the pool, whose requests wait; and a turn leaves the trainer nothing to do."""
+
+    async def main() -> None:
+        config = config_of(tiny, COLOCATED, "--sync.interruption=recompute")
+        pools = await Pools.start(config, tmp_path)
+        (generator,), sampling = pools.generator.generators, Sampling(temperature=0.0, max_tokens=20)
+        try:
+            await pools.link.connect(0)
+            before = await pools.generator.generate([5, 6, 7], sampling)
+            with pytest.raises(ActorError, match="this trainer is offloaded"):
+                await pools.trainer.score([before])
+            async with pools.trainers_turn(publishes=False):
+                with pytest.raises(ActorError, match="this engine sleeps"):
+                    await generator.generate([5, 6, 7], sampling)
+                waiting = asyncio.ensure_future(pools.generator.generate([5, 6, 7], sampling))
+                await pools.trainer.score([before])
+                assert not waiting.done() and not await pools.generator.drawn()
+            with pytest.raises(ActorError, match="this trainer is offloaded"):
+                await pools.trainer.step(Batch((), ()))
+            assert (await waiting).token_ids == before.token_ids
+        finally:
+            await pools.close()
+
+    asyncio.run(main())
+
+
+def completions(engine: Engine) -> list[Completion]:
+    done: dict[Any, Completion] = {}
+    while engine.busy:
+        done |= dict(engine.step())
+    return [done[key] for key in sorted(done)]
+
+
+@pytest.mark.parametrize("how", ["recompute", "retry"])
+def test_a_sleep_changes_no_token(how: Any) -> None:
+    """An engine that slept and woke with the same weights draws what one draws that never slept."""
+    slept, awake = (Engine(build_model("qwen3"), slots=4) for _ in range(2))
+    for engine in (slept, awake):
+        for key in range(6):
+            engine.submit(key, [5, 6, 7 + key], Sampling(max_tokens=20, seed=key))
+    for _ in range(7):
+        slept.step()
+    slept.sleep(2)
+    assert slept.step() == [] and slept._cache.positions == 0 and slept.busy
+    with pytest.raises(RuntimeError, match="sleeps"):
+        slept.submit(9, [5], Sampling())
+    slept.wake(["weights"])
+    assert slept.asleep
+    slept.swap(1, lambda: None, how)
+    slept.wake(["kv_cache"])
+    ours, theirs = completions(slept), completions(awake)
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    assert {c.versions for c in ours} == ({(0, 1), (1, 1)} if how == "recompute" else {(1, 1)})
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], 'sync.interruption = "continue": keys and values are lost in sleep; set it to "recompute", "retry" or'),
+        (["--sync.interruption=retry", "--sync.link=nccl"], 'sync.link = "nccl", whose ends run at once; use "shared"'),
+        (
+            ["--sync.interruption=drain", "--generator.kind=vllm", "--generator.servers=['http://a:1']"],
+            "generator.servers, which can't be put to sleep; leave them out",
+        ),
+    ],
+)
+def test_what_can_not_take_turns_is_refused(flags: list[str], said: str, tiny: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(tiny, COLOCATED, *flags)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
