@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # What is dear to compute again, by name: which operation stands behind attention depends on torch's release.
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product", "aten._flash_attention", "torch_attn.")
 
 
-def layers(model: Any) -> Iterator[nn.Module]:
+def layers(model: Any) -> Iterator[Any]:
     """The decoder layers of a Hugging Face model, adapted or not."""
     names = set(model._no_split_modules or ())
     return (module for module in model.modules() if type(module).__name__ in names)
@@ -21,13 +21,11 @@ def layers(model: Any) -> Iterator[nn.Module]:
 
 def checkpoint_activations(model: Any, how: str) -> None:
     """Compute again in the backward pass what a layer did: all of it ("full"), or all but its matrix products."""
-    if how == "none":
-        return
-    options: dict[str, Any] = {"use_reentrant": False}
-    if how == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    for layer in layers(model):
-        layer.forward = partial(checkpoint, layer.forward, **options)
+    forwards = {"full": _all_again, "selective": _products_kept}
+    if how != "none":
+        for layer in layers(model):
+            layer.whole_forward = layer.forward
+            layer.forward = MethodType(forwards[how], layer)
 
 
 def compile_layers(model: Any) -> None:
@@ -36,6 +34,19 @@ def compile_layers(model: Any) -> None:
         layer.compile(dynamic=True)
 
 
+# Functions of this file, which the compiler looks into, unlike a bare `checkpoint`; as methods they are copied with
+# their layer.
+def _all_again(layer: Any, *arguments: Any, **options: Any) -> Any:
+    return checkpoint(layer.whole_forward, *arguments, use_reentrant=False, **options)
+
+
+def _products_kept(layer: Any, *arguments: Any, **options: Any) -> Any:
+    return checkpoint(layer.whole_forward, *arguments, use_reentrant=False, context_fn=_contexts, **options)
+
+
 def _keep_products(ctx: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     dear = str(operation).startswith(PRODUCTS)
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_contexts = partial(create_selective_checkpoint_contexts, _keep_products)
