@@ -16,13 +16,14 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from work import SHAPES, save_model
 
-from slipstream.algorithms.advantages import make_batch
+from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import load_config
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
 from slipstream.trainers.trainer import Trainer
@@ -46,7 +47,7 @@ def make_rollouts(tokens: int, vocabulary: int, seed: int) -> Batch:
             )
             total += len(prompt) + count
         groups.append(Group(len(groups), str(len(groups)), tuple(rollouts)))
-    return make_batch(groups, normalize=True)
+    return make_batch(groups, partial(group_mean, normalize=True))
 
 
 def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:

@@ -23,11 +23,11 @@ def file(tmp_path: Path) -> Path:
 
 def test_flags_lie_over_the_file(file: Path) -> None:
     flags = ["--loop.max_lag", "3", "--trainer.betas=[0.8, 0.9]", "--environment.options.digits", "1"]
-    flags += ["--sampling.stop", '["a b", "c"]', "--run.dir", "out/a b", "--algorithm.normalize=true"]
+    flags += ["--sampling.stop", '["a b", "c"]', "--run.dir", "out/a b", "--algorithm.whiten=true"]
     config = load_config(file, flags)
     assert config.loop.max_lag == 3 and config.trainer.betas == (0.8, 0.9)
     assert config.environment.options == {"digits": 1}
-    assert config.sampling.stop == ["a b", "c"] and config.run.dir == "out/a b" and config.algorithm.normalize
+    assert config.sampling.stop == ["a b", "c"] and config.run.dir == "out/a b" and config.algorithm.whiten
 
 
 def test_what_is_printed_reads_back_the_same(file: Path) -> None:
@@ -88,8 +88,8 @@ def test_every_option_is_documented_once() -> None:
         (["--loop", "3"], "unknown option --loop"),
         (["--loop.steps", '"7"'], 'loop.steps = "7": it must be a valid integer'),
         (["--loop.steps", "true"], "loop.steps = true: it must be a valid integer"),
-        (["--algorithm.normalize", "yes"], 'algorithm.normalize = "yes": it must be a valid boolean'),
-        (["--algorithm.normalize", "1"], "algorithm.normalize = 1: it must be a valid boolean"),
+        (["--algorithm.whiten", "yes"], 'algorithm.whiten = "yes": it must be a valid boolean'),
+        (["--algorithm.whiten", "1"], "algorithm.whiten = 1: it must be a valid boolean"),
         (["--lora.alpha", "inf"], "lora.alpha = inf: it must be a finite number"),
         (["--trainer.betas", "[nan, 0.9]"], "trainer.betas.0 = nan: it must be a finite number"),
         (
@@ -101,7 +101,14 @@ def test_every_option_is_documented_once() -> None:
             "options.x = [{'y': inf}] is no text, finite number",
         ),
         (["--sampling.stop", '["a", ""]'], 'sampling.stop.1 = "": string should have at least 1 character'),
-        (["--algorithm.truncate", "1.1"], "algorithm.truncate = 1.1 is below 1 + algorithm.clip_high = 1.2"),
+        (
+            ["--algorithm.kl", "1", "--algorithm.kl_estimator", "k1"],
+            'k1" has no gradient on average; set algorithm.kl_w',
+        ),
+        (["--algorithm.kl", "1", "--algorithm.kl_estimator", "k4"], "'k1', 'k2' or 'k3'"),
+        (["--algorithm.los", "grpo"], "unknown option algorithm.los (did you mean algorithm.loss?)"),
+        (["--algorithm.loss.day", "1979-05-27"], "algorithm.loss.day = datetime.date(1979, 5, 27) is no text"),
+        (["--algorithm.loss", "3"], "algorithm.loss = 3: it must be a valid dictionary"),
         (["--sync.every", "3"], "checkpoint.every = 50 is no multiple of sync.every = 3"),
         (["--loop.steps.more", "3"], "loop.steps"),
     ],

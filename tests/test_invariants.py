@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import random
 from itertools import pairwise
 
@@ -44,7 +46,7 @@ class Line:
         survivors = self.options.group_size if survivors is None else survivors
         rewards = [0.0 if equal else float(member) for member in range(survivors)]
         rollouts = [rollout(began, self.state.version, reward) for reward in rewards]
-        self.state.end(entry, "t", rollouts, failed=self.options.group_size - survivors, filter_equal=True)
+        self.state.end(entry, "t", rollouts, failed=self.options.group_size - survivors, filter_most=math.inf)
         if survivors >= 2 and equal:
             self.filtered.append(number)
 
@@ -241,13 +243,24 @@ def test_groups_without_signal_are_counted_in_a_row() -> None:
     line.check()
 
 
+def test_after_so_many_filtered_groups_the_rest_is_trained_on() -> None:
+    state = LoopState(LoopConfig(groups_per_step=2, max_lag=9), 1, 9)
+    for equal, ready in ((True, 0), (True, 0), (True, 1), (True, 2), (False, 3), (True, 3)):
+        rewards = (1.0, 1.0) if equal else (1.0, 0.0)
+        entry = state.ledger.start()
+        rollouts = [dataclasses.replace(rollout(0, 4), reward=r) for r in rewards]
+        state.end(entry, "t", rollouts, failed=0, filter_most=2)
+        assert len(state.ready) == ready
+    assert state.ledger.counts.filtered == 3 * 2
+
+
 def test_the_buffer_is_bounded_and_gives_the_oldest_first() -> None:
     state = LoopState(LoopConfig(buffer=3, groups_per_step=2, max_lag=9), 1, 9)
     entries = [state.ledger.start() for _ in range(4)]
     for entry, oldest in zip(entries[:3], (2, 1, 1), strict=True):
-        state.end(entry, "t", [rollout(oldest, 4)] * 2, failed=0, filter_equal=False)
+        state.end(entry, "t", [rollout(oldest, 4)] * 2, failed=0, filter_most=0)
     with pytest.raises(BufferFull, match="entry 3 arrived at a buffer that holds 3"):
-        state.end(entries[3], "t", [rollout(0, 4)] * 2, failed=0, filter_equal=False)
+        state.end(entries[3], "t", [rollout(0, 4)] * 2, failed=0, filter_most=0)
     assert [g.entry for g in state.cut()] == [1, 2]
     assert state.cut() == []
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 
 class ConfigError(ValueError):
@@ -137,14 +137,57 @@ class TrainerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The learning rule: GRPO on recorded behaviour log-probabilities."""
+    """The learning rule; see docs/algorithms.md. What has options is a name, or a table of a name and its options."""
 
-    normalize: bool = option(False, "Divide a group's advantages by the standard deviation of its rewards.")
-    clip_low: float = option(0.2, "The ratio to the behaviour policy is clipped below at 1 - clip_low.", gt=0, le=1)
-    clip_high: float = option(0.2, "The ratio to the behaviour policy is clipped above at 1 + clip_high.", gt=0)
-    truncate: float = option(3.0, "Largest importance weight, 1 + clip_high or more; 0 does not truncate.", ge=0)
-    kl: float = option(0.0, "Weight of the KL divergence to the start policy; 0 needs no second model.", ge=0)
+    advantage: dict[str, Any] = option(
+        {"name": "group_mean"},
+        'Baseline of a group: "group_mean", "leave_one_out", "pass_at_k", "reward", or your own.',
+    )
+    whiten: bool = option(False, "Give the advantages of a step mean 0 and standard deviation 1.")
+    parts: dict[str, float] = option(
+        {}, "Weights of parts of the reward, by the metrics that hold them; each has its own baseline."
+    )
+    overlong: Literal["train", "filter", "penalty"] = option(
+        "train",
+        "Rollouts that were cut off at sampling.max_tokens: train on them, leave them out, or punish their length.",
+    )
+    overlong_soft: int = option(0, "Tokens before sampling.max_tokens over which the penalty rises from 0 to 1.", ge=0)
+    loss: dict[str, Any] = option(
+        {"name": "grpo"},
+        'Loss of a token: "grpo", "ppo", "gspo", "cispo", "topr", "reinforce", "decoupled", "dppo_tv", "dppo_kl", '
+        '"sapo", or your own as "module:function".',
+    )
+    corrections: list[dict[str, Any]] = option(
+        [],
+        'Weights of off-policy tokens, multiplied: "truncate_tokens", "icepop", "mask_tokens", "opsm", and more.',
+    )
+    aggregation: dict[str, Any] = option(
+        {"name": "token_mean"},
+        'What the step averages over: "token_mean", "sequence_mean", or "constant" with a length.',
+    )
+    kl: float = option(0.0, "Weight of the KL divergence to the reference policy; 0 needs no second model.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "Estimate of that divergence from sampled tokens.")
+    kl_weighted: bool = option(False, "Weigh that estimate by the ratio to the behaviour policy (k1 and k3).")
+    reference: str = option(
+        "start", 'Reference policy: "start", "average" of the policy over the steps, or a model\'s path.'
+    )
+    reference_decay: float = option(0.99, "Share of itself that the average keeps at each step.", ge=0, lt=1)
     filter_equal: bool = option(False, "Replace groups whose rewards are all equal instead of skipping their gradient.")
+    filter_most: int = option(
+        0, "Groups to replace in a row before they are trained on as they are; 0 has no limit.", ge=0
+    )
+
+    @field_validator("advantage", "loss", "aggregation", "corrections", mode="before")
+    @classmethod
+    def _named(cls, value: Any, info: ValidationInfo) -> Any:
+        """A name alone is a table without options; a table without a name is of the default."""
+        if info.field_name == "corrections":
+            return [
+                {"name": v} if isinstance(v, str) else v for v in ([value] if isinstance(value, str | dict) else value)
+            ]
+        if isinstance(value, str):
+            return {"name": value}
+        return cls.model_fields[info.field_name or ""].default | value if isinstance(value, dict) else value
 
 
 class SyncConfig(Section):
@@ -273,17 +316,18 @@ class Config(Section):
                 f"checkpoint.every = {self.checkpoint.every} is no multiple of sync.every = {self.sync.every}; make it "
                 "one, so that a checkpoint holds the weights of a version"
             )
-        truncate, most = self.algorithm.truncate, 1 + self.algorithm.clip_high
-        if 0 < truncate < most:
-            raise ConfigError(
-                f"algorithm.truncate = {truncate} is below 1 + algorithm.clip_high = {most:g}; raise it, or set it to 0"
-            )
-        for name, value in self.environment.options.items():
-            if not _writable(value):
-                raise ConfigError(
-                    f"environment.options.{name} = {value!r} is no text, finite number, true, false, or list or table "
-                    "of these; give it as text"
-                )
+        self._refuse_rule()
+        rule = self.algorithm
+        tables = {"environment.options": self.environment.options, "algorithm.advantage": rule.advantage,
+                  "algorithm.loss": rule.loss, "algorithm.aggregation": rule.aggregation,
+                  **{f"algorithm.corrections.{i}": table for i, table in enumerate(rule.corrections)}}  # fmt: skip
+        for table, values in tables.items():
+            for name, value in values.items():
+                if not _writable(value):
+                    raise ConfigError(
+                        f"{table}.{name} = {value!r} is no text, finite number, true, false, or list or table of "
+                        "these; give it as text"
+                    )
         return self
 
     def _refuse_turns(self) -> None:
@@ -316,6 +360,22 @@ class Config(Section):
         ):  # fmt: skip
             if wrong:
                 raise ConfigError(f"sync.restart = true does not go with {what}; {remedy}")
+
+    def _refuse_rule(self) -> None:
+        """Raise `ConfigError` for parts of the learning rule that don't go together."""
+        rule = self.algorithm
+        if rule.kl and rule.kl_estimator == "k1" and not rule.kl_weighted:
+            raise ConfigError(
+                'algorithm.kl_estimator = "k1" has no gradient on average; set algorithm.kl_weighted, or use "k3"'
+            )
+        if rule.parts and rule.filter_equal:
+            raise ConfigError(
+                "algorithm.filter_equal looks at the reward, which algorithm.parts replaces; drop one of them"
+            )
+        if rule.kl and rule.kl_estimator == "k2" and rule.kl_weighted:
+            raise ConfigError(
+                'algorithm.kl_weighted does not go with kl_estimator = "k2"; use "k3", or set it to false'
+            )
 
     def _refuse_servers(self) -> None:
         """Raise `ConfigError` for `generator.servers` that can't be, or not with these other options."""
@@ -414,6 +474,8 @@ def dump(config: Config) -> str:
 def _set(values: dict[str, Any], name: str, value: Any) -> None:
     *parents, last = name.split(".")
     for parent in parents:
+        if isinstance(alone := values.get(parent), str) and name.startswith(f"algorithm.{parent}."):
+            values[parent] = {"name": alone}  # the loss was named alone, and here comes an option of it
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
             raise ConfigError(f"--{name}: {parent} is a value, not a section")

@@ -32,16 +32,16 @@ def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dt
         raise ConfigError(f"lora.targets = {lora.targets}: {_first_line(error)}") from None
 
 
-def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype) -> Any:
+def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, option: str = "model.path") -> Any:
     """A model by local directory (an adapter's directory included) or name on the Hub. Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM
 
     _quiet()
-    check_path(path)
+    check_path(path, option)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path = {path!r}: {_first_line(error)}") from None
+        raise ConfigError(f"{option} = {path!r}: {_first_line(error)}") from None
     return model.to(device)
 
 
@@ -57,16 +57,16 @@ def load_tokenizer(path: str) -> Any:
         raise ConfigError(f"model.path = {path!r}: no tokenizer can be loaded: {_first_line(error)}") from None
 
 
-def check_path(path: str) -> None:
+def check_path(path: str, option: str = "model.path") -> None:
     """Refuse what can be neither a local model nor a Hub name, before anything heavy is imported."""
     local = Path(path)
     if local.is_dir():
         if not (local / "config.json").exists() and not (local / ADAPTER).exists():
-            raise ConfigError(f"model.path = {path!r} has no config.json; give a directory that a model was saved to")
+            raise ConfigError(f"{option} = {path!r} has no config.json; give a directory that a model was saved to")
     elif local.exists():
-        raise ConfigError(f"model.path = {path!r} is a file; give the directory that the model was saved to")
+        raise ConfigError(f"{option} = {path!r} is a file; give the directory that the model was saved to")
     elif path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
-        raise ConfigError(f"model.path = {path!r}: no such directory, and not a Hub name (owner/name)")
+        raise ConfigError(f"{option} = {path!r}: no such directory, and not a Hub name (owner/name)")
 
 
 def pick_device(option: str, name: str) -> torch.device:

@@ -162,7 +162,8 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The groups of one optimizer step with their advantages, `advantages[g][r]`: a number for all drawn tokens of a
-    rollout, or one for each. `version` is the newest that generators served when the batch was cut."""
+    rollout, or one for each; NaN leaves a rollout out. `version` is the newest that generators served when the batch
+    was cut."""
 
     groups: tuple[Group, ...]
     advantages: tuple[tuple[float | tuple[float, ...], ...], ...]

@@ -9,13 +9,13 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.algorithms.advantages import make_batch
 from slipstream.config import Config, ConfigError, load_config
 from slipstream.directory import RunDirectory, write_json
 from slipstream.environments.base import Codec, Policy, Task
@@ -29,6 +29,7 @@ from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
 from slipstream.rollout import Batch, Rollout, Sampling
+from slipstream.rule import cut_batch, load_rule
 from slipstream.runtime.local import Pools
 from slipstream.state import LoopState
 from slipstream.trainers.trainer import StepStats
@@ -68,6 +69,8 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
 def _check(config: Config) -> None:
     """Refuse early what can be known to fail. Raises `ConfigError`."""
     check_path(config.model.path)
+    if config.algorithm.kl and config.algorithm.reference not in ("start", "average"):
+        check_path(config.algorithm.reference, "algorithm.reference")
     pick_device(config.generator.device, "generator.device")
     pick_device(config.trainer.device, "trainer.device")
 
@@ -88,6 +91,7 @@ class Run:
     def __init__(self, config: Config, directory: RunDirectory, quiet: bool) -> None:
         self.config = config
         self.directory = directory
+        self.rule = load_rule(config.algorithm)
         self.environment = load_environment(config.environment)
         self.tokenizer = load_tokenizer(config.model.path)
         self.codec = Codec(self.tokenizer)
@@ -144,13 +148,14 @@ class Run:
             self.state.ledger.cancelled(entry.id)
             raise
         rollouts = [r for r in played if r is not None]
-        filter_equal = self.config.algorithm.filter_equal
-        self.state.end(entry, task.id, rollouts, failed=size - len(rollouts), filter_equal=filter_equal)
+        rule = self.config.algorithm
+        filter_most = (rule.filter_most or math.inf) if rule.filter_equal else 0
+        self.state.end(entry, task.id, rollouts, failed=size - len(rollouts), filter_most=filter_most)
         if self.state.filtered_in_a_row == FUTILE * self.config.loop.groups_per_step:
             self.progress.warn(
                 f"the last {self.state.filtered_in_a_row} groups had equal rewards and were filtered, so that no step "
                 "can be taken: give tasks that the policy solves sometimes, raise sampling.temperature or "
-                "loop.group_size, or set algorithm.filter_equal = false"
+                "loop.group_size, limit this with algorithm.filter_most, or set algorithm.filter_equal = false"
             )
         self._admit()
         self._changed.set()
@@ -183,7 +188,10 @@ class Run:
         """Wait for a batch of groups that are fresh enough; None when the run is over or asked to stop."""
         while not self.stopped and not self._enough():
             if groups := self.state.cut():
-                return make_batch(groups, normalize=self.config.algorithm.normalize)
+                try:
+                    return cut_batch(self.rule, self.config, groups, self.state.version)
+                except ValueError as error:
+                    raise RunError(str(error)) from None
             self._admit()
             self._changed.clear()
             await self._changed.wait()

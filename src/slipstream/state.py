@@ -61,19 +61,24 @@ class LoopState:
         needed = self.options.steps * per_step - self.ledger.groups_trained - ready - running
         return max(0, min(free, needed))
 
-    def end(self, entry: Entry, task_id: str, rollouts: Sequence[Rollout], *, failed: int, filter_equal: bool) -> None:
-        """A group has ended with these survivors: it is ready, filtered for want of signal, or tried again."""
+    def end(self, entry: Entry, task_id: str, rollouts: Sequence[Rollout], *, failed: int, filter_most: float) -> None:
+        """A group has ended with these survivors: it is ready, filtered for want of signal, or tried again.
+
+        At most `filter_most` groups in a row are filtered; those that follow are ready as they are, until one has
+        signal.
+        """
         if len(rollouts) < SMALLEST_GROUP:
             self.ledger.failed(entry.id, rollouts=len(rollouts) + failed)
             return
         self.ledger.ready(entry.id, rollouts=len(rollouts), failed=failed)
-        if filter_equal and len({r.reward for r in rollouts}) == 1:
+        equal = len({r.reward for r in rollouts}) == 1
+        if equal and self.filtered_in_a_row < filter_most:
             self.ledger.filtered(entry.id)
             self.filtered_in_a_row += 1
             return
         if len(self.ready) >= self.capacity:
             raise BufferFull(f"entry {entry.id} arrived at a buffer that holds {self.capacity} groups already")
-        self.filtered_in_a_row = 0
+        self.filtered_in_a_row = self.filtered_in_a_row if equal else 0
         group = Group(entry.id, task_id, tuple(rollouts))
         bisect.insort(self.ready, group, key=lambda g: (g.oldest_version, g.entry))
 

@@ -7,13 +7,14 @@ import builtins
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
 
-from slipstream.algorithms.advantages import make_batch
+from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import ConfigError, load_config
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.endpoint import Endpoint
@@ -373,7 +374,7 @@ def test_an_environment_around_an_agent_is_trained_on() -> None:
 
             policies = [it.policy(f"0/{i}") for i in range(4)]
             played = await asyncio.gather(*(attempt(Agent(), TASK, policy, 10.0) for policy in policies))
-            batch = make_batch([Group(0, TASK.id, tuple(played))], normalize=True)
+            batch = make_batch([Group(0, TASK.id, tuple(played))], partial(group_mean, normalize=True))
             assert [len(c) for _, c in ((r, r.completions) for r in played)] == [2] * 4 and not it.endpoint._episodes
             assert all(span.version == 5 for r in played for c in r.completions for span in c.spans)
             samples = batch.samples()

@@ -20,8 +20,11 @@ def plan(directory: Path, *flags: str, corrections: str = "none,default") -> Pla
 
 def test_corrections_are_names_or_sets_of_options() -> None:
     assert parse_corrections("none, default") == {"none": CORRECTIONS["none"], "default": ()}
-    tight = "tight:algorithm.clip_high=0.1,algorithm.clip_low=0.1"
-    assert parse_corrections(f"{tight},default")["tight"] == ("algorithm.clip_high=0.1", "algorithm.clip_low=0.1")
+    tight = "tight:algorithm.loss.clip_high=0.1,algorithm.loss.clip_low=0.1"
+    assert parse_corrections(f"{tight},default")["tight"] == (
+        "algorithm.loss.clip_high=0.1",
+        "algorithm.loss.clip_low=0.1",
+    )
     for text, said in (("nine", "nine is unknown"), ("none,none", "twice"), ("a b:x.y=1", "'a b' is no name")):
         with pytest.raises(ConfigError, match=said):
             parse_corrections(text)
@@ -50,7 +53,7 @@ def test_runs_differ_in_lag_correction_and_seed_alone(tmp_path: Path) -> None:
         assert config.loop.steps * 4 * 4 > 4000, "steps could end a run before its tokens do"
         studied = {"loop": config.loop.model_copy(update={"max_lag": 0, "seed": 0}), "run": configs[0].run}
         assert config.model_copy(update=studied | {"algorithm": configs[0].algorithm}) == configs[0]
-    assert configs[0].algorithm.truncate == 0 and configs[2].algorithm.truncate > 0
+    assert configs[0].algorithm.loss["clip_low"] == 1.0 and configs[2].algorithm.loss == {"name": "grpo"}
 
 
 def test_a_run_of_another_configuration_is_not_taken_for_this_one(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import config as configuration
-from slipstream.algorithms.advantages import make_batch
+from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
 from slipstream.trainers import logprobs as logprobs_module
 from slipstream.trainers.packing import plan
@@ -45,7 +46,7 @@ def random_batch(vocabulary: int = 40, groups: int = 3, seed: int = 0, kept: boo
             )
             rollouts.append(Rollout((completion,), rng.random()))
         made.append(Group(entry, str(entry), tuple(rollouts)))
-    return make_batch(made, normalize=False)
+    return make_batch(made)
 
 
 def sequences(batch: Batch) -> list[tuple[Completion, float]]:
@@ -137,7 +138,7 @@ def test_on_policy_gradient_is_reinforce(tiny: Path) -> None:
                           for c in r.completions), r.reward) for r in g.rollouts))
         for g in batch.groups
     ]  # fmt: skip
-    batch = make_batch(groups, normalize=False)
+    batch = make_batch(groups)
     model = plain(trainer.model)
     total = torch.zeros((), dtype=torch.float64)
     for completion, advantage in sequences(batch):
@@ -165,7 +166,7 @@ def test_scores_are_those_of_a_full_forward_pass(tiny: Path) -> None:
 def test_groups_without_signal_cost_nothing_but_their_tokens(tiny: Path) -> None:
     signal = random_batch(vocabulary=38)
     silent = Group(9, "9", tuple(Rollout(r.completions, 1.0) for r in random_batch(38, seed=3).groups[0].rollouts))
-    both = make_batch([*signal.groups, silent], normalize=False)
+    both = make_batch([*signal.groups, silent])
     alone = gradient(make_trainer(tiny, "--trainer.gradient_clip=0"), signal)
     together = gradient(make_trainer(tiny, "--trainer.gradient_clip=0"), both)
     for name, grad in alone.items():
@@ -177,7 +178,7 @@ def test_a_batch_without_any_signal_moves_nothing(tiny: Path) -> None:
     before = {n: p.clone() for n, p in trainer.parameters.items()}
     silent = [Group(g.entry, g.task_id, tuple(Rollout(r.completions, 0.5) for r in g.rollouts))
               for g in random_batch(38).groups]  # fmt: skip
-    stats = trainer.step(make_batch(silent, normalize=True))
+    stats = trainer.step(make_batch(silent, partial(group_mean, normalize=True)))
     assert stats.grad_norm == 0 and not stats.skipped
     assert all(torch.equal(p, before[n]) for n, p in trainer.parameters.items())
 
@@ -186,7 +187,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tiny: Path) -> None:
     trainer = make_trainer(tiny)
     before = {n: p.clone() for n, p in trainer.parameters.items()}
     batch = random_batch(38)
-    broken = Batch(batch.groups, tuple((math.nan,) * len(a) for a in batch.advantages))
+    broken = Batch(batch.groups, tuple((math.inf,) * len(a) for a in batch.advantages))
     stats = trainer.step(broken)
     assert stats.skipped
     assert all(torch.equal(p, before[n]) for n, p in trainer.parameters.items())

@@ -1,7 +1,9 @@
-"""Policy-gradient losses: pure functions over the tokens of a micro-batch.
+"""Policy-gradient losses, all of one signature: tokens and options in, one number a token out.
 
-Every argument is one number a token, `[tokens]`; every loss is returned one number a token, and the caller divides the
-sum by the tokens of the whole step, once, over all micro-batches and ranks.
+A loss says what a token costs. How tokens are averaged is another choice (`aggregation`), made over the whole step, and
+which tokens count how much is a third (`corrections`). So Dr. GRPO and DAPO are not here: they are `ppo` under other
+averages. r = exp(logprobs - behaviour) is the ratio to the policy that drew the token, A its advantage, and sg(x) is x
+without its gradient. Where nothing is clipped and r = 1, every loss here has the gradient -A grad(logprobs).
 """
 
 from __future__ import annotations
@@ -9,51 +11,139 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.algorithms.tokens import Tokens, ratio
 
-def grpo(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, truncate: float
+
+def reinforce(tokens: Tokens) -> Tensor:
+    """-A logprobs   (Williams 1992, doi:10.1007/BF00992696)
+
+    It takes no account of who drew the token: off policy, give it importance weights by a correction.
+    """
+    return -tokens.advantages * tokens.logprobs
+
+
+def ppo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -> Tensor:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); where A < 0, never above -dual_clip A
+
+    PPO (Schulman et al. 2017, arXiv:1707.06347) with DAPO's asymmetric bounds (Yu et al. 2025, arXiv:2503.14476) and
+    the dual clip of Ye et al. 2020 (arXiv:1912.09729), which drops tokens that should get rarer and are already
+    `dual_clip` times as frequent; 0 leaves it out, and a negative advantage then has a weight without bound.
+    """
+    return _clipped(tokens.ratio, tokens.advantages, clip_low, clip_high, dual_clip)
+
+
+def grpo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, truncate: float = 3.0) -> Tensor:
+    """-min(w A, clip(r, 1 - clip_low, 1 + clip_high) A),   w = min(r, truncate), whose gradient is w grad(logprobs)
+
+    `ppo` with truncated importance weights (Ionides 2008, doi:10.1198/106186008X320456) in place of the dual clip:
+    truncation keeps the direction of a token and limits its size. `truncate` 0 leaves it out. Raises `ValueError` where
+    it would come before the clip.
+    """
+    if 0 < truncate < 1 + clip_high:
+        raise ValueError(
+            f"truncate = {truncate:g} is below 1 + clip_high = {1 + clip_high:g}; raise it, or set it to 0"
+        )
+    weighted = _with_gradient(tokens.ratio.clamp(max=truncate), tokens) if truncate else tokens.ratio
+    clipped = tokens.ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.minimum(weighted * tokens.advantages, clipped * tokens.advantages)
+
+
+def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A),   s = exp(mean of log r over the sequence)
+
+    GSPO-token (Zheng et al. 2025, arXiv:2507.18071): s has the value of the sequence's ratio, and at each token the
+    gradient s grad(logprobs). For one advantage a sequence and the average `sequence_mean`, this is GSPO itself.
+    """
+    whole = ratio(tokens.sequence_mean(tokens.logprobs - tokens.behaviour))
+    return _clipped(_with_gradient(whole, tokens), tokens.advantages, clip_low, clip_high)
+
+
+def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Tensor:
+    """-sg(clip(r, low, high)) A logprobs
+
+    CISPO (MiniMax 2025, arXiv:2506.13585): the weight is clipped, so that no token loses its gradient. With `low` 0 it
+    is REINFORCE with truncated importance weights; `high` as in ScaleRL (Khatri et al. 2025, arXiv:2510.13786).
+    """
+    return -tokens.ratio.detach().clamp(low, high) * tokens.advantages * tokens.logprobs
+
+
+def topr(tokens: Tokens, *, high: float = 1.0) -> Tensor:
+    """-A logprobs where A >= 0, and -sg(min(R, high)) A logprobs where A < 0,   R = product of r over the sequence
+
+    Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv:2503.14286): good sequences are learned as they are, bad
+    ones only in so far as the policy would still draw them.
+    """
+    whole = ratio(tokens.sequence_sum(tokens.logprobs - tokens.behaviour)).detach().clamp(max=high)
+    weight = torch.where(tokens.advantages >= 0, torch.ones_like(whole), whole)
+    return -weight * tokens.advantages * tokens.logprobs
+
+
+def decoupled(
+    tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, high: float = 5.0, approximate: bool = True
 ) -> Tensor:
-    """Clipped surrogate on the ratio to the behaviour policy, with truncated importance weights.
+    """-min(sg(proximal / behaviour), high) min(q A, clip(q, 1 - clip_low, 1 + clip_high) A),   q = policy / proximal
 
-    r = exp(logprobs - behaviour)
-    loss = -min(w A, clip(r, 1 - clip_low, 1 + clip_high) A),   w = min(r, truncate), whose gradient is w grad(logprobs)
-
-    The clip is PPO's (Schulman et al. 2017, arXiv:1707.06347) with DAPO's asymmetric bounds (Yu et al. 2025,
-    arXiv:2503.14476). Without truncation a negative advantage has a weight without bound; truncating it keeps its
-    direction and limits its size (Ionides 2008, doi:10.1198/106186008X320456). `truncate` 0 leaves it out.
+    Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025, arXiv:2505.24298): the clip keeps the
+    policy near a recent one, an importance weight accounts for who drew the token. `approximate` interpolates the
+    proximal policy from each token's lag (`proximal_from_lag`); without it, it is the policy at the start of the step.
     """
-    ratio = torch.exp(logprobs - behaviour)
-    weighted = ratio
-    if truncate:
-        weighted = ratio.detach().clamp(max=truncate) * torch.exp(logprobs - logprobs.detach())
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(weighted * advantages, clipped * advantages)
+    proximal = proximal_from_lag(tokens) if approximate else tokens.proximal
+    weight = ratio(proximal - tokens.behaviour).clamp(max=high)
+    return weight * _clipped(ratio(tokens.logprobs - proximal), tokens.advantages, clip_low, clip_high)
 
 
-def kl_to_reference(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased, non-negative estimate of KL(policy || reference) from the policy's own samples.
+def proximal_from_lag(tokens: Tokens) -> Tensor:
+    """log proximal = a behaviour + (1 - a) sg(logprobs),   a = 1 / lag, or 0 for a token of the newest version
 
-    k3 = exp(d) - 1 - d,   d = reference - logprobs   (Schulman 2020, "Approximating KL divergence")
+    A-3PO (Li et al. 2025, arXiv:2512.06547): the older the token, the nearer is the proximal policy to the present one.
     """
-    difference = reference - logprobs
-    return torch.exp(difference) - 1 - difference
+    share = torch.where(tokens.lag > 0, 1 / tokens.lag.clamp(min=1), torch.zeros_like(tokens.behaviour))
+    return share * tokens.behaviour + (1 - share) * tokens.logprobs.detach()
 
 
-@torch.no_grad()
-def off_policy_statistics(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> dict[str, Tensor]:
-    """Sums over tokens that describe how far the policy has moved from the one that drew them.
+def dppo_tv(tokens: Tokens, *, bound: float = 0.15) -> Tensor:
+    """-r A, and 0 where |policy - behaviour| > bound and the gradient would widen the gap
 
-    `mismatch_kl` is k3 of KL(behaviour || policy) from samples of the behaviour policy; `clipped` counts the tokens
-    whose gradient the clip removes; `ratio` and `ratio_squared` give the mean ratio and the effective sample size.
+    Divergence PPO, Binary-TV (Qi et al. 2026, arXiv:2602.04879): the trust region is a total variation between "this
+    token" and "any other", so that rare tokens may change by large factors, and likely ones may not.
     """
-    log_ratio = logprobs - behaviour
-    ratio = log_ratio.exp()
-    clipped = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
-    return {
-        "mismatch_kl": (ratio - 1 - log_ratio).sum(),
-        "clipped": clipped.sum(),
-        "ratio": ratio.sum(),
-        "ratio_squared": ratio.square().sum(),
-    }
+    return _unless_far(tokens, (tokens.logprobs.exp() - tokens.behaviour.exp()).abs() > bound)
+
+
+def dppo_kl(tokens: Tokens, *, bound: float = 0.05) -> Tensor:
+    """-r A, and 0 where b log(b/p) + (1 - b) log((1 - b)/(1 - p)) > bound and the gradient would widen the gap
+
+    Divergence PPO, Binary-KL (Qi et al. 2026, arXiv:2602.04879), of p = policy and b = behaviour.
+    """
+    p, b = tokens.logprobs.detach().exp(), tokens.behaviour.exp()
+    tiny = torch.finfo(p.dtype).eps
+    others = torch.log((1 - b).clamp(min=tiny) / (1 - p).clamp(min=tiny))
+    return _unless_far(tokens, b * (tokens.behaviour - tokens.logprobs) + (1 - b) * others > bound)
+
+
+def sapo(tokens: Tokens, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> Tensor:
+    """-(4 / T) sigmoid(T (r - 1)) A,   T = temperature_positive where A > 0, else temperature_negative
+
+    Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): the gradient fades where PPO cuts it off.
+    """
+    temperature = torch.where(tokens.advantages > 0, temperature_positive, temperature_negative).to(tokens.logprobs)
+    return -4 / temperature * torch.sigmoid(temperature * (tokens.ratio - 1)) * tokens.advantages
+
+
+def _clipped(r: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float = 0.0) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), the clipped surrogate."""
+    surrogate = torch.minimum(r * advantages, r.clamp(1 - low, 1 + high) * advantages)
+    if dual_clip:
+        surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
+    return -surrogate
+
+
+def _unless_far(tokens: Tokens, far: Tensor) -> Tensor:
+    """-r A, and 0 for tokens that are `far` from their behaviour policy and that A would move further away."""
+    away = (tokens.ratio.detach() - 1) * tokens.advantages > 0
+    return -(tokens.ratio * tokens.advantages).masked_fill(far & away, 0.0)
+
+
+def _with_gradient(weight: Tensor, tokens: Tokens) -> Tensor:
+    """sg(weight) with the gradient weight grad(logprobs)."""
+    return weight.detach() * torch.exp(tokens.logprobs - tokens.logprobs.detach())

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import json
 import random
-import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from slipstream.config import ConfigError, EnvironmentConfig, suggest
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.scoring import ScorerPool
 from slipstream.rollout import Rollout
+from slipstream.things import load_thing, one_line
 
 BUILT_IN = {"addition": "slipstream.environments.addition:Addition", "gsm8k": "slipstream.environments.gsm8k:Gsm8k"}
 HELD_OUT = 0.1
@@ -26,9 +23,9 @@ REWARD_SHARE = 0.1  # of a rollout's time limit: whoever waits for a scorer behi
 def load_environment(config: EnvironmentConfig) -> Environment:
     """The environment that `config.name` names, with `config.options`. Raises `ConfigError`."""
     try:
-        thing = load_thing(BUILT_IN.get(config.name, config.name))
+        thing = load_thing(BUILT_IN.get(config.name, config.name), "environment", list(BUILT_IN))
     except Exception as error:
-        raise ConfigError(f"environment.name = {config.name!r} can't be loaded: {_one_line(error)}") from None
+        raise ConfigError(f"environment.name = {config.name!r} can't be loaded: {one_line(error)}") from None
     if inspect.isclass(thing):
         environment = _construct(thing, config)
     elif callable(thing) and not hasattr(thing, "rollout"):
@@ -44,40 +41,6 @@ def load_environment(config: EnvironmentConfig) -> Environment:
         raise ConfigError(f"environment.name = {config.name!r} has no training tasks; check environment.options")
     found: Environment = environment
     return found
-
-
-def load_thing(reference: str) -> Any:
-    """What "module:thing" or "path/to/file.py:thing" names. Raises what importing it raises, or `ImportError`."""
-    place, _, name = reference.rpartition(":")
-    if not place or not name:
-        hint = suggest(reference, list(BUILT_IN)) or f", there are {' and '.join(BUILT_IN)}"
-        raise ImportError(f"no such environment{hint}; your own is 'module:thing' or 'path/to/file.py:thing'")
-    if place.endswith(".py"):
-        path = Path(place).resolve()
-        if not path.exists():
-            raise ImportError(f"there is no file {path}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)
-        if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))  # as Python does for a script: a file may import its neighbours
-        spec.loader.exec_module(module)
-    else:
-        if "" not in sys.path and str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))  # a console script does not look where the user stands
-        module = importlib.import_module(place)
-    if not hasattr(module, name):
-        raise ImportError(f"{place} has no attribute {name!r}{suggest(name, list(vars(module)))}")
-    return getattr(module, name)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if isinstance(error, ImportError | SyntaxError):
-        return text
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {text} ({last.filename}, line {last.lineno})"
 
 
 def _construct(kind: type, config: EnvironmentConfig) -> Any:

@@ -84,7 +84,7 @@ class Scorer:
     busy = False
 
     def __init__(self, reference: str, time_limit: float) -> None:
-        from slipstream.environments.load import load_thing
+        from slipstream.things import load_thing
 
         self._reward: Callable[[Task, Completion], Any] = load_thing(reference)
         self._time_limit = time_limit

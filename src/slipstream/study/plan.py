@@ -11,8 +11,8 @@ from slipstream.config import Config, ConfigError, load_config, parse_flags
 # What each correction changes in the configuration; a user's own come from the command line.
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "default": (),
-    # The widest clip there is and no truncation: what is left is the plain importance weight, without a bound.
-    "none": ("algorithm.clip_low=1.0", "algorithm.clip_high=1e9", "algorithm.truncate=0.0"),
+    # The widest clip there is: what is left is the plain importance weight, without a bound.
+    "none": ("algorithm.loss=ppo", "algorithm.loss.clip_low=1.0", "algorithm.loss.clip_high=1e9"),
 }
 SET_BY_STUDY = {
     "loop.max_lag": "give --lags",
@@ -120,7 +120,7 @@ def parse_lags(text: str) -> tuple[int, ...]:
 
 
 def parse_corrections(text: str) -> dict[str, tuple[str, ...]]:
-    """ "none,tight:algorithm.clip_high=0.1,algorithm.clip_low=0.1" as flags by name. Raises `ConfigError`.
+    """ "none,tight:algorithm.loss.clip_high=0.1,algorithm.loss.clip_low=0.1" as flags by name. Raises `ConfigError`.
 
     A part with "=" and no name before it belongs to the correction before.
     """

@@ -6,28 +6,31 @@ that no generator reads the memory it is about to write.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.losses import grpo, kl_to_reference, off_policy_statistics
+from slipstream.algorithms.corrections import combine, masked_product
+from slipstream.algorithms.kl import kl_to_reference
+from slipstream.algorithms.statistics import off_policy
+from slipstream.algorithms.tokens import Tokens
 from slipstream.config import AlgorithmConfig, Config, TrainerConfig
 from slipstream.models import device_here, load_model, trained_parameters
 from slipstream.rollout import Batch, Completion, Sample, samples_of
+from slipstream.rule import Rule, load_rule
 from slipstream.trainers import checkpoint
 from slipstream.trainers.memory import checkpoint_activations, compile_layers
 from slipstream.trainers.offload import move
 from slipstream.trainers.packing import MicroBatch, bundle, bundle_length, pack, plan
 from slipstream.trainers.policy import Policy
 from slipstream.trainers.precision import compute_on, lowered
+from slipstream.trainers.reference import Reference
 from slipstream.trainers.speed import Meter
 
 
@@ -47,8 +50,10 @@ class StepStats:
     kl: float
     mismatch_kl: float
     ratio: float
+    ratio_max: float
     effective_sample_size: float
     clipped: float
+    masked: float
     tokens: int
     skipped: bool
     seconds: float
@@ -72,13 +77,13 @@ class Trainer:
         self.step_count = self.token_count = 0
         self.before_update: Callable[[], None] = lambda: None
         self._offloaded = False
-        self._frozen: Any = None
         self._algorithm: AlgorithmConfig = config.algorithm
+        self._rule: Rule = load_rule(config.algorithm)
         self._options: TrainerConfig = options
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
         fuse = options.compile and self.device.type == "cuda"
         self._policy = Policy(self.model, fuse)
-        self._reference = self._start_policy(compute)
+        self._reference = Reference(self._policy, self.parameters, config) if config.algorithm.kl else None
         self._lowered = None if compute == torch.float32 else lowered(self.parameters, compute)
         if self._lowered:
             compute_on(self.model, self.parameters, self._lowered)
@@ -110,33 +115,25 @@ class Trainer:
         self._offloaded = False
 
     def step(self, batch: Batch) -> StepStats:
-        """One optimizer step. The loss is divided once, by all tokens of the batch, signal or not."""
+        """One optimizer step. What a token counts is settled once for all tokens of the batch, signal or not."""
         self._refuse_offloaded()
         began = time.perf_counter()
-        samples = [s for s in batch.samples() if any(s.advantages) or self._algorithm.kl]
-        sums: dict[str, Tensor] = {}
-        for micro in self._micro_batches(samples, batch.version):
-            loss, statistics = self._loss(micro)
-            torch.autograd.backward(loss / batch.tokens)
-            for name, value in statistics.items():
-                sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value
+        every = [s for s in batch.samples() if not any(map(math.isnan, s.advantages))]
+        weights = self._rule.aggregation(torch.tensor([len(s.drawn) for s in every], dtype=torch.float64))
+        chosen = [i for i, s in enumerate(every) if any(s.advantages) or self._algorithm.kl]
+        found = [
+            self._learn(micro, weights[[chosen[i] for i in micro.order]])
+            for micro in self._micro_batches([every[i] for i in chosen], batch.version)
+        ]
         grad_norm = self._update()
         self.token_count += batch.tokens
-        count = sum(len(s.drawn) for s in samples)
-        means = {name: value.item() / max(count, 1) for name, value in sums.items()}
-        ratio, squared = means.get("ratio", 1.0), means.get("ratio_squared", 1.0)
+        described = _describe(found)
         seconds = time.perf_counter() - began
         return StepStats(
             step=self.step_count,
-            loss=means.get("loss", 0.0) * count / max(batch.tokens, 1),
             grad_norm=grad_norm,
             learning_rate=self._optimizer.param_groups[0]["lr"],
-            entropy=means.get("entropy", 0.0),
-            kl=means.get("kl", 0.0),
-            mismatch_kl=means.get("mismatch_kl", 0.0),
-            ratio=ratio,
-            effective_sample_size=ratio**2 / squared,
-            clipped=means.get("clipped", 0.0),
+            **described,
             tokens=batch.tokens,
             skipped=not math.isfinite(grad_norm),
             seconds=seconds,
@@ -169,11 +166,15 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Everything that the next step depends on, into the directory `path`."""
         checkpoint.save(path, self.parameters, self._optimizer, self.step_count, self.token_count)
+        if self._reference:
+            self._reference.save(path)
 
     def restore(self, path: Path) -> None:
         """Go on from what `save` wrote."""
         self.step_count, self.token_count = checkpoint.restore(path, self.parameters, self._optimizer)
         self._lower()
+        if self._reference:
+            self._reference.restore(path)
 
     def export(self, path: Path) -> None:
         """The policy as a Hugging Face directory, or its adapters as a PEFT directory."""
@@ -181,8 +182,8 @@ class Trainer:
 
     def _state(self) -> Iterator[Tensor]:
         """All that a step needs on the device: masters, what is computed on, gradients, and the optimizer's."""
-        models = (self.model, *filter(None, [self._frozen]))
-        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors += self._reference.state() if self._reference else []
         tensors += [*self.parameters.values(), *(self._lowered or {}).values()]
         yield from tensors
         yield from (tensor.grad for tensor in tensors if tensor.grad is not None)
@@ -194,20 +195,33 @@ class Trainer:
         if self._offloaded:
             raise RuntimeError("this trainer is offloaded: nothing may be asked of it before it is loaded")
 
-    def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Summed loss of a micro-batch, and sums that describe it."""
+    def _learn(self, micro: MicroBatch, weights: Tensor) -> Learned:
+        """Add the gradient of a micro-batch, whose samples have these weights a token."""
         rule = self._algorithm
+        reference = self._reference.logprobs(micro) if self._reference else None
         logprobs, entropy = self._policy(micro)
-        clip = {"clip_low": rule.clip_low, "clip_high": rule.clip_high}
-        loss = grpo(logprobs, micro.behaviour, micro.advantages, **clip, truncate=rule.truncate).sum()
-        statistics = off_policy_statistics(logprobs, micro.behaviour, micro.advantages, **clip)
+        # Loss and corrections are functions of the log-probabilities alone, so they are differentiated by these first.
+        tokens = Tokens(
+            logprobs=logprobs.detach().requires_grad_(),
+            behaviour=micro.behaviour,
+            advantages=micro.advantages,
+            sequence=micro.sequences,
+            lag=micro.lags,
+            proximal=logprobs.detach(),
+            reference=reference,
+        )
+        loss = self._rule.loss(tokens)
+        (slope,) = torch.autograd.grad(loss.sum(), tokens.logprobs)
+        correction = combine(self._rule.corrections, tokens)
+        cost, gradient = masked_product(correction, loss.detach()), masked_product(correction, slope)
+        kl = torch.zeros_like(entropy)
         if rule.kl:
-            with torch.no_grad(), self._reference() as reference:
-                reference_logprobs, _ = reference(micro)
-            kl = kl_to_reference(logprobs, reference_logprobs).sum()
-            loss = loss + rule.kl * kl
-            statistics["kl"] = kl.detach()
-        return loss, statistics | {"loss": loss.detach(), "entropy": entropy.sum()}
+            estimate = kl_to_reference(tokens, estimator=rule.kl_estimator, weighted=rule.kl_weighted)
+            gradient = gradient + rule.kl * torch.autograd.grad(estimate.sum(), tokens.logprobs)[0]
+            kl = estimate.detach()
+        counts = weights.to(entropy)[micro.sequences]
+        torch.autograd.backward(logprobs, counts * gradient)
+        return Learned(tokens, slope, correction, counts * (cost + rule.kl * kl), kl, entropy)
 
     def _update(self) -> float:
         """Clip, move the parameters and return the gradient's norm; a gradient that isn't finite moves nothing."""
@@ -219,6 +233,8 @@ class Trainer:
             self.before_update()
             self._optimizer.step()
             self._lower()
+            if self._reference:
+                self._reference.update()
         self._optimizer.zero_grad()
         self.step_count += 1
         return norm
@@ -228,23 +244,34 @@ class Trainer:
         if self._lowered:
             torch._foreach_copy_(list(self._lowered.values()), [p.detach() for p in self.parameters.values()])
 
-    def _start_policy(self, compute: torch.dtype) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-        """A context in which the start policy can be run, for the KL term."""
-        model: Any = self.model
-        if not self._algorithm.kl:
-            return contextlib.nullcontext
-        if hasattr(model, "disable_adapter"):
 
-            @contextlib.contextmanager
-            def without_adapter() -> Any:
-                with model.disable_adapter():
-                    yield self._policy
+class Learned(NamedTuple):
+    """What is left of a micro-batch after its backward pass; all `[tokens]`."""
 
-            return without_adapter
-        self._frozen = copy.deepcopy(self._policy).requires_grad_(False)
-        for parameter in self._frozen.parameters():
-            parameter.data = parameter.data.to(compute)
-        return lambda: contextlib.nullcontext(self._frozen)
+    tokens: Tokens
+    slope: Tensor
+    correction: Tensor
+    loss: Tensor
+    kl: Tensor
+    entropy: Tensor
+
+
+def _describe(found: Sequence[Learned]) -> dict[str, Any]:
+    """The numbers of a step from those of its tokens."""
+    if not found:
+        nothing, index = torch.zeros(0), torch.zeros(0, dtype=torch.long)
+        empty = Tokens(nothing, nothing, nothing, index, index, nothing)
+        found = [Learned(empty, nothing, nothing, nothing, nothing, nothing)]
+    fields = ("logprobs", "behaviour", "advantages", "sequence", "lag", "proximal")
+    tokens = Tokens(*(torch.cat([getattr(f.tokens, name).detach() for f in found]) for name in fields))
+    slope, correction, loss, kl, entropy = (torch.cat(parts) for parts in zip(*(f[1:] for f in found), strict=True))
+    count = max(1, len(slope))
+    return {
+        "loss": loss.sum().item(),
+        "entropy": entropy.sum().item() / count,
+        "kl": kl.sum().item() / count,
+        **off_policy(tokens, slope, correction),
+    }
 
 
 def learning_rate(options: TrainerConfig, step: int, steps: int, spent: float = 0.0) -> float:

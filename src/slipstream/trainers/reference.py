@@ -1,0 +1,101 @@
+"""The reference policy of the KL term: the start policy, an average of the policy over the steps, or another model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from slipstream.config import Config, ConfigError
+from slipstream.models import load_causal_lm
+from slipstream.trainers.packing import MicroBatch
+from slipstream.trainers.policy import Policy
+
+FILE = "reference.safetensors"
+
+
+class Reference:
+    """A frozen policy in the run's number format; made before the policy's own weights are replaced by others.
+
+    The start policy of adapters is the model without them, and costs no memory. Whatever is not trained is shared.
+    """
+
+    def __init__(self, policy: Policy, masters: Mapping[str, nn.Parameter], config: Config) -> None:
+        kind, compute = config.algorithm.reference, getattr(torch, config.model.dtype)
+        self._masters = masters
+        self._decay = config.algorithm.reference_decay
+        self._average = {n: p.detach().clone() for n, p in masters.items()} if kind == "average" else {}
+        self._without_adapters = kind == "start" and hasattr(policy.model, "disable_adapter")
+        if self._without_adapters:
+            self._policy = policy
+        elif kind in ("start", "average"):
+            self._policy = _frozen(policy, compute)
+        else:
+            device = next(iter(masters.values())).device
+            self._policy = _other(kind, policy, device, compute)
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Log-probability of each drawn token under the reference, float32 `[drawn]`."""
+        model: Any = self._policy.model
+        with model.disable_adapter() if self._without_adapters else contextlib.nullcontext():
+            logprobs: Tensor = self._policy(batch)[0]
+        return logprobs
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After a step: average <- decay average + (1 - decay) policy; nothing for a reference that stays."""
+        for name, average in self._average.items():
+            average.lerp_(self._masters[name], 1 - self._decay)
+        self._serve()
+
+    def save(self, path: Path) -> None:
+        """Write the average beside a checkpoint; the other references don't change."""
+        if self._average:
+            save_file({name: v.cpu() for name, v in self._average.items()}, path / FILE)
+
+    @torch.no_grad()
+    def restore(self, path: Path) -> None:
+        """Go on from what `save` wrote; a run that did not average until now starts from its present policy."""
+        saved = load_file(path / FILE) if (path / FILE).exists() else self._masters
+        for name, average in self._average.items():
+            average.copy_(saved[name])
+        self._serve()
+
+    def state(self) -> list[Tensor]:
+        """What it holds on the device, beside the policy's own."""
+        own = [] if self._without_adapters else [*self._policy.parameters(), *self._policy.buffers()]
+        return [*own, *self._average.values()]
+
+    def _serve(self) -> None:
+        """Compute with the average as it is now."""
+        for name, parameter in self._policy.model.named_parameters():
+            if name in self._average:
+                parameter.copy_(self._average[name])
+
+
+def _frozen(policy: Policy, compute: torch.dtype) -> Policy:
+    """A copy of what is trained in the format `compute`, over the same other weights."""
+    shared: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    copied = copy.deepcopy(policy, shared).requires_grad_(False)
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.to(compute)
+    return copied
+
+
+def _other(path: str, policy: Policy, device: torch.device, compute: torch.dtype) -> Policy:
+    """The model at `path`. Raises `ConfigError` for one that has other tokens than the policy."""
+    model: Any = load_causal_lm(path, device=device, dtype=compute, option="algorithm.reference")
+    own: Any = policy.model
+    theirs, ours = model.config.vocab_size, own.config.vocab_size
+    if theirs != ours:
+        raise ConfigError(
+            f"algorithm.reference = {path!r} has {theirs} tokens and the policy {ours}; give one of the same tokenizer"
+        )
+    return Policy(model).requires_grad_(False)

@@ -1,0 +1,199 @@
+"""Advantages, averages and the step's numbers against formulas written out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics as plain
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.algorithms import advantages, aggregation
+from slipstream.algorithms.corrections import combine, mask_tokens
+from slipstream.algorithms.losses import grpo, ppo
+from slipstream.algorithms.statistics import off_policy
+from slipstream.algorithms.tokens import Tokens
+from tests.algorithms.cases import Case, cases
+
+rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=1, max_size=8)
+groups = st.lists(rewards, min_size=1, max_size=4)
+
+
+def tensor(values: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+@given(rewards, st.booleans())
+def test_group_mean(values: list[float], normalize: bool) -> None:
+    got = advantages.group_mean(tensor(values), normalize=normalize).tolist()
+    if len(set(values)) == 1:
+        assert got == [0.0] * len(values)
+        return
+    centre, deviation = plain.fmean(values), plain.pstdev(values)
+    assert got == pytest.approx([(v - centre) / (deviation if normalize else 1) for v in values], abs=1e-6)
+    single = advantages.group_mean(tensor(values, torch.float32), normalize=normalize).tolist()
+    if deviation > 0.1:
+        assert single == pytest.approx(got, abs=2e-5 * max(1, max(map(abs, values)) / (deviation if normalize else 1)))
+
+
+@given(rewards)
+def test_leave_one_out(values: list[float]) -> None:
+    got = advantages.leave_one_out(tensor(values)).tolist()
+    others = [values[:i] + values[i + 1 :] for i in range(len(values))]
+    wanted = [v - plain.fmean(o) if o else 0.0 for v, o in zip(values, others, strict=True)]
+    assert got == pytest.approx(wanted, abs=1e-6)
+
+
+@given(rewards, st.integers(1, 6))
+def test_pass_at_k_counts_every_set(values: list[float], k: int) -> None:
+    """The definition, set by set: what member i adds to the best of each set of k that it is in."""
+    n, size = len(values), min(k, len(values))
+    got = advantages.pass_at_k(tensor(values), k=k).tolist()
+    if size < 2:
+        assert got == advantages.leave_one_out(tensor(values)).tolist()
+        return
+    wanted = []
+    for i in range(n):
+        sets = [s for s in itertools.combinations(range(n), size) if i in s]
+        gains = [max(values[j] for j in s) - max(values[j] for j in s if j != i) for s in sets]
+        wanted.append(n / math.comb(n, size) * sum(gains))
+    assert got == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize(("n", "k"), [(3, 2), (4, 2), (4, 3), (3, 3), (4, 1)])
+def test_pass_at_k_is_the_gradient_of_the_best_of_k(n: int, k: int) -> None:
+    """In expectation over all draws of n from 3 outcomes, the policy gradient is that of E[best of k]."""
+    scores = [0.0, 0.3, 1.0]
+
+    def best_of_k(p: Tensor) -> Tensor:
+        draws = itertools.product(range(3), repeat=k)
+        return torch.stack([max(scores[o] for o in d) * p[list(d)].prod() for d in draws]).sum()
+
+    logits = tensor([0.2, -0.4, 0.5]).requires_grad_()
+    best_of_k(logits.softmax(0)).backward()
+    wanted, logits.grad = logits.grad, None
+    total = torch.zeros((), dtype=torch.float64)
+    for draw in itertools.product(range(3), repeat=n):
+        logprobs = logits.log_softmax(0)[list(draw)]
+        scored = advantages.pass_at_k(tensor([scores[o] for o in draw]), k=k)
+        total = total + logprobs.sum().exp().detach() * (scored * logprobs).sum() / n
+    total.backward()
+    assert logits.grad.tolist() == pytest.approx(wanted.tolist(), abs=1e-9)
+
+
+@given(groups)
+def test_whitened_groups_have_mean_0_and_deviation_1(values: list[list[float]]) -> None:
+    flat = [v for g in values for v in g]
+    got = advantages.whiten([tensor(g) for g in values])
+    assert [len(g) for g in got] == [len(g) for g in values]
+    found = torch.cat(got).tolist()
+    if len(set(flat)) == 1:
+        assert found == [0.0] * len(flat)
+        return
+    wanted = [(v - plain.fmean(flat)) / plain.pstdev(flat) for v in flat]
+    assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+
+
+def test_a_reward_that_was_not_given_is_no_ones_baseline() -> None:
+    nan = math.nan
+    for rule in (advantages.group_mean, advantages.leave_one_out, advantages.pass_at_k, advantages.reward):
+        (with_it,) = advantages.of_groups([tensor([1.0, nan, 0.0, 0.5])], rule)
+        assert with_it[[0, 2, 3]].tolist() == rule(tensor([1.0, 0.0, 0.5])).tolist() and with_it[1].isnan()
+        (none,) = advantages.of_groups([tensor([nan, nan])], rule)
+        assert none.isnan().all()
+    white = advantages.whiten([tensor([1.0, nan]), tensor([3.0])])
+    assert white[0][0] == -1 and white[0][1].isnan() and white[1].tolist() == [1.0]
+
+
+@pytest.mark.parametrize("rule", [advantages.group_mean, advantages.leave_one_out, advantages.pass_at_k])
+@pytest.mark.parametrize("values", [[], [3.0], [0.1] * 3, [1e-300] * 2])
+def test_without_a_difference_there_is_no_advantage(rule: advantages.Advantage, values: list[float]) -> None:
+    assert rule(tensor(values)).tolist() == [0.0] * len(values)
+
+
+def test_parts_of_a_reward_have_their_own_scale() -> None:
+    """GDPO's example: under the sum, one part drowns the other; under parts, equal weights mean equal say."""
+    right, short = tensor([1.0, 0.0, 1.0, 0.0]), tensor([0.0, 500.0, 500.0, 0.0])
+    normalized = partial(advantages.group_mean, normalize=True)
+    (got,) = advantages.weighted_parts({"right": [right], "short": [short]}, {"right": 1.0, "short": 0.5}, normalized)
+    assert got.tolist() == pytest.approx([1 - 0.5, -1 + 0.5, 1 + 0.5, -1 - 0.5])
+    short[0] = math.nan
+    (got,) = advantages.weighted_parts({"right": [right], "short": [short]}, {"right": 1.0, "short": 1.0}, normalized)
+    assert got[0].item() == pytest.approx(1.0), "a part that was not given says nothing"
+
+
+@settings(max_examples=50)
+@given(st.data(), st.booleans())
+def test_process_rewards_are_summed_over_what_follows(data: st.DataObject, normalize: bool) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
+    ends = [sorted(data.draw(st.sets(st.integers(0, n - 1)))) if n else [] for n in lengths]
+    scores = [[data.draw(st.sampled_from([-1.0, 0.0, 0.5, 2.0])) for _ in e] for e in ends]
+    got = advantages.process_rewards(
+        [tensor(s) for s in scores], [torch.tensor(e, dtype=torch.long) for e in ends], lengths, normalize=normalize
+    )
+    flat = [s for row in scores for s in row]
+    same = len(set(flat)) < 2
+    centre, scale = (plain.fmean(flat), plain.pstdev(flat)) if not same else (0.0, 1.0)
+    for found, row, last, length in zip(got, scores, ends, lengths, strict=True):
+        level = [0.0 if same else (s - centre) / (scale if normalize else 1) for s in row]
+        wanted = [sum(v for v, e in zip(level, last, strict=True) if e >= t) for t in range(length)]
+        assert found.tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_overlong_penalty() -> None:
+    penalty = partial(advantages.overlong_penalty, longest=100, soft=20)
+    assert [penalty(n) for n in (0, 80, 85, 90, 100, 130)] == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert [advantages.overlong_penalty(n, longest=10, soft=0) for n in (10, 11)] == [0.0, -1.0]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_averages(lengths: list[int]) -> None:
+    """Averages of a loss over tokens, over sequences, and against a constant, from their definitions."""
+    sizes = tensor([float(n) for n in lengths])
+    losses = [[float(i + 10 * j + 1) for j in range(n)] for i, n in enumerate(lengths)]
+    used = [row for row in losses if row]
+
+    def average(weights: Tensor) -> float:
+        assert weights.isfinite().all()
+        return sum(w * v for w, row in zip(weights.tolist(), losses, strict=True) for v in row)
+
+    flat = [v for row in used for v in row]
+    assert average(aggregation.token_mean(sizes)) == pytest.approx(plain.fmean(flat) if flat else 0.0)
+    by_sequence = plain.fmean([plain.fmean(row) for row in used]) if used else 0.0
+    assert average(aggregation.sequence_mean(sizes)) == pytest.approx(by_sequence)
+    assert average(aggregation.constant(sizes, length=8)) == pytest.approx(sum(flat) / 8 / len(used) if used else 0.0)
+
+
+@settings(max_examples=50)
+@given(cases())
+def test_the_numbers_of_a_step(case: Case) -> None:
+    tokens = case.tokens()
+    (slope,) = torch.autograd.grad(grpo(tokens).sum(), tokens.logprobs)
+    found = off_policy(tokens, slope, combine([mask_tokens], tokens))
+    flat = [t for s in case.sequences for t in zip(*s, strict=True)]
+    ratios = [math.exp(x - b) for x, b, *_ in flat]
+    assert found["mismatch_kl"] == pytest.approx(plain.fmean(r - 1 - math.log(r) for r in ratios), abs=1e-6)
+    assert found["ratio"] == pytest.approx(plain.fmean(ratios))
+    assert found["ratio_max"] == pytest.approx(max(ratios))
+    squares = len(ratios) * sum(r * r for r in ratios)
+    assert found["effective_sample_size"] == pytest.approx(sum(ratios) ** 2 / squares)
+    signal = [(r, a) for r, (_, _, a, _, _) in zip(ratios, flat, strict=True) if a]
+    clipped = [(r > 1.2 and a > 0) or (r < 0.8 and a < 0) for r, a in signal]
+    assert found["clipped"] == pytest.approx(plain.fmean(clipped) if clipped else 0.0)
+    assert found["masked"] == pytest.approx(plain.fmean(not 0.5 <= r <= 5 for r in ratios))
+
+
+def test_the_numbers_of_nothing() -> None:
+    nothing, indices = torch.zeros(0), torch.zeros(0, dtype=torch.long)
+    tokens = Tokens(nothing, nothing, nothing, indices, indices, nothing)
+    found = off_policy(tokens, ppo(tokens), combine([], tokens))
+    assert (
+        found.keys()
+        == off_policy(Case([[-1.0]], [[-1.0]], [[1.0]], [[0]], [[0.0]]).tokens(), tensor([1.0]), tensor([1.0])).keys()
+    )
+    assert found["ratio"] == found["effective_sample_size"] == 1 and found["mismatch_kl"] == 0

@@ -1,0 +1,203 @@
+"""The learning rule that a configuration names: what can't be is one line, and what can is the function it names."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.algorithms import losses
+from slipstream.config import Config, ConfigError, dump, load_config, validate
+from slipstream.rollout import Completion, Group, Rollout, VersionSpan
+from slipstream.rule import ADVANTAGES, AGGREGATIONS, CORRECTIONS, IMPORTANCE, LOSSES, cut_batch, load_rule
+
+
+def configure(*flags: str) -> Config:
+    return load_config(None, ["--model.path=m", "--environment.name=addition", *(f"--algorithm.{f}" for f in flags)])
+
+
+def test_a_name_alone_is_a_table_without_options() -> None:
+    rule = configure("loss=gspo", "corrections=opsm", "advantage.normalize=true").algorithm
+    assert rule.loss == {"name": "gspo"} and rule.corrections == [{"name": "opsm"}]
+    assert rule.advantage == {"name": "group_mean", "normalize": True}
+    rule = configure('corrections=["opsm", { name = "mask_lag", most = 2 }]', "loss.clip_high=0.28").algorithm
+    assert rule.corrections == [{"name": "opsm"}, {"name": "mask_lag", "most": 2}]
+    assert rule.loss == {"name": "grpo", "clip_high": 0.28}
+    assert configure("loss=gspo", "loss.clip_high=0.1").algorithm.loss == {"name": "gspo", "clip_high": 0.1}
+    assert load_rule(rule).loss.func is losses.grpo
+
+
+def test_what_is_printed_reads_back_the_same() -> None:
+    config = configure('corrections=["opsm", { name = "mask_lag", most = 2 }]', "loss.clip_high=0.28", "parts={a=1.0}")
+    assert validate(tomllib.loads(dump(config))) == config
+
+
+@pytest.mark.parametrize("function", [*LOSSES, *ADVANTAGES], ids=lambda f: f.__name__)
+def test_every_name_works_with_its_defaults(function: Any) -> None:
+    option = "loss" if function in LOSSES else "advantage"
+    assert getattr(load_rule(configure(f"{option}={function.__name__}").algorithm), option).func is function
+
+
+@pytest.mark.parametrize("function", CORRECTIONS, ids=lambda f: f.__name__)
+def test_every_correction_works_with_a_loss_of_its_kind(function: Any) -> None:
+    loss = "reinforce" if function in IMPORTANCE else "grpo"
+    rule = load_rule(configure(f"corrections={function.__name__}", f"loss={loss}").algorithm)
+    assert rule.corrections[0].func is function
+
+
+@pytest.mark.parametrize("function", AGGREGATIONS, ids=lambda f: f.__name__)
+def test_every_aggregation(function: Any) -> None:
+    more = ["aggregation.length=8"] if function.__name__ == "constant" else []
+    assert load_rule(configure(f"aggregation.name={function.__name__}", *more).algorithm).aggregation.func is function
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["loss=gsp"],
+            "algorithm.loss = \"gsp\" can't be loaded: no such function (did you mean gspo?); your own is 'module:",
+        ),
+        (["loss=xyzzy"], "no such function; there are grpo, ppo, gspo"),
+        (["loss=dr_grpo"], 'dr_grpo is no single function here but algorithm.loss = "ppo" with algorithm.aggregation'),
+        (["loss.name=ppo", "loss.clip_hi=0.3"], "ppo has no option clip_hi (did you mean clip_high?)"),
+        (["loss.name=reinforce", "loss.clip_high=0.3"], "reinforce has no option clip_high; it takes none"),
+        (["loss.clip_high=wide"], 'clip_high = "wide" of grpo must be a finite number'),
+        (["loss.clip_high=true"], "clip_high = true of grpo must be a finite number"),
+        (["loss.name=decoupled", "loss.approximate=1"], "approximate = 1 of decoupled must be true or false"),
+        (
+            ["loss.truncate=1.1"],
+            "algorithm.loss: truncate = 1.1 is below 1 + clip_high = 1.2; raise it, or set it to 0",
+        ),
+        (["loss.name=ppo", "loss.clip_low=-0.1"], "ratios of 1 must lie inside all bounds"),
+        (["loss.name=cispo", "loss.high=0.5"], "ratios of 1 must lie inside all bounds"),
+        (
+            ["corrections=truncate_tokens"],
+            '"truncate_tokens" would count the ratio twice, since the loss "grpo" has one',
+        ),
+        (["corrections=opms"], "no such function (did you mean opsm?)"),
+        (["corrections=[{ bound = 1 }]"], "algorithm.corrections has no name"),
+        (['corrections=[{ name = "mask_tokens", low = 2.0 }]'], "mask_tokens rejects what the policy itself has drawn"),
+        (['advantage={ name = "pass_at_k", k = 2.5 }'], "k = 2.5 of pass_at_k must be a whole number"),
+        (["aggregation=constant"], 'constant needs length; give { name = "constant", length = ... }'),
+        (['aggregation={ name = "constant", length = -1 }'], "the weights are not above 0"),
+        (["loss=math:sqrt"], "algorithm.loss failed on two tokens: TypeError"),
+        (["loss=math:pi"], 'algorithm.loss = "math:pi" is not a function'),
+        (["loss=torch:sum"], "is not a function in Python"),
+        (["loss=nowhere:loss"], "can't be loaded: No module named 'nowhere'"),
+    ],
+)
+def test_mistakes_are_one_line(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_rule(configure(*flags).algorithm)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+DOCS = Path(__file__).parents[1] / "docs" / "algorithms.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("text", blocks("toml"), ids=lambda t: t.splitlines()[0])
+def test_the_documented_recipes_work(text: str) -> None:
+    load_rule(validate(tomllib.loads(text) | {"model": {"path": "m"}, "environment": {"name": "addition"}}).algorithm)
+
+
+def test_everything_is_documented() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    for function in (*LOSSES, *ADVANTAGES, *CORRECTIONS, *AGGREGATIONS):
+        assert f"`{function.__name__}`" in text or f'"{function.__name__}"' in text, function
+        for name in inspect.signature(function).parameters.values():
+            assert name.kind is not name.KEYWORD_ONLY or name.name in text, (function, name)
+
+
+WRONG = """
+def summed(tokens):
+    return tokens.logprobs.sum()
+
+def constant(tokens):
+    return tokens.advantages
+"""
+
+
+def test_the_equal_filter_does_not_know_parts() -> None:
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.filter_equal looks at the reward, which algorithm\.parts replaces"
+    ):
+        configure("parts={a = 1.0}", "filter_equal=true")
+
+
+def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = blocks("python")
+    assert len(text.splitlines()) <= 10
+    (tmp_path / "mine.py").write_text(text + WRONG)
+    monkeypatch.chdir(tmp_path)
+    rule = load_rule(configure("loss.name=mine.py:soft", "loss.strength=2.0", "corrections=truncate_tokens").algorithm)
+    assert rule.loss.keywords == {"strength": 2.0}
+    for name, said in (
+        ("summed", "returned a tensor of shape [] for 2 of its inputs; it returns one finite number each"),
+        ("constant", "do not depend on tokens.logprobs"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_rule(configure(f"loss=mine.py:{name}").algorithm)
+        assert said in str(caught.value)
+
+
+def group(*outcomes: tuple[float, int, str], metrics: dict[str, list[float]] | None = None) -> Group:
+    """Rollouts by reward, length and how they ended."""
+    rollouts = []
+    for i, (reward, length, finish) in enumerate(outcomes):
+        completion = Completion((1,), (2,) * length, (-1.0,) * length, (VersionSpan(0, 0, length),), finish)
+        rollouts.append(Rollout((completion,), reward, {name: v[i] for name, v in (metrics or {}).items()}))
+    return Group(0, "0", tuple(rollouts))
+
+
+def test_groups_are_scored_by_member_whatever_their_size() -> None:
+    config = configure()
+    groups = [group(*((r, 1, "stop") for r in rewards)) for rewards in ([1, 0], [2, 2, 2], [0, 0, 3, 1])]
+    batch = cut_batch(load_rule(config.algorithm), config, groups, 7)
+    assert batch.advantages == ((0.5, -0.5), (0, 0, 0), (-1, -1, 2, 0)) and batch.version == 7
+
+
+def test_overlong_rollouts_are_trained_on_punished_or_left_out() -> None:
+    made = group((1.0, 4, "stop"), (0.0, 8, "length"), (0.0, 7, "stop"))
+    found = {}
+    for choice in ("train", "filter", "penalty"):
+        config = configure(f"overlong={choice}", "overlong_soft=4")
+        config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_tokens": 8})})
+        (found[choice],) = cut_batch(load_rule(config.algorithm), config, [made], 0).advantages
+    assert found["train"] == pytest.approx((2 / 3, -1 / 3, -1 / 3))
+    assert found["filter"] == pytest.approx((2 / 3, float("nan"), -1 / 3), nan_ok=True)
+    mean = (1 - 1 - 0.75) / 3
+    assert found["penalty"] == pytest.approx((1 - mean, -1 - mean, -0.75 - mean))
+
+
+def test_parts_of_the_reward_are_metrics() -> None:
+    metrics = {"right": [1.0, 0.0], "short": [0.0, 100.0]}
+    made = group((0.0, 1, "stop"), (0.0, 1, "stop"), metrics=metrics)
+    config = configure("parts={right = 1.0, short = 0.5}", "advantage.normalize=true")
+    (found,) = cut_batch(load_rule(config.algorithm), config, [made], 0).advantages
+    assert found == pytest.approx((0.5, -0.5))
+    config = configure("parts={right = 1.0, style = 0.5}")
+    with pytest.raises(
+        ValueError, match=r"no rollout of the step has the metric 'style', which algorithm\.parts names"
+    ):
+        cut_batch(load_rule(config.algorithm), config, [made], 0)
+
+
+def test_whitened_without_a_baseline_is_reinforce_plus_plus() -> None:
+    config = configure("advantage=reward", "whiten=true")
+    groups = [group((1.0, 1, "stop"), (0.0, 1, "stop")), group((4.0, 1, "stop"), (3.0, 1, "stop"))]
+    batch = cut_batch(load_rule(config.algorithm), config, groups, 0)
+    deviation = torch.tensor([1.0, 0.0, 4.0, 3.0]).std(correction=0).item()
+    assert batch.advantages[0] == pytest.approx(((1 - 2) / deviation, (0 - 2) / deviation))
+    assert json.dumps(batch.advantages)
