@@ -96,13 +96,27 @@ def spans_of(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
+class StepReward(NamedTuple):
+    """The step of a completion whose last token is `end` earned `reward`: a turn, a line of thought or one token."""
+
+    end: int
+    reward: float
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One finished episode: every completion drawn in it, in order, and the reward for all of it."""
+    """One finished episode: every completion drawn in it, in order, and the reward for all of it.
+
+    `parts` are what a reward of several parts was added up from, by name. `steps` are process rewards, and `teacher`
+    the log-probabilities of the drawn tokens under a teacher: one entry a completion, or nothing at all.
+    """
 
     completions: tuple[Completion, ...]
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    steps: tuple[tuple[StepReward, ...], ...] = ()
+    teacher: tuple[tuple[float, ...], ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,8 +49,9 @@ class Environment(Protocol):
         """Held-out tasks; may be empty."""
         ...
 
-    async def rollout(self, task: Task, policy: Policy) -> Rollout | float:
-        """Play one episode. A plain number is the reward of everything that `policy` drew."""
+    async def rollout(self, task: Task, policy: Policy) -> Rollout | float | None:
+        """Play one episode. A plain number is the reward of everything that `policy` drew; None leaves it to
+        `scoring`."""
         ...
 
 
@@ -156,13 +158,18 @@ class Policy:
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
-async def play(environment: Environment, task: Task, policy: Policy) -> Rollout:
-    """One episode, whatever the environment returned, as a `Rollout`."""
+async def play(environment: Environment, task: Task, policy: Policy, unrewarded: bool = False) -> Rollout:
+    """One episode, whatever the environment returned, as a `Rollout`.
+
+    `unrewarded`: it need not return a reward, which is NaN then, since a later stage gives one.
+    """
     outcome: Any = environment.rollout(task, policy)
     if inspect.isawaitable(outcome):
         outcome = await outcome
     if isinstance(outcome, Rollout):
         return outcome
+    if outcome is None and unrewarded:
+        return policy.rollout(math.nan)
     if isinstance(outcome, str) or not hasattr(outcome, "__float__"):
         raise TypeError(f"the reward is {outcome!r}: return a number, or policy.rollout(number)")
     return policy.rollout(outcome)

@@ -9,6 +9,7 @@ import math
 import signal
 import threading
 import traceback
+from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any
 
@@ -33,14 +34,23 @@ class EpisodeBlocked(BaseException):
     """Raised inside an episode that held up the event loop. No `except Exception` of a user's can swallow it."""
 
 
-async def attempt(environment: Environment, task: Task, policy: Policy, time_limit: float) -> Rollout:
-    """Play one episode, and end it. Raises `RolloutFailed` for an exception, a hang, or a reward that is no finite
-    number; a `ConfigError`, such as a package that is missing, is the run's, since no other episode would do better."""
+Scoring = Callable[[Task, Rollout], Awaitable[Rollout]]
+
+
+async def attempt(
+    environment: Environment, task: Task, policy: Policy, time_limit: float, scoring: Scoring | None = None
+) -> Rollout:
+    """Play one episode, end it, and have it scored. Raises `RolloutFailed` for an exception, a hang, or a reward that
+    is no finite number; a `ConfigError`, such as a package that is missing, is the run's, since no other episode would
+    do better. `scoring` has a clock of its own."""
     token = _in_episode.set(True)
     try:
         async with asyncio.timeout(time_limit) as clock:
-            rollout = await play(environment, task, policy)
-        return _sound(rollout)
+            rollout = await play(environment, task, policy, unrewarded=scoring is not None)
+        policy.end()
+        if not rollout.completions:
+            raise RolloutFailed("no completion", "the episode returned without having sampled from the policy")
+        return _sound(await scoring(task, rollout) if scoring else rollout)
     except asyncio.CancelledError:
         current = asyncio.current_task()
         if current and current.cancelling():  # the run is stopping; what an episode cancels by itself is its failure
@@ -62,8 +72,6 @@ async def attempt(environment: Environment, task: Task, policy: Policy, time_lim
 
 
 def _sound(rollout: Rollout) -> Rollout:
-    if not rollout.completions:
-        raise RolloutFailed("no completion", "the episode returned without having sampled from the policy")
     reward = float(rollout.reward)
     if not math.isfinite(reward):
         raise RolloutFailed(f"reward is {reward}", "a reward must be a finite number")
