@@ -59,6 +59,36 @@ class EnvironmentConfig(Section):
     scorers: int = option(1, "Processes for reward functions that are not async.", ge=1)
 
 
+class ScoringConfig(Section):
+    """How finished rollouts get their rewards, beside generation, where the environment does not give them."""
+
+    kind: str = option(
+        "",
+        '"" (the environment\'s own rewards), "http" (a judge behind a URL), "model" (a reward or process-reward '
+        'model), or your own function or class as "module:thing".',
+    )
+    options: dict[str, Any] = option({}, "Keyword arguments of the scorer.")
+    weights: dict[str, float] = option(
+        {}, 'Parts of the reward and their weights, such as { environment = 1.0, score = 0.5 }; empty means "score".'
+    )
+    concurrency: int = option(64, "Most rollouts in scoring at once; others queue.", ge=1)
+    time_limit: float = option(60.0, "Seconds that scoring one rollout may take, the queue not included.", gt=0)
+
+
+class TeacherConfig(Section):
+    """A model whose log-probabilities of the drawn tokens go with every rollout, to distill from."""
+
+    path: str = option("", "Hugging Face model with the policy's vocabulary; empty means no fixed teacher.")
+    lag: int = option(
+        0, "The teacher is the policy as it was this many versions ago; 0: it is the model at path.", ge=0
+    )
+    kind: Literal["torch", "vllm"] = option("torch", "What runs it.")
+    memory: float = option(0.0, "Share of a GPU's memory (vllm); 0 means 0.4.", ge=0, le=1)
+    options: dict[str, Any] = option({}, "Further engine arguments, passed on as they are (vllm).")
+    device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
+    threads: int = option(0, "CPU threads; 0 shares the cores out.", ge=0)
+
+
 class SamplingConfig(Section):
     """How training completions are drawn."""
 
@@ -246,6 +276,8 @@ class Config(Section):
     model: ModelConfig
     lora: LoraConfig = LoraConfig()
     environment: EnvironmentConfig
+    scoring: ScoringConfig = ScoringConfig()
+    teacher: TeacherConfig = TeacherConfig()
     sampling: SamplingConfig = SamplingConfig()
     loop: LoopConfig = LoopConfig()
     generator: GeneratorConfig = GeneratorConfig()
@@ -317,8 +349,10 @@ class Config(Section):
                 "one, so that a checkpoint holds the weights of a version"
             )
         self._refuse_rule()
+        self._refuse_scoring()
         rule = self.algorithm
-        tables = {"environment.options": self.environment.options, "algorithm.advantage": rule.advantage,
+        tables = {"environment.options": self.environment.options, "scoring.options": self.scoring.options,
+                  "algorithm.advantage": rule.advantage,
                   "algorithm.loss": rule.loss, "algorithm.aggregation": rule.aggregation,
                   **{f"algorithm.corrections.{i}": table for i, table in enumerate(rule.corrections)}}  # fmt: skip
         for table, values in tables.items():
@@ -376,6 +410,28 @@ class Config(Section):
             raise ConfigError(
                 'algorithm.kl_weighted does not go with kl_estimator = "k2"; use "k3", or set it to false'
             )
+
+    def _refuse_scoring(self) -> None:
+        """Raise `ConfigError` for a scorer or a teacher that can't be."""
+        scoring, teacher = self.scoring, self.teacher
+        if scoring.kind not in ("", "http", "model") and ":" not in scoring.kind:
+            raise ConfigError(
+                f'scoring.kind = "{scoring.kind}" is unknown; give "http", "model" or your own as "module:thing"'
+            )
+        if not scoring.kind and (scoring.options or scoring.weights):
+            given = "options" if scoring.options else "weights"
+            raise ConfigError(f"scoring.{given} needs scoring.kind, which is not set")
+        if teacher.path and teacher.lag:
+            raise ConfigError(f"teacher.lag = {teacher.lag} makes the policy its own teacher; leave teacher.path out")
+        drawn = self.sampling
+        if (teacher.path or teacher.lag) and teacher.kind == "vllm":
+            if drawn.temperature != 1 or drawn.top_k or drawn.top_p < 1:
+                raise ConfigError(
+                    'teacher.kind = "vllm" scores the unmodified distribution alone, and sampling.temperature, top_k '
+                    'or top_p change it; leave them out, or use teacher.kind = "torch"'
+                )
+            if teacher.lag:
+                raise ConfigError('teacher.lag needs teacher.kind = "torch"')
 
     def _refuse_servers(self) -> None:
         """Raise `ConfigError` for `generator.servers` that can't be, or not with these other options."""

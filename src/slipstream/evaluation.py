@@ -14,30 +14,36 @@ import torch
 from slipstream.config import Config
 from slipstream.environments.base import Codec, Environment, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import RolloutFailed, attempt
+from slipstream.environments.guard import RolloutFailed, Scoring, attempt
 from slipstream.environments.load import load_environment
 from slipstream.generators.base import Generator
 from slipstream.generators.torch import Engine, TorchGenerator
 from slipstream.models import load_causal_lm, load_tokenizer, pick_device
 from slipstream.observe.tally import metric_means
 from slipstream.rollout import Completion, Rollout, Sampling, mean
+from slipstream.scoring.load import make_scoring
 
 SAMPLES = 3
 
 
 async def evaluate(
-    config: Config, environment: Environment, generator: Generator, codec: Codec, endpoint: Endpoint | None = None
+    config: Config,
+    environment: Environment,
+    generator: Generator,
+    codec: Codec,
+    endpoint: Endpoint | None = None,
+    scoring: Scoring | None = None,
 ) -> dict[str, Any]:
-    """Play `evaluation.tasks` held-out tasks once each. `score` is the mean of the metric "correct" where the
-    environment reports one, else of the reward; a failed episode counts as 0. `versions` are the oldest and newest
-    weights that drew a token of it."""
+    """Play `evaluation.tasks` held-out tasks once each, and have them scored. `score` is the mean of the metric
+    "correct" where the environment reports one, else of the reward; a failed episode counts as 0. `versions` are the
+    oldest and newest weights that drew a token of it."""
     began = time.perf_counter()
     tasks = environment.test[: config.evaluation.tasks]
 
     async def one(task: Task) -> Rollout | None:
         policy = Policy(generator, codec, _sampling(config), f"{config.loop.seed}/evaluation/{task.id}", endpoint)
         with contextlib.suppress(RolloutFailed):
-            return await attempt(environment, task, policy, config.environment.time_limit)
+            return await attempt(environment, task, policy, config.environment.time_limit, scoring)
         return None
 
     played = await asyncio.gather(*(one(task) for task in tasks))
@@ -69,9 +75,14 @@ async def evaluate_model(config: Config) -> dict[str, Any]:
     generator, tokenizer = load_generator(config)
     codec = Codec(tokenizer)
     endpoint = Endpoint(codec)
+    scoring = make_scoring(config, codec)
     try:
-        return await evaluate(config, environment, generator, codec, endpoint)
+        if scoring:
+            await scoring.start()
+        return await evaluate(config, environment, generator, codec, endpoint, scoring)
     finally:
+        if scoring:
+            await scoring.close()
         await endpoint.close()
         await close_environment(environment)
 

@@ -107,14 +107,14 @@ class StepReward(NamedTuple):
 class Rollout:
     """One finished episode: every completion drawn in it, in order, and the reward for all of it.
 
-    `parts` are what a reward of several parts was added up from, by name. `steps` are process rewards, and `teacher`
-    the log-probabilities of the drawn tokens under a teacher: one entry a completion, or nothing at all.
+    `metrics` are named numbers beside the reward, such as the parts that it was added up from. `steps` are process
+    rewards, and `teacher` the log-probabilities of the drawn tokens under a teacher: one entry a completion, or nothing
+    at all.
     """
 
     completions: tuple[Completion, ...]
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
-    parts: dict[str, float] = field(default_factory=dict)
     steps: tuple[tuple[StepReward, ...], ...] = ()
     teacher: tuple[tuple[float, ...], ...] = ()
 
@@ -155,7 +155,8 @@ class Sample:
     `token_ids` is all of it: the prompt, what the policy drew, and what the environment put between, up to the last
     drawn token. `drawn` are the positions in it of the tokens that the policy drew, the only ones that are trained on;
     `logprobs`, `versions`, `temperatures`, `advantages` and `kept` have an entry for each of them, as a `Completion`
-    has. `experts` is as a completion's, for the tokens before the last.
+    has. `teacher` are their log-probabilities under a teacher, nothing without one. `experts` is as a completion's, for
+    the tokens before the last.
     """
 
     token_ids: tuple[int, ...]
@@ -166,6 +167,7 @@ class Sample:
     advantages: tuple[float, ...]
     kept: tuple[Any, ...]
     experts: Any = None
+    teacher: tuple[float, ...] = ()
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -193,31 +195,38 @@ class Batch:
             sample
             for group, advantages in zip(self.groups, self.advantages, strict=True)
             for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-            for sample in samples_of(rollout.completions, advantage)
+            for sample in samples_of(rollout.completions, advantage, rollout.teacher)
         ]
 
 
-def samples_of(completions: Sequence[Completion], advantage: float | Sequence[float] = 0.0) -> list[Sample]:
+def samples_of(
+    completions: Sequence[Completion],
+    advantage: float | Sequence[float] = 0.0,
+    teacher: Sequence[tuple[float, ...]] = (),
+) -> list[Sample]:
     """An episode's completions as sequences: a turn whose prompt begins with all tokens so far is merged, any other
-    begins a sequence of its own. `advantage` is one number, or one for each token that was drawn."""
+    begins a sequence of its own. `advantage` is one number, or one for each token that was drawn;
+    `teacher` as a rollout has it."""
     counts = [len(c.token_ids) for c in completions]
     each = [advantage] * sum(counts) if isinstance(advantage, int | float) else list(advantage)
     if len(each) != sum(counts):
         raise ValueError(f"{len(each)} advantages for {sum(counts)} drawn tokens")
     samples: list[Sample] = []
-    for completion, count in zip(completions, counts, strict=True):
+    for completion, count, taught in zip(completions, counts, teacher or [()] * len(counts), strict=True):
         turn, each = tuple(each[:count]), each[count:]
         if not count:
             continue
         last = samples[-1] if samples else None
         if last and completion.prompt_ids[: len(last.token_ids)] == last.token_ids:
-            samples[-1] = _sample(completion, turn, last)
+            samples[-1] = _sample(completion, turn, taught, last)
         else:
-            samples.append(_sample(completion, turn))
+            samples.append(_sample(completion, turn, taught))
     return samples
 
 
-def _sample(completion: Completion, advantages: tuple[float, ...], before: Sample | None = None) -> Sample:
+def _sample(
+    completion: Completion, advantages: tuple[float, ...], teacher: tuple[float, ...], before: Sample | None = None
+) -> Sample:
     """A turn as a sequence, with the turns `before` it in the same."""
     count, first = len(completion.token_ids), len(completion.prompt_ids)
     turn = Sample(
@@ -229,6 +238,7 @@ def _sample(completion: Completion, advantages: tuple[float, ...], before: Sampl
         advantages=advantages,
         kept=completion.kept or (None,) * count,
         experts=completion.experts,
+        teacher=teacher,
     )
     if before is None:
         return turn
@@ -236,7 +246,7 @@ def _sample(completion: Completion, advantages: tuple[float, ...], before: Sampl
     return replace(turn, **earlier)
 
 
-PER_DRAWN_TOKEN = ("drawn", "logprobs", "versions", "temperatures", "advantages", "kept")
+PER_DRAWN_TOKEN = ("drawn", "logprobs", "versions", "temperatures", "advantages", "kept", "teacher")
 
 
 def mean(values: Sequence[float]) -> float:

@@ -31,6 +31,8 @@ from slipstream.observe.tally import Tally
 from slipstream.rollout import Batch, Rollout, Sampling
 from slipstream.rule import cut_batch, load_rule
 from slipstream.runtime.local import Pools
+from slipstream.scoring.load import make_scoring
+from slipstream.scoring.teacher import Snapshots
 from slipstream.state import LoopState
 from slipstream.trainers.trainer import StepStats
 
@@ -101,6 +103,7 @@ class Run:
         self.state = LoopState(config.loop, config.sync.every, len(self.environment.train))
         self.tally = Tally()
         self.stopped: str | None = None
+        self.scoring = make_scoring(config, self.codec, directory.path / "logs")
         self._started: Pools | None = None
         self._changed = asyncio.Event()
         self._groups: set[asyncio.Task[None]] = set()
@@ -165,7 +168,8 @@ class Run:
         seed = f"{self.config.loop.seed}/{entry.id}/{entry.attempt}/{member}"
         policy = Policy(self.pools.generator, self.codec, self._sampling(), seed, self.endpoint)
         try:
-            rollout = await attempt(self.environment, task, policy, self.config.environment.time_limit)
+            limit = self.config.environment.time_limit
+            rollout = await attempt(self.environment, task, policy, limit, self.scoring)
         except RolloutFailed as failure:
             if dead := self.pools.generator.dead:  # whatever the environment made of it
                 raise dead from None
@@ -174,7 +178,8 @@ class Run:
             if self._failures_in_a_row >= self.config.environment.max_failures:
                 raise RunError(
                     f"{self._failures_in_a_row} rollouts in a row failed, the last with: {failure.reason}\n"
-                    f"{failure.detail}\nMend the environment, then: slipstream train --resume {self.directory.path}"
+                    f"{failure.detail}\nMend the environment or its scorer, then: slipstream train --resume "
+                    f"{self.directory.path}"
                 ) from None
             return None
         finally:
@@ -210,8 +215,17 @@ class Run:
         for lost in stats.lost:
             self.progress.warn(lost)
         self.tally.lost += stats.lost
+        await self._refresh_teacher()
         if self.config.loop.max_lag:  # a synchronous run starts its next wave when the step's bookkeeping is done
             self._admit()
+
+    async def _refresh_teacher(self) -> None:
+        """Where the policy is its own teacher, make that the version of `teacher.lag` publishes ago."""
+        lag = self.config.teacher.lag
+        if lag and self.scoring and self.scoring.teacher:
+            snapshots = Snapshots(self.directory.path / "teacher", lag)
+            await self.pools.trainer.export(snapshots.new(self.state.version))
+            await self.scoring.teacher.load(snapshots.oldest())
 
     # beside the line: records, evaluations, checkpoints
 
@@ -238,6 +252,7 @@ class Run:
             "generators": len(self.pools.generator.living),
             "rollouts": dataclasses.asdict(state.ledger.counts),
             "failures": dict(state.ledger.reasons),
+            **(self.tally.scoring(self.scoring.lap()) if self.scoring else {}),
         }
         self.recorder.step(record, batch)
         self.progress.step(record)
@@ -263,7 +278,9 @@ class Run:
         if not self.environment.test[: self.config.evaluation.tasks]:
             return
         step = self.state.step
-        result = await evaluate(self.config, self.environment, self.pools.generator, self.codec, self.endpoint)
+        result = await evaluate(
+            self.config, self.environment, self.pools.generator, self.codec, self.endpoint, self.scoring
+        )
         if dead := self.pools.generator.dead:  # a score of what was not drawn is none
             raise dead
         record = {"step": step, **result}
@@ -287,17 +304,24 @@ class Run:
 
     async def _start(self) -> None:
         """Start the processes, restore the last checkpoint, connect the link and see that both sides agree."""
-        self._started = await Pools.start(self.config, self.directory.path)
+        async with asyncio.TaskGroup() as starting:
+            starting.create_task(self._start_pools())
+            if self.scoring:
+                starting.create_task(self.scoring.start())
         self.progress.note(f"run directory {self.directory.path}")
         if checkpoints := self.directory.checkpoints():
             await self._restore(checkpoints[-1])
         self.recorder.truncate(self.state.step, len(self.tally.evaluations))
         await self.pools.link.connect(self.state.version)
+        await self._refresh_teacher()
         await self._probe()
         self.directory.write_config(self.config)
         if not self.tally.evaluations and not self.stopped:
             await self._evaluate()
         self.tally.open(await self.pools.generator.stats())
+
+    async def _start_pools(self) -> None:
+        self._started = await Pools.start(self.config, self.directory.path)
 
     async def _restore(self, path: Path) -> None:
         data = json.loads((path / "run.json").read_text(encoding="utf-8"))
@@ -367,6 +391,8 @@ class Run:
     async def close(self) -> None:
         """Stop every process, whatever happened."""
         await self.endpoint.close()
+        if self.scoring:
+            await self.scoring.close()
         if self._started:
             await self._started.close()
         await close_environment(self.environment)

@@ -181,3 +181,11 @@ def test_figures() -> None:
     assert sparkline([0.0], 8) == ""
     assert sparkline([1.0, 1.0], 8) == "▁▁"
     assert sparkline([i / 100 for i in range(101)], 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_the_live_block_tells_of_scoring_where_there_is_some(clock: Clock) -> None:
+    console = terminal(80)
+    with Progress(800, console=console) as progress:
+        progress.step(RECORD | {"scored": 3, "scoring": 4, "scoring_queue": 12, "scoring_seconds": 0.256})
+        clock.now += 0.5
+    assert "4 now, 12 queued, 0.26 s each" in output(console)

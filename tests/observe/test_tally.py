@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.observe.tally import Tally, metric_means
 from slipstream.rollout import Rollout
+from slipstream.scoring.stage import Lap
 
 
 def test_times_add_up_over_sittings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,17 @@ def test_times_add_up_over_sittings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_metric_is_averaged_over_the_rollouts_that_have_it() -> None:
     rollouts = [Rollout((), 0.0, {"correct": 1.0, "turns": 3}), Rollout((), 0.0, {"correct": 0.0}), Rollout((), 0.0)]
     assert metric_means(rollouts) == {"correct": 0.5, "turns": 3.0}
+
+
+def test_scoring_is_told_by_step_and_in_total() -> None:
+    tally = Tally()
+    first = Lap(queue=2, running=1, scored=4, seconds=2.0, waited=6.0, longest_queue=5, retries={"judge timeout": 1})
+    assert tally.scoring(first) == {
+        "scored": 4, "scoring": 1, "scoring_queue": 2, "scoring_seconds": 0.5, "scoring_wait_seconds": 1.5,
+        "scoring_retries": {"judge timeout": 1},
+    }  # fmt: skip
+    tally.scoring(Lap(longest_queue=3))
+    resumed = Tally()
+    resumed.restore(tally.snapshot())
+    wanted = {"scored": 4, "seconds": 0.5, "wait_seconds": 1.5, "longest_queue": 5}
+    assert tally.summary()["scoring"] == resumed.summary()["scoring"] == wanted

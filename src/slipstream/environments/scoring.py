@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slipstream.actor import Actor, ActorDied, ActorError, Reply
 from slipstream.environments.base import Task
-from slipstream.rollout import Completion
+from slipstream.rollout import Completion, Rollout
 
 TRACEBACK_LINES = 8
 
@@ -40,16 +40,16 @@ class ScorerPool:
         for _ in range(processes):
             self._free.put_nowait(None)
 
-    async def score(self, task: Task, completion: Completion) -> float:
-        """What the function returns for this completion. Raises `ScoringError`."""
+    async def score(self, task: Task, subject: Completion | Rollout) -> Any:
+        """What the function returns for this completion or rollout: a number or a mapping. Raises `ScoringError`."""
         worker = await self._free.get()
         sound = False
         try:
             worker = worker or await self._start()
             async with asyncio.timeout(self._time_limit):
-                reward: float = await worker.call("score", task, completion)
+                answer = await worker.call("score", task, subject)
             sound = True
-            return reward
+            return answer
         except ActorError as error:
             sound = worker is not None
             detail = "\n".join(error.details.splitlines()[-TRACEBACK_LINES:])
@@ -57,7 +57,7 @@ class ScorerPool:
         except TimeoutError:
             raise ScoringError(
                 "reward time limit",
-                f"the reward took longer than {self._time_limit:g} s; it gets a tenth of environment.time_limit",
+                f"the reward took longer than {self._time_limit:g} s; see the time limits in the configuration",
             ) from None
         except ActorDied:
             raise ScoringError("reward process died", "the reward function took its process down") from None
@@ -86,7 +86,7 @@ class Scorer:
     def __init__(self, reference: str, time_limit: float) -> None:
         from slipstream.things import load_thing
 
-        self._reward: Callable[[Task, Completion], Any] = load_thing(reference)
+        self._reward: Callable[[Task, Any], Any] = load_thing(reference)
         self._time_limit = time_limit
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
@@ -95,7 +95,8 @@ class Scorer:
         # The controller ends this process when time is up, unless it was killed itself: then this does, a little later.
         faulthandler.dump_traceback_later(2 * self._time_limit, exit=True)
         try:
-            reply(float(self._reward(*arguments)))
+            answer = self._reward(*arguments)
+            reply(answer if isinstance(answer, Mapping) else float(answer))
         finally:
             faulthandler.cancel_dump_traceback_later()
 

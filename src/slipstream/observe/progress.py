@@ -29,10 +29,11 @@ FIELDS = {
     "score": "{score}",
     "publish": "version {version}, held {hold_ms} ms",
     "rollouts": "{failed} failed, {dropped_stale} stale",
+    "scoring": "{scoring} now, {scoring_queue} queued, {scoring_seconds} s each",
 }
 LINE = "  ".join(f"{label} {FIELDS[label]}" for label in ("step", "reward", "lag", "gen", "train", "buffer", "eta"))
 BLOCK = (("reward", "trend"), ("gen", "train"), ("buffer", "lag"), ("publish", "rollouts"), ("score",))
-DIGITS = {"reward": 3, "lag_mean": 2, "hold_ms": 2}
+DIGITS = {"reward": 3, "lag_mean": 2, "hold_ms": 2, "scoring_seconds": 2}
 LINE_EVERY = 2.0  # seconds between two plain lines
 RECENT = 20  # steps in the recent mean of the reward and in the estimate of what is left
 
@@ -114,8 +115,9 @@ class Progress:
         way = _grid(9, None, 0)
         bar = ProgressBar(total=self._steps, completed=self._record.get("step") or 0)
         way.add_row("step", bar, "{step}/{steps}  {elapsed}  eta {left}".format_map(texts))
-        rows = [_grid(*(9, None) * len(labels)) for labels in BLOCK]
-        for row, labels in zip(rows, BLOCK, strict=True):
+        block = (*BLOCK, ("scoring",)) if "scored" in self._record else BLOCK
+        rows = [_grid(*(9, None) * len(labels)) for labels in block]
+        for row, labels in zip(rows, block, strict=True):
             row.add_row(*(Text(part) for label in labels for part in (label, FIELDS[label].format_map(texts))))
         return Group(way, *rows)
 

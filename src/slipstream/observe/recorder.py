@@ -30,6 +30,8 @@ SCHEMA = pa.schema({
     "reward": FLOAT, "advantage": FLOAT, "spans": pa.list_(pa.struct({"version": INT, "start": INT, "end": INT})),
     "logprobs": pa.list_(pa.float32()),  # what generators compute, so nothing is lost
     "finish_reason": TEXT, "temperature": FLOAT, "metrics": pa.map_(TEXT, FLOAT),
+    "steps": pa.list_(pa.struct({"end": INT, "reward": FLOAT})),
+    "teacher": pa.list_(pa.float32()),
 })  # fmt: skip
 
 
@@ -125,6 +127,8 @@ def _rows(
             "spans": [span._asdict() for span in completion.spans], "logprobs": completion.logprobs,
             "finish_reason": completion.finish_reason, "temperature": completion.temperature,
             "metrics": list(rollout.metrics.items()),
+            "steps": [step._asdict() for step in rollout.steps[turn]] if rollout.steps else [],
+            "teacher": rollout.teacher[turn] if rollout.teacher else [],
         }
         for index, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True))
         for turn, completion in enumerate(rollout.completions)

@@ -67,6 +67,10 @@ def _changes(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "rollouts", ", ".join(counts) or "–"
     for reason, count in Counter(summary.get("failures") or {}).most_common(REASONS):
         yield "", f"{number(count)} failed with {shorten(reason, 120)}"
+    if (scoring := summary.get("scoring") or {}).get("scored"):
+        took = f"{number(scoring.get('seconds'), 2)} s each, queued {number(scoring.get('wait_seconds'), 2)} s"
+        longest = number(scoring.get("longest_queue"))
+        yield "scoring", f"{number(scoring['scored'])} rollouts, {took}, longest queue {longest}"
     hold = publish.get("hold_ms") or {}
     held = f"generator held {number(hold.get('median'), 2)} ms each, {number(hold.get('max'), 2)} ms at most"
     yield "publishes", f"{number(publish.get('count'))}, {held}"

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slipstream.rollout import Batch, Rollout, mean
+from slipstream.scoring.stage import Lap
 
 
 @dataclass
@@ -25,6 +26,10 @@ class Tally:
     trainer_busy: float = 0.0
     tokens_generated: int = 0
     tokens_trained: int = 0
+    scored: int = 0
+    scoring_seconds: float = 0.0
+    scoring_waited: float = 0.0
+    scoring_queue: int = 0  # the longest
     lag: Counter[int] = field(default_factory=Counter)
     holds: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -67,6 +72,21 @@ class Tally:
         self.trainer_busy += trainer_seconds
         self._closed, self._at_close = now, generator
 
+    def scoring(self, lap: Lap) -> dict[str, Any]:
+        """Count what the scoring stage did since the last step; returns what its metrics line says about it."""
+        self.scored += lap.scored
+        self.scoring_seconds += lap.seconds
+        self.scoring_waited += lap.waited
+        self.scoring_queue = max(self.scoring_queue, lap.longest_queue)
+        return {
+            "scored": lap.scored,
+            "scoring": lap.running,
+            "scoring_queue": lap.queue,
+            "scoring_seconds": lap.seconds / max(1, lap.scored),
+            "scoring_wait_seconds": lap.waited / max(1, lap.scored),
+            "scoring_retries": lap.retries,
+        }
+
     def lap(self) -> float:
         """Seconds since the last step ended."""
         return time.perf_counter() - self._closed
@@ -100,6 +120,12 @@ class Tally:
             "lag": {"mean": _mean(self.lag), "max": max(self.lag, default=0), "histogram": histogram},
             "eval": {"initial": scores[0] if scores else None, "final": last.get("score"), "history": history},
             "busy": {"generator": self.generator_busy / window, "trainer": self.trainer_busy / window},
+            "scoring": {
+                "scored": self.scored,
+                "seconds": self.scoring_seconds / max(1, self.scored),
+                "wait_seconds": self.scoring_waited / max(1, self.scored),
+                "longest_queue": self.scoring_queue,
+            },
             "publish": {"count": len(holds), "hold_ms": hold},
             "lost": self.lost,
             "samples": {"before": first.get("samples", []), "after": last.get("samples", [])},

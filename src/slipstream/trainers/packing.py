@@ -29,8 +29,8 @@ class MicroBatch:
 
     `input_ids` and `positions` `[tokens]`. `predicts` are the tokens whose output predicts a drawn one; `targets`,
     `temperatures`, `behaviour`, `advantages`, `lags` (in versions) and `sequences` (which sample it is of) `[drawn]` go
-    with them, and `kept` lists the ids that top-k/top-p left there (None: all). `order[i]` is the index in the step of
-    the i-th sample here.
+    with them, `teacher` `[drawn]` where there is one, and `kept` lists the ids that top-k/top-p left there (None: all).
+    `order[i]` is the index in the step of the i-th sample here.
     """
 
     input_ids: Tensor
@@ -45,6 +45,7 @@ class MicroBatch:
     sequences: Tensor
     kept: Sequence[Any]
     order: Sequence[int]
+    teacher: Tensor | None = None
 
 
 def bundle(samples: Sequence[Sample], budget: int, share: bool = True) -> list[Bundle]:
@@ -150,4 +151,5 @@ def pack(samples: Sequence[Sample], bundles: Sequence[Bundle], device: torch.dev
         sequences=tensor([[n] * len(s.drawn) for n, s in enumerate(chosen)], torch.long, device),
         kept=list(chain.from_iterable(of("kept"))),
         order=order,
+        teacher=tensor(of("teacher"), torch.float32, device) if any(of("teacher")) else None,
     )

@@ -1,0 +1,99 @@
+"""What slow scoring costs the generator: its busy fraction with a scorer 10 times slower than generation, and without.
+
+    python benchmarks/scoring.py [--steps 20] [--rounds 3] [--json benchmarks/results/scoring.json]
+
+Generation's own time for a rollout is the generator's busy seconds over the rollouts that it drew, measured in a first
+run. The slow scorer takes 10 times that for each, in 8 processes; the instant one runs in as many and returns at once.
+8 such workers score at most 0.8 of what a generator can draw that does nothing else, so the trainer gets so much work
+(long prompts) that it needs no more than half of that: what is measured is whether scores hold generation up, and not
+that 8 is less than 10. `max_lag` is the same on both sides, and runs alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from work import save_model
+
+import slipstream
+
+HERE = Path(__file__).parent
+SLOWER, WORKERS = 10, 8
+SCORER = """
+import time
+import hashlib
+
+def score(task, completion):
+    time.sleep({seconds})
+    return hashlib.blake2b(repr(completion.token_ids).encode(), digest_size=1).digest()[0] / 255
+"""
+
+
+def run(scratch: Path, seconds: float, steps: int, prompt_tokens: int) -> dict[str, Any]:
+    """The summary of a run whose scorer takes so many seconds a rollout."""
+    directory, scorer = scratch / "run", scratch / "scorer.py"
+    shutil.rmtree(directory, ignore_errors=True)
+    scorer.write_text(SCORER.format(seconds=seconds))
+    config = slipstream.load_config(
+        None,
+        [
+            f"--model.path={scratch / 'model'}", f"--environment.name={HERE / 'work.py'}:Work",
+            f"--environment.options={{prompt_tokens = {prompt_tokens}}}", f"--run.dir={directory}",
+            f"--scoring.kind={scorer}:score", f"--environment.scorers={WORKERS}",
+            f"--loop.steps={steps}", "--loop.max_lag=4", "--loop.groups_per_step=4", "--loop.group_size=8",
+            "--sampling.max_tokens=48", "--generator.slots=64", "--generator.threads=1", "--trainer.threads=1",
+            "--trainer.tokens_per_microbatch=2048", "--evaluation.tasks=0", f"--checkpoint.every={steps}",
+        ],
+    )  # fmt: skip
+    return slipstream.train(config, quiet=True)
+
+
+def seconds_per_rollout(summary: dict[str, Any]) -> float:
+    """Busy seconds of the generator for each rollout that it drew; all of them have 48 tokens."""
+    return float(summary["busy"]["generator"] * summary["window_seconds"] / (summary["tokens_generated"] / 48))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=int, default=224)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        scratch = Path(temporary)
+        save_model("1M", scratch / "model")
+        measured = run(scratch, 0.0, max(4, options.steps // 4), options.prompt_tokens)
+        seconds = SLOWER * seconds_per_rollout(measured)
+        print(f"generation takes {1000 * seconds / SLOWER:.1f} ms a rollout, the slow scorer {1000 * seconds:.0f} ms")
+        rounds = []
+        for _ in range(options.rounds):
+            instant, slow = (run(scratch, s, options.steps, options.prompt_tokens) for s in (0.0, seconds))
+            found = {
+                name: {"busy": s["busy"], "scoring": s["scoring"], "steps_per_second": s["steps"] / s["window_seconds"]}
+                for name, s in (("instant", instant), ("slow", slow))
+            }
+            rounds.append(found)
+            print("\n".join(f"  {name}: {json.dumps(figures)}" for name, figures in found.items()), flush=True)
+        busy = {n: statistics.median(r[n]["busy"]["generator"] for r in rounds) for n in ("instant", "slow")}
+        change = (
+            statistics.median(r["slow"]["busy"]["generator"] / r["instant"]["busy"]["generator"] for r in rounds) - 1
+        )
+        print(f"generator busy {busy['instant']:.1%} with the instant scorer, {busy['slow']:.1%} with the slow one "
+              f"(change {change:+.1%}; medians of {options.rounds})")  # fmt: skip
+        if options.json:
+            command = " ".join(["python", *sys.argv])
+            result = {"command": command, "score_seconds": seconds, "workers": WORKERS, "busy": busy,
+                      "change": change, "rounds": rounds}  # fmt: skip
+            options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

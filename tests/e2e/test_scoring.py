@@ -1,0 +1,59 @@
+"""Scoring as a user has it: one section of the configuration, whatever the environment does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.e2e.test_runs import lines, model, slipstream, train  # noqa: F401
+
+pytestmark = pytest.mark.e2e
+SCORER = """
+from slipstream.environments.base import Task
+
+class Silent:
+    train = test = [Task(str(i), f"w{i} w7") for i in range(1, 20)]
+
+    async def rollout(self, task, policy):
+        await policy.sample(task.prompt)
+
+def score(task, rollout):
+    (completion,) = rollout.completions
+    if sum(completion.token_ids) % 11 == 0:
+        raise KeyError("no answer")
+    odd = [float(t % 2) for t in completion.token_ids]
+    return {"reward": sum(odd), "parts": {"length": len(odd)}, "tokens": [odd]}
+"""
+
+
+def test_a_function_scores_and_the_policy_of_an_earlier_version_teaches(model: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "mine.py").write_text(SCORER)
+    mine: dict[str, Any] = {
+        "environment__name": f"{tmp_path / 'mine.py'}:Silent", "environment__options": "{}",
+        "scoring__kind": f"{tmp_path / 'mine.py'}:score", "scoring__weights": "{ score = 1, length = -0.5 }",
+        "teacher__lag": 2, "teacher__threads": 1,
+    }  # fmt: skip
+    directory = tmp_path / "run"
+    summary = train(model, directory, **mine)
+    assert summary["scoring"]["scored"] >= 72 and summary["failures"].keys() <= {"KeyError"}
+    for line in lines(directory / "metrics.jsonl"):
+        names = {"scored", "scoring", "scoring_queue", "scoring_seconds", "scoring_wait_seconds", "scoring_retries"}
+        assert names <= line.keys()
+    rows = pq.read_table(directory / "rollouts").to_pylist()
+    gaps = set()
+    for row in rows:
+        odd = [t % 2 for t in row["completion_ids"]]
+        assert row["reward"] == sum(odd) - 0.5 * len(odd)
+        assert {"score": sum(odd), "length": len(odd)}.items() <= dict(row["metrics"]).items()
+        assert row["steps"] == [{"end": i, "reward": r} for i, r in enumerate(odd)]
+        gaps |= {abs(b - t) > 1e-4 for b, t in zip(row["logprobs"], row["teacher"], strict=True)}
+    assert gaps == {True, False}  # the first rollouts are the teacher's own, later ones are not
+    assert [p.name for p in sorted((directory / "teacher").iterdir())] == [f"version_{v:06d}" for v in (4, 5, 6)]
+
+    slipstream("train", "--resume", directory, "--loop.steps=7", "--checkpoint.every=1")
+    assert json.loads((directory / "summary.json").read_text())["steps"] == 7
+    slipstream("eval", directory)  # where a scorer is needed as much

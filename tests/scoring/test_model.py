@@ -1,0 +1,122 @@
+"""Reward and process-reward models: the very numbers that transformers gives, whatever is batched with what."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from slipstream.config import ConfigError
+from slipstream.environments.base import Task
+from slipstream.environments.scoring import ScoringError
+from slipstream.rollout import Completion, Rollout, VersionSpan
+from slipstream.scoring.model import DEFAULTS, RewardModel, RewardModelService
+from tests.conftest import COMMON, build_tokenizer
+
+TOKENIZER = build_tokenizer()
+
+
+def save(path: Path, kind: str, labels: int = 1, other: bool = False) -> None:
+    torch.manual_seed(labels)
+    size = len(TOKENIZER) + 3 * other
+    config = transformers.Qwen3Config(**COMMON | {"vocab_size": size}, num_labels=labels)
+    getattr(transformers, f"Qwen3For{kind}")(config).save_pretrained(path)
+    tokenizer = build_tokenizer()
+    if other:
+        tokenizer.add_tokens(["!", "?", "#"])
+    tokenizer.save_pretrained(path)
+
+
+def completion(prompt: str, text: str) -> Completion:
+    ids = tuple(TOKENIZER.encode(text))
+    spans = (VersionSpan(0, 0, len(ids)),)
+    return Completion(tuple(TOKENIZER.encode(prompt)), ids, (0.0,) * len(ids), spans, "length", text=text)
+
+
+COMPLETIONS = [
+    completion(p, t) for p, t in (("1+1=", "2"), ("12+34=", "4 6. no. 47"), ("0=", "<eos><pad>"), ("a", "b."))
+]
+
+
+def scores(path: Path, policy: Path, **options: Any) -> list[Any]:
+    """What the service answers when it is asked for all completions at once."""
+    service = RewardModelService({**DEFAULTS, "path": str(path), "threads": 1, **options}, str(policy))
+    answers: list[Any] = []
+    for one in COMPLETIONS:
+        service.handle("score", ("", (one,)), answers.append)
+    assert service.busy and not answers
+    while service.busy:
+        service.tick()
+    return answers
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_a_reward_model_scores_as_transformers_does_one_by_one(tmp_path: Path, tiny: Path, labels: int) -> None:
+    save(tmp_path, "SequenceClassification", labels)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    for answer, one in zip(scores(tmp_path, tiny), COMPLETIONS, strict=True):
+        logits = model(torch.tensor([[*one.prompt_ids, *one.token_ids]])).logits[0]
+        wanted = logits[0] if labels == 1 else logits.softmax(-1)[-1]
+        assert answer == pytest.approx(wanted.item(), abs=1e-5)
+
+
+def test_a_process_reward_model_scores_every_token(tmp_path: Path, tiny: Path) -> None:
+    save(tmp_path, "TokenClassification")
+    model = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path)
+    for answer, one in zip(scores(tmp_path, tiny, reduce="min"), COMPLETIONS, strict=True):
+        wanted = model(torch.tensor([[*one.prompt_ids, *one.token_ids]])).logits[0, len(one.prompt_ids) :, 0].tolist()
+        (steps,) = answer["tokens"]
+        assert [end for end, _ in steps] == list(range(len(one.token_ids)))
+        assert [reward for _, reward in steps] == pytest.approx(wanted, abs=1e-5)
+        assert answer["reward"] == pytest.approx(min(wanted), abs=1e-5)
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["same vocabulary", "its own vocabulary"])
+def test_steps_end_where_the_separator_does(tmp_path: Path, tiny: Path, other: bool) -> None:
+    save(tmp_path, "TokenClassification", other=other)
+    _, second, _, last = scores(tmp_path, tiny, separator=".")
+    text = COMPLETIONS[1].text
+    assert [text[: end + 1] for end, _ in second["tokens"][0]] == ["4 6.", "4 6. no.", "4 6. no. 47"]
+    assert [end for end, _ in last["tokens"][0]] == [1]
+    model = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path)
+    ids = torch.tensor([[*COMPLETIONS[1].prompt_ids, *COMPLETIONS[1].token_ids]])
+    everything = model(ids).logits[0, len(COMPLETIONS[1].prompt_ids) :, 0].tolist()
+    wanted = [everything[end] for end, _ in second["tokens"][0]]
+    assert [reward for _, reward in second["tokens"][0]] == pytest.approx(wanted, abs=1e-5)
+    assert second["reward"] == pytest.approx(wanted[-1], abs=1e-5)
+
+
+def test_a_model_in_its_process_answers_and_its_death_fails_the_rollout(tmp_path: Path, tiny: Path) -> None:
+    save(tmp_path, "SequenceClassification")
+
+    async def main() -> tuple[list[Any], str]:
+        model = RewardModel({"path": str(tmp_path), "threads": 1}, str(tiny), None)
+        await model.start()
+        rollouts = [Rollout((one,), 0.0) for one in COMPLETIONS]
+        found = list(await asyncio.gather(*(model.score(Task("t", ""), r) for r in rollouts)))
+        model._actor.kill()
+        with pytest.raises(ScoringError) as failure:
+            await model.score(Task("t", ""), rollouts[0])
+        await model.close()
+        return found, failure.value.reason
+
+    found, reason = asyncio.run(main())
+    assert found == pytest.approx(scores(tmp_path, tiny), abs=1e-6)
+    assert reason == "reward model died"
+
+
+def test_what_is_no_classifier_is_refused(tmp_path: Path, tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"scoring.options.path = .* is a Qwen3ForCausalLM"):
+        scores(tiny, tiny)
+    with pytest.raises(ConfigError, match=r"scoring.options.path = .*no such directory"):
+        scores(tmp_path / "gone", tiny)
+    save(tmp_path, "TokenClassification", other=True)
+    with pytest.raises(ConfigError, match=r"scoring.options.separator is not set"):
+        scores(tmp_path, tiny)
+    for wrong in ({}, {"path": "x", "reduce": "max"}, {"path": "x", "batch": 3}, {"path": 3}):
+        with pytest.raises(ConfigError, match=r"scoring.options\.\w+"):
+            RewardModel(wrong, str(tiny), None)
