@@ -2,21 +2,25 @@
 
     python benchmarks/scoring.py [--steps 20] [--rounds 3] [--json benchmarks/results/scoring.json]
 
-Generation's own time for a rollout is the generator's busy seconds over the rollouts that it drew, measured in a first
-run. The slow scorer takes 10 times that for each, in 8 processes; the instant one runs in as many and returns at once.
-8 such workers score at most 0.8 of what a generator can draw that does nothing else, so the trainer gets so much work
-(long prompts) that it needs no more than half of that: what is measured is whether scores hold generation up, and not
-that 8 is less than 10. `max_lag` is the same on both sides, and runs alternate.
+Two runs go side by side, at the same time on the same cores: one with an instant scorer, one with a slow one, both in
+8 processes. Generation's own time for a rollout is the generator's busy seconds over the rollouts that it drew,
+measured first on two runs with instant scorers, whose difference is what chance alone makes of it. The slow scorer
+takes 10 times that for each rollout. 8 such workers score at most 0.8 of what a generator can draw that does nothing
+else, so the trainer gets so much work (long prompts) that it needs less: what is measured is whether scores hold
+generation up, and not that 8 is less than 10.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +40,15 @@ def score(task, completion):
 """
 
 
-def run(scratch: Path, seconds: float, steps: int, prompt_tokens: int) -> dict[str, Any]:
+def run(model: Path, directory: Path, seconds: float, steps: int, prompt_tokens: int) -> dict[str, Any]:
     """The summary of a run whose scorer takes so many seconds a rollout."""
-    directory, scorer = scratch / "run", scratch / "scorer.py"
+    scorer = directory.parent / f"{directory.name}.py"
     shutil.rmtree(directory, ignore_errors=True)
     scorer.write_text(SCORER.format(seconds=seconds))
     config = slipstream.load_config(
         None,
         [
-            f"--model.path={scratch / 'model'}", f"--environment.name={HERE / 'work.py'}:Work",
+            f"--model.path={model}", f"--environment.name={HERE / 'work.py'}:Work",
             f"--environment.options={{prompt_tokens = {prompt_tokens}}}", f"--run.dir={directory}",
             f"--scoring.kind={scorer}:score", f"--environment.scorers={WORKERS}",
             f"--loop.steps={steps}", "--loop.max_lag=4", "--loop.groups_per_step=4", "--loop.group_size=8",
@@ -60,6 +64,22 @@ def seconds_per_rollout(summary: dict[str, Any]) -> float:
     return float(summary["busy"]["generator"] * summary["window_seconds"] / (summary["tokens_generated"] / 48))
 
 
+def side_by_side(scratch: Path, seconds: Sequence[float], *work: int) -> list[dict[str, Any]]:
+    """The summaries of runs at the same time whose scorers take so many seconds a rollout."""
+    with ProcessPoolExecutor(len(seconds), multiprocessing.get_context("spawn")) as pool:
+        runs = [pool.submit(run, scratch / "model", scratch / f"run{i}", s, *work) for i, s in enumerate(seconds)]
+        return [one.result() for one in runs]
+
+
+def compare(instant: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What two runs at the same time did, and by how much the generator was busier in the other."""
+    sides = {
+        name: {"busy": s["busy"], "scoring": s["scoring"], "steps_per_second": s["steps"] / s["window_seconds"]}
+        for name, s in (("instant", instant), ("other", other))
+    }
+    return sides | {"change": other["busy"]["generator"] / instant["busy"]["generator"] - 1}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
@@ -67,31 +87,27 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=224)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    work = (options.steps, options.prompt_tokens)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         save_model("1M", scratch / "model")
-        measured = run(scratch, 0.0, max(4, options.steps // 4), options.prompt_tokens)
-        seconds = SLOWER * seconds_per_rollout(measured)
-        print(f"generation takes {1000 * seconds / SLOWER:.1f} ms a rollout, the slow scorer {1000 * seconds:.0f} ms")
+        alike = side_by_side(scratch, (0.0, 0.0), *work)
+        chance = compare(*alike)
+        seconds = SLOWER * statistics.mean(map(seconds_per_rollout, alike))
+        print(f"generation takes {1000 * seconds / SLOWER:.1f} ms a rollout, the slow scorer {1000 * seconds:.0f} ms; "
+              f"by chance alone {chance['change']:+.1%}")  # fmt: skip
         rounds = []
         for _ in range(options.rounds):
-            instant, slow = (run(scratch, s, options.steps, options.prompt_tokens) for s in (0.0, seconds))
-            found = {
-                name: {"busy": s["busy"], "scoring": s["scoring"], "steps_per_second": s["steps"] / s["window_seconds"]}
-                for name, s in (("instant", instant), ("slow", slow))
-            }
-            rounds.append(found)
-            print("\n".join(f"  {name}: {json.dumps(figures)}" for name, figures in found.items()), flush=True)
-        busy = {n: statistics.median(r[n]["busy"]["generator"] for r in rounds) for n in ("instant", "slow")}
-        change = (
-            statistics.median(r["slow"]["busy"]["generator"] / r["instant"]["busy"]["generator"] for r in rounds) - 1
-        )
-        print(f"generator busy {busy['instant']:.1%} with the instant scorer, {busy['slow']:.1%} with the slow one "
+            rounds.append(compare(*side_by_side(scratch, (0.0, seconds), *work)))
+            print(json.dumps(rounds[-1]), flush=True)
+        busy = {side: statistics.median(r[side]["busy"]["generator"] for r in rounds) for side in ("instant", "other")}
+        change = statistics.median(r["change"] for r in rounds)
+        print(f"generator busy {busy['instant']:.1%} with the instant scorer, {busy['other']:.1%} with the slow one "
               f"(change {change:+.1%}; medians of {options.rounds})")  # fmt: skip
         if options.json:
             command = " ".join(["python", *sys.argv])
-            result = {"command": command, "score_seconds": seconds, "workers": WORKERS, "busy": busy,
-                      "change": change, "rounds": rounds}  # fmt: skip
+            result = {"command": command, "score_seconds": seconds, "workers": WORKERS, "chance": chance["change"],
+                      "change": change, "busy": busy, "rounds": rounds}  # fmt: skip
             options.json.write_text(json.dumps(result, indent=1))
 
 

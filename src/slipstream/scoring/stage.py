@@ -86,7 +86,8 @@ class ScoringStage:
             return rollout
         queued = time.perf_counter()
         self.queue += 1
-        self._lap.longest_queue = max(self._lap.longest_queue, self.queue)
+        if self._places.locked():  # else its turn comes at once
+            self._lap.longest_queue = max(self._lap.longest_queue, self.queue)
         try:
             await self._places.acquire()
         finally:
