@@ -120,7 +120,7 @@ class Trainer:
         began = time.perf_counter()
         every = [s for s in batch.samples() if not any(map(math.isnan, s.advantages))]
         weights = self._rule.aggregation(torch.tensor([len(s.drawn) for s in every], dtype=torch.float64))
-        chosen = [i for i, s in enumerate(every) if any(s.advantages) or self._algorithm.kl]
+        chosen = [i for i, s in enumerate(every) if any(s.advantages) or s.teacher or self._algorithm.kl]
         found = [
             self._learn(micro, weights[[chosen[i] for i in micro.order]])
             for micro in self._micro_batches([every[i] for i in chosen], batch.version)
@@ -209,6 +209,7 @@ class Trainer:
             lag=micro.lags,
             proximal=logprobs.detach(),
             reference=reference,
+            teacher=micro.teacher,
         )
         loss = self._rule.loss(tokens)
         (slope,) = torch.autograd.grad(loss.sum(), tokens.logprobs)
