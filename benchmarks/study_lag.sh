@@ -16,4 +16,4 @@ if [ ! -f "$STUDY/demo/start/tokenizer.json" ]; then
     "$PYTHON" examples/demo.py --dir "$STUDY/demo" --start-only
 fi
 exec "$PYTHON" -m slipstream study lag examples/addition.toml --dir "$STUDY" --model.path "$STUDY/demo/start" \
-    --loop.tokens 350000 --evaluation.every_tokens 17500 "$@"
+    --trainer.learning_rate 5e-4 --loop.tokens 350000 --evaluation.every_tokens 17500 "$@"
