@@ -177,6 +177,9 @@ class AlgorithmConfig(Section):
     parts: dict[str, float] = option(
         {}, "Weights of parts of the reward, by the metrics that hold them; each has its own baseline."
     )
+    process: float = option(
+        0.0, "Weight of the rewards that a scorer gives to steps, added token by token; 0 leaves them out.", ge=0
+    )
     overlong: Literal["train", "filter", "penalty"] = option(
         "train",
         "Rollouts that were cut off at sampling.max_tokens: train on them, leave them out, or punish their length.",

@@ -88,6 +88,7 @@ def cut_batch(rule: Rule, config: Config, groups: Sequence[Group], version: int)
         penalty=penalty if options.overlong == "penalty" else lambda rollout: 0.0,
         left_out=cut_off if options.overlong == "filter" else lambda rollout: False,
         whitened=options.whiten,
+        process=options.process,
         version=version,
     )
 

@@ -26,17 +26,19 @@ from slipstream.runtime.placement import place
 from slipstream.runtime.pool import GeneratorPool
 from slipstream.runtime.services import TrainerService
 
+SHORT = 32  # tokens of a pass
 # vLLM's mode in which no two batches differ, and what it sets for NCCL then: both ends of a link have to agree on that.
 BATCH_INVARIANT = {
     "VLLM_BATCH_INVARIANT": "1", "NCCL_LAUNCH_MODE": "GROUP", "NCCL_COLLNET_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
     "NCCL_P2P_NET_DISABLE": "1", "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple",
     "NCCL_ALGO": "allreduce:tree", "NCCL_NTHREADS": "1", "NCCL_SOCKET_NTHREADS": "1",
 }  # fmt: skip
-# Engines that are compiled one by one may get kernels that round otherwise. Graphs of the passes stay. In vLLM 0.25.1 a
-# pass over some 2,000 tokens of several prompts rounds otherwise than smaller ones, batch-invariant or not: no such pass.
+# Engines that are compiled one by one may get kernels that round otherwise. Graphs of the passes stay. vLLM 0.25.1 gave
+# a short prompt other tokens when it was prefilled with long ones, batch-invariant or not: no long passes, then.
 INVARIANT = {
     "compilation_config": {"mode": 0, "custom_ops": ["all"], "cudagraph_mode": "FULL_DECODE_ONLY"},
-    "max_num_batched_tokens": 256,
+    "max_num_batched_tokens": SHORT,
+    "max_num_seqs": SHORT,
 }
 Wanted = Sequence[tuple[Completion, VersionSpan]]
 CHANGE = 0.05  # size of the difference between A and B, in standard deviations of each parameter

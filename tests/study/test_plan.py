@@ -53,7 +53,7 @@ def test_runs_differ_in_lag_correction_and_seed_alone(tmp_path: Path) -> None:
         assert config.loop.steps * 4 * 4 > 4000, "steps could end a run before its tokens do"
         studied = {"loop": config.loop.model_copy(update={"max_lag": 0, "seed": 0}), "run": configs[0].run}
         assert config.model_copy(update=studied | {"algorithm": configs[0].algorithm}) == configs[0]
-    assert configs[0].algorithm.loss["clip_low"] == 1.0 and configs[2].algorithm.loss == {"name": "grpo"}
+    assert configs[0].algorithm.loss == {"name": "reinforce"} and configs[2].algorithm.loss == {"name": "grpo"}
 
 
 def test_a_run_of_another_configuration_is_not_taken_for_this_one(tmp_path: Path) -> None:

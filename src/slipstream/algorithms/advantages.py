@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,6 +117,20 @@ def process_rewards(
     return results
 
 
+def with_steps(group: Group, outcomes: Sequence[float], weight: float) -> tuple[tuple[float, ...], ...]:
+    """A_t = A of the rollout + weight x `process_rewards` of its steps, for each drawn token t of each rollout."""
+    rewards, ends = [], []
+    for rollout in group.rollouts:
+        starts = accumulate((len(c.token_ids) for c in rollout.completions), initial=0)
+        steps = [(start + s.end, s.reward) for start, turn in zip(starts, rollout.steps, strict=False) for s in turn]
+        ends.append(torch.tensor([end for end, _ in steps], dtype=torch.long))
+        rewards.append(torch.tensor([reward for _, reward in steps], dtype=torch.float64))
+    if not any(map(len, rewards)):
+        return tuple((a,) * r.tokens for a, r in zip(outcomes, group.rollouts, strict=True))
+    steps_of = process_rewards(rewards, ends, [r.tokens for r in group.rollouts])
+    return tuple(tuple((a + weight * tokens).tolist()) for a, tokens in zip(outcomes, steps_of, strict=True))
+
+
 def overlong_penalty(length: int, *, longest: int, soft: int) -> float:
     """0 up to longest - soft tokens, then falling to -1 at longest, and -1 beyond
 
@@ -131,12 +147,14 @@ def make_batch(
     penalty: Callable[[Rollout], float] = lambda rollout: 0.0,
     left_out: Callable[[Rollout], bool] = lambda rollout: False,
     whitened: bool = False,
+    process: float = 0.0,
     version: int = 0,
 ) -> Batch:
     """The batch of these groups for a step on `version`, advantages computed over the members of each group.
 
     `parts` are the weights of metrics that take the place of the reward; `penalty` is added to either. What is
-    `left_out` is a sibling like others, but not trained on. Raises `ValueError` for a part that no rollout has.
+    `left_out` is a sibling like others, but not trained on. `process` weighs the rewards of steps, which are added
+    token by token. Raises `ValueError` for a part, or for steps, that no rollout has.
     """
 
     def rewards(part: str = "") -> list[Tensor]:
@@ -152,8 +170,12 @@ def make_batch(
     else:
         found = of_groups([r + p for r, p in zip(rewards(), penalties, strict=True)], advantage)
     found = whiten(found) if whitened else found
-    advantages = [
+    if process and not any(r.steps for g in groups for r in g.rollouts):
+        raise ValueError("no rollout of the step has rewards of steps, which algorithm.process weighs")
+    advantages: list[Any] = [
         tuple(math.nan if left_out(r) else a for r, a in zip(g.rollouts, values.tolist(), strict=True))
         for g, values in zip(groups, found, strict=True)
     ]
+    if process:
+        advantages = [with_steps(g, values, process) for g, values in zip(groups, advantages, strict=True)]
     return Batch(tuple(groups), tuple(advantages), version)

@@ -11,8 +11,10 @@ from slipstream.config import Config, ConfigError, load_config, parse_flags
 # What each correction changes in the configuration; a user's own come from the command line.
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "default": (),
+    # Old tokens are taken for new ones.
+    "none": ("algorithm.loss=reinforce", "algorithm.corrections=[]"),
     # The widest clip there is: what is left is the plain importance weight, without a bound.
-    "none": ("algorithm.loss=ppo", "algorithm.loss.clip_low=1.0", "algorithm.loss.clip_high=1e9"),
+    "importance": ("algorithm.loss=ppo", "algorithm.loss.clip_low=1.0", "algorithm.loss.clip_high=1e9"),
 }
 SET_BY_STUDY = {
     "loop.max_lag": "give --lags",
