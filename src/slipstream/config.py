@@ -202,6 +202,12 @@ class AlgorithmConfig(Section):
         "start", 'Reference policy: "start", "average" of the policy over the steps, or a model\'s path.'
     )
     reference_decay: float = option(0.99, "Share of itself that the average keeps at each step.", ge=0, lt=1)
+    keep_sampling_mask: bool = option(
+        True, "Train on the distribution that top_k and top_p left, recorded at generation; false trains on all of it."
+    )
+    keep_routing: bool = option(
+        True, "Train through the experts that generation chose, recorded there (mixtures of experts)."
+    )
     filter_equal: bool = option(False, "Replace groups whose rewards are all equal instead of skipping their gradient.")
     filter_most: int = option(
         0, "Groups to replace in a row before they are trained on as they are; 0 has no limit.", ge=0

@@ -24,7 +24,7 @@ from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt
 from slipstream.environments.load import load_environment
 from slipstream.evaluation import close_environment, evaluate
 from slipstream.ledger import Entry
-from slipstream.models import check_path, load_tokenizer, pick_device
+from slipstream.models import check_path, has_experts, load_tokenizer, pick_device
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
@@ -98,6 +98,7 @@ class Run:
         self.tokenizer = load_tokenizer(config.model.path)
         self.codec = Codec(self.tokenizer)
         self.endpoint = Endpoint(self.codec)
+        self._keep_routing = config.algorithm.keep_routing and has_experts(config.model.path)
         self.recorder = Recorder(directory.path, self.tokenizer.decode)
         self.progress = Progress(config.loop.steps, quiet=quiet)
         self.state = LoopState(config.loop, config.sync.every, len(self.environment.train))
@@ -405,7 +406,12 @@ class Run:
 
     def _sampling(self) -> Sampling:
         s = self.config.sampling
-        return Sampling(**s.model_dump(exclude={"stop"}), stop_strings=tuple(s.stop))
+        return Sampling(
+            **s.model_dump(exclude={"stop"}),
+            stop_strings=tuple(s.stop),
+            record_kept=self.config.algorithm.keep_sampling_mask,
+            record_experts=self._keep_routing,
+        )
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
