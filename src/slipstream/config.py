@@ -333,6 +333,12 @@ class Config(Section):
                 f"loop.buffer = {loop.buffer} can't hold the {loop.groups_per_step} groups of one step; "
                 f"raise it to at least {loop.groups_per_step}, or set it to 0"
             )
+        untold = self.sampling.top_p < 1 and not self.sampling.top_k and self.generator.kind == "vllm"
+        if untold and self.algorithm.keep_sampling_mask:
+            raise ConfigError(
+                f"sampling.top_p = {self.sampling.top_p} alone can't be replayed with vLLM, which does not tell which "
+                "tokens it left; set sampling.top_k too, to 64 for example, or algorithm.keep_sampling_mask = false"
+            )
         if self.trainer.warmup_steps >= loop.steps:
             raise ConfigError(
                 f"trainer.warmup_steps = {self.trainer.warmup_steps} leaves nothing of loop.steps = {loop.steps}; "

@@ -336,7 +336,10 @@ class Run:
 
     async def _probe(self) -> None:
         """Refuse to train when generator and trainer give the same tokens different probabilities."""
-        policy = Policy(self.pools.generator, self.codec, self._sampling(), f"{self.config.loop.seed}/probe")
+        sampling = self._sampling()
+        if not sampling.record_kept:  # what top_k and top_p leave is no matter of the policy
+            sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0)
+        policy = Policy(self.pools.generator, self.codec, sampling, f"{self.config.loop.seed}/probe")
         tasks = self.environment.train[:PROBES]
         drawn = await asyncio.gather(*(policy.sample(t.prompt, seed=i) for i, t in enumerate(tasks)))
         async with self.pools.trainers_turn(publishes=False):

@@ -25,7 +25,7 @@ from slipstream.models import end_of_sequence, routers_of
 from slipstream.rollout import Completion, Sampling, spans_of
 from slipstream.sync.single_copy import lend
 
-SERVED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+SERVED = ("gemma3_text", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 PROMPT_TOKENS = 4096  # padded prompt tokens in one pass: bounds how long running sequences wait for joining ones
 

@@ -63,9 +63,9 @@ class Routing:
     def _refuse_unknown(self) -> None:
         known = [r for r in self._routers.values() if r.rule]
         if not known or len(known) < len(self._routers):
-            kinds = {type(r).__name__ for r in self._routers.values() if r not in known} or {"this model's routers"}
+            kinds = {type(r).__name__ for r in self._routers.values() if not r.rule} or {"this model's routers"}
             raise ConfigError(
-                f"routing can't be replayed through {', '.join(kinds)}: how experts are weighed there is not known; set "
+                f"routing can't be replayed through {', '.join(kinds)}: how they weigh experts is not known here; set "
                 "algorithm.keep_routing = false"
             )
 
