@@ -45,6 +45,7 @@ class LoraConfig(Section):
     rank: int = option(0, "Rank of the adapters; 0 trains every weight.", ge=0)
     alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
     targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")
+    experts: bool = option(False, "Adapt the experts of a mixture, too, which are no linear layers.")
 
 
 class EnvironmentConfig(Section):
@@ -321,6 +322,8 @@ class Config(Section):
                 f'sync.link = "{self.sync.link}" with lora.rank = {self.lora.rank} and generator.kind = '
                 f'"{self.generator.kind}" can\'t be: vLLM takes adapters by that link, and nothing else does'
             )
+        if self.sync.link == "lora" and self.lora.experts:
+            raise ConfigError('lora.experts = true can\'t be with vLLM; set it to false, or generator.kind = "torch"')
         if self.sync.link == "lora" and self.sync.interruption == "recompute":
             raise ConfigError(
                 'sync.interruption = "recompute" can\'t be with sync.link = "lora", where keys and values belong to an '

@@ -25,10 +25,17 @@ def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dt
     from peft import get_peft_model
 
     targets: Any = lora.targets or "all-linear"
+    experts = expert_parameters(loaded) if lora.experts else []
+    if lora.experts and not experts:
+        raise ConfigError("lora.experts = true, but the model has no experts that can be adapted; set it to false")
     try:
         return get_peft_model(
-            loaded, PeftLora(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
-        )
+            loaded,
+            PeftLora(
+                r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, target_parameters=experts,
+                task_type="CAUSAL_LM",
+            ),
+        )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"lora.targets = {lora.targets}: {_first_line(error)}") from None
 
@@ -119,6 +126,11 @@ def routers_of(model: nn.Module) -> dict[str, Any]:
     of the chosen experts and the chosen experts, both `[tokens, experts per token]`.
     """
     return {name: m for name, m in model.named_modules() if type(m).__name__.lower().endswith("topkrouter")}
+
+
+def expert_parameters(model: nn.Module) -> list[str]:
+    """Names of the weights of experts, which are one tensor `[experts, .., ..]` for all of a layer."""
+    return [name for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
 
 
 def has_experts(path: str) -> bool:

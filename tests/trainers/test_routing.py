@@ -247,3 +247,36 @@ def test_dense_and_mixed_are_told_apart(tiny: Path, mixture: Path) -> None:
     assert has_experts(str(mixture)) and not has_experts(str(tiny))
     assert not routers_of(make_trainer(tiny).model)
     assert all(a != b for a, b in pairwise(routers_of(make_trainer(mixture).model)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_on_experts_train_and_serve_and_load(mixture: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    flags = ("--lora.rank=2", "--lora.experts=true", "--trainer.learning_rate=1e-2")
+    trainer, fresh = make_trainer(mixture, *flags), make_trainer(mixture, *flags)
+    adapters = [name for name in trainer.parameters if ".experts." in name]
+    assert len(adapters) == 2 * 2 * LAYERS  # A and B of both weights of each layer's experts
+    for seed in range(2):
+        trainer.step(batch_of(chosen_for, seed=seed))
+    assert all(not torch.equal(trainer.parameters[name], fresh.parameters[name]) for name in adapters)
+    engine = Engine(fresh.model.get_base_model(), slots=4)
+    with torch.no_grad():
+        for name, parameter in fresh.parameters.items():
+            parameter.copy_(trainer.parameters[name])
+    for key in range(4):
+        engine.submit(key, [3, 4, 5], Sampling(max_tokens=8, seed=key, record_experts=True))
+    completions = list(drain(engine).values())
+    for completion, scored in zip(completions, trainer.score(completions), strict=True):
+        assert scored == pytest.approx(completion.logprobs, abs=1e-5)
+    trainer.export(tmp_path / "policy")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(mixture), tmp_path / "policy").eval()
+    ids = torch.tensor([completions[0].prompt_ids + completions[0].token_ids])
+    with torch.no_grad():
+        logprobs = loaded(ids).logits[0, 2:-1].log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
+    assert logprobs.tolist() == pytest.approx(completions[0].logprobs, abs=1e-5)
+
+
+def test_adapters_on_experts_that_are_not_there_are_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora.experts = true, but the model has no experts"):
+        make_trainer(tiny, "--lora.rank=2", "--lora.experts=true")
