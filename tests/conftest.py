@@ -41,6 +41,8 @@ def build_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
             t.Qwen3MoeConfig,
             {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         ),
+        "mixtral": (t.MixtralForCausalLM, t.MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        "olmoe": (t.OlmoeForCausalLM, t.OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
     }
     model_class, config_class, more = kinds[family]
     model = model_class(config_class(**(COMMON | more | changes)))

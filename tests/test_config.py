@@ -83,6 +83,7 @@ def test_every_option_is_documented_once() -> None:
         (["--trainer.warmup_steps", "100"], "trainer.warmup_steps = 100 leaves nothing of loop.steps = 100"),
         (["--trainer.betas", "[1, 2]"], "trainer.betas = [1.0, 2.0] must lie in [0, 1)"),
         (["--generator.context", "64"], "generator.context = 64 leaves no room for a prompt"),
+        (["--generator.kind=vllm", "--sampling.top_p=0.9"], "sampling.top_p = 0.9 alone can't be replayed with vLLM"),
         (["--generator.kind", "vlm"], 'generator.kind = "vlm" is unknown; give "torch"'),
         (["--sync.link", "fast"], 'sync.link = "fast" is unknown; give "shared", "single_copy", "nccl"'),
         (["--loop", "3"], "unknown option --loop"),

@@ -45,6 +45,7 @@ class LoraConfig(Section):
     rank: int = option(0, "Rank of the adapters; 0 trains every weight.", ge=0)
     alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
     targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")
+    experts: bool = option(False, "Adapt the experts of a mixture, too, which are no linear layers.")
 
 
 class EnvironmentConfig(Section):
@@ -205,6 +206,12 @@ class AlgorithmConfig(Section):
         "start", 'Reference policy: "start", "average" of the policy over the steps, or a model\'s path.'
     )
     reference_decay: float = option(0.99, "Share of itself that the average keeps at each step.", ge=0, lt=1)
+    keep_sampling_mask: bool = option(
+        True, "Train on the distribution that top_k and top_p left, recorded at generation; false trains on all of it."
+    )
+    keep_routing: bool = option(
+        True, "Train through the experts that generation chose, recorded there (mixtures of experts)."
+    )
     filter_equal: bool = option(False, "Replace groups whose rewards are all equal instead of skipping their gradient.")
     filter_most: int = option(
         0, "Groups to replace in a row before they are trained on as they are; 0 has no limit.", ge=0
@@ -318,6 +325,8 @@ class Config(Section):
                 f'sync.link = "{self.sync.link}" with lora.rank = {self.lora.rank} and generator.kind = '
                 f'"{self.generator.kind}" can\'t be: vLLM takes adapters by that link, and nothing else does'
             )
+        if self.sync.link == "lora" and self.lora.experts:
+            raise ConfigError('lora.experts = true can\'t be with vLLM; set it to false, or generator.kind = "torch"')
         if self.sync.link == "lora" and self.sync.interruption == "recompute":
             raise ConfigError(
                 'sync.interruption = "recompute" can\'t be with sync.link = "lora", where keys and values belong to an '
@@ -329,6 +338,12 @@ class Config(Section):
             raise ConfigError(
                 f"loop.buffer = {loop.buffer} can't hold the {loop.groups_per_step} groups of one step; "
                 f"raise it to at least {loop.groups_per_step}, or set it to 0"
+            )
+        untold = self.sampling.top_p < 1 and not self.sampling.top_k and self.generator.kind == "vllm"
+        if untold and self.algorithm.keep_sampling_mask:
+            raise ConfigError(
+                f"sampling.top_p = {self.sampling.top_p} alone can't be replayed with vLLM, which does not tell which "
+                "tokens it left; set sampling.top_k too, to 64 for example, or algorithm.keep_sampling_mask = false"
             )
         if self.trainer.warmup_steps >= loop.steps:
             raise ConfigError(

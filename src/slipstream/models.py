@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
@@ -24,10 +25,17 @@ def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dt
     from peft import get_peft_model
 
     targets: Any = lora.targets or "all-linear"
+    experts = expert_parameters(loaded) if lora.experts else []
+    if lora.experts and not experts:
+        raise ConfigError("lora.experts = true, but the model has no experts that can be adapted; set it to false")
     try:
         return get_peft_model(
-            loaded, PeftLora(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM")
-        )
+            loaded,
+            PeftLora(
+                r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, target_parameters=experts,
+                task_type="CAUSAL_LM",
+            ),
+        )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"lora.targets = {lora.targets}: {_first_line(error)}") from None
 
@@ -109,6 +117,35 @@ def generation_config(path: str) -> Any:
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """What training changes, by name: every weight, or the adapters alone. Tied weights appear once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def routers_of(model: nn.Module) -> dict[str, Any]:
+    """The routers of a mixture of experts by name, in the order of layers.
+
+    Each takes tokens `[.., size]`, has a `weight` `[experts, size]` and returns logits `[tokens, experts]`, the weights
+    of the chosen experts and the chosen experts, both `[tokens, experts per token]`.
+    """
+    return {name: m for name, m in model.named_modules() if type(m).__name__.lower().endswith("topkrouter")}
+
+
+def expert_parameters(model: nn.Module) -> list[str]:
+    """Names of the weights of experts, which are one tensor `[experts, .., ..]` for all of a layer."""
+    return [name for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
+
+
+def has_experts(path: str) -> bool:
+    """Whether the model at `path`, or below the adapters there, is a mixture of experts."""
+    from transformers import AutoConfig
+
+    adapter = Path(path) / ADAPTER
+    if adapter.exists() and not (Path(path) / "config.json").exists():
+        path = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    try:
+        config = AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError, KeyError):  # loading the model will say what is wrong
+        return False
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return any((count or 0) > 1 for count in counts)
 
 
 def detached_state(model: nn.Module) -> dict[str, torch.Tensor]:

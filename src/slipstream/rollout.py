@@ -53,6 +53,11 @@ class Sampling:
             if not sound:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be {wanted}")
 
+    @property
+    def truncates(self) -> bool:
+        """Whether it leaves tokens out."""
+        return bool(self.top_k) or self.top_p < 1
+
 
 def _number(value: object) -> bool:
     return isinstance(value, int | float)
@@ -155,8 +160,8 @@ class Sample:
     `token_ids` is all of it: the prompt, what the policy drew, and what the environment put between, up to the last
     drawn token. `drawn` are the positions in it of the tokens that the policy drew, the only ones that are trained on;
     `logprobs`, `versions`, `temperatures`, `advantages` and `kept` have an entry for each of them, as a `Completion`
-    has. `teacher` are their log-probabilities under a teacher, nothing without one. `experts` is as a completion's, for
-    the tokens before the last.
+    has. `teacher` are their log-probabilities under a teacher, nothing without one. `experts` are arrays as a
+    completion's, one after the other, for all tokens before the last: of each from the turn that had it first.
     """
 
     token_ids: tuple[int, ...]
@@ -166,7 +171,7 @@ class Sample:
     temperatures: tuple[float, ...]
     advantages: tuple[float, ...]
     kept: tuple[Any, ...]
-    experts: Any = None
+    experts: tuple[Any, ...] | None = None
     teacher: tuple[float, ...] = ()
 
     @property
@@ -237,12 +242,14 @@ def _sample(
         temperatures=(completion.temperature or 1.0,) * count,
         advantages=advantages,
         kept=completion.kept or (None,) * count,
-        experts=completion.experts,
+        experts=None if completion.experts is None else (completion.experts,),
         teacher=teacher,
     )
     if before is None:
         return turn
     earlier = {name: getattr(before, name) + getattr(turn, name) for name in PER_DRAWN_TOKEN}
+    if before.experts is not None and completion.experts is not None:
+        earlier["experts"] = (*before.experts, completion.experts[len(before.token_ids) - 1 :])
     return replace(turn, **earlier)
 
 

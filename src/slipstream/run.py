@@ -24,7 +24,7 @@ from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt
 from slipstream.environments.load import load_environment
 from slipstream.evaluation import close_environment, evaluate
 from slipstream.ledger import Entry
-from slipstream.models import check_path, load_tokenizer, pick_device
+from slipstream.models import check_path, has_experts, load_tokenizer, pick_device
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
@@ -98,6 +98,7 @@ class Run:
         self.tokenizer = load_tokenizer(config.model.path)
         self.codec = Codec(self.tokenizer)
         self.endpoint = Endpoint(self.codec)
+        self._keep_routing = config.algorithm.keep_routing and has_experts(config.model.path)
         self.recorder = Recorder(directory.path, self.tokenizer.decode)
         self.progress = Progress(config.loop.steps, quiet=quiet)
         self.state = LoopState(config.loop, config.sync.every, len(self.environment.train))
@@ -335,7 +336,10 @@ class Run:
 
     async def _probe(self) -> None:
         """Refuse to train when generator and trainer give the same tokens different probabilities."""
-        policy = Policy(self.pools.generator, self.codec, self._sampling(), f"{self.config.loop.seed}/probe")
+        sampling = self._sampling()
+        if not sampling.record_kept:  # what top_k and top_p leave is no matter of the policy
+            sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0)
+        policy = Policy(self.pools.generator, self.codec, sampling, f"{self.config.loop.seed}/probe")
         tasks = self.environment.train[:PROBES]
         drawn = await asyncio.gather(*(policy.sample(t.prompt, seed=i) for i, t in enumerate(tasks)))
         async with self.pools.trainers_turn(publishes=False):
@@ -405,7 +409,12 @@ class Run:
 
     def _sampling(self) -> Sampling:
         s = self.config.sampling
-        return Sampling(**s.model_dump(exclude={"stop"}), stop_strings=tuple(s.stop))
+        return Sampling(
+            **s.model_dump(exclude={"stop"}),
+            stop_strings=tuple(s.stop),
+            record_kept=self.config.algorithm.keep_sampling_mask,
+            record_experts=self._keep_routing,
+        )
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

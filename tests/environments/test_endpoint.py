@@ -127,7 +127,7 @@ def test_what_is_answered_is_what_is_recorded(route: str, stream: bool) -> None:
 
 def test_sampling_is_the_runs_but_for_what_the_agent_gives() -> None:
     async def main() -> None:
-        async with served(temperature=0.7, max_tokens=4, top_p=0.9) as it:
+        async with served(temperature=0.7, max_tokens=4, top_p=0.9, record_kept=True) as it:
             policy = it.policy()
             url = f"{await policy.base_url()}/completions"
             assert (await it.post(url, prompt=[3, 4]))[0] == 200

@@ -275,7 +275,7 @@ def test_every_completion_of_an_episode_has_its_own_seed() -> None:
 def test_completions_drawn_at_once_differ_and_what_truncation_keeps_is_asked_for() -> None:
     async def main() -> list[Sampling]:
         generator = Scripted(*"1234")
-        policy = Policy(generator, Codec(build_tokenizer()), Sampling(top_p=0.9), "0")
+        policy = Policy(generator, Codec(build_tokenizer()), Sampling(top_p=0.9, record_kept=True), "0")
         changes: list[dict[str, Any]] = [{}, {"top_p": 1.0}, {"top_k": 3, "top_p": 1.0}, {"top_p": 0.5}]
         await asyncio.gather(*(policy.sample("1", **change) for change in changes))
         return [sampling for _, sampling in generator.asked]

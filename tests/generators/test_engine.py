@@ -12,6 +12,7 @@ import torch
 
 from slipstream.generators.base import GenerationError
 from slipstream.generators.torch import Engine
+from slipstream.models import routers_of
 from slipstream.rollout import Completion, Sampling
 from tests.conftest import FAMILIES, build_model, build_tokenizer, random_prompts
 
@@ -30,7 +31,7 @@ def reference_logits(model: Any, completion: Completion) -> torch.Tensor:
     ids = torch.tensor([completion.prompt_ids + completion.token_ids[:-1]])
     model = copy.deepcopy(model).double()
     model.set_attn_implementation("eager")
-    if "moe" in model.config.model_type:
+    if routers_of(model):
         model.set_experts_implementation("eager")  # grouped matrix products have no float64
     with torch.no_grad():
         return model(ids).logits[0, len(completion.prompt_ids) - 1 :] / (completion.temperature or 1)
@@ -92,7 +93,7 @@ def requests(count: int, seed: int = 0) -> list[tuple[list[int], Sampling]]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "mixtral", "olmoe"])
 def test_tokens_tell_the_truth(family: str) -> None:
     model = build_model(family)
     engine = Engine(copy.deepcopy(model), slots=5)
@@ -235,8 +236,9 @@ def test_aborted_requests_free_their_slot_and_return_nothing() -> None:
     assert engine.load == 0
 
 
-def test_experts_are_those_the_model_chose() -> None:
-    model = build_model("qwen3_moe")
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_experts_are_those_the_model_chose(family: str) -> None:
+    model = build_model(family)
     engine = Engine(copy.deepcopy(model), slots=3)
     prompts = [[5, 6, 7, 8], [5, 6, 7, 8], [9], *random_prompts(5)]
     for key, prompt in enumerate(prompts):

@@ -122,12 +122,12 @@ class Policy:
         """Draw one completion after `prompt`: text, chat messages or token ids.
 
         Text and messages go through the tokenizer's chat template where it has one. `changes` override fields of
-        `Sampling` for this call; what top-k or top-p leave is always recorded, since training has to replay it. The
-        returned completion has its text decoded, without the stop token or string.
+        `Sampling` for this call; what top-k or top-p leave is recorded where training is to replay it. The returned
+        completion has its text decoded, without the stop token or string.
         """
         prompt_ids = self._codec.encode(prompt)
         sampling = dataclasses.replace(self._sampling, **{"seed": self._next_seed(), **changes})
-        sampling = dataclasses.replace(sampling, record_kept=bool(sampling.top_k) or sampling.top_p < 1)
+        sampling = dataclasses.replace(sampling, record_kept=sampling.record_kept and sampling.truncates)
         completion = await self._generator.generate(prompt_ids, sampling)
         text = self._codec.decode(completion.token_ids, sampling.stop_strings)
         completion = dataclasses.replace(completion, text=text)

@@ -21,11 +21,11 @@ from torch import Tensor
 from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
 from slipstream.generators.base import GenerationError, Interruption, refuse_prompt
 from slipstream.generators.sampling import Sampler
-from slipstream.models import end_of_sequence
+from slipstream.models import end_of_sequence, routers_of
 from slipstream.rollout import Completion, Sampling, spans_of
 from slipstream.sync.single_copy import lend
 
-SERVED = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+SERVED = ("gemma3_text", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 PROMPT_TOKENS = 4096  # padded prompt tokens in one pass: bounds how long running sequences wait for joining ones
 
@@ -87,9 +87,11 @@ class Engine:
         self._running: list[_Sequence] = []
         self._sampler: Sampler | None = None
         self._routes: list[Tensor] = []
-        self._routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-        for router in self._routers:
-            router.register_forward_hook(lambda _m, _i, output: self._routes.append(output[-1]))
+        self._routers = routers_of(model)
+        experts = max((len(r.weight) for r in self._routers.values()), default=0)
+        self._narrow = torch.uint8 if experts <= 256 else torch.int16
+        for router in self._routers.values():
+            router.register_forward_hook(lambda _m, _i, output: self._routes.append(output[2]))
 
     @property
     def busy(self) -> bool:
@@ -198,7 +200,7 @@ class Engine:
             logits_to_keep=newest,
             slots=layout,
         ).logits[0]
-        if self._routes:
+        if any(s.sampling.record_experts for s in self._running):
             self._record_experts(joining)
         self._draw(logits)
         finished = [(s.key, self._completion(s)) for s in self._running if s.finish not in (None, "abort")]
@@ -295,7 +297,7 @@ class Engine:
 
         A sequence that joins again keeps those that it was drawn with.
         """
-        routes = torch.stack(self._routes, 1).to("cpu", torch.int16).numpy()  # [tokens, layers, experts a token]
+        routes = torch.stack(self._routes, 1).to("cpu", self._narrow).numpy()  # [tokens, layers, experts a token]
         at = len(self._running)
         for ids, slots in joining.items():
             for sequence in (self._running[slot] for slot in slots):

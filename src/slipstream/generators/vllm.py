@@ -30,7 +30,7 @@ from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.vllm_adapters import AdapterWeights
 from slipstream.generators.vllm_adapters import arguments as adapter_arguments
 from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
-from slipstream.models import end_of_sequence, generation_config
+from slipstream.models import end_of_sequence, generation_config, has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 
@@ -382,10 +382,25 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
         from vllm.config import WeightTransferConfig
 
         arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+    if config.algorithm.keep_routing and has_experts(config.model.path):
+        _refuse_unrecorded(on_cpu)
+        arguments["enable_return_routed_experts"] = True
     if on_cpu:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts in seconds
         arguments |= {"enforce_eager": True, "async_scheduling": False, "kv_cache_memory_bytes": CPU_CACHE}
     return arguments | generator.options
+
+
+def _refuse_unrecorded(on_cpu: bool) -> None:
+    """Raise `ConfigError` where this vLLM does not tell which experts it chose."""
+    from vllm import EngineArgs
+
+    if on_cpu or not hasattr(EngineArgs, "enable_return_routed_experts"):
+        where = "on a CPU" if on_cpu else "of this release"
+        raise ConfigError(
+            f"algorithm.keep_routing = true can't be: vLLM {where} does not tell which experts it chose; set it to "
+            'false, or generator.kind = "torch"'
+        )
 
 
 def cause(error: Exception, log: Path | None, start: int) -> str:
@@ -406,4 +421,5 @@ def _completion(request: _Request, output: Any) -> Completion:
         [t for t, p in zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True) if p > -torch.inf]
         for a, b in zip(firsts, flat.end_indices, strict=False)
     )
-    return request.completion(output.token_ids, [flat.logprobs[i] for i in firsts], output.finish_reason, kept)
+    logprobs, experts = [flat.logprobs[i] for i in firsts], getattr(output, "routed_experts", None)
+    return request.completion(output.token_ids, logprobs, output.finish_reason, kept, experts)

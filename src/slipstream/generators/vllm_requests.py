@@ -25,8 +25,6 @@ class VllmRequest:
         refuse_prompt(self.prompt, context, vocabulary)
         if self.sampling.record_kept and not self.sampling.top_k:
             raise GenerationError("vLLM can't tell which tokens top_p kept; set sampling.top_k too, to 64 for example")
-        if self.sampling.record_experts:
-            raise GenerationError("record_experts: not with vLLM")
 
     def parameters(self, context: int, eos: Collection[int], seeded: bool) -> dict[str, Any]:
         """vLLM's sampling parameters, by the names that its Python and its HTTP interface share."""
@@ -45,7 +43,12 @@ class VllmRequest:
         }
 
     def completion(
-        self, tokens: Sequence[int], logprobs: Iterable[float], finish_reason: str, kept: Iterable[Sequence[int]]
+        self,
+        tokens: Sequence[int],
+        logprobs: Iterable[float],
+        finish_reason: str,
+        kept: Iterable[Sequence[int]],
+        experts: Any = None,
     ) -> Completion:
         """The completion that these tokens are, each with the version that drew it."""
         starts = [(min(start, len(tokens)), version) for start, version in self.starts]
@@ -60,6 +63,7 @@ class VllmRequest:
             finish_reason=finish_reason,
             temperature=self.sampling.temperature,
             kept=tuple(sorted(set(ids)) for ids in kept) if self.sampling.record_kept else None,
+            experts=experts if self.sampling.record_experts else None,
         )
 
 

@@ -26,6 +26,7 @@ from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError
 from slipstream.generators.vllm import EXTENSION
 from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
+from slipstream.models import has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 
@@ -301,6 +302,8 @@ def refuse_unfit(name: str, facts: Mapping[str, Any], config: Config) -> None:
         (facts["replicas"] > 1, f"{facts['replicas']} data- or pipeline-parallel parts",
          "start one server for each, with tensor parallelism alone"),
         (facts["dtype"] != dtype, f"--dtype {facts['dtype']}", f"start it with --dtype {dtype} or set model.dtype"),
+        (config.algorithm.keep_routing and has_experts(config.model.path), "an interface that does not tell experts",
+         "set algorithm.keep_routing = false"),
         (facts["context"] < context, f"--max-model-len {facts['context']}",
          f"the run needs {context}: raise it, or lower generator.context and sampling.max_tokens"),
     ):  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # What is dear to compute again, by name: which operation stands behind attention depends on torch's release.
-PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product", "aten._flash_attention", "torch_attn.")
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm", "aten._scaled_dot_product",
+            "aten._flash_attention", "torch_attn.")  # fmt: skip
 
 
 def layers(model: Any) -> Iterator[Any]:

@@ -30,7 +30,8 @@ class MicroBatch:
     `input_ids` and `positions` `[tokens]`. `predicts` are the tokens whose output predicts a drawn one; `targets`,
     `temperatures`, `behaviour`, `advantages`, `lags` (in versions) and `sequences` (which sample it is of) `[drawn]` go
     with them, `teacher` `[drawn]` where there is one, and `kept` lists the ids that top-k/top-p left there (None: all).
-    `order[i]` is the index in the step of the i-th sample here.
+    `experts` `[tokens, layers, experts per token]` are those that generation chose, -1 where they are not known (None:
+    nowhere). `order[i]` is the index in the step of the i-th sample here.
     """
 
     input_ids: Tensor
@@ -44,24 +45,26 @@ class MicroBatch:
     lags: Tensor
     sequences: Tensor
     kept: Sequence[Any]
+    experts: Tensor | None
     order: Sequence[int]
     teacher: Tensor | None = None
 
 
 def bundle(samples: Sequence[Sample], budget: int, share: bool = True) -> list[Bundle]:
-    """Samples with one prompt together, as many as fit into `budget` tokens; replayed experts are shared by nobody."""
+    """Samples with one prompt, and one choice of experts for it, together: as many as fit into `budget` tokens."""
     bundles: list[Bundle] = []
-    open_bundles: dict[tuple[int, ...], tuple[Bundle, int]] = {}
+    open_bundles: dict[tuple[tuple[int, ...], bytes], tuple[Bundle, int]] = {}
     for index, sample in enumerate(samples):
         prompt = sample.prompt_ids
         own = length(sample) - len(prompt)
-        members, used = open_bundles.get(prompt, ([], 0))
+        key = prompt, b"" if sample.experts is None else _experts(sample)[: len(prompt)].tobytes()
+        members, used = open_bundles.get(key, ([], 0))
         if not members or used + own > budget:
             members, used = [], len(prompt)
             bundles.append(members)
         members.append(index)
-        if share and sample.experts is None:
-            open_bundles[prompt] = members, used + own
+        if share:
+            open_bundles[key] = members, used + own
     return bundles
 
 
@@ -150,6 +153,29 @@ def pack(samples: Sequence[Sample], bundles: Sequence[Bundle], device: torch.dev
         lags=version - tensor(of("versions"), torch.long, device),
         sequences=tensor([[n] * len(s.drawn) for n, s in enumerate(chosen)], torch.long, device),
         kept=list(chain.from_iterable(of("kept"))),
+        experts=_packed_experts(samples, bundles, device),
         order=order,
         teacher=tensor(of("teacher"), torch.float32, device) if any(of("teacher")) else None,
     )
+
+
+def _packed_experts(samples: Sequence[Sample], bundles: Sequence[Bundle], device: torch.device) -> Tensor | None:
+    """What generation chose for each token, laid out as `pack` lays out the tokens."""
+    known = next((_experts(s) for m in bundles for s in map(samples.__getitem__, m) if s.experts is not None), None)
+    if known is None:
+        return None
+    parts = []
+    for members in bundles:
+        prompt = len(samples[members[0]].prompt_ids)
+        for index, start in zip(members, [0] + [prompt] * (len(members) - 1), strict=True):
+            sample = samples[index]
+            unknown = np.full((length(sample) - start, *known.shape[1:]), -1)
+            parts.append(unknown if sample.experts is None else _experts(sample)[start:])
+            if len(parts[-1]) != length(sample) - start:
+                raise ValueError(f"{start + len(parts[-1])} tokens have experts, of {length(sample)}")
+    return tensor(parts, torch.int16, device)
+
+
+def _experts(sample: Sample) -> Any:
+    assert sample.experts is not None
+    return np.concatenate([np.asarray(part, dtype=np.int16) for part in sample.experts])

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from slipstream.trainers import attention
 from slipstream.trainers.logprobs import head_logprobs
 from slipstream.trainers.packing import MicroBatch
+from slipstream.trainers.routing import Routing
 
 ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
 
@@ -30,11 +31,15 @@ class Policy(nn.Module):
         self.packs: bool = whole._supports_attention_backend and not whole._is_stateful
         if self.packs:
             whole.set_attn_implementation(attention.NAME)
+        self.routing = Routing(whole)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability of each drawn token under the distribution that it was drawn from, and its entropy."""
         head = causal_lm(self.model).get_output_embeddings()
+        self.routing.replay(batch.experts)
         hidden = (self._packed if self.packs else self._one_by_one)(batch)
+        if torch.is_grad_enabled():
+            self.routing.count()
         drawn = (batch.targets, batch.temperatures, batch.kept)
         return head_logprobs(hidden[batch.predicts], head.weight, *drawn, fuse=self._fuse)
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.trainers.packing import MicroBatch
 
@@ -18,7 +18,7 @@ class Meter:
 
     6 operations for each weight of a matrix and token (2 forward, 4 backward), 12 for each query, key that it sees and
     element of a head (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, without the pairs that a causal mask leaves
-    out). Frozen weights take 4. The head counts for the tokens that it predicts.
+    out). Frozen weights take 4. The head counts for the tokens that it predicts, experts for those that use them.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
@@ -27,10 +27,12 @@ class Meter:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._pairs = 12 * config.num_hidden_layers * config.num_attention_heads * size
         linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        self._token = sum(_operations(m) for m in linear if m is not head)
-        self._predicted = _operations(head)
+        self._token: float = sum(_operations(m.weight) for m in linear if m is not head)
+        used = getattr(config, "num_experts_per_tok", None) or 0  # of the matrices of all experts, which are one tensor
+        self._token += sum(_operations(p) * used / len(p) for p in model.parameters() if p.ndim == 3)
+        self._predicted = _operations(head.weight)
         self._most = matrix_rate(device) if device.type == "cuda" else None
-        self._operations = self._tokens = 0
+        self._operations, self._tokens = 0.0, 0
 
     def count(self, micro: MicroBatch) -> None:
         """Add the passes over a micro-batch."""
@@ -51,7 +53,7 @@ class Meter:
             "tokens_packed": self._tokens, "tflops": rate / 1e12,
             "utilisation": rate / self._most if self._most else None, "memory_gb": memory,
         }  # fmt: skip
-        self._operations = self._tokens = 0
+        self._operations, self._tokens = 0.0, 0
         return read
 
 
@@ -67,5 +69,5 @@ def matrix_rate(device: torch.device) -> float:
     return 2 * SIZE**3 * ROUNDS / (time.perf_counter() - began)
 
 
-def _operations(linear: nn.Linear) -> int:
-    return (6 if linear.weight.requires_grad else 4) * linear.weight.numel()
+def _operations(weight: Tensor) -> int:
+    return (6 if weight.requires_grad else 4) * weight.numel()

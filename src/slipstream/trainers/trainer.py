@@ -40,6 +40,9 @@ class StepStats:
 
     `tokens_packed` went through the model, `tflops` is the rate of its own arithmetic in 10^12 operations a second,
     `utilisation` that as a share of what the device does in a matrix product, `memory_gb` the most that was in use.
+    `expert_busiest` is the share of the busiest expert, `expert_entropy` the entropy of the load as a share of an even
+    one's, `experts_idle` the share of experts without a token, all three means over layers, and `experts_changed` the
+    share of the replayed choices that the router would not make now; None without experts.
     """
 
     step: int
@@ -61,6 +64,10 @@ class StepStats:
     tflops: float
     utilisation: float | None
     memory_gb: float
+    expert_busiest: float | None
+    expert_entropy: float | None
+    experts_idle: float | None
+    experts_changed: float | None
 
 
 class Trainer:
@@ -138,6 +145,7 @@ class Trainer:
             skipped=not math.isfinite(grad_norm),
             seconds=seconds,
             **self._meter.read(seconds),
+            **self._policy.routing.read(),
         )
 
     def _micro_batches(self, samples: Sequence[Sample], version: int = 0) -> Iterator[MicroBatch]:

@@ -1,0 +1,282 @@
+"""Routing replay: recorded experts reach the tokens that they were recorded for, and the gradient is theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from slipstream.algorithms.advantages import make_batch
+from slipstream.config import ConfigError
+from slipstream.generators.torch import Engine
+from slipstream.models import has_experts, routers_of
+from slipstream.rollout import Batch, Completion, Group, Rollout, Sampling, VersionSpan, samples_of
+from slipstream.trainers.packing import bundle, bundle_length, pack, plan
+from slipstream.trainers.routing import Routing
+from tests.conftest import COMMON, random_prompts, save_model
+from tests.generators.test_engine import drain
+from tests.trainers.test_trainer import gradient, make_trainer, reference_gradient
+
+LAYERS, EXPERTS, CHOSEN, VOCABULARY = 3, 4, 2, 38
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixture")
+    save_model(path, family="qwen3_moe", vocab_size=VOCABULARY, norm_topk_prob=True)
+    return path
+
+
+def completion_of(prompt: Any, tokens: Any, experts: Any) -> Completion:
+    prompt, tokens = tuple(prompt), tuple(tokens)
+    rng = random.Random(str((prompt, tokens)))
+    behaviour = tuple(-rng.uniform(1.0, 6.0) for _ in tokens)
+    spans = (VersionSpan(0, 0, len(tokens)),)
+    return Completion(prompt, tokens, behaviour, spans, "stop", experts=experts(prompt + tokens))
+
+
+def chosen_for(ids: tuple[int, ...]) -> Any:
+    """Experts as generation might have chosen them: any, but the same for a token with the same ones before it."""
+    rngs = [random.Random(str(ids[: at + 1])) for at in range(len(ids) - 1)]
+    return np.array([[rng.sample(range(EXPERTS), CHOSEN) for _ in range(LAYERS)] for rng in rngs], dtype=np.uint8)
+
+
+def batch_of(experts: Any, groups: int = 4, seed: int = 0) -> Batch:
+    """Groups whose rollouts share a prompt; some have a second turn that goes on after the first."""
+    rng = random.Random(seed)
+
+    def some(most: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, most)))
+
+    made = []
+    for entry in range(groups):
+        prompt, rollouts = some(9), []
+        for _ in range(rng.randint(2, 4)):
+            first = completion_of(prompt, some(12), experts)
+            turns = [first]
+            if rng.random() < 0.4:
+                turns.append(completion_of(first.prompt_ids + first.token_ids + some(4), some(5), experts))
+            rollouts.append(Rollout(tuple(turns), rng.random()))
+        made.append(Group(entry, str(entry), tuple(rollouts)))
+    return make_batch(made, normalize=False)
+
+
+def routed_by_hand(model: Any) -> Any:
+    """The model with routers that choose `chosen_for`, and weigh it by a softmax over the chosen ones alone."""
+    sequence: list[tuple[int, ...]] = []
+    model.register_forward_pre_hook(
+        lambda _m, args, options: sequence.__setitem__(slice(None), [tuple(args[0][0].tolist())]), with_kwargs=True
+    )
+    for layer, router in enumerate(m for m in model.modules() if type(m).__name__.endswith("TopKRouter")):
+        router.number = layer
+
+        def choose(router: Any, inputs: Any, _: Any) -> Any:
+            logits = inputs[0] @ router.weight.T
+            experts = torch.from_numpy(chosen_for((*sequence[0], 0))[:, router.number].astype(np.int64))
+            return logits, logits.gather(-1, experts).softmax(-1), experts
+
+        router.register_forward_hook(choose)
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("budget", [8, 64, 8192])
+def test_gradient_is_that_of_the_recorded_experts(mixture: Path, budget: int, checkpointing: str) -> None:
+    """Against float64 with the same experts forced by hand, in any packing: routers' gradients included."""
+    trainer = make_trainer(
+        mixture, f"--trainer.tokens_per_microbatch={budget}", "--trainer.gradient_clip=0",
+        f"--trainer.activation_checkpointing={checkpointing}", "--algorithm.kl=0.3",
+    )  # fmt: skip
+    batch = batch_of(chosen_for)
+    plain = AutoModelForCausalLM.from_pretrained(mixture, experts_implementation="eager", dtype=torch.float32)
+    by_hand = routed_by_hand(plain)
+    wanted = reference_gradient(by_hand, batch, low=0.2, high=0.2, truncate=3.0, kl=0.3)
+    got = gradient(trainer, batch)
+    assert got.keys() == wanted.keys()
+    scale = max(g.abs().max().item() for g in wanted.values())
+    for name, reference in wanted.items():
+        assert (got[name] - reference).abs().max().item() <= 1e-5 * scale, name
+    assert max(got[n].abs().max() for n in got if n.endswith("gate.weight")) > 1e-3 * scale
+
+
+def test_replaying_is_not_the_same_as_choosing(mixture: Path) -> None:
+    batch = batch_of(chosen_for)
+    bare = dataclasses.replace(batch, groups=tuple(
+        dataclasses.replace(g, rollouts=tuple(
+            dataclasses.replace(r, completions=tuple(dataclasses.replace(c, experts=None) for c in r.completions))
+            for r in g.rollouts)) for g in batch.groups))  # fmt: skip
+    with_replay, without = (make_trainer(mixture).step(b) for b in (batch, bare))
+    assert abs(with_replay.mismatch_kl - without.mismatch_kl) > 1e-3
+    assert with_replay.experts_changed is not None and 0.2 < with_replay.experts_changed < 0.8
+    assert without.experts_changed == 0
+
+
+@given(st.integers(0, 10**6), st.integers(1, 60), st.booleans())
+def test_every_packed_token_has_the_experts_recorded_for_it(seed: int, budget: int, share: bool) -> None:
+    """Each token's experts say which token and place they are of, and come from the turn that had the token first."""
+
+    def tell(ids: tuple[int, ...]) -> Any:
+        rows = [(token, at) for at, token in enumerate(ids[:-1])]
+        return np.array([[row] * LAYERS for row in rows], dtype=np.int16).reshape(-1, LAYERS, 2)
+
+    samples = batch_of(tell, groups=3, seed=seed).samples()
+    samples = [s if i % 5 else dataclasses.replace(s, experts=None) for i, s in enumerate(samples)]
+    bundles = bundle(samples, budget, share=share)
+    assert not share or budget < 30 or any(len(b) > 1 for b in bundles)
+    for items in plan([bundle_length(samples, b) for b in bundles], budget)[0]:
+        if not items or not any(samples[i].experts for b in items for i in bundles[b]):
+            continue
+        micro = pack(samples, [bundles[i] for i in items], CPU)
+        assert micro.experts is not None and micro.experts.shape[1:] == (LAYERS, 2)
+        known = micro.experts[:, 0, 0] >= 0
+        for layer in range(LAYERS):
+            assert torch.equal(micro.experts[known, layer, 0].long(), micro.input_ids[known])
+            assert torch.equal(micro.experts[known, layer, 1].long(), micro.positions[known])
+        bare = sum(bundle_length(samples, bundles[b]) for b in items if not samples[bundles[b][0]].experts)
+        assert (~known).sum() == bare
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=5))
+def test_a_turn_that_goes_on_keeps_the_experts_of_those_before(turns: list[tuple[int, int]]) -> None:
+    ids, completions, wanted = (7,), [], []
+    for turn, (between, drawn) in enumerate(turns):
+        prompt = ids + (5,) * between
+        ids = prompt + (9,) * drawn
+        wanted += [turn] * (len(ids) - 1 - len(wanted))
+        completions.append(completion_of(prompt, ids[len(prompt) :], lambda i, t=turn: np.full((len(i) - 1, 1, 1), t)))
+    (sample,) = samples_of(completions)
+    assert sample.experts is not None and np.concatenate(sample.experts).ravel().tolist() == wanted
+
+
+def test_a_policy_scores_its_own_experts_as_it_drew_by_them(mixture: Path) -> None:
+    """From the engine to the trainer: prompts shared, sequences that join late, slots that move."""
+    trainer = make_trainer(mixture, "--trainer.tokens_per_microbatch=64")
+    engine = Engine(make_trainer(mixture).model, slots=3)
+    prompts = [[t % VOCABULARY for t in p] for p in random_prompts(4, longest=9)]
+    for key in range(12):
+        engine.submit(key, prompts[key % 4], Sampling(max_tokens=3 + key, seed=key, record_experts=True))
+    completions = list(drain(engine).values())
+    assert {c.experts.dtype for c in completions} == {np.dtype(np.uint8)}
+    for completion, scored in zip(completions, trainer.score(completions), strict=True):
+        assert scored == pytest.approx(completion.logprobs, abs=1e-5)
+    group = Group(0, "0", tuple(Rollout((c,), float(i % 3)) for i, c in enumerate(completions)))
+    stats = trainer.step(make_batch([group], normalize=False))
+    assert stats.mismatch_kl < 1e-8 and stats.experts_changed == 0
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "mixtral": {"num_local_experts": 8},
+    "olmoe": {"num_experts": 8},
+    "gpt_oss": {"num_local_experts": 8},
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
+                    "first_k_dense_replace": 1, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+                    "q_lora_rank": 8, "kv_lora_rank": 8, "num_key_value_heads": 4, "head_dim": None},
+    "phimoe": {"num_local_experts": 8},
+}  # fmt: skip
+
+
+def build(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(COMMON | {"num_experts_per_tok": 2} | MORE[kind]))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for router in routers_of(model).values():
+        torch.nn.init.normal_(router.weight)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [k for k in MORE if k != "phimoe"])
+def test_what_a_router_chose_replayed_is_what_it_did(kind: str) -> None:
+    """Whatever its scores are and however they are scaled; by layers with a router, or by all layers."""
+    model, ids = build(kind), torch.tensor([[5, 6, 7, 8, 9]])
+    routing, routers = Routing(model), list(routers_of(model).values())
+    with torch.no_grad():
+        wanted = model(ids).logits
+        routing.count()
+        chosen = torch.stack([r.chosen for r in routers], 1)  # type: ignore[arg-type]
+        everywhere = torch.zeros(5, LAYERS, 2, dtype=torch.int16)
+        everywhere[:, LAYERS - len(routers) :] = chosen.to(torch.int16)
+        for recorded in (chosen.to(torch.int16), everywhere):
+            routing.replay(recorded)
+            torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-5, atol=1e-6)
+        routing.replay(7 - everywhere)
+        assert (model(ids).logits - wanted).abs().max() > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_router_of_another_kind_is_refused_by_name() -> None:
+    routing = Routing(build("phimoe"))
+    with pytest.raises(ConfigError, match=r"PhimoeTopKRouter.*algorithm.keep_routing = false"):
+        routing.replay(torch.zeros(5, LAYERS, 2, dtype=torch.int16))
+    routing.replay(None)
+
+
+def test_load_is_that_of_the_experts_used() -> None:
+    model = build("qwen3_moe")
+    routing = Routing(model)
+    assert set(routing.read().values()) == {None}
+    experts = torch.tensor([[[0, 1]] * 2] * 3 + [[[0, 2]] * 2], dtype=torch.int16)  # four tokens, two layers
+    routing.replay(experts)
+    model(torch.tensor([[5, 6, 7, 8]]))
+    routing.count()
+    routing.count()
+    own = torch.stack([r.chosen for r in routers_of(model).values()], 1)  # type: ignore[arg-type]
+    changed = sum(e not in o for es, os in zip(experts.tolist(), own.tolist(), strict=True)
+                  for e2, o in zip(es, os, strict=True) for e in e2)  # fmt: skip
+    share = np.array([4, 3, 1]) / 8
+    read = routing.read()
+    assert read["expert_busiest"] == pytest.approx(0.5) and read["experts_idle"] == pytest.approx(5 / 8)
+    assert read["expert_entropy"] == pytest.approx(-(share * np.log(share)).sum() / np.log(8))
+    assert read["experts_changed"] == pytest.approx(changed / 16) and set(routing.read().values()) == {None}
+
+
+def test_dense_and_mixed_are_told_apart(tiny: Path, mixture: Path) -> None:
+    assert has_experts(str(mixture)) and not has_experts(str(tiny))
+    assert not routers_of(make_trainer(tiny).model)
+    assert all(a != b for a, b in pairwise(routers_of(make_trainer(mixture).model)))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_on_experts_train_and_serve_and_load(mixture: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    flags = ("--lora.rank=2", "--lora.experts=true", "--trainer.learning_rate=1e-2")
+    trainer, fresh = make_trainer(mixture, *flags), make_trainer(mixture, *flags)
+    adapters = [name for name in trainer.parameters if ".experts." in name]
+    assert len(adapters) == 2 * 2 * LAYERS  # A and B of both weights of each layer's experts
+    for seed in range(2):
+        trainer.step(batch_of(chosen_for, seed=seed))
+    assert all(not torch.equal(trainer.parameters[name], fresh.parameters[name]) for name in adapters)
+    engine = Engine(fresh.model.get_base_model(), slots=4)
+    with torch.no_grad():
+        for name, parameter in fresh.parameters.items():
+            parameter.copy_(trainer.parameters[name])
+    for key in range(4):
+        engine.submit(key, [3, 4, 5], Sampling(max_tokens=8, seed=key, record_experts=True))
+    completions = list(drain(engine).values())
+    for completion, scored in zip(completions, trainer.score(completions), strict=True):
+        assert scored == pytest.approx(completion.logprobs, abs=1e-5)
+    trainer.export(tmp_path / "policy")
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(mixture), tmp_path / "policy").eval()
+    ids = torch.tensor([completions[0].prompt_ids + completions[0].token_ids])
+    with torch.no_grad():
+        logprobs = loaded(ids).logits[0, 2:-1].log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
+    assert logprobs.tolist() == pytest.approx(completions[0].logprobs, abs=1e-5)
+
+
+def test_adapters_on_experts_that_are_not_there_are_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora.experts = true, but the model has no experts"):
+        make_trainer(tiny, "--lora.rank=2", "--lora.experts=true")
