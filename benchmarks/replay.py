@@ -16,6 +16,7 @@ import dataclasses
 import json
 import random
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slipstream.algorithms.advantages import make_batch
+from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import load_config
 from slipstream.generators.torch import Engine
 from slipstream.rollout import Completion, Group, Rollout, Sampling
@@ -89,7 +90,7 @@ def measure(name: str, spread: float, rate: float) -> dict[str, Any]:
     rows = []
     for updates in range(3):
         row: dict[str, Any] = {"updates": updates, "with": mismatch(trainer, drawn), "without": mismatch(trainer, bare)}
-        stats = trainer.step(make_batch(groups, normalize=True))
+        stats = trainer.step(make_batch(groups, partial(group_mean, normalize=True)))
         rows.append(row | {"drop": row["without"] / row["with"], "experts_changed": stats.experts_changed})
     return {"tokens": sum(len(c.token_ids) for c in drawn), "learning_rate": rate, "mismatch_kl": rows}
 

@@ -68,7 +68,7 @@ def batch_of(experts: Any, groups: int = 4, seed: int = 0) -> Batch:
                 turns.append(completion_of(first.prompt_ids + first.token_ids + some(4), some(5), experts))
             rollouts.append(Rollout(tuple(turns), rng.random()))
         made.append(Group(entry, str(entry), tuple(rollouts)))
-    return make_batch(made, normalize=False)
+    return make_batch(made)
 
 
 def routed_by_hand(model: Any) -> Any:
@@ -170,7 +170,7 @@ def test_a_policy_scores_its_own_experts_as_it_drew_by_them(mixture: Path) -> No
     for completion, scored in zip(completions, trainer.score(completions), strict=True):
         assert scored == pytest.approx(completion.logprobs, abs=1e-5)
     group = Group(0, "0", tuple(Rollout((c,), float(i % 3)) for i, c in enumerate(completions)))
-    stats = trainer.step(make_batch([group], normalize=False))
+    stats = trainer.step(make_batch([group]))
     assert stats.mismatch_kl < 1e-8 and stats.experts_changed == 0
 
 

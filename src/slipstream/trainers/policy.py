@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from slipstream.config import ConfigError
 from slipstream.trainers import attention
 from slipstream.trainers.logprobs import head_logprobs
 from slipstream.trainers.packing import MicroBatch
@@ -36,6 +37,11 @@ class Policy(nn.Module):
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability of each drawn token under the distribution that it was drawn from, and its entropy."""
         head = causal_lm(self.model).get_output_embeddings()
+        if batch.experts is not None and not self.packs:
+            kind = causal_lm(self.model).config.model_type
+            raise ConfigError(
+                f"routing can't be replayed in a {kind}, which can't be packed; set algorithm.keep_routing = false"
+            )
         self.routing.replay(batch.experts)
         hidden = (self._packed if self.packs else self._one_by_one)(batch)
         if torch.is_grad_enabled():
