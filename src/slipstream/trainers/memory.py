@@ -7,6 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # What is dear to compute again, by name: which operation stands behind attention depends on torch's release.
@@ -31,6 +32,10 @@ def checkpoint_activations(model: Any, how: str) -> None:
 
 def compile_layers(model: Any) -> None:
     """Compile each layer; all of them share one program, for any number of tokens."""
+    compiler: Any = torch._dynamo.config
+    if hasattr(compiler, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+        # A router notes what it chose: the forward pass may, and what is computed again need not.
+        compiler.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for layer in layers(model):
         layer.compile(dynamic=True)
 
