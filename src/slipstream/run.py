@@ -109,6 +109,7 @@ class Run:
         self._changed = asyncio.Event()
         self._groups: set[asyncio.Task[None]] = set()
         self._evaluation: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._failures_in_a_row = 0
 
     async def train(self) -> dict[str, Any]:
@@ -272,7 +273,10 @@ class Run:
                 if self.config.loop.max_lag == 0:
                     await self._evaluation
         if step % self.config.checkpoint.every == 0:
-            await self._save()
+            if self._saving:
+                await self._saving  # one at a time
+            self._saving = self._tasks.create_task(self._save())
+            await asyncio.sleep(0)  # the trainer is told to copy its state before it is told to take another step
 
     async def _evaluate(self) -> None:
         """Held-out tasks on the generators as they are, beside the training rollouts."""
@@ -290,8 +294,7 @@ class Run:
         self.progress.evaluation(record)
 
     async def _save(self) -> None:
-        """Write all that the run needs to go on from here. Generation goes on meanwhile."""
-        await self.recorder.flush()
+        """Write all that the run needs to go on from here. Generation and training go on meanwhile."""
         # No batch has been cut since the step, so what the ledger says now fits the weights of the step.
         known = self.state.snapshot() | {"tally": self.tally.snapshot()}
         if (written := self.directory.checkpoint(self.state.step)).exists():
@@ -299,6 +302,7 @@ class Run:
             return
         with self.directory.new_checkpoint(self.state.step, self.config.checkpoint.keep) as path:
             await self.pools.trainer.save(path / "trainer")
+            await self.recorder.flush()
             write_json(path / "run.json", known)
 
     # beginning and end
