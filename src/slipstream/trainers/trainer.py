@@ -158,7 +158,7 @@ class Trainer:
             skipped=self.skipped_count,
             seconds=seconds,
             **self._meter.read(seconds, self.ranks),
-            **self._policy.routing.read(self.ranks),
+            **self._policy.routing.read(),
         )
 
     def _micro_batches(self, samples: Sequence[Sample], version: int = 0) -> Iterator[tuple[MicroBatch, float]]:
