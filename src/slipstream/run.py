@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,8 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
 
 def _check(config: Config) -> None:
     """Refuse early what can be known to fail. Raises `ConfigError`."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("a run starts the ranks of its trainer itself: set trainer.ranks, and leave torchrun out")
     check_path(config.model.path)
     if config.algorithm.kl and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")

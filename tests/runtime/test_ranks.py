@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from slipstream.actor import ActorDied, ActorError
+from slipstream.config import ConfigError, load_config
 from slipstream.rollout import Sampling
+from slipstream.run import train
 from slipstream.runtime.ranks import Ranks
 from tests.runtime.test_faults import pid_of, started
 from tests.trainers.test_trainer import random_batch
@@ -77,6 +79,12 @@ class Rank:
         self.killed = True
 
     async def stop(self, grace: float) -> None: ...
+
+
+def test_a_run_under_torchrun_is_told_to_start_its_ranks_itself(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ConfigError, match=r"set trainer\.ranks, and leave torchrun out"):
+        train(load_config(None, [f"--model.path={tiny}", "--environment.name=addition"]))
 
 
 def test_rank_0_answers() -> None:
