@@ -7,6 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # What is dear to compute again, by name: which operation stands behind attention depends on torch's release.
@@ -32,7 +33,8 @@ def checkpoint_activations(model: Any, how: str) -> None:
 def compile_layers(model: Any) -> None:
     """Compile each layer; all of them share one program, for any number of tokens."""
     for layer in layers(model):
-        layer.compile(dynamic=True)
+        # Not the call: what FSDP hooks into it differs from layer to layer, and would be a program for each.
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 # Functions of this file, which the compiler looks into, unlike a bare `checkpoint`; as methods they are copied with
