@@ -1,6 +1,9 @@
-"""The speed of one full GRPO step (forward, loss, backward, optimizer) on one GPU, on rollouts of log-normal lengths.
+"""The speed of one full GRPO step (forward, loss, backward, optimizer) on rollouts of log-normal lengths.
 
     python benchmarks/trainer.py --shape 1.7B [--tokens 65536] [--steps 5] [--vocabulary N] [--json FILE] [config flags]
+    torchrun --nproc-per-node N benchmarks/trainer.py --shape 8B --tokens ALL --trainer.ranks N
+
+`tokens` and what is counted are those of all ranks, `utilisation` and `memory_gb` those of one.
 
 Tokens count as a trainer without shared prompts would see them: prompt and completion of every sequence. `utilisation`
 is the model's own arithmetic on what was computed (prompts once a bundle, nothing for recomputation), against that of a
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -25,9 +29,11 @@ from work import SHAPES, save_model
 
 from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import load_config
+from slipstream.models import device_here
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
 from slipstream.trainers.trainer import Trainer
 
+FIRST = os.environ.get("RANK", "0") == "0"
 GROUP, MEDIAN, SIGMA, LONGEST, PROMPT = 8, 400, 0.6, 2048, (64, 256)
 
 
@@ -75,7 +81,8 @@ def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[
                 "utilisation": stats.utilisation, "memory_gb": stats.memory_gb, "loss": stats.loss,
             }
         )  # fmt: skip
-        print(json.dumps(steps[-1]), flush=True)
+        if FIRST:
+            print(json.dumps(steps[-1]), flush=True)
     if options.profile:
         with torch.profiler.profile() as profile:
             trainer.step(batch)
@@ -100,10 +107,14 @@ def main() -> None:
     if options.vocabulary:
         SHAPES[options.shape]["vocab_size"] = options.vocabulary
     with tempfile.TemporaryDirectory() as folder:
+        torch.cuda.set_device(device_here())
+        torch.manual_seed(0)  # the same model on every rank
         save_model(options.shape, Path(folder), torch.bfloat16)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         found = measure(Path(folder), options, flags)
+    if not FIRST:
+        return
     command = " ".join(["python", *sys.argv])
     result = {"command": command, "device": torch.cuda.get_device_name(), "shape": options.shape, **found}
     print(json.dumps(result), flush=True)

@@ -147,6 +147,11 @@ class TrainerConfig(Section):
     """The optimizer and its schedule."""
 
     kind: str = option("pytorch", '"pytorch", or your own service as "module:Class".')
+    ranks: int = option(1, "Processes that train together, each with a GPU of its own.", ge=1)
+    parallel: Literal["fsdp", "ddp"] = option(
+        "fsdp", "What each of several ranks holds of weights and optimizer: a part (fsdp), or all (ddp)."
+    )
+    shards: int = option(0, "Ranks over which one copy of the weights is spread (fsdp); 0 is all of them.", ge=0)
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", gt=0)
     betas: tuple[float, float] = option((0.9, 0.99), "Decay rates of AdamW's moments.", strict=False)
     weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
@@ -155,6 +160,9 @@ class TrainerConfig(Section):
         "linear", "Decay to 0 after warm-up, over loop.steps or loop.tokens, whichever ends first."
     )
     gradient_clip: float = option(1.0, "Largest norm of the gradient; 0 does not clip.", ge=0)
+    max_skipped: int = option(
+        10, "Steps in a row whose loss or gradient is not finite that end the run; 0 is no end.", ge=0
+    )
     tokens_per_microbatch: int = option(16384, "Most tokens in one forward and backward pass.", ge=1)
     activation_checkpointing: Literal["none", "selective", "full"] = option(
         "selective", "What the backward pass computes again: nothing, all but matrix products, or whole layers."
@@ -350,6 +358,7 @@ class Config(Section):
                 f"trainer.warmup_steps = {self.trainer.warmup_steps} leaves nothing of loop.steps = {loop.steps}; "
                 f"lower it below {loop.steps}"
             )
+        self._refuse_ranks()
         if not all(0 <= beta < 1 for beta in self.trainer.betas):
             raise ConfigError(f"trainer.betas = {list(self.trainer.betas)} must lie in [0, 1); try [0.9, 0.99]")
         self._refuse_turns()
@@ -450,6 +459,21 @@ class Config(Section):
                 )
             if teacher.lag:
                 raise ConfigError('teacher.lag needs teacher.kind = "torch"')
+
+    def _refuse_ranks(self) -> None:
+        """Raise `ConfigError` for ranks of the trainer that can't be, or not with these other options."""
+        trainer, sync = self.trainer, self.sync
+        if trainer.shards and (trainer.ranks % trainer.shards or trainer.parallel != "fsdp"):
+            raise ConfigError(
+                f"trainer.shards = {trainer.shards} must divide trainer.ranks = {trainer.ranks}, with trainer.parallel "
+                '= "fsdp"; change it, or set it to 0'
+            )
+        for wrong, what in (
+            (sync.link == "single_copy", 'sync.link = "single_copy"'),
+            (sync.placement == "colocated", 'sync.placement = "colocated"'),
+        ):
+            if wrong and trainer.ranks > 1:
+                raise ConfigError(f"{what} needs trainer.ranks = 1, not {trainer.ranks}; use another, or one rank")
 
     def _refuse_servers(self) -> None:
         """Raise `ConfigError` for `generator.servers` that can't be, or not with these other options."""

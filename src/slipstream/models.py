@@ -91,8 +91,10 @@ def pick_device(option: str, name: str) -> torch.device:
 
 
 def device_here() -> torch.device:
-    """What a process computes on that sees only the GPUs it was given."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """What a process computes on: the one GPU that it was given to see, or, under `torchrun`, that of its rank."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def end_of_sequence(*configs: Any) -> frozenset[int]:

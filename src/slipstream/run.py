@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,8 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
 
 def _check(config: Config) -> None:
     """Refuse early what can be known to fail. Raises `ConfigError`."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError("a run starts the ranks of its trainer itself: set trainer.ranks, and leave torchrun out")
     check_path(config.model.path)
     if config.algorithm.kl and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")
@@ -109,6 +112,7 @@ class Run:
         self._changed = asyncio.Event()
         self._groups: set[asyncio.Task[None]] = set()
         self._evaluation: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._failures_in_a_row = 0
 
     async def train(self) -> dict[str, Any]:
@@ -272,7 +276,10 @@ class Run:
                 if self.config.loop.max_lag == 0:
                     await self._evaluation
         if step % self.config.checkpoint.every == 0:
-            await self._save()
+            if self._saving:
+                await self._saving  # one at a time
+            self._saving = self._tasks.create_task(self._save())
+            await asyncio.sleep(0)  # the trainer is told to copy its state before it is told to take another step
 
     async def _evaluate(self) -> None:
         """Held-out tasks on the generators as they are, beside the training rollouts."""
@@ -290,8 +297,7 @@ class Run:
         self.progress.evaluation(record)
 
     async def _save(self) -> None:
-        """Write all that the run needs to go on from here. Generation goes on meanwhile."""
-        await self.recorder.flush()
+        """Write all that the run needs to go on from here. Generation and training go on meanwhile."""
         # No batch has been cut since the step, so what the ledger says now fits the weights of the step.
         known = self.state.snapshot() | {"tally": self.tally.snapshot()}
         if (written := self.directory.checkpoint(self.state.step)).exists():
@@ -299,6 +305,7 @@ class Run:
             return
         with self.directory.new_checkpoint(self.state.step, self.config.checkpoint.keep) as path:
             await self.pools.trainer.save(path / "trainer")
+            await self.recorder.flush()
             write_json(path / "run.json", known)
 
     # beginning and end

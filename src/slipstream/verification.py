@@ -25,6 +25,7 @@ from slipstream.runtime.local import Pools, gpus_here, start_generators
 from slipstream.runtime.placement import place
 from slipstream.runtime.pool import GeneratorPool
 from slipstream.runtime.services import TrainerService
+from slipstream.trainers.parallel import part_of, whole
 
 SHORT = 32  # tokens of a pass
 # vLLM's mode in which no two batches differ, and what it sets for NCCL then: both ends of a link have to agree on that.
@@ -97,7 +98,8 @@ class ChangingTrainer(TrainerService):
             for parameter in self._trainer.parameters.values():
                 noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
                 # Adapters begin as zeros, and a vector of ones has no deviation.
-                parameter.add_(noise, alpha=CHANGE * max(float(parameter.float().std(correction=0)), 0.02))
+                size = CHANGE * max(float(whole(parameter).float().std(correction=0)), 0.02)
+                parameter.add_(part_of(noise, parameter), alpha=size)
 
     def store(self, path: Path) -> None:
         """The policy with its tokenizer, as an engine loads it."""

@@ -127,7 +127,8 @@ async def started(model: Path, folder: Path, link: str, *flags: str, close: floa
         pools = await Pools.start(config, folder)
     processes = descendants(os.getpid())
     try:
-        assert {pid_of(pools.trainer.actor), *(pid_of(g.actor) for g in pools.generator.generators)} <= processes
+        trainers = getattr(pools.trainer.actor, "actors", [pools.trainer.actor])
+        assert {pid_of(actor) for actor in (*trainers, *(g.actor for g in pools.generator.generators))} <= processes
         async with asyncio.timeout(LIMIT):
             yield pools
     finally:

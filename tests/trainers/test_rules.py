@@ -134,7 +134,7 @@ def test_the_average_follows_the_policy_and_survives_a_checkpoint(tiny: Path, tm
     for seed in range(3):
         assert trainer.step(aged_batch(trainer, seed)).kl >= 0
         average = {n: 0.7 * average[n] + 0.3 * p.detach().double() for n, p in trainer.parameters.items()}
-    trainer.save(tmp_path / "saved")
+    trainer.save(tmp_path / "saved").result()
     again = make_trainer(tiny, *flags)
     again.restore(tmp_path / "saved")
     batch = aged_batch(trainer, 9)

@@ -20,6 +20,7 @@ from slipstream import config as configuration
 from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
 from slipstream.trainers import logprobs as logprobs_module
+from slipstream.trainers.guards import NotFinite, OutOfMemory
 from slipstream.trainers.packing import plan
 from slipstream.trainers.trainer import Trainer, learning_rate
 
@@ -189,9 +190,31 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tiny: Path) -> None:
     batch = random_batch(38)
     broken = Batch(batch.groups, tuple((math.inf,) * len(a) for a in batch.advantages))
     stats = trainer.step(broken)
-    assert stats.skipped
+    assert stats.skipped == 1
     assert all(torch.equal(p, before[n]) for n, p in trainer.parameters.items())
-    assert not trainer.step(batch).skipped
+    assert trainer.step(batch).skipped == 1
+    assert not all(torch.equal(p, before[n]) for n, p in trainer.parameters.items())
+
+
+def test_gradients_that_are_never_finite_end_the_run(tiny: Path) -> None:
+    trainer = make_trainer(tiny, "--trainer.max_skipped=3")
+    batch = random_batch(38)
+    broken = Batch(batch.groups, tuple((math.inf,) * len(a) for a in batch.advantages))
+    for wrong in (broken, broken, batch, broken, broken):
+        trainer.step(wrong)
+    with pytest.raises(NotFinite, match=r"trainer\.max_skipped = 3"):
+        trainer.step(broken)
+
+
+def test_too_little_memory_names_what_lowers_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tiny, "--trainer.tokens_per_microbatch=77")
+
+    def exhausted(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer, "_learn", exhausted)
+    with pytest.raises(OutOfMemory, match=r"tokens_per_microbatch = 77.*activation_checkpointing"):
+        trainer.step(random_batch(38))
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -200,8 +223,9 @@ def test_resumed_is_bit_identical_to_uninterrupted(tiny: Path, tmp_path: Path, r
     through = make_trainer(tiny, *flags)
     for step in range(6):
         if step == 3:
-            through.save(tmp_path / "saved")
+            saved = through.save(tmp_path / "saved")  # while the next steps go on
         through.step(random_batch(38, seed=step))
+    saved.result()
     again = make_trainer(tiny, *flags)
     again.restore(tmp_path / "saved")
     for step in range(3, 6):
@@ -227,7 +251,7 @@ def test_lora_trains_adapters_only_and_exports_them(tiny: Path, tmp_path: Path) 
 
 
 def test_other_parameters_are_refused(tiny: Path, tmp_path: Path) -> None:
-    make_trainer(tiny).save(tmp_path / "full")
+    make_trainer(tiny).save(tmp_path / "full").result()
     with pytest.raises(ValueError, match="other parameters"):
         make_trainer(tiny, "--lora.rank=4").restore(tmp_path / "full")
 
@@ -258,7 +282,7 @@ def test_a_restored_trainer_knows_how_many_tokens_it_has_had(tiny: Path, tmp_pat
     flags = ("--loop.tokens=1000", "--loop.steps=1000", "--trainer.learning_rate=1.0")
     trainer = make_trainer(tiny, *flags)
     tokens = trainer.step(random_batch(38, seed=0)).tokens
-    trainer.save(tmp_path / "saved")
+    trainer.save(tmp_path / "saved").result()
     again = make_trainer(tiny, *flags)
     again.restore(tmp_path / "saved")
     assert tokens > 10

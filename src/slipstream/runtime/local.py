@@ -15,6 +15,7 @@ from slipstream.rollout import Batch, Completion
 from slipstream.runtime.placement import Placement, place, visible
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import WeightLink, nothing
+from slipstream.runtime.ranks import Ranks, trainer_actor
 from slipstream.runtime.restart import RestartLink
 from slipstream.runtime.servers import Server
 from slipstream.runtime.turns import Turns
@@ -29,9 +30,9 @@ SERVICES = {
 
 
 class ProcessTrainer:
-    """A trainer in a process of its own. Calls reach it in the order in which they are made."""
+    """A trainer in a process of its own, or in several. Calls reach it in the order in which they are made."""
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, actor: Actor | Ranks) -> None:
         self.actor = actor
 
     async def step(self, batch: Batch) -> StepStats:
@@ -76,7 +77,7 @@ class Pools:
         All start at once, but for engines that take turns with the trainer: they take the memory that they find free.
         """
         placement = place(config, gpus_here())
-        trainer = Actor("trainer", directory / "logs" / "trainer.log", visible(placement.trainer))
+        trainer = trainer_actor(directory, placement, config.trainer.ranks)
         free = asyncio.Event()
 
         async def generators() -> GeneratorPool:
@@ -126,7 +127,7 @@ async def start_generators(config: Config, directory: Path, placement: Placement
     return GeneratorPool([ProcessGenerator(a, ranks, partial(begin, number)) for number, (a, _) in enumerate(begun)])
 
 
-async def _start(actors: Sequence[Actor | Server], starts: Sequence[Coroutine[Any, Any, None]]) -> None:
+async def _start(actors: Sequence[Actor | Ranks | Server], starts: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Start all of these, or none of them."""
     try:
         await asyncio.gather(*starts)

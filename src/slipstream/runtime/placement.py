@@ -12,7 +12,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs by number for each generator and for the trainer; none on a host without, or for a side on the CPU."""
+    """GPUs by number for each generator, and for the trainer's ranks one each; none on a host without, or for a side on
+    the CPU."""
 
     generators: tuple[tuple[int, ...], ...]
     trainer: tuple[int, ...]
@@ -24,8 +25,8 @@ class Placement:
 
 
 def place(config: Config, gpus: int) -> Placement:
-    """Generators on the first GPUs, `tensor_parallel` each, the trainer on the next; on one GPU all share it, and in a
-    colocated run the trainer has one of theirs.
+    """Generators on the first GPUs, `tensor_parallel` each, the trainer's ranks on the next; on one GPU all share it,
+    and in a colocated run the trainer has one of theirs.
 
     `generator.device` and `trainer.device` have the last word. Raises `ConfigError` where there are too few.
     """
@@ -36,13 +37,16 @@ def place(config: Config, gpus: int) -> Placement:
             f"generator.count = {generator.count} with generator.tensor_parallel = {generator.tensor_parallel} need "
             f"{wanted} GPUs, but there are {gpus}; lower one of them"
         )
-    own = config.trainer.device != "auto" or colocated
-    if gpus > 1 and generator.device == "auto" and wanted >= gpus + own:
+    ranks = config.trainer.ranks
+    needed = wanted + (0 if config.trainer.device != "auto" or colocated else ranks)
+    if gpus > 1 and generator.device == "auto" and needed > gpus:
         raise ConfigError(
-            f"generator.count = {generator.count} with generator.tensor_parallel = {generator.tensor_parallel} and a "
-            f"trainer need {wanted + 1} GPUs, but there are {gpus}; lower one of them, or name generator.device and "
-            "trainer.device to share"
+            f"generator.count = {generator.count} with generator.tensor_parallel = {generator.tensor_parallel} and "
+            f"trainer.ranks = {ranks} need {wanted + ranks} GPUs, but there are {gpus}; lower one of them, or name "
+            "generator.device and trainer.device to share"
         )
+    if 0 < gpus < ranks and config.trainer.device != "cpu":
+        raise ConfigError(f"trainer.ranks = {ranks}, but there are {gpus} GPUs here, and each rank needs its own")
     if generator.tensor_parallel > max(1, gpus):
         raise ConfigError(f"generator.tensor_parallel = {generator.tensor_parallel}, but there are {gpus} GPUs here")
     each = generator.tensor_parallel
@@ -51,9 +55,10 @@ def place(config: Config, gpus: int) -> Placement:
             raise ConfigError('sync.link = "single_copy" needs a GPU, and there is none here; use "shared"')
         return Placement(((0,),), (0,))
     spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.count)]
+    first = wanted if gpus > 1 and not colocated else 0
     placement = Placement(
         tuple(_chosen(generator.device, found, gpus, each) for found in spread),
-        _chosen(config.trainer.device, (wanted if gpus > 1 and not colocated else 0,), gpus, 1),
+        _chosen(config.trainer.device, tuple(range(first, first + ranks)), gpus, ranks),
     )
     if placement.shared and config.sync.link.startswith("nccl"):
         raise ConfigError(

@@ -15,6 +15,7 @@ from typing import Any
 from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.config import SyncConfig
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
+from slipstream.runtime.ranks import Ranks
 from slipstream.sync.checksum import chosen
 from slipstream.sync.link import PublishStats, find_link
 
@@ -38,7 +39,11 @@ class WeightLink:
     """
 
     def __init__(
-        self, trainer: Actor, pool: GeneratorPool, sync: SyncConfig, hand_over: Callable[[], Awaitable[None]] = nothing
+        self,
+        trainer: Actor | Ranks,
+        pool: GeneratorPool,
+        sync: SyncConfig,
+        hand_over: Callable[[], Awaitable[None]] = nothing,
     ) -> None:
         self._trainer, self._pool, self._sync, self._hand_over = trainer, pool, sync, hand_over
         self._collective: bool = getattr(find_link(sync.link)[0], "collective", False)

@@ -15,6 +15,7 @@ from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.config import Config, ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
+from slipstream.runtime.ranks import Ranks
 from slipstream.sync.link import PublishStats
 
 POLL = 0.02  # seconds between two looks whether all has been drawn
@@ -23,7 +24,7 @@ POLL = 0.02  # seconds between two looks whether all has been drawn
 class RestartLink:
     """A `runtime.publish.WeightLink` that restarts engines."""
 
-    def __init__(self, trainer: Actor, pool: GeneratorPool, config: Config, directory: Path) -> None:
+    def __init__(self, trainer: Actor | Ranks, pool: GeneratorPool, config: Config, directory: Path) -> None:
         self._trainer, self._pool, self._config = trainer, pool, config
         self._directory = directory / "weights"
         self._keep = max(1, config.sync.keep)

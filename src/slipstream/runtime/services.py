@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -19,7 +20,10 @@ from slipstream.rollout import Completion, Sampling
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Sender, Ticket, dtype_of, find_link, shapes_of
 from slipstream.sync.single_copy import borrow
+from slipstream.trainers.parallel import Whole
 from slipstream.trainers.trainer import Trainer
+
+Result = TypeVar("Result")
 
 
 class Engine(Protocol):
@@ -201,23 +205,39 @@ class GeneratorService:
 
 
 class TrainerService:
-    """A trainer and its end of the weight link. Every call is answered before the next is read."""
-
-    busy = False
+    """A trainer, or one rank of it, and on rank 0 its end of the weight link. Calls are answered in order, but saving
+    is over when what was copied is on the disk."""
 
     def __init__(self, config: Config, run: str) -> None:
         torch.set_num_threads(threads(config.trainer.threads, config))
         self._config, self._run = config, Path(run)
         self._trainer = Trainer(config)
+        ranks = self._trainer.ranks
+        parameters = self._trainer.parameters
+        self._weights = Whole(parameters, dtype_of(config), ranks) if ranks.sharded else parameters
         self._sender: Sender | None = None
+        self._saving: list[tuple[Future[Any], Reply]] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._saving)
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         """Answer what this service, its trainer or its end of the link does."""
-        owner = next((o for o in (self, self._trainer, self._sender) if hasattr(o, method)), self)
-        reply(getattr(owner, method)(*arguments))
+        if method == "save":
+            self._saving.append((self._trainer.save(*arguments), reply))
+        elif owner := next((o for o in (self, self._trainer) if hasattr(o, method)), None):
+            reply(getattr(owner, method)(*arguments))
+        else:
+            reply(self._on_rank_0(lambda: getattr(self._sender, method)(*arguments)))
 
     def tick(self) -> None:
-        raise AssertionError("a trainer has no background work")
+        """Say what has been saved."""
+        if not self._saving[0][0].done():
+            time.sleep(0.001)
+            return
+        written, reply = self._saving.pop(0)
+        reply(written.exception())
 
     def shapes(self) -> dict[str, list[int]]:
         """Of what is trained."""
@@ -227,22 +247,39 @@ class TrainerService:
         """Use weights that an engine has lent from now on (`sync.single_copy`)."""
         self._trainer.compute_on(borrow(handles))
 
-    def open_link(self, receivers: int) -> Ticket:
+    def open_link(self, receivers: int) -> Ticket | None:
         """This end of the link, for so many processes that hold weights."""
-        if self._sender:
-            self._sender.close()
-        sender, _ = find_link(self._config.sync.link)
-        self._sender = sender(self._trainer.parameters, self._config, self._run, receivers)
-        self._trainer.before_update = self._sender.before_update
-        return self._sender.offer()
+        return self._on_rank_0(lambda: self._open_link(receivers))
 
-    def checksums(self, names: Sequence[str]) -> dict[str, int]:
+    def checksums(self, names: Sequence[str]) -> dict[str, int] | None:
         """Of the weights as they are published."""
-        return {name: checksum(self._trainer.parameters[name].to(dtype_of(self._config))) for name in names}
+        dtype = dtype_of(self._config)
+        return self._on_rank_0(lambda: {name: checksum(self._weights[name].to(dtype)) for name in names})
 
     def close(self) -> None:
         if self._sender:
             self._sender.close()
+
+    def _open_link(self, receivers: int) -> Ticket:
+        if self._sender:
+            self._sender.close()
+        sender, _ = find_link(self._config.sync.link)
+        self._sender = sender(self._weights, self._config, self._run, receivers)
+        self._trainer.before_update = self._sender.before_update
+        return self._sender.offer()
+
+    def _on_rank_0(self, work: Callable[[], Result]) -> Result | None:
+        """Do this on rank 0, while the others help it to gather the weights that it reads."""
+        spread = self._weights if isinstance(self._weights, Whole) else None
+        if self._trainer.ranks.rank:
+            if spread:
+                spread.follow()
+            return None
+        try:
+            return work()
+        finally:
+            if spread:
+                spread.done()
 
 
 def threads(option: int, config: Config) -> int:
@@ -251,5 +288,6 @@ def threads(option: int, config: Config) -> int:
     if option:
         return option
     turns = config.loop.max_lag == 0 or config.sync.placement == "colocated"
-    sides = 1 if turns else config.generator.count + 1
+    ranks = config.trainer.ranks
+    sides = max(config.generator.count, ranks) if turns else config.generator.count + ranks
     return max(1, cores // sides)

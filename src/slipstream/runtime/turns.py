@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 
 from slipstream.actor import Actor
 from slipstream.runtime.pool import GeneratorPool
+from slipstream.runtime.ranks import Ranks
 
 KEEP, DISCARD = 1, 2  # what becomes of an engine's weights: vLLM's levels of sleep
 
@@ -27,7 +28,7 @@ KEEP, DISCARD = 1, 2  # what becomes of an engine's weights: vLLM's levels of sl
 class Turns:
     """Whose turn it is: at first the generators'."""
 
-    def __init__(self, trainer: Actor, pool: GeneratorPool) -> None:
+    def __init__(self, trainer: Actor | Ranks, pool: GeneratorPool) -> None:
         self._trainer, self._pool = trainer, pool
         self._handed_over = True
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.config import Config, ConfigError
 
 Ticket = dict[str, Any]
-Parameters = dict[str, nn.Parameter]
+Parameters = Mapping[str, Tensor]  # whole, by name; of a trainer of several ranks each is gathered when it is read
 LINKS = {
     "shared": "slipstream.sync.shared:Shared",
     "checkpoint": "slipstream.sync.checkpoint:Checkpoint",

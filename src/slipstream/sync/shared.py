@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.config import Config
 from slipstream.sync.layout import Layout
@@ -31,9 +31,10 @@ class SharedSender(Sender):
         self._parameters, self._dtype = parameters, dtype
         self._handle, self._path = allocate(2 * Layout(shapes_of(parameters), dtype).size)
         self._buffers = map_buffers(self._path, Layout(shapes_of(parameters), dtype))
-        # Pinned memory is that of a GPU's weights, which come back.
+        # Pinned memory is that of a GPU's weights, which come back; what ranks gather is no parameter of the trainer's.
         on_cpu = all(p.device.type == "cpu" and not p.is_pinned() for p in parameters.values())
-        self._in_place = on_cpu and all(p.dtype == dtype for p in parameters.values())
+        own = all(isinstance(p, nn.Parameter) and p.dtype == dtype for p in parameters.values())
+        self._in_place = on_cpu and own
         self._front = self._home = 0  # what generators read, and what the trainer's own parameters are views of
         self._released = True
         self._copy_to(0)

@@ -37,7 +37,8 @@ def compile_layers(model: Any) -> None:
         # A router notes what it chose: the forward pass may, and what is computed again need not.
         compiler.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for layer in layers(model):
-        layer.compile(dynamic=True)
+        # Not the call: what FSDP hooks into it differs from layer to layer, and would be a program for each.
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 # Functions of this file, which the compiler looks into, unlike a bare `checkpoint`; as methods they are copied with

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from slipstream.config import Config, ConfigError
 from slipstream.models import load_causal_lm
 from slipstream.trainers.packing import MicroBatch
+from slipstream.trainers.parallel import Ranks
 from slipstream.trainers.policy import Policy
-
-FILE = "reference.safetensors"
 
 
 class Reference:
@@ -26,19 +23,28 @@ class Reference:
     The start policy of adapters is the model without them, and costs no memory. Whatever is not trained is shared.
     """
 
-    def __init__(self, policy: Policy, masters: Mapping[str, nn.Parameter], config: Config) -> None:
+    def __init__(self, policy: Policy, config: Config, ranks: Ranks) -> None:
         kind, compute = config.algorithm.reference, getattr(torch, config.model.dtype)
-        self._masters = masters
+        self._ranks = ranks
+        self._masters: Mapping[str, nn.Parameter] = {}
         self._decay = config.algorithm.reference_decay
-        self._average = {n: p.detach().clone() for n, p in masters.items()} if kind == "average" else {}
+        self._averages = kind == "average"
+        self.average: dict[str, Tensor] = {}
         self._without_adapters = kind == "start" and hasattr(policy.model, "disable_adapter")
         if self._without_adapters:
             self._policy = policy
         elif kind in ("start", "average"):
             self._policy = _frozen(policy, compute)
         else:
-            device = next(iter(masters.values())).device
+            device = next(policy.parameters()).device
             self._policy = _other(kind, policy, device, compute)
+        if ranks.sharded and not self._without_adapters:
+            ranks.shard(self._policy, compute)
+
+    def follow(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Average these from now on, if it is to be an average."""
+        self._masters = masters
+        self.average = {n: p.detach().clone() for n, p in masters.items()} if self._averages else {}
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -46,38 +52,27 @@ class Reference:
         model: Any = self._policy.model
         with model.disable_adapter() if self._without_adapters else contextlib.nullcontext():
             logprobs: Tensor = self._policy(batch)[0]
+        self._ranks.forget_gathered(self._policy)
         return logprobs
 
     @torch.no_grad()
     def update(self) -> None:
         """After a step: average <- decay average + (1 - decay) policy; nothing for a reference that stays."""
-        for name, average in self._average.items():
+        for name, average in self.average.items():
             average.lerp_(self._masters[name], 1 - self._decay)
-        self._serve()
-
-    def save(self, path: Path) -> None:
-        """Write the average beside a checkpoint; the other references don't change."""
-        if self._average:
-            save_file({name: v.cpu() for name, v in self._average.items()}, path / FILE)
-
-    @torch.no_grad()
-    def restore(self, path: Path) -> None:
-        """Go on from what `save` wrote; a run that did not average until now starts from its present policy."""
-        saved = load_file(path / FILE) if (path / FILE).exists() else self._masters
-        for name, average in self._average.items():
-            average.copy_(saved[name])
-        self._serve()
+        self.serve()
 
     def state(self) -> list[Tensor]:
         """What it holds on the device, beside the policy's own."""
         own = [] if self._without_adapters else [*self._policy.parameters(), *self._policy.buffers()]
-        return [*own, *self._average.values()]
+        return [*own, *self.average.values()]
 
-    def _serve(self) -> None:
+    @torch.no_grad()
+    def serve(self) -> None:
         """Compute with the average as it is now."""
         for name, parameter in self._policy.model.named_parameters():
-            if name in self._average:
-                parameter.copy_(self._average[name])
+            if name in self.average:
+                parameter.copy_(self.average[name])
 
 
 def _frozen(policy: Policy, compute: torch.dtype) -> Policy:

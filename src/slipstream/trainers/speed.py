@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.trainers.packing import MicroBatch
+from slipstream.trainers.parallel import Ranks
 
 SIZE, ROUNDS = 8192, 10  # of the matrix product that tells what a GPU can do
 
@@ -42,16 +43,21 @@ class Meter:
             self._token * tokens + self._predicted * len(micro.predicts) + self._pairs * micro.segments.pairs
         )
 
-    def read(self, seconds: float) -> dict[str, Any]:
-        """What was counted since the last reading, for a step of so many seconds; names are those of `StepStats`."""
-        rate = self._operations / max(seconds, 1e-9)
+    def read(self, seconds: float, ranks: Ranks) -> dict[str, Any]:
+        """What all ranks counted since the last reading, in a step of so many seconds; names are those of `StepStats`.
+
+        The rate is that of the average rank, the memory that of the one that used most.
+        """
+        counted = {"operations": self._operations, "tokens": self._tokens}
+        summed = ranks.sum({n: torch.tensor(v, dtype=torch.float64, device=self._device) for n, v in counted.items()})
+        rate = summed["operations"] / ranks.size / max(seconds, 1e-9)
         memory = 0.0
         if self._device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self._device) / 1e9
             torch.cuda.reset_peak_memory_stats(self._device)
         read = {
-            "tokens_packed": self._tokens, "tflops": rate / 1e12,
-            "utilisation": rate / self._most if self._most else None, "memory_gb": memory,
+            "tokens_packed": int(summed["tokens"]), "tflops": rate / 1e12,
+            "utilisation": rate / self._most if self._most else None, "memory_gb": ranks.most(memory),
         }  # fmt: skip
         self._operations, self._tokens = 0.0, 0
         return read

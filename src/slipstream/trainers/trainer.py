@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +26,11 @@ from slipstream.models import device_here, load_model, trained_parameters
 from slipstream.rollout import Batch, Completion, Sample, samples_of
 from slipstream.rule import Rule, load_rule
 from slipstream.trainers import checkpoint
+from slipstream.trainers.guards import naming_remedies, refuse_to_go_on
 from slipstream.trainers.memory import checkpoint_activations, compile_layers
 from slipstream.trainers.offload import move
-from slipstream.trainers.packing import MicroBatch, bundle, bundle_length, pack, plan
+from slipstream.trainers.packing import MicroBatch, bundle, bundle_length, length, pack, plan
+from slipstream.trainers.parallel import Ranks, clip_gradients
 from slipstream.trainers.policy import Policy
 from slipstream.trainers.precision import compute_on, lowered
 from slipstream.trainers.reference import Reference
@@ -36,7 +39,8 @@ from slipstream.trainers.speed import Meter
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one step did. Token means are over the completion tokens that had a gradient; `seconds` is all of it.
+    """What one step of all ranks did. Token means are over the completion tokens that had a gradient; `seconds` is all
+    of it, `skipped` counts the steps so far that moved nothing, since their loss or gradient was not finite.
 
     `tokens_packed` went through the model, `tflops` is the rate of its own arithmetic in 10^12 operations a second,
     `utilisation` that as a share of what the device does in a matrix product, `memory_gb` the most that was in use.
@@ -58,7 +62,7 @@ class StepStats:
     clipped: float
     masked: float
     tokens: int
-    skipped: bool
+    skipped: int
     seconds: float
     tokens_packed: int
     tflops: float
@@ -77,11 +81,12 @@ class Trainer:
         torch.manual_seed(config.loop.seed)
         self.device = device_here()
         options, compute = config.trainer, getattr(torch, config.model.dtype)
+        self.ranks = Ranks(options, self.device)
         frozen = compute if config.lora.rank else torch.float32  # adapters are float32 over any base
-        self.model = load_model(config.model, config.lora, device=self.device, dtype=frozen)
+        home = torch.device("cpu") if self.ranks.sharded else self.device  # until it is cut up
+        self.model = load_model(config.model, config.lora, device=home, dtype=frozen)
         self.model.train()
-        self.parameters = trained_parameters(self.model)
-        self.step_count = self.token_count = 0
+        self.step_count = self.token_count = self.skipped_count = self._skipped_in_a_row = 0
         self.before_update: Callable[[], None] = lambda: None
         self._offloaded = False
         self._algorithm: AlgorithmConfig = config.algorithm
@@ -90,14 +95,20 @@ class Trainer:
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
         fuse = options.compile and self.device.type == "cuda"
         self._policy = Policy(self.model, fuse)
-        self._reference = Reference(self._policy, self.parameters, config) if config.algorithm.kl else None
-        self._lowered = None if compute == torch.float32 else lowered(self.parameters, compute)
-        if self._lowered:
-            compute_on(self.model, self.parameters, self._lowered)
+        self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl else None
         checkpoint_activations(self.model, options.activation_checkpointing)
         if fuse:
             compile_layers(self.model)
         self._meter = Meter(self.model, self.device)
+        if self.ranks.sharded:
+            self.ranks.shard(self._policy, compute)
+        self.parameters = trained_parameters(self.model)
+        if self._reference:
+            self._reference.follow(self.parameters)
+        lower = compute != torch.float32 and not self.ranks.sharded  # parts are cast as they are gathered
+        self._lowered = lowered(self.parameters, compute) if lower else None
+        if self._lowered:
+            compute_on(self.model, self.parameters, self._lowered)
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(),
             lr=options.learning_rate,
@@ -128,13 +139,15 @@ class Trainer:
         every = [s for s in batch.samples() if not any(map(math.isnan, s.advantages))]
         weights = self._rule.aggregation(torch.tensor([len(s.drawn) for s in every], dtype=torch.float64))
         chosen = [i for i, s in enumerate(every) if any(s.advantages) or s.teacher or self._algorithm.kl]
-        found = [
-            self._learn(micro, weights[[chosen[i] for i in micro.order]])
-            for micro in self._micro_batches([every[i] for i in chosen], batch.version)
-        ]
-        grad_norm = self._update()
+        found = []
+        with naming_remedies(self._options):
+            for micro, share in self._micro_batches([every[i] for i in chosen], batch.version):
+                learned = self._learn(micro, share * weights[[chosen[i] for i in micro.order]])
+                found += [learned] if share else []
+            self.ranks.sum_gradients(self.parameters)
+            described = _describe(found, self.ranks)
+            grad_norm = self._update(described["loss"])
         self.token_count += batch.tokens
-        described = _describe(found)
         seconds = time.perf_counter() - began
         return StepStats(
             step=self.step_count,
@@ -142,22 +155,29 @@ class Trainer:
             learning_rate=self._optimizer.param_groups[0]["lr"],
             **described,
             tokens=batch.tokens,
-            skipped=not math.isfinite(grad_norm),
+            skipped=self.skipped_count,
             seconds=seconds,
-            **self._meter.read(seconds),
+            **self._meter.read(seconds, self.ranks),
             **self._policy.routing.read(),
         )
 
-    def _micro_batches(self, samples: Sequence[Sample], version: int = 0) -> Iterator[MicroBatch]:
-        """All samples, packed; each is made while the device is at the one before."""
+    def _micro_batches(self, samples: Sequence[Sample], version: int = 0) -> Iterator[tuple[MicroBatch, float]]:
+        """This rank's samples, packed, and 1; each is made while the device is at the one before.
+
+        A rank that has fewer than others works on the shortest sample meanwhile, to take part in what they do together;
+        that has share 0 of everything.
+        """
         budget = self._options.tokens_per_microbatch
         bundles = bundle(samples, budget, share=self._policy.packs)
-        [mine] = plan([bundle_length(samples, members) for members in bundles], budget)
-        for items in mine:
+        sizes = [bundle_length(samples, members) for members in bundles]
+        for items in plan(sizes, budget, self.ranks.size)[self.ranks.rank]:
             if items:
                 micro = pack(samples, [bundles[i] for i in items], self.device, version)
                 self._meter.count(micro)
-                yield micro
+                yield micro, 1.0
+            elif samples and self.ranks.sharded:
+                shortest = min(range(len(samples)), key=lambda i: length(samples[i]))
+                yield pack(samples, [[shortest]], self.device, version), 0.0
 
     @torch.no_grad()
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
@@ -165,28 +185,32 @@ class Trainer:
         self._refuse_offloaded()
         samples = [samples_of([completion])[0] for completion in completions]
         scored: dict[int, list[float]] = {}
-        for micro in self._micro_batches(samples):
+        for micro, _ in self._micro_batches(samples):
             logprobs, _ = self._policy(micro)
             lengths = [len(samples[i].drawn) for i in micro.order]
             scored |= dict(zip(micro.order, map(Tensor.tolist, logprobs.split(lengths)), strict=True))
+        self.ranks.forget_gathered(self._policy)
+        scored = self.ranks.union(scored)
         return [scored[i] for i in range(len(completions))]
 
-    def save(self, path: Path) -> None:
-        """Everything that the next step depends on, into the directory `path`."""
-        checkpoint.save(path, self.parameters, self._optimizer, self.step_count, self.token_count)
-        if self._reference:
-            self._reference.save(path)
+    def save(self, path: Path) -> Future[Any]:
+        """Copy everything that the next step depends on; it is in the directory `path` once the result is there."""
+        counts = {"step": self.step_count, "token": self.token_count, "skipped": self.skipped_count}
+        average = self._reference.average if self._reference else {}
+        return checkpoint.save(path, self.parameters, self._optimizer, average, counts, self.ranks)
 
     def restore(self, path: Path) -> None:
-        """Go on from what `save` wrote."""
-        self.step_count, self.token_count = checkpoint.restore(path, self.parameters, self._optimizer)
+        """Go on from what `save` wrote, by however many ranks."""
+        average = self._reference.average if self._reference else {}
+        counts = checkpoint.restore(path, self.parameters, self._optimizer, average, self.ranks)
+        self.step_count, self.token_count, self.skipped_count = (counts[n] for n in ("step", "token", "skipped"))
         self._lower()
         if self._reference:
-            self._reference.restore(path)
+            self._reference.serve()
 
     def export(self, path: Path) -> None:
         """The policy as a Hugging Face directory, or its adapters as a PEFT directory."""
-        checkpoint.export(path, self.model, self.parameters)
+        checkpoint.export(path, self.model, self.parameters, self.ranks)
 
     def _state(self) -> Iterator[Tensor]:
         """All that a step needs on the device: masters, what is computed on, gradients, and the optimizer's."""
@@ -232,13 +256,15 @@ class Trainer:
         torch.autograd.backward(logprobs, counts * gradient)
         return Learned(tokens, slope, correction, counts * (cost + rule.kl * kl), kl, entropy)
 
-    def _update(self) -> float:
-        """Clip, move the parameters and return the gradient's norm; a gradient that isn't finite moves nothing."""
-        clip = self._options.gradient_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), clip).item()
+    def _update(self, loss: float) -> float:
+        """Clip, move the parameters and return the gradient's norm; what isn't finite moves nothing, on any rank."""
+        norm = clip_gradients(list(self.parameters.values()), self._options.gradient_clip or math.inf)
         spent = self.token_count / self._tokens if self._tokens else 0.0
         self._optimizer.param_groups[0]["lr"] = learning_rate(self._options, self.step_count, self._steps, spent)
-        if math.isfinite(norm):
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        self.skipped_count += not finite
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        if finite:
             self.before_update()
             self._optimizer.step()
             self._lower()
@@ -246,6 +272,7 @@ class Trainer:
                 self._reference.update()
         self._optimizer.zero_grad()
         self.step_count += 1
+        refuse_to_go_on(self._skipped_in_a_row, self._options)
         return norm
 
     def _lower(self) -> None:
@@ -265,15 +292,17 @@ class Learned(NamedTuple):
     entropy: Tensor
 
 
-def _describe(found: Sequence[Learned]) -> dict[str, Any]:
-    """The numbers of a step from those of its tokens."""
+def _describe(found: Sequence[Learned], ranks: Ranks) -> dict[str, Any]:
+    """The numbers of a step from those of its tokens, of all ranks."""
     if not found:
         nothing, index = torch.zeros(0), torch.zeros(0, dtype=torch.long)
         empty = Tokens(nothing, nothing, nothing, index, index, nothing)
         found = [Learned(empty, nothing, nothing, nothing, nothing, nothing)]
     fields = ("logprobs", "behaviour", "advantages", "sequence", "lag", "proximal")
-    tokens = Tokens(*(torch.cat([getattr(f.tokens, name).detach() for f in found]) for name in fields))
-    slope, correction, loss, kl, entropy = (torch.cat(parts) for parts in zip(*(f[1:] for f in found), strict=True))
+    own = [torch.cat([getattr(f.tokens, name).detach() for f in found]) for name in fields]
+    own += [torch.cat(parts) for parts in zip(*(f[1:] for f in found), strict=True)]
+    columns = ranks.joined(own)
+    tokens, (slope, correction, loss, kl, entropy) = Tokens(*columns[:6]), columns[6:]
     count = max(1, len(slope))
     return {
         "loss": loss.sum().item(),

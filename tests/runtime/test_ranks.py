@@ -1,0 +1,108 @@
+"""A trainer of several ranks under the controller: its weights reach generators by every link, and its deaths are told.
+
+What ranks compute is in tests/trainers/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.actor import ActorDied, ActorError
+from slipstream.config import ConfigError, load_config
+from slipstream.rollout import Sampling
+from slipstream.run import train
+from slipstream.runtime.ranks import Ranks
+from tests.runtime.test_faults import pid_of, started
+from tests.trainers.test_trainer import random_batch
+
+RANKS = "--trainer.ranks=2"
+
+
+@pytest.mark.parametrize(("link", "parallel"), [("shared", "fsdp"), ("nccl", "fsdp"), ("checkpoint", "ddp")])
+def test_generators_serve_what_all_ranks_have_trained(link: str, parallel: str, tiny: Path, tmp_path: Path) -> None:
+    """Every parameter is compared after each publish, and generator and trainer agree on probabilities."""
+
+    async def main() -> None:
+        async with started(
+            tiny, tmp_path, link, RANKS, f"--trainer.parallel={parallel}", "--sync.verify=full"
+        ) as pools:
+            await pools.link.connect(0)
+            for version in (1, 2):
+                await pools.trainer.actor.call("change", version)
+                await pools.trainer.step(random_batch(38, seed=version))
+                await pools.link.publish(version)
+            drawn = await pools.generator.generate((5, 6, 7), Sampling(temperature=1.0, max_tokens=8, seed=3))
+            [scored] = await pools.trainer.score([drawn])
+            assert scored == pytest.approx(drawn.logprobs, abs=1e-4)
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_dies_ends_what_others_do_with_it_at_once(tiny: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with started(tiny, tmp_path, "shared", RANKS, close=8.0) as pools:
+            actors = pools.trainer.actor.actors  # type: ignore[union-attr]
+            os.kill(pid_of(actors[1]), signal.SIGSTOP)  # so that rank 0 waits for it in the step
+            step = pools.trainer.actor.call("step", random_batch(38))
+            await asyncio.sleep(0.5)
+            began = time.monotonic()
+            os.kill(pid_of(actors[1]), signal.SIGKILL)
+            with pytest.raises(ActorDied, match=r"trainer rank 1 died \(log: .*trainer_1.log"):
+                await step
+            assert time.monotonic() - began < 5
+
+    asyncio.run(main())
+
+
+class Rank:
+    """An actor whose one call ends as it is told, or never."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.name, self.dead, self.killed, self._outcome = "trainer", None, False, outcome
+
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        if isinstance(self._outcome, Exception):
+            future.set_exception(self._outcome)
+        elif self._outcome is not None:
+            future.set_result(self._outcome)
+        return future
+
+    def kill(self) -> None:
+        self.killed = True
+
+    async def stop(self, grace: float) -> None: ...
+
+
+def test_a_run_under_torchrun_is_told_to_start_its_ranks_itself(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(ConfigError, match=r"set trainer\.ranks, and leave torchrun out"):
+        train(load_config(None, [f"--model.path={tiny}", "--environment.name=addition"]))
+
+
+def test_rank_0_answers() -> None:
+    async def main() -> None:
+        ranks = Ranks([Rank("zero"), Rank("one")])  # type: ignore[list-item]
+        assert await ranks.call("step") == "zero"
+        await ranks.stop()
+        assert not any(actor.killed for actor in ranks.actors)  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_fails_is_heard_while_others_wait_for_it() -> None:
+    async def main() -> None:
+        ranks = Ranks([Rank(None), Rank(ActorError("no memory", "OutOfMemory", ""))])  # type: ignore[list-item]
+        with pytest.raises(ActorError, match="no memory"):
+            await ranks.call("step")
+        await ranks.stop()
+        assert all(actor.killed for actor in ranks.actors)  # type: ignore[attr-defined]
+
+    asyncio.run(main())

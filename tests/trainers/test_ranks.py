@@ -1,0 +1,170 @@
+"""One trainer as one, two or four ranks: the same numbers, and checkpoints that any number of ranks can read.
+
+Ranks are real processes that talk over gloo. Each size is started once and writes down what it found, for all tests.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from slipstream.trainers.parallel import whole
+from slipstream.trainers.trainer import Trainer
+from tests.trainers.test_trainer import make_trainer, random_batch, sequences
+
+FLAGS = ("--trainer.learning_rate=1e-3", "--trainer.warmup_steps=2", "--loop.steps=6", "--trainer.gradient_clip=0.5",
+         "--trainer.tokens_per_microbatch=24")  # fmt: skip
+WAYS = {
+    "ddp": ("--trainer.parallel=ddp",),
+    "fsdp": (),
+    "hybrid": ("--trainer.shards=2",),
+    "kl": ("--algorithm.kl=0.1", "--trainer.activation_checkpointing=full"),
+    "lora": ("--lora.rank=4", "--algorithm.kl=0.1"),
+}
+TRIED = {1: ("fsdp", "kl", "lora"), 2: ("ddp", "fsdp", "kl", "lora"), 4: ("ddp", "fsdp", "hybrid")}
+RESUMED = {1: ("hybrid 4", "lora 2"), 2: ("fsdp 1",), 4: ("fsdp 2", "ddp 2")}  # way and size that saved, by size
+LIKE = {"ddp": "fsdp", "hybrid": "fsdp"}  # the same training on one rank
+STEPS, SAVED = 3, 1
+Found = dict[str, Any]
+
+
+def batch_of(step: int) -> Any:
+    """The last one is small: a rank of four has nothing to do in it."""
+    return random_batch(38, groups=1 if step == STEPS - 1 else 5, seed=step)
+
+
+def gathered(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: whole(p.detach()).clone() for name, p in trainer.parameters.items()}
+
+
+def run(trainer: Trainer, first: int, save: Path | None = None) -> Found:
+    """Steps from `first` on; after `SAVED` of them a checkpoint is begun, and the steps go on while it is written."""
+    steps, saving, gradients = [], None, {}
+
+    def keep() -> None:
+        gradients.update({n: whole(p.grad).clone() for n, p in trainer.parameters.items() if p.grad is not None})
+
+    trainer.before_update = keep
+    for step in range(first, STEPS):
+        if save and step == SAVED:
+            saving = trainer.save(save)
+        steps.append(asdict(trainer.step(batch_of(step))))
+        trainer.before_update = lambda: None
+    if saving:
+        saving.result()
+    scores = trainer.score([c for c, _ in sequences(batch_of(0))])
+    return {"steps": steps, "gradients": gradients, "parameters": gathered(trainer), "scores": scores}
+
+
+def measure(model: Path, folder: Path, size: int) -> Found:
+    """What trainers of this size find in each way of being one."""
+    found: Found = {}
+    for way in TRIED[size]:
+        trainer = make_trainer(model, *FLAGS, *WAYS[way], f"--trainer.ranks={size}")
+        found[way] = run(trainer, 0, folder / f"{way} {size}")
+        trainer.export(folder / f"{way} {size} exported")
+    return found
+
+
+def go_on(model: Path, folder: Path, size: int) -> Found:
+    """What trainers of this size find when they go on from what others saved."""
+    found: Found = {}
+    for saved in RESUMED[size]:
+        flags = [flag for flag in WAYS[saved.split()[0]] if size > 1 or "shards" not in flag]
+        trainer = make_trainer(model, *FLAGS, *flags, f"--trainer.ranks={size}")
+        trainer.restore(folder / saved)
+        found[saved] = run(trainer, SAVED)
+    return found
+
+
+def rank_of(rank: int, size: int, port: int, model: Path, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                   "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    torch.set_num_threads(1)
+    try:
+        found = measure(model, folder, size) | go_on(model, folder, size)
+    except BaseException:
+        (folder / f"rank {rank} of {size}.error").write_text(traceback.format_exc())
+        os._exit(1)
+    if rank == 0:
+        torch.save(found, folder / f"{size}.pt")
+    os._exit(0)
+
+
+def start_ranks(size: int, model: Path, folder: Path) -> None:
+    """Processes that begin with everything imported; the first of them that fails is heard."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.trainers.test_ranks"])
+    started = [context.Process(target=rank_of, args=(r, size, store.port, model, folder)) for r in range(size)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(120)
+        process.kill()
+    errors = [path.read_text() for path in folder.glob(f"*of {size}.error")]
+    assert not errors, errors[0]
+
+
+@pytest.fixture(scope="module")
+def found(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
+    """By number of ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    alone = measure(tiny, folder, 1)
+    for size in (2, 4):
+        start_ranks(size, tiny, folder)
+    alone |= go_on(tiny, folder, 1)
+    return {
+        0: {"folder": folder},
+        1: alone,
+        **{size: torch.load(folder / f"{size}.pt", weights_only=False) for size in (2, 4)},
+    }
+
+
+def agree(got: Found, wanted: Found) -> None:
+    for step, other in zip(got["steps"], wanted["steps"][-len(got["steps"]) :], strict=True):
+        for name in ("loss", "grad_norm", "entropy", "kl", "mismatch_kl", "ratio", "effective_sample_size", "clipped",
+                     "tokens", "learning_rate", "step"):  # fmt: skip
+            assert step[name] == pytest.approx(other[name], rel=2e-5, abs=1e-6), name
+    # Adam divides a gradient by its size, and what is rounding in a small one is more in the step.
+    for what, bound in (("gradients", 1e-5), ("parameters", 1e-4)):
+        if what == "gradients" and len(got["steps"]) < STEPS:
+            continue  # of another step
+        for name, tensor in wanted[what].items():
+            scale = tensor.abs().max().item()
+            assert (got[what][name] - tensor).abs().max().item() <= bound * scale, (what, name)
+    for one, other in zip(got["scores"], wanted["scores"], strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(("size", "way"), [(size, way) for size in (2, 4) for way in TRIED[size]])
+def test_ranks_agree_with_one(found: dict[int, Found], way: str, size: int) -> None:
+    agree(found[size][way], found[1][LIKE.get(way, way)])
+
+
+@pytest.mark.parametrize(("size", "saved"), [(size, saved) for size in RESUMED for saved in RESUMED[size]])
+def test_any_number_of_ranks_goes_on_from_a_checkpoint(found: dict[int, Found], saved: str, size: int) -> None:
+    way = saved.split()[0]
+    agree(found[size][saved], found[1][LIKE.get(way, way)])
+
+
+def test_what_ranks_export_is_what_they_trained(found: dict[int, Found]) -> None:
+    """Gathered on rank 0; of adapters, the adapters alone."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    folder: Path = found[0]["folder"]
+    exported = dict(AutoModelForCausalLM.from_pretrained(folder / "fsdp 2 exported").named_parameters())
+    trained = found[2]["fsdp"]["parameters"]
+    assert exported.keys() == trained.keys() and all(torch.equal(exported[n], trained[n]) for n in trained)
+    adapters = load_file(folder / "lora 2 exported" / "adapter_model.safetensors")
+    assert {n.replace(".weight", ".default.weight") for n in adapters} == found[2]["lora"]["parameters"].keys()
