@@ -53,7 +53,8 @@ class EnvironmentConfig(Section):
 
     name: str = Field(
         description='"gsm8k", "addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" or '
-        '"path/to/file.py:thing".', min_length=1
+        '"path/to/file.py:thing".',
+        min_length=1,
     )
     options: dict[str, Any] = option({}, "Keyword arguments of the environment.")
     time_limit: float = option(300.0, "Seconds that one rollout may take, generation included.", gt=0)
