@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 SEED ?= 0
 JOBS ?= 1
 
-.PHONY: demo gemma gsm8k study test lint bench clean
+.PHONY: demo calculator guessing gemma gsm8k study test lint bench clean
 
 demo: $(VENV)/installed          ## a tiny model learns addition, in a few minutes on a CPU
 	$(BIN)/python examples/demo.py --seed $(SEED)
+
+calculator guessing: $(VENV)/installed  ## a tiny model learns a game of several turns, in a few minutes on a CPU
+	$(BIN)/python examples/$@.py --seed $(SEED)
 
 test: $(VENV)/installed-dev lint ## all tests
 	$(BIN)/python -m pytest

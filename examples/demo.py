@@ -13,6 +13,7 @@ import argparse
 import copy
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,18 +31,18 @@ SYMBOLS = ["<pad>", "<eos>", *"0123456789+= ."]
 ENOUGH = 0.3
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(symbols: Sequence[str] = SYMBOLS) -> PreTrainedTokenizerFast:
     """One token a character."""
-    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(SYMBOLS)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def build_model(seed: int, head_size: int) -> Qwen3ForCausalLM:
+def build_model(seed: int, head_size: int, vocabulary: int = len(SYMBOLS)) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(SYMBOLS), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, head_dim=head_size, max_position_embeddings=64, bos_token_id=None, eos_token_id=1,
         pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip

@@ -52,10 +52,14 @@ class EnvironmentConfig(Section):
     """Where tasks come from and how rollouts are rewarded."""
 
     name: str = Field(
-        description='"gsm8k", "addition", or your own as "module:thing" or "path/to/file.py:thing".', min_length=1
+        description='"gsm8k", "addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" or '
+        '"path/to/file.py:thing".',
+        min_length=1,
     )
     options: dict[str, Any] = option({}, "Keyword arguments of the environment.")
     time_limit: float = option(300.0, "Seconds that one rollout may take, generation included.", gt=0)
+    turns: int = option(0, "Replies of the policy after which a conversation ends; 0: no limit.", ge=0)
+    tokens: int = option(0, "Tokens drawn after which a conversation ends; 0: no limit.", ge=0)
     max_failures: int = option(10, "Rollouts that may fail in a row before the run stops.", ge=1)
     scorers: int = option(1, "Processes for reward functions that are not async.", ge=1)
 

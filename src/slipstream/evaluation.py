@@ -14,13 +14,13 @@ import torch
 from slipstream.config import Config
 from slipstream.environments.base import Codec, Environment, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import RolloutFailed, Scoring, attempt
+from slipstream.environments.guard import RolloutFailed, Scoring, attempt, episode_limits
 from slipstream.environments.load import load_environment
 from slipstream.generators.base import Generator
 from slipstream.generators.torch import Engine, TorchGenerator
 from slipstream.models import load_causal_lm, load_tokenizer, pick_device
 from slipstream.observe.tally import metric_means
-from slipstream.rollout import Completion, Rollout, Sampling, mean
+from slipstream.rollout import Completion, Rollout, Sampling, mean, samples_of
 from slipstream.scoring.load import make_scoring
 
 SAMPLES = 3
@@ -40,33 +40,44 @@ async def evaluate(
     began = time.perf_counter()
     tasks = environment.test[: config.evaluation.tasks]
 
-    async def one(task: Task) -> Rollout | None:
-        policy = Policy(generator, codec, _sampling(config), f"{config.loop.seed}/evaluation/{task.id}", endpoint)
+    limits = episode_limits(config.environment)
+
+    async def one(task: Task) -> tuple[Rollout, ...] | None:
+        seed = f"{config.loop.seed}/evaluation/{task.id}"
+        policy = Policy(generator, codec, _sampling(config), seed, endpoint, limits)
         with contextlib.suppress(RolloutFailed):
             return await attempt(environment, task, policy, config.environment.time_limit, scoring)
         return None
 
     played = await asyncio.gather(*(one(task) for task in tasks))
-    rollouts = [r for r in played if r is not None]
+    episodes = [episode for episode in played if episode]
+    rollouts = [rollout for episode in episodes for rollout in episode]
     versions = [v for r in rollouts for c in r.completions for v in c.versions] or [generator.version]
     total = max(1, len(played))
     return {
         "versions": [min(versions), max(versions)],
-        "score": sum(r.metrics.get("correct", r.reward) for r in rollouts) / total,
-        "reward": sum(r.reward for r in rollouts) / total,
+        "score": sum(_score(episode) for episode in episodes) / total,
+        "reward": sum(mean([r.reward for r in episode]) for episode in episodes) / total,
         "tasks": len(played),
-        "failed": len(played) - len(rollouts),
+        "failed": len(played) - len(episodes),
         "metrics": metric_means(rollouts),
         "completion_length": mean([float(r.tokens) for r in rollouts]),
         "seconds": time.perf_counter() - began,
-        "samples": [_sample(t, r, codec) for t, r in zip(tasks[:SAMPLES], played, strict=False) if r],
+        "samples": [_sample(t, e[-1], codec) for t, e in zip(tasks[:SAMPLES], played, strict=False) if e],
     }
 
 
+def _score(episode: Sequence[Rollout]) -> float:
+    """The mean of "correct" over the roles that report it, else of the rewards."""
+    return mean([r.metrics["correct"] for r in episode if "correct" in r.metrics] or [r.reward for r in episode])
+
+
 def _sample(task: Task, rollout: Rollout, codec: Codec) -> dict[str, Any]:
-    first = rollout.completions[0]
+    first, *more = rollout.completions
     prompt = task.data.get("question") or codec.decode(first.prompt_ids)
-    return {"prompt": prompt, "completion": rollout.completions[-1].text, "reward": rollout.reward}
+    last = samples_of(rollout.completions)[-1:] if more else []  # all that was said in it, by both sides
+    said = codec.decode(last[0].token_ids[last[0].drawn[0] :]) if last else first.text
+    return {"prompt": prompt, "completion": said, "reward": rollout.reward}
 
 
 async def evaluate_model(config: Config) -> dict[str, Any]:

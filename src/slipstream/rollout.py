@@ -115,6 +115,9 @@ class Rollout:
     `metrics` are named numbers beside the reward, such as the parts that it was added up from. `steps` are process
     rewards, and `teacher` the log-probabilities of the drawn tokens under a teacher: one entry a completion, or nothing
     at all.
+
+    An episode of several roles, such as proposer and solver, is a rollout of each, with its own reward. A rollout is
+    compared with those of its group that have the same `role`.
     """
 
     completions: tuple[Completion, ...]
@@ -122,6 +125,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     steps: tuple[tuple[StepReward, ...], ...] = ()
     teacher: tuple[tuple[float, ...], ...] = ()
+    role: str = ""
 
     @property
     def tokens(self) -> int:
@@ -149,8 +153,17 @@ class Group:
         return sum(r.tokens for r in self.rollouts)
 
     @property
-    def rewards(self) -> list[float]:
-        return [r.reward for r in self.rollouts]
+    def roles(self) -> dict[str, list[int]]:
+        """The rollouts that are compared with each other, as indices, by role in order of appearance."""
+        members: dict[str, list[int]] = {}
+        for index, rollout in enumerate(self.rollouts):
+            members.setdefault(rollout.role, []).append(index)
+        return members
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether rewards differ within a role, so that there is something to learn from."""
+        return any(len({self.rollouts[i].reward for i in members}) > 1 for members in self.roles.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +222,8 @@ def samples_of(
     advantage: float | Sequence[float] = 0.0,
     teacher: Sequence[tuple[float, ...]] = (),
 ) -> list[Sample]:
-    """An episode's completions as sequences: a turn whose prompt begins with all tokens so far is merged, any other
-    begins a sequence of its own. `advantage` is one number, or one for each token that was drawn;
+    """An episode's completions as sequences: a turn whose prompt begins with all tokens of one so far is merged into
+    it, any other begins a sequence of its own. `advantage` is one number, or one for each token that was drawn;
     `teacher` as a rollout has it."""
     counts = [len(c.token_ids) for c in completions]
     each = [advantage] * sum(counts) if isinstance(advantage, int | float) else list(advantage)
@@ -221,9 +234,10 @@ def samples_of(
         turn, each = tuple(each[:count]), each[count:]
         if not count:
             continue
-        last = samples[-1] if samples else None
-        if last and completion.prompt_ids[: len(last.token_ids)] == last.token_ids:
-            samples[-1] = _sample(completion, turn, taught, last)
+        begun = [n for n, s in enumerate(samples) if completion.prompt_ids[: len(s.token_ids)] == s.token_ids]
+        if begun:  # the longest, if conversations that begin alike take turns
+            before = max(begun, key=lambda n: len(samples[n].token_ids))
+            samples[before] = _sample(completion, turn, taught, samples[before])
         else:
             samples.append(_sample(completion, turn, taught))
     return samples

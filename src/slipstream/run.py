@@ -21,7 +21,7 @@ from slipstream.config import Config, ConfigError, load_config
 from slipstream.directory import RunDirectory, write_json
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt
+from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt, episode_limits
 from slipstream.environments.load import load_environment
 from slipstream.evaluation import close_environment, evaluate
 from slipstream.ledger import Entry
@@ -155,10 +155,11 @@ class Run:
         except asyncio.CancelledError:
             self.state.ledger.cancelled(entry.id)
             raise
-        rollouts = [r for r in played if r is not None]
+        rollouts = [rollout for episode in played if episode for rollout in episode]
+        failed = sum(episode is None for episode in played)
         rule = self.config.algorithm
         filter_most = (rule.filter_most or math.inf) if rule.filter_equal else 0
-        self.state.end(entry, task.id, rollouts, failed=size - len(rollouts), filter_most=filter_most)
+        self.state.end(entry, task.id, rollouts, failed=failed, filter_most=filter_most)
         if self.state.filtered_in_a_row == FUTILE * self.config.loop.groups_per_step:
             self.progress.warn(
                 f"the last {self.state.filtered_in_a_row} groups had equal rewards and were filtered, so that no step "
@@ -168,19 +169,20 @@ class Run:
         self._admit()
         self._changed.set()
 
-    async def _play(self, task: Task, entry: Entry, member: int) -> Rollout | None:
-        """One rollout, or None with its reason counted; too many failures in a row end the run."""
+    async def _play(self, task: Task, entry: Entry, member: int) -> tuple[Rollout, ...] | None:
+        """One episode, or None with its reason counted; too many failures in a row end the run."""
         seed = f"{self.config.loop.seed}/{entry.id}/{entry.attempt}/{member}"
-        policy = Policy(self.pools.generator, self.codec, self._sampling(), seed, self.endpoint)
+        options = self.config.environment
+        limits = episode_limits(options)
+        policy = Policy(self.pools.generator, self.codec, self._sampling(), seed, self.endpoint, limits)
         try:
-            limit = self.config.environment.time_limit
-            rollout = await attempt(self.environment, task, policy, limit, self.scoring)
+            rollouts = await attempt(self.environment, task, policy, options.time_limit, self.scoring)
         except RolloutFailed as failure:
             if dead := self.pools.generator.dead:  # whatever the environment made of it
                 raise dead from None
             self.state.ledger.reasons[failure.reason] += 1
             self._failures_in_a_row += 1
-            if self._failures_in_a_row >= self.config.environment.max_failures:
+            if self._failures_in_a_row >= options.max_failures:
                 raise RunError(
                     f"{self._failures_in_a_row} rollouts in a row failed, the last with: {failure.reason}\n"
                     f"{failure.detail}\nMend the environment or its scorer, then: slipstream train --resume "
@@ -190,7 +192,7 @@ class Run:
         finally:
             self.tally.tokens_generated += sum(len(c.token_ids) for c in policy.completions)
         self._failures_in_a_row = 0
-        return rollout
+        return rollouts
 
     # buffer -> batch -> step -> published weights
 

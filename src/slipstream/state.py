@@ -67,19 +67,18 @@ class LoopState:
         At most `filter_most` groups in a row are filtered; those that follow are ready as they are, until one has
         signal.
         """
-        if len(rollouts) < SMALLEST_GROUP:
+        group = Group(entry.id, task_id, tuple(rollouts))
+        if max(map(len, group.roles.values()), default=0) < SMALLEST_GROUP:
             self.ledger.failed(entry.id, rollouts=len(rollouts) + failed)
             return
         self.ledger.ready(entry.id, rollouts=len(rollouts), failed=failed)
-        equal = len({r.reward for r in rollouts}) == 1
-        if equal and self.filtered_in_a_row < filter_most:
+        if not group.has_signal and self.filtered_in_a_row < filter_most:
             self.ledger.filtered(entry.id)
             self.filtered_in_a_row += 1
             return
         if len(self.ready) >= self.capacity:
             raise BufferFull(f"entry {entry.id} arrived at a buffer that holds {self.capacity} groups already")
-        self.filtered_in_a_row = self.filtered_in_a_row if equal else 0
-        group = Group(entry.id, task_id, tuple(rollouts))
+        self.filtered_in_a_row = 0 if group.has_signal else self.filtered_in_a_row
         bisect.insort(self.ready, group, key=lambda g: (g.oldest_version, g.entry))
 
     def cut(self) -> list[Group]:

@@ -18,6 +18,7 @@ from slipstream.algorithms.corrections import combine, mask_tokens
 from slipstream.algorithms.losses import grpo, ppo
 from slipstream.algorithms.statistics import off_policy
 from slipstream.algorithms.tokens import Tokens
+from slipstream.rollout import Completion, Group, Rollout, VersionSpan
 from tests.algorithms.cases import Case, cases
 
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=1, max_size=8)
@@ -197,3 +198,17 @@ def test_the_numbers_of_nothing() -> None:
         == off_policy(Case([[-1.0]], [[-1.0]], [[1.0]], [[0]], [[0.0]]).tokens(), tensor([1.0]), tensor([1.0])).keys()
     )
     assert found["ratio"] == found["effective_sample_size"] == 1 and found["mismatch_kl"] == 0
+
+
+def test_rollouts_are_compared_with_those_of_their_own_role_alone() -> None:
+    def played(reward: float, role: str) -> Rollout:
+        return Rollout((Completion((1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), "stop"),), reward, role=role)
+
+    roles = ["proposer", "solver", "proposer", "solver", "solver", "alone"]
+    rewards = [0.0, 10.0, 1.0, 11.0, 12.0, 5.0]
+    group = Group(0, "t", tuple(map(played, rewards, roles)))
+    batch = advantages.make_batch([group, Group(1, "u", (played(3.0, ""), played(1.0, "")))])
+    assert batch.advantages == ((-0.5, -1.0, 0.5, 0.0, 1.0, 0.0), (1.0, -1.0))
+    assert group.has_signal and not Group(0, "t", tuple(map(played, [1.0, 2.0, 1.0, 2.0], roles[:4]))).has_signal
+    scaled = advantages.make_batch([group], whitened=True).advantages[0]
+    assert sum(scaled) == pytest.approx(0.0) and scaled[0] < 0 < scaled[2]

@@ -347,3 +347,31 @@ def test_help_and_config_are_for_people() -> None:
     assert "--resume" in slipstream("train", "--help").stdout
     shown = slipstream("config", "--loop.max_lag", "3").stdout
     assert "max_lag = 3" in shown and "# Versions that a trained token may be behind" in shown
+
+
+def test_episodes_of_several_turns_and_roles_are_trained_on(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "pairs.py").write_text(
+        "from slipstream.environments.base import Task\n"
+        "class Pairs:\n"
+        "    train = test = [Task(str(n), f'{n}+', {}) for n in range(9)]\n"
+        "    async def rollout(self, task, policy):\n"
+        "        asks, answers = policy.conversation(turns=2), policy.conversation()\n"
+        "        said = await asks.ask(task.prompt)\n"
+        "        reply = await answers.ask(f'{said}=')\n"
+        "        while not asks.ended:\n"
+        "            await asks.ask(reply)\n"
+        "        return [asks.rollout(len(said), role='asks'), answers.rollout(-len(reply), role='answers')]\n"
+    )
+    summary = train(
+        model, tmp_path / "run", environment__name=f"{tmp_path / 'pairs.py'}:Pairs", environment__options="{}"
+    )
+    rows = pq.read_table(tmp_path / "run" / "rollouts").to_pylist()
+    assert {(r["role"], r["turn"]) for r in rows} == {("asks", 0), ("asks", 1), ("answers", 0)}
+    for entry in {(r["step"], r["entry"]) for r in rows}:
+        for role in ("asks", "answers"):
+            own = [r["advantage"] for r in rows if (r["step"], r["entry"]) == entry and r["role"] == role]
+            assert sum(own) == pytest.approx(0.0, abs=1e-6)
+    last = lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["metric/reward/asks"] >= 0 >= last["metric/reward/answers"] and last["metric/ended/turns"] == 1.0
+    counts = summary["rollouts"]
+    assert counts["generated"] == sum(v for k, v in counts.items() if k != "generated")

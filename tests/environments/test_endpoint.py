@@ -341,7 +341,7 @@ def test_after_the_end_of_the_episode_nothing_is_drawn() -> None:
                     await until(lambda: it.engine.load)
                     return 1.0
 
-            rollout = await attempt(Leaves(), TASK, it.policy(), 10.0)
+            [rollout] = await attempt(Leaves(), TASK, it.policy(), 10.0)
             policy, url, in_flight = late
             status, answer = await in_flight
             assert status == 404 and "has ended" in answer["error"]["message"]
@@ -373,7 +373,8 @@ def test_an_environment_around_an_agent_is_trained_on() -> None:
                     return float(len(turns[-2]["content"]))
 
             policies = [it.policy(f"0/{i}") for i in range(4)]
-            played = await asyncio.gather(*(attempt(Agent(), TASK, policy, 10.0) for policy in policies))
+            episodes = await asyncio.gather(*(attempt(Agent(), TASK, policy, 10.0) for policy in policies))
+            played = [rollout for episode in episodes for rollout in episode]
             batch = make_batch([Group(0, TASK.id, tuple(played))], partial(group_mean, normalize=True))
             assert [len(c) for _, c in ((r, r.completions) for r in played)] == [2] * 4 and not it.endpoint._episodes
             assert all(span.version == 5 for r in played for c in r.completions for span in c.spans)

@@ -45,7 +45,8 @@ def policy(*texts: str) -> Policy:
 def play(environment: Any, task: Task, *texts: str) -> Rollout:
     async def main() -> Rollout:
         try:
-            return await attempt(environment, task, policy(*texts), 20.0)
+            [rollout] = await attempt(environment, task, policy(*texts), 20.0)
+            return rollout
         finally:
             if hasattr(environment, "close"):
                 await environment.close()

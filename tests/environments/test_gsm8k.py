@@ -28,6 +28,7 @@ class Saying(Policy):
 
     def __init__(self, text: str) -> None:
         self._text = text
+        self.conversations = []
         self.completions = []
 
     async def sample(self, prompt: Any, **changes: Any) -> Completion:

@@ -42,7 +42,8 @@ def outcome(body: Any) -> Rollout | RolloutFailed:
     async def main() -> Rollout | RolloutFailed:
         with LoopWatch(LIMIT):
             try:
-                return await attempt(Episode(body), TASK, policy("2"), LIMIT)
+                [rollout] = await attempt(Episode(body), TASK, policy("2"), LIMIT)
+                return rollout
             except RolloutFailed as failure:
                 return failure
 
@@ -126,7 +127,7 @@ def test_rewards_and_metrics_become_plain_numbers() -> None:
             drawn = await policy.sample(task.prompt)
             return Rollout((drawn,), np.float32(0.5), {"turns": self._body})  # type: ignore[arg-type]
 
-    rollout = asyncio.run(attempt(Odd(np.int64(2)), TASK, policy("2"), 5.0))
+    [rollout] = asyncio.run(attempt(Odd(np.int64(2)), TASK, policy("2"), 5.0))
     assert (type(rollout.reward), rollout.reward) == (float, 0.5)
     assert (type(rollout.metrics["turns"]), rollout.metrics) == (float, {"turns": 2.0})
     with pytest.raises(RolloutFailed) as failure:

@@ -83,7 +83,8 @@ def test_a_file_may_import_its_neighbours(users: Path) -> None:
         name, options = f"{users / 'imports.py'}:reward", {"train": str(users / "tasks.jsonl")}
         environment: Any = load_environment(EnvironmentConfig(name=name, options=options, time_limit=60))
         try:
-            return (await attempt(environment, Task("t", "1+1="), policy("2"), 60.0)).reward
+            [rollout] = await attempt(environment, Task("t", "1+1="), policy("2"), 60.0)
+            return rollout.reward
         finally:
             await environment.close()
 
@@ -112,7 +113,8 @@ def test_a_hung_reward_costs_one_rollout_and_not_those_that_wait_behind_it(users
 
         async def play(text: str) -> float | str:
             try:
-                return (await attempt(environment, Task("t", "1+1="), policy(text), limit)).reward
+                [rollout] = await attempt(environment, Task("t", "1+1="), policy(text), limit)
+                return rollout.reward
             except RolloutFailed as failure:
                 return failure.reason
 

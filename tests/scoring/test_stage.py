@@ -120,7 +120,7 @@ def test_a_score_has_a_clock_of_its_own_and_its_episode_is_over() -> None:
 
     async def main() -> None:
         stage = ScoringStage(ScoringConfig(time_limit=20), Looks())
-        assert (await attempt(Silent(), TASK, drawing, 0.2, stage)).reward == 1.0  # the episode's limit is past
+        assert (await attempt(Silent(), TASK, drawing, 0.2, stage))[0].reward == 1.0  # the episode's limit is past
         short = ScoringStage(ScoringConfig(time_limit=0.05), Looks())
         with pytest.raises(RolloutFailed) as failure:
             await attempt(Silent(), TASK, policy("2"), 20, short)

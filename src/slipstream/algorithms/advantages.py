@@ -6,6 +6,7 @@ looks at the whole batch. r_i is the reward of member i, n the number of members
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -150,32 +151,45 @@ def make_batch(
     process: float = 0.0,
     version: int = 0,
 ) -> Batch:
-    """The batch of these groups for a step on `version`, advantages computed over the members of each group.
+    """The batch of these groups for a step on `version`, advantages computed over each role of each group.
 
     `parts` are the weights of metrics that take the place of the reward; `penalty` is added to either. What is
     `left_out` is a sibling like others, but not trained on. `process` weighs the rewards of steps, which are added
     token by token. Raises `ValueError` for a part, or for steps, that no rollout has.
     """
 
+    peers = [
+        dataclasses.replace(g, rollouts=tuple(map(g.rollouts.__getitem__, m))) for g in groups for m in g.roles.values()
+    ]
+
     def rewards(part: str = "") -> list[Tensor]:
-        given = [[r.metrics.get(part, math.nan) if part else r.reward for r in g.rollouts] for g in groups]
+        given = [[r.metrics.get(part, math.nan) if part else r.reward for r in g.rollouts] for g in peers]
         if part and all(math.isnan(v) for values in given for v in values):
             raise ValueError(f"no rollout of the step has the metric {part!r}, which algorithm.parts names")
         return [torch.tensor(values, dtype=torch.float64) for values in given]
 
-    penalties = [torch.tensor([penalty(r) for r in g.rollouts], dtype=torch.float64) for g in groups]
+    penalties = [torch.tensor([penalty(r) for r in g.rollouts], dtype=torch.float64) for g in peers]
     if parts:
         found = weighted_parts({name: rewards(name) for name in parts}, parts, advantage)
         found = [a + group_mean(p) for a, p in zip(found, penalties, strict=True)]
     else:
         found = of_groups([r + p for r, p in zip(rewards(), penalties, strict=True)], advantage)
     found = whiten(found) if whitened else found
-    if process and not any(r.steps for g in groups for r in g.rollouts):
+    if process and not any(r.steps for g in peers for r in g.rollouts):
         raise ValueError("no rollout of the step has rewards of steps, which algorithm.process weighs")
     advantages: list[Any] = [
         tuple(math.nan if left_out(r) else a for r, a in zip(g.rollouts, values.tolist(), strict=True))
-        for g, values in zip(groups, found, strict=True)
+        for g, values in zip(peers, found, strict=True)
     ]
     if process:
-        advantages = [with_steps(g, values, process) for g, values in zip(groups, advantages, strict=True)]
-    return Batch(tuple(groups), tuple(advantages), version)
+        advantages = [with_steps(g, values, process) for g, values in zip(peers, advantages, strict=True)]
+    return Batch(tuple(groups), _in_order(groups, advantages), version)
+
+
+def _in_order(groups: Sequence[Group], by_role: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+    """Advantages of each role of each group, in the order of the groups' rollouts."""
+    each, placed = iter(by_role), []
+    for group in groups:
+        at = {i: a for members in group.roles.values() for i, a in zip(members, next(each), strict=True)}
+        placed.append(tuple(at[i] for i in range(len(group.rollouts))))
+    return tuple(placed)

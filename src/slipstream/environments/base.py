@@ -13,10 +13,14 @@ import inspect
 import itertools
 import math
 import secrets
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
+from slipstream.environments.tools import Parse, Tool, Tools, hermes, plain
 from slipstream.generators.base import Generator
 from slipstream.rollout import Completion, Rollout, Sampling
 
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from slipstream.environments.endpoint import Endpoint
 
 Message = Mapping[str, Any]
+REPLY = "THE-REPLY"  # stands for what a policy said
 Prompt = str | Sequence[Message] | Sequence[int]
 
 
@@ -49,9 +54,9 @@ class Environment(Protocol):
         """Held-out tasks; may be empty."""
         ...
 
-    async def rollout(self, task: Task, policy: Policy) -> Rollout | float | None:
-        """Play one episode. A plain number is the reward of everything that `policy` drew; None leaves it to
-        `scoring`."""
+    async def rollout(self, task: Task, policy: Policy) -> Rollout | Sequence[Rollout] | float | None:
+        """Play one episode. A plain number is the reward of everything that `policy` drew; None leaves it to `scoring`;
+        an episode of several roles returns a rollout of each."""
         ...
 
 
@@ -60,6 +65,7 @@ class Codec:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._ends: set[int | None] | None = None
         self.encode_text = functools.lru_cache(maxsize=4096)(self._encode_text)
 
     def encode(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> tuple[int, ...]:
@@ -82,6 +88,35 @@ class Codec:
             raise ValueError(f"{wrong[0]} is no token's id; there are {count}")
         return tuple(ids)
 
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        """Token ids of text that continues a sequence: as it is, and nothing before it."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
+        """The text of a prompt of chat messages."""
+        options = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
+        text: str = self._tokenizer.apply_chat_template(list(messages), **options)
+        return text
+
+    def after_reply(self, messages: Sequence[Message]) -> str:
+        """What the chat template puts after what the policy said, if these messages follow, up to its next reply."""
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}]
+        return self.render([*before, *messages]).partition(REPLY)[2]
+
+    def said(self, token_ids: Sequence[int]) -> str:
+        """All that the policy said in a turn, special tokens included, but for the one that ends a turn."""
+        if self._ends is None:
+            after = self.encode_more(self.after_reply([{"role": "user", "content": "."}])) if self.chats else ()
+            self._ends = {*after[:1], self._tokenizer.eos_token_id}
+        cut = token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids
+        text: str = self._tokenizer.decode(cut, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
     def token(self, token_id: int) -> str:
         """One token as text, a special one included."""
         text: str = self._tokenizer.decode([token_id])
@@ -99,7 +134,7 @@ class Codec:
         return tuple(self._tokenizer.encode(text))
 
     def _chat(self, messages: Any, tools: Sequence[Any] | None = None) -> tuple[int, ...]:
-        options = {"tools": tools, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        options = {"tools": tools or None, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
         return tuple(self._tokenizer.apply_chat_template(list(messages), **options))
 
 
@@ -107,16 +142,26 @@ class Policy:
     """The newest policy, as one episode sees it. Remembers every completion drawn through it."""
 
     def __init__(
-        self, generator: Generator, codec: Codec, sampling: Sampling, seed: str, endpoint: Endpoint | None = None
+        self,
+        generator: Generator,
+        codec: Codec,
+        sampling: Sampling,
+        seed: str,
+        endpoint: Endpoint | None = None,
+        limits: Limits = UNLIMITED,
     ) -> None:
+        """`limits` are those of a conversation that is given none; their seconds count from here, for all of them."""
         self._generator = generator
         self._codec = codec
-        self._sampling = sampling
+        self.sampling = sampling
         self._seed = seed
         self._drawn = itertools.count()
         self._endpoint = endpoint
+        self._limits = limits
+        self._deadline = time.monotonic() + (limits.seconds or math.inf)
         self.secret = secrets.token_urlsafe(16)
         self.completions: list[Completion] = []
+        self.conversations: list[Conversation] = []
 
     async def sample(self, prompt: Prompt, **changes: Any) -> Completion:
         """Draw one completion after `prompt`: text, chat messages or token ids.
@@ -126,13 +171,42 @@ class Policy:
         completion has its text decoded, without the stop token or string.
         """
         prompt_ids = self._codec.encode(prompt)
-        sampling = dataclasses.replace(self._sampling, **{"seed": self._next_seed(), **changes})
+        sampling = dataclasses.replace(self.sampling, **{"seed": self._next_seed(), **changes})
         sampling = dataclasses.replace(sampling, record_kept=sampling.record_kept and sampling.truncates)
         completion = await self._generator.generate(prompt_ids, sampling)
         text = self._codec.decode(completion.token_ids, sampling.stop_strings)
         completion = dataclasses.replace(completion, text=text)
         self.completions.append(completion)
         return completion
+
+    def conversation(
+        self,
+        system: str = "",
+        tools: Sequence[Tool] = (),
+        *,
+        parse: Parse | None = None,
+        tool_seconds: float = 10.0,
+        turns: int | None = None,
+        tokens: int | None = None,
+        seconds: float = 0.0,
+        keep_history: bool = False,
+    ) -> Conversation:
+        """A conversation with this policy: `await conversation.ask("...")`.
+
+        `tools` are functions that it may call, each call for `tool_seconds`; `parse` finds calls in what it says: by
+        default `hermes`, or `plain` where there is no chat template. `turns`, `tokens` and `seconds` limit it; left
+        out, the limits are the configuration's. `keep_history` keeps what was said where the chat template would
+        rewrite it.
+        """
+        limits = Limits(
+            self._limits.turns if turns is None else turns, self._limits.tokens if tokens is None else tokens, seconds
+        )
+        conversation = Conversation(
+            self, self._codec, system=system, limits=limits, deadline=self._deadline, keep_history=keep_history,
+            tools=Tools(tools, parse or (hermes if self._codec.chats else plain), tool_seconds),
+        )  # fmt: skip
+        self.conversations.append(conversation)
+        return conversation
 
     async def base_url(self) -> str:
         """An OpenAI-compatible base URL of this policy, for this episode alone.
@@ -151,15 +225,18 @@ class Policy:
 
     def rollout(self, reward: float, **metrics: float) -> Rollout:
         """Everything drawn so far, as a rollout with this reward."""
-        return Rollout(tuple(self.completions), float(reward), metrics)
+        told: Counter[str] = Counter()
+        for conversation in self.conversations:
+            told.update(conversation.metrics())
+        return Rollout(tuple(self.completions), float(reward), dict(told) | metrics)
 
     def _next_seed(self) -> int:
         text = f"{self._seed}/{next(self._drawn)}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
-async def play(environment: Environment, task: Task, policy: Policy, unrewarded: bool = False) -> Rollout:
-    """One episode, whatever the environment returned, as a `Rollout`.
+async def play(environment: Environment, task: Task, policy: Policy, unrewarded: bool = False) -> tuple[Rollout, ...]:
+    """One episode, whatever the environment returned, as rollouts: one, or one of each role.
 
     `unrewarded`: it need not return a reward, which is NaN then, since a later stage gives one.
     """
@@ -167,9 +244,11 @@ async def play(environment: Environment, task: Task, policy: Policy, unrewarded:
     if inspect.isawaitable(outcome):
         outcome = await outcome
     if isinstance(outcome, Rollout):
-        return outcome
+        return (outcome,)
     if outcome is None and unrewarded:
-        return policy.rollout(math.nan)
+        return (policy.rollout(math.nan),)
+    if isinstance(outcome, list | tuple) and outcome and all(isinstance(part, Rollout) for part in outcome):
+        return tuple(outcome)
     if isinstance(outcome, str) or not hasattr(outcome, "__float__"):
-        raise TypeError(f"the reward is {outcome!r}: return a number, or policy.rollout(number)")
-    return policy.rollout(outcome)
+        raise TypeError(f"the reward is {outcome!r}: return a number, policy.rollout(number), or a list of rollouts")
+    return (policy.rollout(outcome),)

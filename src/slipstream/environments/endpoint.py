@@ -21,6 +21,7 @@ from pydantic_core import from_json
 
 from slipstream.config import ConfigError
 from slipstream.environments.base import Codec, Policy
+from slipstream.environments.tools import hermes
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion
 
@@ -222,9 +223,16 @@ def _body(asked: _Request, drawn: Sequence[Completion], codec: Codec) -> dict[st
     chat = isinstance(asked, _Chat)
     choices = []
     for index, c in enumerate(drawn):
-        said: dict[str, Any] = {"message": {"role": "assistant", "content": c.text}} if chat else {"text": c.text}
+        calls = _calls(c.text) if isinstance(asked, _Chat) and asked.tools and asked.tool_choice == "auto" else []
+        message = {"role": "assistant", "content": c.text} | ({"content": None, "tool_calls": calls} if calls else {})
+        said: dict[str, Any] = {"message": message} if chat else {"text": c.text}
         logprobs = None if asked.logprobs is False else _logprobs(c, chat, codec)
-        choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": c.finish_reason}
+        choice = {
+            "index": index,
+            **said,
+            "logprobs": logprobs,
+            "finish_reason": "tool_calls" if calls else c.finish_reason,
+        }
         choices.append(choice | ({"token_ids": c.token_ids} if asked.return_token_ids else {}))
     read, written = len(drawn[0].prompt_ids), sum(len(c.token_ids) for c in drawn)
     return {
@@ -236,6 +244,16 @@ def _body(asked: _Request, drawn: Sequence[Completion], codec: Codec) -> dict[st
         "choices": choices,
         "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
     }
+
+
+def _calls(text: str) -> list[dict[str, Any]]:
+    """Calls of tools, if the text is nothing else; what stands beside them would be lost, so then it stays text."""
+    calls = hermes(text) if text.lstrip().startswith("<tool_call>") else []
+    if any(call.problem for call in calls):
+        return []
+    functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
+    return [{"index": i, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": f}
+            for i, f in enumerate(functions)]  # fmt: skip
 
 
 def _logprobs(completion: Completion, chat: bool, codec: Codec) -> dict[str, Any]:

@@ -13,11 +13,13 @@ from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any
 
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, EnvironmentConfig
 from slipstream.environments.base import Environment, Policy, Task, play
+from slipstream.environments.conversation import Limits
 from slipstream.environments.scoring import ScoringError
 from slipstream.rollout import Rollout
 
+CONVERSATION_SHARE = 0.9  # of an episode's time limit
 _in_episode: contextvars.ContextVar[bool] = contextvars.ContextVar("in_episode", default=False)
 
 
@@ -37,20 +39,29 @@ class EpisodeBlocked(BaseException):
 Scoring = Callable[[Task, Rollout], Awaitable[Rollout]]
 
 
+def episode_limits(config: EnvironmentConfig) -> Limits:
+    """What an episode's conversations may take. Their time is up before the episode's: there is a reward to compute."""
+    return Limits(config.turns, config.tokens, config.time_limit * CONVERSATION_SHARE)
+
+
 async def attempt(
     environment: Environment, task: Task, policy: Policy, time_limit: float, scoring: Scoring | None = None
-) -> Rollout:
-    """Play one episode, end it, and have it scored. Raises `RolloutFailed` for an exception, a hang, or a reward that
-    is no finite number; a `ConfigError`, such as a package that is missing, is the run's, since no other episode would
-    do better. `scoring` has a clock of its own."""
+) -> tuple[Rollout, ...]:
+    """Play one episode, end it, and have it scored: one rollout, or one of each role.
+
+    Raises `RolloutFailed` for an exception, a hang, or a reward that is no finite number; a `ConfigError`, such as a
+    package that is missing, is the run's, since no other episode would do better. `scoring` has a clock of its own.
+    """
     token = _in_episode.set(True)
     try:
         async with asyncio.timeout(time_limit) as clock:
-            rollout = await play(environment, task, policy, unrewarded=scoring is not None)
+            rollouts = await play(environment, task, policy, unrewarded=scoring is not None)
         policy.end()
-        if not rollout.completions:
+        if not all(rollout.completions for rollout in rollouts):
             raise RolloutFailed("no completion", "the episode returned without having sampled from the policy")
-        return _sound(await scoring(task, rollout) if scoring else rollout)
+        if scoring:
+            rollouts = tuple(await asyncio.gather(*(scoring(task, rollout) for rollout in rollouts)))
+        return tuple(map(_sound, rollouts))
     except asyncio.CancelledError:
         current = asyncio.current_task()
         if current and current.cancelling():  # the run is stopping; what an episode cancels by itself is its failure

@@ -16,18 +16,24 @@ from slipstream.rollout import Rollout
 from slipstream.things import load_thing, one_line
 
 BUILT_IN = {"addition": "slipstream.environments.addition:Addition", "gsm8k": "slipstream.environments.gsm8k:Gsm8k"}
+LIBRARIES = {  # their environments are named "library:environment"
+    "reasoning-gym": "slipstream.environments.reasoning_gym:ReasoningGym",
+    "verifiers": "slipstream.environments.verifiers:Verifiers",
+}
 HELD_OUT = 0.1
 REWARD_SHARE = 0.1  # of a rollout's time limit: whoever waits for a scorer behind a hung reward keeps the rest
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:
     """The environment that `config.name` names, with `config.options`. Raises `ConfigError`."""
+    library, _, inside = config.name.partition(":")
     try:
-        thing = load_thing(BUILT_IN.get(config.name, config.name), "environment", list(BUILT_IN))
+        name = LIBRARIES.get(library) or BUILT_IN.get(config.name, config.name)
+        thing = load_thing(name, "environment", list(BUILT_IN))
     except Exception as error:
         raise ConfigError(f"environment.name = {config.name!r} can't be loaded: {one_line(error)}") from None
     if inspect.isclass(thing):
-        environment = _construct(thing, config)
+        environment = _construct(thing, config, {"name": inside} if library in LIBRARIES else {})
     elif callable(thing) and not hasattr(thing, "rollout"):
         environment = FunctionEnvironment(thing, config)
     else:
@@ -43,10 +49,10 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     return found
 
 
-def _construct(kind: type, config: EnvironmentConfig) -> Any:
+def _construct(kind: type, config: EnvironmentConfig, named: dict[str, str]) -> Any:
     parameters = inspect.signature(kind).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    options = dict(config.options)
+    options = {**config.options, **named}
     for name in options:
         if name not in parameters and not takes_any:
             hint = suggest(name, list(parameters)) or f"; it takes {', '.join(parameters) or 'none'}"

@@ -25,7 +25,7 @@ from slipstream.rollout import Batch, Group, mean
 Decode = Callable[[Sequence[int]], str]
 INT, FLOAT, TEXT = pa.int32(), pa.float64(), pa.string()
 SCHEMA = pa.schema({
-    "step": INT, "entry": pa.int64(), "task_id": TEXT, "rollout": INT, "turn": INT,
+    "step": INT, "entry": pa.int64(), "task_id": TEXT, "rollout": INT, "role": TEXT, "turn": INT,
     "prompt": TEXT, "completion": TEXT, "prompt_ids": pa.list_(INT), "completion_ids": pa.list_(INT),
     "reward": FLOAT, "advantage": FLOAT, "spans": pa.list_(pa.struct({"version": INT, "start": INT, "end": INT})),
     "logprobs": pa.list_(pa.float32()),  # what generators compute, so nothing is lost
@@ -120,7 +120,8 @@ def _rows(
     """One row per completion of a group, in the order of its rollouts and their turns."""
     return [
         {
-            "step": step, "entry": group.entry, "task_id": group.task_id, "rollout": index, "turn": turn,
+            "step": step, "entry": group.entry, "task_id": group.task_id,
+            "rollout": index, "role": rollout.role, "turn": turn,
             "prompt": decode(completion.prompt_ids), "completion": completion.text,
             "prompt_ids": completion.prompt_ids, "completion_ids": completion.token_ids,
             "reward": rollout.reward, "advantage": advantage if isinstance(advantage, int | float) else mean(advantage),

@@ -51,7 +51,7 @@ class Tally:
         self.rewards.append(mean([r.reward for r in rollouts]))
         return {
             "reward": self.rewards[-1],
-            "signal": mean([float(len(set(g.rewards)) > 1) for g in batch.groups]),
+            "signal": mean([float(g.has_signal) for g in batch.groups]),
             "lag_mean": _mean(lags),
             "lag_max": max(lags),
             "completion_length": mean([len(c.token_ids) for c in completions]),
@@ -141,9 +141,11 @@ class Tally:
 
 
 def metric_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means of what an environment reported beside the reward, each over the rollouts that have it."""
-    names = sorted({name for r in rollouts for name in r.metrics})
-    return {n: mean([r.metrics[n] for r in rollouts if n in r.metrics]) for n in names}
+    """Means of what an environment reported beside the reward, each over the rollouts that have it; with the reward of
+    each role where there are several."""
+    known = [r.metrics | ({f"reward/{r.role.partition(':')[0]}": r.reward} if r.role else {}) for r in rollouts]
+    names = sorted({name for metrics in known for name in metrics})
+    return {n: mean([metrics[n] for metrics in known if n in metrics]) for n in names}
 
 
 def _mean(counts: Counter[int]) -> float:

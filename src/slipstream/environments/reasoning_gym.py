@@ -1,0 +1,48 @@
+"""Any task of reasoning-gym, named `reasoning-gym:TASK`: procedural puzzles, each with a scorer of its own.
+
+https://github.com/open-thought/reasoning-gym
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from slipstream.config import ConfigError, suggest
+from slipstream.environments.base import Policy, Task
+from slipstream.rollout import Rollout
+
+ASK = "Think, then give your final answer between <answer> and </answer>."
+
+
+class ReasoningGym:
+    """`train` and `test` puzzles of the task `name`, the same for the same `seed`. `options` are the task's own.
+
+    `system` goes before each question. What stands in the last `<answer>` is scored, or else all that is said. The
+    reward is the task's score of it, from 0 to 1.
+    """
+
+    def __init__(
+        self, name: str, train: int = 2000, test: int = 200, seed: int = 0, system: str = ASK, **options: Any
+    ) -> None:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError:
+            raise ConfigError(
+                f"environment.name = 'reasoning-gym:{name}' needs reasoning-gym: pip install 'slipstream-rl[gym]'"
+            ) from None
+        if name not in DATASETS:
+            raise ConfigError(f"environment.name: reasoning-gym has no task {name!r}{suggest(name, list(DATASETS))}")
+        self._puzzles = reasoning_gym.create_dataset(name, size=train + test, seed=seed, **options)
+        self._system = system
+        tasks = [Task(f"{name}/{i}", self._puzzles[i]["question"], {"index": i}) for i in range(train + test)]
+        self.test, self.train = tasks[:test], tasks[test:]
+
+    async def rollout(self, task: Task, policy: Policy) -> Rollout:
+        said = await policy.conversation(self._system).ask(str(task.prompt))
+        answers = re.findall(r"<answer>(.*?)</answer>", said, re.DOTALL)
+        answer = (answers[-1] if answers else said).strip()
+        score = await asyncio.to_thread(self._puzzles.score_answer, answer, self._puzzles[task.data["index"]])
+        return policy.rollout(score, correct=float(score == 1))

@@ -1,0 +1,57 @@
+"""Any environment written for verifiers, named `verifiers:ENV`: single-turn, multi-turn, with tools.
+
+https://github.com/PrimeIntellect-ai/verifiers. It talks to the policy through a URL of its own, as to any model, and
+its rubric gives the reward. Its environments (`vf.load_environment`) are in the releases before 0.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.config import ConfigError
+from slipstream.environments.base import Policy, Task
+from slipstream.rollout import Rollout
+
+
+class Verifiers:
+    """The environment `name`, which has to be installed, loaded with `options`.
+
+    Its training data is trained on; its evaluation data is held out, or its training data where it has no other.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        needs = (
+            f"environment.name = 'verifiers:{name}' needs verifiers before 0.4: pip install 'slipstream-rl[verifiers]'"
+        )
+        try:
+            import verifiers
+            from verifiers.types import ClientConfig
+        except ImportError:
+            raise ConfigError(needs) from None
+        if not hasattr(verifiers, "load_environment"):
+            raise ConfigError(needs)
+        try:
+            self._environment = verifiers.load_environment(name, **options)
+        except Exception as error:
+            raise ConfigError(f"environment.name = 'verifiers:{name}': {' '.join(str(error).split())}") from None
+        self._client = ClientConfig
+        self.train = _tasks(name, self._environment.get_dataset())
+        self.test = _tasks(name, self._environment.get_eval_dataset())
+
+    async def rollout(self, task: Task, policy: Policy) -> Rollout:
+        client = self._client(api_base_url=await policy.base_url(), api_key_var="SLIPSTREAM_NEEDS_NO_KEY")
+        outcome = await self._environment.run_rollout(dict(task.data), client, "policy", {})
+        if outcome.get("error"):
+            raise RuntimeError(f"verifiers: {outcome['error']}")
+        metrics = {k: float(v) for k, v in (outcome.get("metrics") or {}).items() if isinstance(v, int | float)}
+        return policy.rollout(outcome["reward"], **metrics)
+
+
+def _tasks(name: str, rows: Sequence[dict[str, Any]]) -> list[Task]:
+    """A task a row; its id is the environment's."""
+    return [Task(f"{name}/{row.get('example_id', i)}", _prompt(row["prompt"]), dict(row)) for i, row in enumerate(rows)]
+
+
+def _prompt(prompt: Any) -> str | tuple[dict[str, str], ...]:
+    return prompt if isinstance(prompt, str) else tuple(dict(message) for message in prompt)

@@ -1,0 +1,378 @@
+"""Conversations: token for token through chat templates and without, with tools and limits, down to the micro-batch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.environments.base import Codec, Policy, Task
+from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
+from slipstream.environments.endpoint import Endpoint
+from slipstream.environments.guard import attempt
+from slipstream.environments.tools import Call, Tools, hermes, plain
+from slipstream.generators.base import GenerationError
+from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan, samples_of
+from slipstream.trainers.packing import bundle, pack
+from tests.conftest import build_tokenizer
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments }}}</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMS = CHATML.replace("m.content or ''", "m.content | trim")
+FORGETS = CHATML.replace("m.content or ''", "(m.content if m.role != 'assistant' else m.content.split('</think>')[-1])")
+
+
+def chat_tokenizer(template: str | None) -> Any:
+    """Letters that merge into pairs, so that the same text has many tokenizations."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a, b) for a in "abcdeh12" for b in "abcdeo12"]
+    vocabulary = {s: i for i, s in enumerate([*letters, *(a + b for a, b in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<eos>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>" if template else "<eos>")
+    fast.chat_template = template
+    return fast
+
+
+class Letters:
+    """A generator that says what it is told, letter by letter, so that tokenizing it again would change it.
+
+    A text is ended by the end of a turn, unless it is cut off by "…" or by `max_tokens`.
+    """
+
+    version = 3
+
+    def __init__(self, tokenizer: Any, *texts: str, context: int = 10_000, seconds: float = 0.0) -> None:
+        self._tokenizer, self._texts, self._context, self._seconds = tokenizer, list(texts), context, seconds
+        self.prompts: list[tuple[int, ...]] = []
+
+    async def generate(self, prompt_ids: Any, sampling: Sampling) -> Completion:
+        await asyncio.sleep(self._seconds)
+        if len(prompt_ids) >= self._context:
+            raise GenerationError(f"the prompt has {len(prompt_ids)} tokens")
+        self.prompts.append(tuple(prompt_ids))
+        text = self._texts.pop(0)
+        ids = [i for letter in text.rstrip("…") for i in self._tokenizer.encode(letter, add_special_tokens=False)]
+        ids = ids if text.endswith("…") else [*ids, self._tokenizer.eos_token_id]
+        cut = len(ids) > sampling.max_tokens or text.endswith("…")
+        ids = ids[: sampling.max_tokens]
+        spans = (VersionSpan(3, 0, len(ids)),)
+        logprobs = tuple(-0.01 * (i + 1) for i in range(len(ids)))
+        return Completion(tuple(prompt_ids), tuple(ids), logprobs, spans, "length" if cut else "stop")
+
+    async def close(self) -> None: ...
+
+
+def policy(template: str | None, *texts: str, limits: Limits = UNLIMITED, **options: Any) -> Policy:
+    tokenizer = chat_tokenizer(template)
+    return Policy(Letters(tokenizer, *texts, **options), Codec(tokenizer), Sampling(), "0", limits=limits)
+
+
+def prompts(policy: Policy) -> list[str]:
+    generator: Any = policy._generator
+    return [generator._tokenizer.decode(ids) for ids in generator.prompts]
+
+
+def run(episode: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(episode())
+
+
+def trained_on(policy: Policy) -> list[str]:
+    """What of each sequence the trainer gets to learn, as the packed micro-batch has it."""
+    samples = samples_of(policy.completions, 1.0)
+    batch = pack(samples, bundle(samples, 10_000), torch.device("cpu"))
+    drawn = [i for c in policy.completions for i in c.token_ids]
+    assert sorted(batch.targets.tolist()) == sorted(drawn) and batch.advantages.tolist() == [1.0] * len(drawn)
+    decode = policy._codec._tokenizer.decode
+    return [decode(batch.targets[batch.sequences == n].tolist()) for n in range(len(samples))]
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMS])
+def test_turns_are_one_sequence_and_only_what_was_drawn_is_trained_on(template: str) -> None:
+    it = policy(template, "hohoho", "12 \n", "edh…", "ab")
+
+    async def episode() -> Conversation:
+        chat = it.conversation("be brief")
+        assert await chat.ask("hello") == "hohoho"
+        chat.tell("12", role="tool")
+        assert [await chat.ask("12?"), await chat.ask("more"), await chat.ask("end")] == ["12 \n", "edh", "ab"]
+        return chat
+
+    chat = run(episode)
+    [sample] = samples_of(it.completions)
+    for before, after in zip(it.completions, it.completions[1:], strict=False):
+        read = before.prompt_ids + before.token_ids
+        assert after.prompt_ids[: len(read)] == read
+    assert chat.forks == 0 and chat.metrics()["turns"] == 4
+    assert prompts(it)[-1] == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+        "hohoho<|im_end|>\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>user\n12?<|im_end|>\n<|im_start|>assistant\n"
+        "12 \n<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+        "edh<|im_end|>\n<|im_start|>user\nend<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert trained_on(it) == ["hohoho<|im_end|>12 \n<|im_end|>edhab<|im_end|>"]
+    assert len(sample.drawn) == sum(len(c.token_ids) for c in it.completions)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_template_that_rewrites_history_begins_a_new_sequence(keep: bool) -> None:
+    it = policy(FORGETS, "hmm</think>12", "2")
+
+    async def episode() -> Rollout:
+        chat = it.conversation(keep_history=keep)
+        await chat.ask("a")
+        await chat.ask("b")
+        return it.rollout(1.0)
+
+    rollout = run(episode)
+    assert rollout.metrics["forks"] == (not keep) and len(samples_of(it.completions)) == (1 if keep else 2)
+    assert ("hmm</think>12" in prompts(it)[1]) is keep and "12<|im_end|>" in prompts(it)[1]
+    assert trained_on(it) == (
+        ["hmm</think>12<|im_end|>2<|im_end|>"] if keep else ["hmm</think>12<|im_end|>", "2<|im_end|>"]
+    )
+
+
+def test_without_a_template_text_is_read_as_it_is() -> None:
+    it = policy(None, "12", "ab…", "c")
+
+    async def episode() -> None:
+        chat = it.conversation("sys")
+        for text in ("1+1=", "no", ""):
+            await chat.ask(text)
+
+    run(episode)
+    assert prompts(it) == ["sys\n\n1+1=", "sys\n\n1+1=12<eos>no", "sys\n\n1+1=12<eos>noab"]
+    assert trained_on(it) == ["12<eos>abc<eos>"]
+
+
+def double(number: int) -> int:
+    """Twice a number."""
+    return 2 * number
+
+
+def broken(text: str) -> str:
+    raise LookupError(f"no {text}")
+
+
+def hangs() -> None:
+    time.sleep(2)
+
+
+async def slow() -> None:
+    await asyncio.sleep(60)
+
+
+def test_tools_are_run_and_the_model_is_told() -> None:
+    it = policy(CHATML, 'hm <tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>', "42", "bye")
+
+    async def episode() -> Rollout:
+        chat = it.conversation(tools=[double])
+        assert await chat.ask("twice 21?") == "42"
+        assert await chat.ask("thanks") == "bye"
+        return it.rollout(1.0)
+
+    rollout = run(episode)
+    assert rollout.metrics["tool_calls"] == 1 and rollout.metrics["tool_errors"] == 0 and rollout.metrics["turns"] == 3
+    assert prompts(it)[0].startswith("<|im_start|>system\ndouble <|im_end|>")
+    assert prompts(it)[1].endswith("<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")
+    assert len(samples_of(it.completions)) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("double(4)", "8"),
+        ("first\n double( 4 ) ", "8"),
+        ("double(x)", "error: number: Input should be a valid integer"),
+        ("triple(4)", "error: no tool triple; there are double, broken, slow, hangs"),
+        ("broken(luck)", "error: LookupError: no luck"),
+        ("slow()", "error: took longer than 0.2 s"),
+        ("hangs()", "error: took longer than 0.2 s"),
+    ],
+)
+def test_what_goes_wrong_with_a_tool_is_told_to_the_model(said: str, told: str) -> None:
+    it = policy(None, said, "so")
+
+    async def episode() -> Conversation:
+        chat = it.conversation(tools=[double, broken, slow, hangs], tool_seconds=0.2)
+        assert await chat.ask("?") == "so"
+        return chat
+
+    chat = run(episode)
+    assert chat.messages[-2]["role"] == "tool" and chat.messages[-2]["content"].startswith(told)
+    assert chat.tool_calls == 1 and chat.tool_errors == told.startswith("error")
+    assert prompts(it)[1] == f"?{said}<eos>\n{chat.messages[-2]['content']}\n"
+
+
+def test_an_agent_behind_a_url_gets_calls_of_its_tools_as_such() -> None:
+    aiohttp = pytest.importorskip("aiohttp")
+    call = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'
+    tokenizer = chat_tokenizer(CHATML)
+    codec = Codec(tokenizer)
+    endpoint = Endpoint(codec)
+    it = Policy(Letters(tokenizer, call, "42", f"hm {call}"), codec, Sampling(), "0", endpoint)
+    tools = [{"type": "function", "function": {"name": "double"}}]
+
+    async def episode() -> None:
+        try:
+            async with aiohttp.ClientSession() as client:
+                url, messages = f"{await it.base_url()}/chat/completions", [{"role": "user", "content": "twice 21?"}]
+
+                async def ask() -> Any:
+                    async with client.post(url, json={"messages": messages, "tools": tools}) as response:
+                        return (await response.json())["choices"][0]
+
+                choice = await ask()
+                [asked] = choice["message"]["tool_calls"]
+                assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+                assert asked["function"] == {"name": "double", "arguments": '{"number": 21}'}
+                messages += [choice["message"], {"role": "tool", "content": "42", "tool_call_id": asked["id"]}]
+                answer, beside = await ask(), await ask()
+                assert answer["message"] == {"role": "assistant", "content": "42"}
+                assert beside["message"]["content"] == f"hm {call}" and "tool_calls" not in beside["message"]
+        finally:
+            await endpoint.close()
+
+    run(episode)
+    assert prompts(it)[1].endswith(f"{call}<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_calls_are_found_in_text() -> None:
+    good = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "</a>"]}}\n</tool_call>'
+    assert hermes(f"hm {good} and {good}") == [Call("f", {"x": [1, "</a>"]})] * 2
+    assert hermes('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}') == [Call("f", {"x": 1})]
+    assert hermes("f(1)") == [] == plain("so f(1) it is") == plain("")
+    for bad in ("{}", "[]", "f(1)", '{"name": 3}', '{"name": "f", "arguments": [1]}', "null", ""):
+        [call] = hermes(f"<tool_call>{bad}</tool_call>")
+        assert call.problem
+        assert asyncio.run(Tools([double], hermes).run(call))[1] is False
+    [schema] = Tools([double], hermes).schemas
+    assert schema["function"]["description"] == "Twice a number."
+    assert schema["function"]["parameters"]["properties"]["number"]["type"] == "integer"
+    assert schema["function"]["parameters"]["required"] == ["number"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "options", "ended", "turns", "tokens"),
+    [
+        (Limits(turns=2), {}, "turns", 2, 6),
+        (Limits(tokens=5), {}, "tokens", 2, 5),
+        (Limits(tokens=6), {}, "tokens", 2, 6),
+        (Limits(seconds=0.25), {"seconds": 0.1}, "seconds", 2, 6),
+        (UNLIMITED, {"context": 7}, "context", 2, 6),
+    ],
+)
+def test_a_limit_ends_an_episode_with_what_it_has(
+    limits: Limits, options: dict[str, Any], ended: str, turns: int, tokens: int
+) -> None:
+    class Asks:
+        train = test = (Task("t", "a"),)
+
+        async def rollout(self, task: Task, it: Policy) -> float:
+            chat = it.conversation()
+            while not chat.ended:
+                await chat.ask("a")
+            assert await chat.ask("more") == "" and chat.ended == ended
+            return 0.5
+
+    async def episode() -> Rollout:
+        it = policy(None, *["12"] * 9, limits=limits, **options)
+        [rollout] = await attempt(Asks(), Asks.train[0], it, 30.0)
+        return rollout
+
+    rollout = run(episode)
+    assert rollout.reward == 0.5 and rollout.metrics[f"ended/{ended}"] == 1.0
+    assert sum(v for k, v in rollout.metrics.items() if k.startswith("ended/")) == 1.0
+    assert (rollout.metrics["turns"], rollout.tokens) == (turns, tokens) == (len(rollout.completions), tokens)
+
+
+def test_a_prompt_that_can_never_be_served_fails_the_episode() -> None:
+    with pytest.raises(GenerationError):
+        run(lambda: policy(None, "1", context=1).conversation().ask("too long"))
+
+
+def test_an_episode_of_two_roles_has_a_rollout_of_each() -> None:
+    class Both:
+        train = test = (Task("t", "a"),)
+
+        async def rollout(self, task: Task, it: Policy) -> list[Rollout]:
+            proposer, solver = it.conversation(), it.conversation()
+            problem = await proposer.ask("propose")
+            answer = await solver.ask(problem)
+            await proposer.ask("harder")
+            return [proposer.rollout(1.0, role="proposer"), solver.rollout(float(answer == "3"), role="solver")]
+
+    it = policy(None, "1+2", "3", "12+2")
+    proposer, solver = run(lambda: attempt(Both(), Both.train[0], it, 10.0))
+    assert [proposer.role, solver.role] == ["proposer", "solver"] and solver.reward == 1.0
+    assert [c.text for c in proposer.completions] == ["1+2", "12+2"] and [c.text for c in solver.completions] == ["3"]
+    assert len(samples_of(proposer.completions)) == len(samples_of(solver.completions)) == 1
+
+
+TOKENS = st.lists(st.integers(2, 5), max_size=3).map(tuple)
+
+
+@given(st.data())
+def test_whatever_continues_is_merged_and_every_drawn_token_is_trained_on_once_after_what_it_was_drawn_after(
+    data: st.DataObject,
+) -> None:
+    completions: list[Completion] = []
+    for number in range(data.draw(st.integers(1, 6))):
+        continued = data.draw(st.sampled_from([None, *completions]))
+        before = continued.prompt_ids + continued.token_ids if continued else (1,)
+        prompt, drawn = before + data.draw(TOKENS), data.draw(TOKENS)
+        versions = (VersionSpan(number, 0, len(drawn)),) if drawn else ()
+        logprobs = tuple(-number - i / 10 for i in range(len(drawn)))
+        completions.append(Completion(prompt, drawn, logprobs, versions, "stop"))
+    samples = samples_of(completions, [float(n) for n, c in enumerate(completions) for _ in c.token_ids])
+    wanted = sorted(
+        (c.prompt_ids + c.token_ids[:i], token, c.logprobs[i], float(n), n)
+        for n, c in enumerate(completions)
+        for i, token in enumerate(c.token_ids)
+    )
+    found = sorted(
+        (s.token_ids[:at], s.token_ids[at], s.logprobs[i], s.advantages[i], s.versions[i])
+        for s in samples
+        for i, at in enumerate(s.drawn)
+    )
+    assert found == wanted
+    assert len(samples) <= len([c for c in completions if c.token_ids])
+    for sample in samples:
+        assert sample.drawn[-1] == len(sample.token_ids) - 1 and list(sample.drawn) == sorted(set(sample.drawn))
+    if samples:
+        batch = pack(samples, bundle(samples, 20), torch.device("cpu"), version=9)
+        packed = sorted(zip(batch.targets.tolist(), batch.advantages.tolist(), (9 - batch.lags).tolist(), strict=True))
+        assert packed == sorted((token, advantage, version) for _, token, _, advantage, version in wanted)
+
+
+def test_conversations_that_take_turns_are_a_sequence_each() -> None:
+    it = policy(None, "a", "b", "c", "d", "e")
+
+    async def episode() -> None:
+        first, second = it.conversation(), it.conversation()
+        for chat, text in ((first, "1"), (second, "2"), (first, "1"), (second, "2"), (first, "1")):
+            await chat.ask(text)
+
+    run(episode)
+    assert sorted(trained_on(it)) == ["a<eos>c<eos>e<eos>", "b<eos>d<eos>"]
+
+
+def test_the_tiny_tokenizer_holds_conversations() -> None:
+    it = Policy(Letters(build_tokenizer(), "12"), Codec(build_tokenizer()), Sampling(), "0")
+    assert run(lambda: it.conversation().ask("1+1=")) == "12"

@@ -1,0 +1,156 @@
+"""Environments of other libraries, run unchanged; where one is missing, a stand-in has its documented interface."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.config import ConfigError, EnvironmentConfig
+from slipstream.environments.base import Codec, Policy
+from slipstream.environments.endpoint import Endpoint
+from slipstream.environments.guard import attempt
+from slipstream.environments.load import load_environment
+from slipstream.rollout import Rollout, Sampling
+from tests.environments.test_conversation import CHATML, Letters, chat_tokenizer
+
+
+def play(environment: Any, said: str, template: str | None = CHATML) -> tuple[Rollout, list[str]]:
+    """The first task, and what the policy read."""
+    tokenizer = chat_tokenizer(template)
+    codec, generator = Codec(tokenizer), Letters(tokenizer, said)
+
+    async def main() -> Rollout:
+        endpoint = Endpoint(codec)
+        try:
+            it = Policy(generator, codec, Sampling(), "0", endpoint)
+            [rollout] = await attempt(environment, environment.train[0], it, 30.0)
+            return rollout
+        finally:
+            await endpoint.close()
+
+    return asyncio.run(main()), [tokenizer.decode(ids) for ids in generator.prompts]
+
+
+def loaded(name: str, **options: Any) -> Any:
+    return load_environment(EnvironmentConfig(name=name, options=options))
+
+
+@pytest.mark.parametrize("library", ["verifiers", "reasoning-gym"])
+def test_a_missing_library_is_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library.replace("-", "_"), None)
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream-rl\["):
+        loaded(f"{library}:any")
+
+
+class Puzzles(list[dict[str, Any]]):
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        return 1.0 if answer == entry["answer"] else 0.01
+
+
+def use_puzzles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """reasoning-gym's interface: DATASETS, create_dataset(name, size, seed, ...), dataset.score_answer."""
+
+    def create_dataset(name: str, size: int, seed: int, hardest: int = 9) -> Puzzles:
+        assert name == "sums"
+        return Puzzles({"question": f"{i}+{hardest}?", "answer": str(i + hardest), "metadata": {}} for i in range(size))
+
+    library, factory = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.factory")
+    library.create_dataset, factory.DATASETS = create_dataset, {"sums": ()}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "reasoning_gym", library)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [("I think <answer>1</answer>, no <answer> 12\n</answer>", 1.0), ("12", 1.0), ("is it 12", 0.01)],
+)
+def test_a_puzzle_is_asked_and_scored(said: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_puzzles(monkeypatch)
+    environment = loaded("reasoning-gym:sums", train=4, test=2, hardest=10)
+    assert [t.id for t in environment.test] == ["sums/0", "sums/1"] and len(environment.train) == 4
+    rollout, [prompt] = play(environment, said)
+    assert rollout.reward == reward and rollout.metrics["correct"] == (reward == 1.0)
+    assert "<answer>" in prompt and "2+10?" in prompt
+    with pytest.raises(ConfigError, match="no task 'sum' "):
+        loaded("reasoning-gym:sum")
+
+
+def test_a_real_puzzle() -> None:
+    pytest.importorskip("reasoning_gym")
+    environment = loaded("reasoning-gym:spell_backward", train=3, test=1, seed=5)
+    word = str(environment.train[0].prompt).split()[-1]
+    assert play(environment, word[::-1], None)[0].reward == 1.0
+    assert play(environment, "no", None)[0].reward < 1.0
+
+
+class Judged:
+    """An environment of verifiers: data sets of rows, and `run_rollout` with a client, a model and sampling options."""
+
+    def get_dataset(self) -> list[dict[str, Any]]:
+        messages = [{"role": "user", "content": "1+1?"}]
+        return [{"prompt": messages, "answer": "2", "example_id": 7}]
+
+    get_eval_dataset = get_dataset
+
+    async def run_rollout(
+        self, input: dict[str, Any], client: Any, model: str, sampling_args: dict[str, Any]
+    ) -> dict[str, Any]:
+        import aiohttp
+
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(
+                f"{client.api_base_url}/chat/completions",
+                json={"model": model, "messages": input["prompt"], **sampling_args},
+            ) as response,
+        ):
+            said = (await response.json())["choices"][0]["message"]["content"]
+        if said == "crash":
+            return {"error": "the sandbox is gone", "reward": 0.0}
+        return {"reward": float(said == input["answer"]), "metrics": {"exact": said == "2"}, "error": None}
+
+
+def use_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, types = ModuleType("verifiers"), ModuleType("verifiers.types")
+    library.load_environment = lambda name, **options: {"judged": Judged}[name]()  # type: ignore[attr-defined]
+    types.ClientConfig = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verifiers", library)
+    monkeypatch.setitem(sys.modules, "verifiers.types", types)
+
+
+def test_an_environment_of_verifiers_is_played_through_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp")
+    use_verifiers(monkeypatch)
+    environment = loaded("verifiers:judged")
+    assert environment.train[0].id == "judged/7" and environment.test[0].prompt == environment.train[0].prompt
+    rollout, [prompt] = play(environment, "2")
+    assert rollout.reward == 1.0 and rollout.metrics == {"exact": 1.0} and len(rollout.completions) == 1
+    assert prompt == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert play(environment, "3")[0].reward == 0.0
+    with pytest.raises(Exception, match="the sandbox is gone"):
+        play(environment, "crash")
+    with pytest.raises(ConfigError, match="verifiers:other"):
+        loaded("verifiers:other")
+
+
+def test_a_real_environment_of_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = pytest.importorskip("verifiers")
+    if not hasattr(library, "load_environment"):
+        pytest.skip("verifiers 0.4 and later has no load_environment")
+    from datasets import Dataset
+
+    def right(completion: Any, answer: str, **_: Any) -> float:
+        return float(completion[-1]["content"] == answer)
+
+    module = ModuleType("slipstream_sums")
+    rows = [{"question": "1+1?", "answer": "2"}]
+    module.load_environment = lambda: library.SingleTurnEnv(  # type: ignore[attr-defined]
+        dataset=Dataset.from_list(rows), rubric=library.Rubric(funcs=[right])
+    )
+    monkeypatch.setitem(sys.modules, "slipstream_sums", module)
+    environment = loaded("verifiers:slipstream-sums")
+    assert play(environment, "2")[0].reward == 1.0 and play(environment, "3")[0].reward == 0.0
