@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
+import copy
 import json
 from collections.abc import AsyncIterator
 from functools import partial
@@ -78,7 +79,7 @@ def by_a_full_pass(it: Served, policy: Policy) -> float:
     """How far the recorded log-probabilities are from what the trainer gives the same tokens."""
     samples = samples_of(policy.completions, 1.0)
     batch = pack(samples, bundle(samples, 100), torch.device("cpu"))
-    return float((TrainedPolicy(it.model)(batch)[0] - batch.behaviour).abs().max().detach())
+    return float((TrainedPolicy(copy.deepcopy(it.model))(batch)[0] - batch.behaviour).abs().max().detach())
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import random
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from slipstream.generators.base import GenerationError
-from slipstream.generators.torch import Engine
+from slipstream.generators.torch import Engine, TorchGenerator
 from slipstream.models import routers_of
 from slipstream.rollout import Completion, Sampling
 from tests.conftest import FAMILIES, build_model, build_tokenizer, random_prompts
@@ -293,3 +294,19 @@ def test_the_cache_grows_and_keeps_what_it_held() -> None:
     engine.submit("short", [6, 7], Sampling(max_tokens=3, seed=1))
     for completion in drain(engine).values():
         assert_true(completion, Sampling(), {0: model})
+
+
+def test_who_waits_for_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(build_model(), slots=2)
+    generator = TorchGenerator(engine)
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    async def main() -> list[object]:
+        monkeypatch.setattr(engine, "step", fail)
+        calls = [generator.generate([5, 6], Sampling()) for _ in range(3)]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
+
+    for told in asyncio.run(main()):
+        assert isinstance(told, GenerationError) and "no memory" in str(told)

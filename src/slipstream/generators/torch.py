@@ -356,7 +356,14 @@ class TorchGenerator:
     async def _step(self) -> None:
         await asyncio.sleep(0)  # let every caller of this turn of the loop submit first
         while self.engine.busy:
-            for key, completion in self.engine.step():
+            try:
+                finished = self.engine.step()
+            except Exception as error:  # or who waits would wait for ever
+                for future in self._waiting.values():
+                    if not future.done():
+                        future.set_exception(GenerationError(f"the engine failed: {error}"))
+                return
+            for key, completion in finished:
                 if key in self._waiting and not self._waiting[key].done():
                     self._waiting[key].set_result(completion)
             await asyncio.sleep(0)
