@@ -82,7 +82,8 @@ def _line(panel: Any, courses: Sequence[Course], by: str, scale: float, name: st
     if not curves:
         return
     grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), GRID)
-    values = np.ma.masked_invalid([unit * np.interp(grid, x, y) for x, y in curves])
+    mask: Any = np.ma.masked_invalid  # without types in some releases of numpy
+    values = mask([unit * np.interp(grid, x, y) for x, y in curves])
     if name == "mismatch_kl":
         values = np.ma.maximum(values, LEAST_KL / 10)
     colour, every = COLOURS[index % len(COLOURS)], GRID // 8
