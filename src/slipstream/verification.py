@@ -34,8 +34,8 @@ BATCH_INVARIANT = {
     "NCCL_P2P_NET_DISABLE": "1", "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple",
     "NCCL_ALGO": "allreduce:tree", "NCCL_NTHREADS": "1", "NCCL_SOCKET_NTHREADS": "1",
 }  # fmt: skip
-# Engines that are compiled one by one may get kernels that round otherwise. Graphs of the passes stay. In vLLM 0.25.1 the
-# normalisation of a residual (`fused_add_rms_norm`) sums in another order in passes of 256 tokens or more,
+# Engines that are compiled one by one may get kernels that round otherwise. Graphs of the passes stay. In vLLM 0.25.1
+# the normalisation of a residual (`fused_add_rms_norm`) sums in another order in passes of 256 tokens or more,
 # batch-invariant or not, and short prompts prefilled with long ones get other tokens: no such passes, then.
 INVARIANT = {
     "compilation_config": {"mode": 0, "custom_ops": ["all"], "cudagraph_mode": "FULL_DECODE_ONLY"},
