@@ -142,7 +142,7 @@ class Run:
 
     def _admit(self) -> None:
         """Start as many groups as may start; called whenever something that this depends on has changed."""
-        for _ in range(0 if self.stopped else self.state.startable()):
+        for _ in range(0 if self.stopped or self._enough() else self.state.startable()):
             task = self._tasks.create_task(self._play_group(self.state.ledger.start()))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)

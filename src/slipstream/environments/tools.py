@@ -47,7 +47,7 @@ def _hermes_call(body: str) -> Call:
             arguments = json.loads(arguments)
         if isinstance(name, str) and isinstance(arguments, dict):
             return Call(name, arguments)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         pass
     return Call("", {}, 'not a tool call; write {"name": "...", "arguments": {...}}')
 
@@ -106,6 +106,7 @@ class Tools:
         try:
             async with asyncio.timeout(self._time_limit) as clock:
                 result = await self._call(call.name, arguments)
+            told = result if isinstance(result, str) else json.dumps(result, default=str)
         except TimeoutError as error:
             what = f"took longer than {self._time_limit:g} s" if clock.expired() else str(error)
             return f"error: {what}", False
@@ -114,13 +115,16 @@ class Tools:
             return _short(f"error: {'; '.join(wrong)}"), False
         except Exception as error:
             return _short(f"error: {type(error).__name__}: {error}"), False
-        return _short(result if isinstance(result, str) else json.dumps(result, default=str)), True
+        return _short(told), True
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         def call() -> Any:  # the arguments are checked against the annotations, and made to fit where they can be
             return self._adapters[name].validate_python(ArgsKwargs((), dict(arguments)))
 
-        return await call() if inspect.iscoroutinefunction(self._functions[name]) else await _in_thread(call)
+        if inspect.iscoroutinefunction(self._functions[name]):
+            return await call()
+        result = await _in_thread(call)
+        return await result if inspect.isawaitable(result) else result
 
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:

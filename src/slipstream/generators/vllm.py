@@ -278,7 +278,7 @@ class Answer:
             if time.perf_counter() - self._asked < POLL:
                 return None
             self._pending, self._asked = post(self._llm, self._method), time.perf_counter()
-        if not self._pending.done():
+        if not _done(self._pending, self._llm):
             return None
         answers, self._pending = self._pending.result(), None
         return None if any(answer is None for answer in answers) else answers
@@ -317,7 +317,7 @@ class WorkerWeights:
         self._prepared = Answer(self._llm, "slipstream_prepared")
 
     def prepared(self) -> bool:
-        return bool(_done(self._asked) and self._prepared.get())
+        return bool(_done(self._asked, self._llm) and self._prepared.get())
 
     def apply(self) -> Counts:
         """Swap. The result tells how many tokens each request had drawn before, by vLLM's own names, or None as long
@@ -327,7 +327,7 @@ class WorkerWeights:
             applied.result()
 
         def drawn_before() -> dict[str, int] | None:
-            answers = swapped.get() if _done(applied) else None
+            answers = swapped.get() if _done(applied, self._llm) else None
             if answers is None:
                 return None
             self._held = max(held for held, _ in answers)
@@ -346,16 +346,18 @@ class WorkerWeights:
         self._sums = Answer(self._llm, "slipstream_checked")
 
     def checked(self) -> dict[str, int] | None:
-        sums = self._sums.get() if _done(self._asked) else None
+        sums = self._sums.get() if _done(self._asked, self._llm) else None
         return None if sums is None else added(sums, self._names)
 
     def close(self) -> None:
         self._llm.collective_rpc("slipstream_close")
 
 
-def _done(future: Future[list[Any]]) -> bool:
-    """Whether it is done. Raises what went wrong."""
-    return future.done() and future.result() is not None
+def _done(answer: Future[list[Any]], llm: Any) -> bool:
+    """Whether it is there. Raises what went wrong; vLLM itself answers nothing once its core is dead."""
+    if not answer.done() and getattr(getattr(llm.engine_core, "resources", None), "engine_dead", False):
+        raise RuntimeError("vLLM's engine core died")
+    return answer.done() and answer.result() is not None
 
 
 def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:

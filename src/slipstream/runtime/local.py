@@ -96,7 +96,9 @@ class Pools:
             return cls(await starting, ProcessTrainer(trainer), config, directory)
         except BaseException:
             starting.cancel()
-            await asyncio.gather(starting, trainer.stop(grace=0.5), return_exceptions=True)
+            pool, _ = await asyncio.gather(starting, trainer.stop(grace=0.5), return_exceptions=True)
+            if isinstance(pool, GeneratorPool):  # it was there before it could be called off
+                await pool.close()
             raise
 
     def trainers_turn(self, publishes: bool) -> AbstractAsyncContextManager[None]:

@@ -182,7 +182,8 @@ class GeneratorService:
         all that hold weights."""
         if self._weights:
             self._weights.close()
-            self._awaited = None  # nobody waits for that any more
+            self._awaited = self._swap = None  # nobody waits for that any more
+            self._engine.draining = False
         self._weights = self._open_weights(self._config.sync.link, offer, rank)
 
     def drawn(self) -> int:
