@@ -75,6 +75,8 @@ def cut_batch(rule: Rule, config: Config, groups: Sequence[Group], version: int)
     options, longest = config.algorithm, config.sampling.max_tokens
 
     def penalty(rollout: Rollout) -> float:
+        if not options.overlong_soft:
+            return -float(cut_off(rollout))
         length = max(len(c.token_ids) for c in rollout.completions)
         return advantages.overlong_penalty(length, longest=longest, soft=options.overlong_soft)
 

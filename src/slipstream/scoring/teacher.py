@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,7 +147,8 @@ class TorchReader:
         from slipstream.trainers.packing import bundle, bundle_length, pack, plan
 
         known = [i for i, c in enumerate(completions) if c.token_ids]
-        samples = [sample for i in known for sample in samples_of([completions[i]])]
+        # Experts that the policy's generator chose are not the teacher's.
+        samples = [sample for i in known for sample in samples_of([replace(completions[i], experts=None)])]
         bundles = bundle(samples, self._budget, share=self._model.packs)
         rows: list[list[float]] = [[] for _ in completions]
         [planned] = plan([bundle_length(samples, members) for members in bundles], self._budget)

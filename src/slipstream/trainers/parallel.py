@@ -58,11 +58,13 @@ class Ranks:
         """Whether each rank holds only a part of the weights."""
         return self._mesh is not None
 
-    def shard(self, policy: nn.Module, compute: torch.dtype) -> None:
+    def shard(self, policy: Any, compute: torch.dtype) -> None:
         """Leave each rank its part of every weight, to be gathered in `compute`; gradients are summed in float32.
 
         The weights may lie on the CPU: a layer goes to the device to be cut up, one at a time.
         """
+        if not policy.packs:  # each rank would gather a layer as often as it has sequences
+            raise ConfigError('trainer.parallel = "fsdp" can\'t train a model whose layers carry a state; use "ddp"')
         mixed = MixedPrecisionPolicy(
             param_dtype=None if compute == torch.float32 else compute,
             reduce_dtype=torch.float32,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Reference:
         self._ranks = ranks
         self._masters: Mapping[str, nn.Parameter] = {}
         self._decay = config.algorithm.reference_decay
-        self._averages = kind == "average"
+        self._averages, self._other = kind == "average", kind not in ("start", "average")
         self.average: dict[str, Tensor] = {}
         self._without_adapters = kind == "start" and hasattr(policy.model, "disable_adapter")
         if self._without_adapters:
@@ -51,7 +52,8 @@ class Reference:
         """Log-probability of each drawn token under the reference, float32 `[drawn]`."""
         model: Any = self._policy.model
         with model.disable_adapter() if self._without_adapters else contextlib.nullcontext():
-            logprobs: Tensor = self._policy(batch)[0]
+            # Another model has routers of its own; experts that the policy's generator chose are not theirs.
+            logprobs: Tensor = self._policy(replace(batch, experts=None) if self._other else batch)[0]
         self._ranks.forget_gathered(self._policy)
         return logprobs
 

@@ -142,6 +142,8 @@ class Trainer:
         found = []
         with naming_remedies(self._options):
             for micro, share in self._micro_batches([every[i] for i in chosen], batch.version):
+                if share:
+                    self._meter.count(micro)
                 learned = self._learn(micro, share * weights[[chosen[i] for i in micro.order]])
                 found += [learned] if share else []
             self.ranks.sum_gradients(self.parameters)
@@ -173,7 +175,6 @@ class Trainer:
         for items in plan(sizes, budget, self.ranks.size)[self.ranks.rank]:
             if items:
                 micro = pack(samples, [bundles[i] for i in items], self.device, version)
-                self._meter.count(micro)
                 yield micro, 1.0
             elif samples and self.ranks.sharded:
                 shortest = min(range(len(samples)), key=lambda i: length(samples[i]))
