@@ -220,7 +220,7 @@ def test_experts_that_vllm_has_packed_are_refused_by_name(tmp_path: Path) -> Non
     build_tokenizer().save_pretrained(moe)
 
     async def main() -> None:
-        pools = await Pools.start(config_of(moe, "--sync.verify=full"), tmp_path)
+        pools = await Pools.start(config_of(moe, "--sync.verify=full", "--algorithm.keep_routing=false"), tmp_path)
         try:
             with pytest.raises(Exception, match=r"experts.* form of its own|mlp.experts.gate_up_proj is"):
                 await pools.link.connect(0)

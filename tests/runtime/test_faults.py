@@ -123,16 +123,17 @@ async def started(model: Path, folder: Path, link: str, *flags: str, close: floa
     named = ["--environment.name=addition", f"--trainer.kind={TRAINER}", f"--sync.link={link}"]
     threads = ["--trainer.threads=1", "--generator.threads=1"]
     config = load_config(None, [f"--model.path={model}", *named, *threads, *flags])
+    others = descendants(os.getpid())  # such as servers that other tests share
     async with asyncio.timeout(LIMIT):
         pools = await Pools.start(config, folder)
-    processes = descendants(os.getpid())
+    processes = descendants(os.getpid()) - others
     try:
         trainers = getattr(pools.trainer.actor, "actors", [pools.trainer.actor])
         assert {pid_of(actor) for actor in (*trainers, *(g.actor for g in pools.generator.generators))} <= processes
         async with asyncio.timeout(LIMIT):
             yield pools
     finally:
-        processes |= descendants(os.getpid())
+        processes |= descendants(os.getpid()) - others
         async with asyncio.timeout(LIMIT):
             began = time.monotonic()
             await pools.close()

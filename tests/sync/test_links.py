@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.config import Config, ConfigError, load_config
+from slipstream.config import Config, ConfigError, TrainerConfig, load_config
 from slipstream.generators.weights import Place, ServedWeights, local_places
 from slipstream.models import trained_parameters
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket, find_link
+from slipstream.trainers.parallel import Ranks
 from slipstream.trainers.precision import compute_on
 from tests.conftest import build_model
 
@@ -124,7 +125,8 @@ def test_a_model_on_shared_memory_still_trains_and_saves(tmp_path: Path) -> None
 
     pair = Pair("shared", tmp_path)
     pair.train(0.1)
-    export(tmp_path / "policy", pair.trained, trained_parameters(pair.trained))
+    alone = Ranks(TrainerConfig(), torch.device("cpu"))
+    export(tmp_path / "policy", pair.trained, trained_parameters(pair.trained), alone)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
