@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import kill
+
+
+@contextmanager
+def module_for_processes(name: str, source: str, folder: Path, path: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module of this source in `folder`, which this process, and those that it starts, can import meanwhile."""
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(source)
+    path.syspath_prepend(str(folder))
+    yield folder
+    sys.modules.pop(name, None)
 
 
 def descendants(process: int) -> set[int]:

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -400,31 +400,27 @@ class Config(Section):
         sync = self.sync
         if sync.placement != "colocated":
             return
-        for wrong, what, remedy in (
+        _refuse_beside('sync.placement = "colocated"', (
             (sync.restart, "sync.restart", "leave it out"),
             (sync.interruption == "continue", 'sync.interruption = "continue": keys and values are lost in sleep',
              'set it to "recompute", "retry" or "drain"'),
             (sync.link in ("single_copy", "nccl", "nccl_direct"), f'sync.link = "{sync.link}", whose ends run at once',
              'use "shared"'),
             (bool(self.generator.servers), "generator.servers, which can't be put to sleep", "leave them out"),
-        ):  # fmt: skip
-            if wrong:
-                raise ConfigError(f'sync.placement = "colocated" does not go with {what}; {remedy}')
+        ))  # fmt: skip
 
     def _refuse_restart(self) -> None:
         """Raise `ConfigError` for what can't be where engines are started anew on each version."""
         sync = self.sync
         if not sync.restart:
             return
-        for wrong, what, remedy in (
+        _refuse_beside("sync.restart = true", (
             (sync.link != "checkpoint", f'sync.link = "{sync.link}"', 'set it to "checkpoint"'),
             (sync.interruption not in ("retry", "drain"),
              f'sync.interruption = "{sync.interruption}": sequences go with an engine', 'set it to "retry" or "drain"'),
             (bool(self.lora.rank), f"lora.rank = {self.lora.rank}, of which files are no model", "set it to 0"),
             (bool(self.generator.servers), "generator.servers, which are yours to start", "leave them out"),
-        ):  # fmt: skip
-            if wrong:
-                raise ConfigError(f"sync.restart = true does not go with {what}; {remedy}")
+        ))  # fmt: skip
 
     def _refuse_rule(self) -> None:
         """Raise `ConfigError` for parts of the learning rule that don't go together."""
@@ -487,22 +483,27 @@ class Config(Section):
         urls = [urlsplit(url) for url in servers]
         other = next((u.netloc for u in urls if u.hostname not in ("localhost", "127.0.0.1", "::1")), "")
         given = [name for name in ("tensor_parallel", "memory", "options", "slots") if self._changed(name)]
-        for wrong, what, remedy in (
+        _refuse_beside("generator.servers", (
             (generator.kind != "vllm", f'generator.kind = "{generator.kind}"', 'set it to "vllm"'),
             (generator.count != len(servers), f"generator.count = {generator.count}", "leave it out"),
             (not all(u.scheme in ("http", "https") and u.netloc for u in urls), f"servers = {servers}",
              "each is a URL such as http://host:8000"),
             (len({u.netloc for u in urls}) < len(urls), f"servers = {servers}", "name each once"),
             (bool(given), "".join(f"generator.{n}" for n in given[:1]), "give it to `vllm serve` instead"),
-            (link in ("shared", "nccl") and other, f'sync.link = "{link}", which does not reach {other}',
+            (link in ("shared", "nccl") and bool(other), f'sync.link = "{link}", which does not reach {other}',
              'set it to "checkpoint", with run.dir on a file system that both hosts have'),
-        ):  # fmt: skip
-            if wrong:
-                raise ConfigError(f"generator.servers does not go with {what}; {remedy}")
+        ))  # fmt: skip
 
     def _changed(self, name: str) -> bool:
         """Whether this option of the generator has another value than its default."""
         return bool(getattr(self.generator, name) != GeneratorConfig.model_fields[name].default)
+
+
+def _refuse_beside(chosen: str, others: Iterable[tuple[bool, str, str]]) -> None:
+    """Raise `ConfigError` for the first of the other choices that is wrong beside this one: (wrong, what, remedy)."""
+    for wrong, what, remedy in others:
+        if wrong:
+            raise ConfigError(f"{chosen} does not go with {what}; {remedy}")
 
 
 SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]

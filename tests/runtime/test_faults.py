@@ -28,7 +28,7 @@ from slipstream.rollout import Sampling
 from slipstream.runtime.local import Pools, ProcessTrainer
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import PublishError, WeightLink
-from tests.processes import descendants, lives
+from tests.processes import descendants, lives, module_for_processes
 
 LIMIT = 60.0  # seconds in which everything has an end
 TRAINER = "slipstream.verification:ChangingTrainer"
@@ -104,12 +104,8 @@ class Orders:
 @pytest.fixture
 def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Orders]:
     """What the links of the module `faulty`, which processes can import from now on, are told."""
-    folder = tmp_path / "faulty"
-    folder.mkdir()
-    (folder / "faulty_links.py").write_text(FAULTY)
-    monkeypatch.syspath_prepend(str(folder))
-    yield Orders(folder)
-    sys.modules.pop("faulty_links", None)
+    with module_for_processes("faulty_links", FAULTY, tmp_path / "faulty", monkeypatch) as folder:
+        yield Orders(folder)
 
 
 def pid_of(actor: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from slipstream.rollout import Batch, Completion, Sampling
 from slipstream.run import train
 from slipstream.runtime.local import Pools
 from tests.conftest import build_model
+from tests.processes import module_for_processes
 
 RECORDING = """
 import json, os, time
@@ -57,12 +57,8 @@ class Trainer(TrainerService):
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the services of the module `recording` write down when they compute."""
-    folder = tmp_path / "recorded"
-    folder.mkdir()
-    (folder / "recording.py").write_text(RECORDING)
-    monkeypatch.syspath_prepend(str(folder))
-    yield folder
-    sys.modules.pop("recording", None)
+    with module_for_processes("recording", RECORDING, tmp_path / "recorded", monkeypatch) as folder:
+        yield folder
 
 
 def config_of(model: Path, *flags: str) -> Config:

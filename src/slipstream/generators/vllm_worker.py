@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slipstream.generators.vllm_places import expert_part, places_of
-from slipstream.generators.weights import Place, ServedWeights
+from slipstream.generators.weights import Place, ServedWeights, side_stream
 from slipstream.models import end_of_sequence, generation_config
 from slipstream.sync.link import Ticket
 from slipstream.sync.nccl_direct import NativeReceiver
@@ -30,7 +30,7 @@ class HeldWeights(ServedWeights):
 
     def __init__(self, receiver: NativeReceiver, places: Mapping[str, Place]) -> None:
         self._native, self._places = receiver, places
-        self._device = next(iter(places.values())).tensor.device
+        self._stream = side_stream(next(iter(places.values())).tensor.device)
 
     def prepare(self, ticket: Ticket) -> None: ...
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +79,7 @@ class ServedWeights:
         shapes = {name: list(place.shape) for name, place in places.items()}
         _, receiver = find_link(link)
         self._receiver = receiver(offer, shapes, rank, self._device)
-        on_gpu = self._device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._stream = side_stream(self._device)
         self._rebind = rebind and self._receiver.lasting
         self._next: Future[list[tuple[Tensor, Tensor]]] | None = None
         self._sums: Future[dict[str, int]] | None = None
@@ -158,7 +156,7 @@ class ServedWeights:
     def _checksums(self, names: Sequence[str]) -> dict[str, int]:
         places = {name: self._places[name] for name in names}
         # A stream of its own: what is asked for in that of the passes would have to wait for them, and they for it.
-        with _side_stream(self._device):
+        with torch.cuda.stream(self._stream):
             return {n: checksum(p.tensor, p.index) if p.counted else 0 for n, p in places.items()}
 
     def close(self) -> None:
@@ -166,9 +164,9 @@ class ServedWeights:
         self._receiver.close()
 
 
-def _side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    stream: Any = torch.cuda.Stream
-    return torch.cuda.stream(stream(device)) if device.type == "cuda" else nullcontext()
+def side_stream(device: torch.device) -> Any:
+    """A stream beside that of the passes; None where there are none."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _answer(job: Callable[[], Any], answer: Future[Any]) -> None:
