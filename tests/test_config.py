@@ -88,6 +88,18 @@ def test_every_option_is_documented_once() -> None:
         (["--trainer.ranks=4", "--trainer.shards=3"], "trainer.shards = 3 must divide trainer.ranks = 4"),
         (["--trainer.ranks=2", "--trainer.shards=2", "--trainer.parallel=ddp"], 'with trainer.parallel = "fsdp"'),
         (["--trainer.ranks=2", "--sync.placement=colocated", "--sync.interruption=retry"], "needs trainer.ranks = 1"),
+        (["--trainer.ranks=2", "--trainer.parallel=tensor", "--lora.rank=4"], "can't train adapters"),
+        (["--sync.link=single_copy", "--model.dtype=bfloat16", "--trainer.ranks=2"], "needs trainer.ranks = 1"),
+        (
+            [
+                "--sync.link=single_copy",
+                "--model.dtype=bfloat16",
+                "--generator.kind=vllm",
+                "--trainer.ranks=2",
+                "--generator.tensor_parallel=2",
+            ],
+            'needs trainer.ranks = 2 and trainer.parallel = "tensor"',
+        ),
         (["--sync.link", "fast"], 'sync.link = "fast" is unknown; give "shared", "single_copy", "nccl"'),
         (["--loop", "3"], "unknown option --loop"),
         (["--loop.steps", '"7"'], 'loop.steps = "7": it must be a valid integer'),

@@ -152,8 +152,10 @@ class TrainerConfig(Section):
 
     kind: str = option("pytorch", '"pytorch", or your own service as "module:Class".')
     ranks: int = option(1, "Processes that train together, each with a GPU of its own.", ge=1)
-    parallel: Literal["fsdp", "ddp"] = option(
-        "fsdp", "What each of several ranks holds of weights and optimizer: a part (fsdp), or all (ddp)."
+    parallel: Literal["fsdp", "ddp", "tensor"] = option(
+        "fsdp",
+        "What each of several ranks holds of weights and optimizer: a part (fsdp), all (ddp), or a part with "
+        "which it takes part in all tokens (tensor).",
     )
     shards: int = option(0, "Ranks over which one copy of the weights is spread (fsdp); 0 is all of them.", ge=0)
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", gt=0)
@@ -324,7 +326,6 @@ class Config(Section):
         if self.sync.link == "single_copy":
             needs: tuple[tuple[str, Any, Any], ...] = (
                 ("generator.count", self.generator.count, 1),
-                ("generator.tensor_parallel", self.generator.tensor_parallel, 1),
                 ("sync.every", self.sync.every, 1),
                 ("lora.rank", self.lora.rank, 0),
                 ("model.dtype", self.model.dtype, "bfloat16"),
@@ -468,12 +469,21 @@ class Config(Section):
                 f"trainer.shards = {trainer.shards} must divide trainer.ranks = {trainer.ranks}, with trainer.parallel "
                 '= "fsdp"; change it, or set it to 0'
             )
-        for wrong, what in (
-            (sync.link == "single_copy", 'sync.link = "single_copy"'),
-            (sync.placement == "colocated", 'sync.placement = "colocated"'),
-        ):
-            if wrong and trainer.ranks > 1:
-                raise ConfigError(f"{what} needs trainer.ranks = 1, not {trainer.ranks}; use another, or one rank")
+        if sync.placement == "colocated" and trainer.ranks > 1:
+            raise ConfigError(
+                f'sync.placement = "colocated" needs trainer.ranks = 1, not {trainer.ranks}; use one rank, or '
+                '"disaggregated"'
+            )
+        if trainer.parallel == "tensor" and trainer.ranks > 1 and self.lora.rank:
+            raise ConfigError('trainer.parallel = "tensor" can\'t train adapters; use "fsdp", or set lora.rank = 0')
+        if sync.link == "single_copy":
+            spread = self.generator.tensor_parallel
+            if trainer.ranks != spread or (spread > 1 and trainer.parallel != "tensor"):
+                needed = f"trainer.ranks = {spread}" + (' and trainer.parallel = "tensor"' if spread > 1 else "")
+                raise ConfigError(
+                    f'sync.link = "single_copy" with generator.tensor_parallel = {spread} needs {needed}: a rank of '
+                    "the trainer computes on the weights of a rank of the engine"
+                )
 
     def _refuse_servers(self) -> None:
         """Raise `ConfigError` for `generator.servers` that can't be, or not with these other options."""

@@ -28,6 +28,18 @@ def config_of(*flags: str) -> Config:
         (["--generator.device=cuda:1", "--trainer.device=cuda:0"], 2, ((1,),), (0,)),
         (["--generator.device=cuda:0", "--trainer.device=cuda:0"], 2, ((0,),), (0,)),
         (["--sync.link=single_copy", "--model.dtype=bfloat16"], 4, ((0,),), (0,)),
+        (
+            [
+                "--sync.link=single_copy",
+                "--model.dtype=bfloat16",
+                "--generator.tensor_parallel=2",
+                "--trainer.ranks=2",
+                "--trainer.parallel=tensor",
+            ],
+            4,
+            ((0, 1),),
+            (0, 1),
+        ),
     ],
 )
 def test_places(flags: list[str], gpus: int, generators: tuple[tuple[int, ...], ...], trainer: tuple[int, ...]) -> None:

@@ -27,12 +27,22 @@ WAYS = {
     "ddp": ("--trainer.parallel=ddp",),
     "fsdp": (),
     "hybrid": ("--trainer.shards=2",),
+    "tensor": ("--trainer.parallel=tensor",),
+    "average": ("--trainer.parallel=tensor", "--algorithm.kl=0.1", "--algorithm.reference=average"),
     "kl": ("--algorithm.kl=0.1", "--trainer.activation_checkpointing=full"),
     "lora": ("--lora.rank=4", "--algorithm.kl=0.1"),
 }
-TRIED = {1: ("fsdp", "kl", "lora"), 2: ("ddp", "fsdp", "kl", "lora"), 4: ("ddp", "fsdp", "hybrid")}
-RESUMED = {1: ("hybrid 4", "lora 2"), 2: ("fsdp 1",), 4: ("fsdp 2", "ddp 2")}  # way and size that saved, by size
-LIKE = {"ddp": "fsdp", "hybrid": "fsdp"}  # the same training on one rank
+TRIED = {
+    1: ("fsdp", "kl", "lora", "average"),
+    2: ("ddp", "fsdp", "kl", "lora", "tensor", "average"),
+    4: ("ddp", "fsdp", "hybrid"),
+}
+RESUMED = {
+    1: ("hybrid 4", "lora 2"),
+    2: ("fsdp 1",),
+    4: ("fsdp 2", "ddp 2", "tensor 2"),
+}  # way and size that saved, by size
+LIKE = {"ddp": "fsdp", "hybrid": "fsdp", "tensor": "fsdp"}  # the same training on one rank
 STEPS, SAVED = 3, 1
 Found = dict[str, Any]
 

@@ -102,9 +102,9 @@ class Engine:
         """Requests that hold a slot and want another token."""
         return sum(s.finish is None for s in self._running)
 
-    def lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:
-        """Handles of the tensors that serve parameters of these shapes."""
-        return lend({name: p for name, p in self.model.named_parameters() if name in shapes})
+    def lend(self, shapes: dict[str, list[int]]) -> list[dict[str, str]]:
+        """Handles of the tensors that serve parameters of these shapes, of the one process that has them."""
+        return [lend({name: p for name, p in self.model.named_parameters() if name in shapes})]
 
     @property
     def settled(self) -> bool:

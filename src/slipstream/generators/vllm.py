@@ -216,9 +216,9 @@ class VllmEngine:
         self._late, self._aborted = [], set()
         return kept_back
 
-    def lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:
-        """Handles of the tensors that serve parameters of these shapes."""
-        handles: dict[str, str] = self._llm.collective_rpc("slipstream_lend", args=(shapes,))[0]
+    def lend(self, shapes: dict[str, list[int]]) -> list[dict[str, str]]:
+        """Handles of the tensors that serve parameters of these shapes, of each worker."""
+        handles: list[dict[str, str]] = self._llm.collective_rpc("slipstream_lend", args=(shapes,))
         return handles
 
     def open_weights(self, link: str, offer: Ticket, rank: int) -> WorkerWeights | AdapterWeights:

@@ -80,9 +80,9 @@ class WorkerExtension:
 
     def slipstream_lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:
         """This worker's tensors for parameters of these shapes, for a trainer of this host to compute on."""
-        return lend(
-            {name: place.tensor for name, place in places_of(self.model_runner.get_model(), shapes, 0, 1).items()}
-        )
+        size = self.model_runner.parallel_config.tensor_parallel_size
+        places = places_of(self.model_runner.get_model(), shapes, self.rank % size, size)
+        return lend({name: place.tensor for name, place in places.items()})
 
     def slipstream_connect(self, link: str, offer: Ticket, rank: int) -> None:
         """Open this worker's end of a link. Raises `ValueError` for a model that can't be written in place."""

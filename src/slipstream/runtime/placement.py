@@ -53,7 +53,8 @@ def place(config: Config, gpus: int) -> Placement:
     if config.sync.link == "single_copy":
         if not gpus:
             raise ConfigError('sync.link = "single_copy" needs a GPU, and there is none here; use "shared"')
-        return Placement(((0,),), (0,))
+        both = tuple(range(each))
+        return Placement((both,), both)
     spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.count)]
     first = wanted if gpus > 1 and not colocated else 0
     placement = Placement(

@@ -45,7 +45,7 @@ class Engine(Protocol):
     def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None: ...
     def abort(self, key: Hashable) -> None: ...
     def drawn(self) -> int: ...
-    def lend(self, shapes: dict[str, list[int]]) -> dict[str, str]: ...
+    def lend(self, shapes: dict[str, list[int]]) -> list[dict[str, str]]: ...
     def step(self) -> list[tuple[Hashable, Completion]]: ...
     def swap(self, version: int, apply: Callable[[], Any], how: Interruption) -> float: ...
     def sleep(self, level: int) -> None: ...
@@ -165,8 +165,8 @@ class GeneratorService:
         elif not self._engine.busy:
             time.sleep(0.001)
 
-    def lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:
-        """Handles of the served weights, for a trainer that computes on them (`sync.single_copy`)."""
+    def lend(self, shapes: dict[str, list[int]]) -> list[dict[str, str]]:
+        """Handles of the served weights of each rank, for a trainer that computes on them (`sync.single_copy`)."""
         return self._engine.lend(shapes)
 
     def wake(self, tags: Sequence[str]) -> None:
@@ -217,6 +217,7 @@ class TrainerService:
         parameters = self._trainer.parameters
         self._weights = Whole(parameters, dtype_of(config), ranks) if ranks.sharded else parameters
         self._sender: Sender | None = None
+        self._everywhere = False
         self._saving: list[tuple[Future[Any], Reply]] = []
 
     @property
@@ -230,7 +231,7 @@ class TrainerService:
         elif owner := next((o for o in (self, self._trainer) if hasattr(o, method)), None):
             reply(getattr(owner, method)(*arguments))
         else:
-            reply(self._on_rank_0(lambda: getattr(self._sender, method)(*arguments)))
+            reply(self._at_link(lambda: getattr(self._sender, method)(*arguments)))
 
     def tick(self) -> None:
         """Say what has been saved."""
@@ -244,13 +245,16 @@ class TrainerService:
         """Of what is trained."""
         return shapes_of(self._trainer.parameters)
 
-    def compute_on(self, handles: dict[str, str]) -> None:
-        """Use weights that an engine has lent from now on (`sync.single_copy`)."""
-        self._trainer.compute_on(borrow(handles))
+    def compute_on(self, handles: Sequence[dict[str, str]]) -> None:
+        """Use weights that the same rank of an engine has lent from now on (`sync.single_copy`)."""
+        self._trainer.compute_on(borrow(handles[self._trainer.ranks.rank], self._trainer.device))
 
     def open_link(self, receivers: int) -> Ticket | None:
         """This end of the link, for so many processes that hold weights."""
-        return self._on_rank_0(lambda: self._open_link(receivers))
+        kind, _ = find_link(self._config.sync.link)
+        self._everywhere = kind.everywhere
+        offer = self._at_link(lambda: self._open_link(kind, receivers))
+        return {**(offer or {}), "parts": self._trainer.ranks.each(offer)} if self._everywhere else offer
 
     def checksums(self, names: Sequence[str]) -> dict[str, int] | None:
         """Of the weights as they are published."""
@@ -261,13 +265,17 @@ class TrainerService:
         if self._sender:
             self._sender.close()
 
-    def _open_link(self, receivers: int) -> Ticket:
+    def _open_link(self, kind: type[Sender], receivers: int) -> Ticket:
         if self._sender:
             self._sender.close()
-        sender, _ = find_link(self._config.sync.link)
-        self._sender = sender(self._weights, self._config, self._run, receivers)
+        weights = self._trainer.parameters if self._everywhere else self._weights
+        self._sender = kind(weights, self._config, self._run, receivers)
         self._trainer.before_update = self._sender.before_update
         return self._sender.offer()
+
+    def _at_link(self, work: Callable[[], Result]) -> Result | None:
+        """Do this wherever the trainer has an end of the link."""
+        return work() if self._everywhere else self._on_rank_0(work)
 
     def _on_rank_0(self, work: Callable[[], Result]) -> Result | None:
         """Do this on rank 0, while the others help it to gather the weights that it reads."""

@@ -3,7 +3,7 @@
 Every rank is a process with one device that gets every batch, works on its own share of it, and takes the same steps.
 Either each holds all weights ("ddp") and gradients are summed once a step, or each holds a part of every weight
 ("fsdp", Zhao et al. 2023, arXiv:2304.11277), gathers a layer when it is computed, and keeps its part of the summed
-gradient.
+gradient. Or all of them work on all of it, each with its part of every layer ("tensor", see `trainers.tensor`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ class Ranks:
     def __init__(self, options: TrainerConfig, device: torch.device) -> None:
         """Wait for all ranks. Raises `ConfigError` if this process was started as one of another number."""
         self.size, self.rank, self.device = options.ranks, 0, device
+        self.shares, self.share = 1, 0  # in how many parts a batch is worked on, and which is this rank's
+        self.tensor = options.parallel == "tensor" and self.size > 1
+        self.alike: frozenset[str] = frozenset()  # parameters that all ranks hold, and have parts of the gradient of
         self.files: Any = None
         self.calls: Any = None
-        self._mesh: DeviceMesh | None = None
+        self.mesh: DeviceMesh | None = None
         if self.size == 1:
             return
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) != self.size:
@@ -47,16 +50,25 @@ class Ranks:
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         self.rank = dist.get_rank()
         self.files, self.calls = (dist.new_group(backend="gloo") for _ in range(2))
+        if self.tensor:
+            self.mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("tensor",))
+            return
+        self.shares, self.share = self.size, self.rank
         if options.parallel == "fsdp":
             shards = options.shards or self.size
             sizes = {"copies": self.size // shards, "shards": shards}
             names = tuple(name for name, size in sizes.items() if size > 1) or ("shards",)
-            self._mesh = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=names)
+            self.mesh = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=names)
 
     @property
     def sharded(self) -> bool:
         """Whether each rank holds only a part of the weights."""
-        return self._mesh is not None
+        return self.mesh is not None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether each rank gathers a layer's weights when it is computed."""
+        return self.sharded and not self.tensor
 
     def shard(self, policy: Any, compute: torch.dtype) -> None:
         """Leave each rank its part of every weight, to be gathered in `compute`; gradients are summed in float32.
@@ -71,19 +83,20 @@ class Ranks:
             cast_forward_inputs=False,  # a batch keeps its log-probabilities as they are
         )
         for module in (*list(layers(policy.model)), policy):
-            sharded: FSDPModule = fully_shard(module, mesh=self._mesh, mp_policy=mixed)
+            sharded: FSDPModule = fully_shard(module, mesh=self.mesh, mp_policy=mixed)
             # The loss has one denominator, so gradients are added up, not averaged.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Add up the gradients of all ranks, where that is not done as they come."""
-        if self.size == 1 or self.sharded:
+        if self.size == 1 or self.gathers:
             return
-        for parameter in parameters.values():
+        summed = [p for name, p in parameters.items() if name in self.alike or not self.tensor]
+        for parameter in summed:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for work in [dist.all_reduce(p.grad, async_op=True) for p in parameters.values()]:
+        for work in [dist.all_reduce(part_here(cast(Tensor, p.grad)), async_op=True) for p in summed]:
             work.wait()
 
     def sum(self, values: Mapping[str, Tensor]) -> dict[str, float]:
@@ -91,13 +104,13 @@ class Ranks:
         if not values:
             return {}
         total = torch.stack(list(values.values()))
-        if self.size > 1:
+        if self.shares > 1:
             dist.all_reduce(total)
         return dict(zip(values, total.tolist(), strict=True))
 
     def joined(self, columns: Sequence[Tensor]) -> Sequence[Tensor]:
         """Columns of all ranks, each `[entries of all ranks]` as floating point, from those of this one."""
-        if self.size == 1:
+        if self.shares == 1:
             return columns
         table = torch.stack([column.to(self.device, torch.float32) for column in columns])
         rows = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in range(self.size)]
@@ -110,15 +123,20 @@ class Ranks:
 
     def union(self, entries: dict[int, Any]) -> dict[int, Any]:
         """The entries of all ranks."""
-        if self.size == 1:
+        if self.shares == 1:
             return entries
-        parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, entries, group=self.calls)
-        return {key: value for part in parts for key, value in part.items()}
+        return {key: value for part in self.each(entries) for key, value in part.items()}
+
+    def each(self, value: Any) -> list[Any]:
+        """What each rank says, as plain data."""
+        said: list[Any] = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(said, value, group=self.calls)
+        return said
 
     def forget_gathered(self, policy: nn.Module) -> None:
         """Leave only parts in memory after passes that no backward pass has followed."""
-        if self.sharded:
+        if self.gathers:
             cast(FSDPModule, policy).reshard()
 
     def most(self, value: float) -> float:
@@ -172,6 +190,11 @@ class Whole(Mapping[str, Tensor]):
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor of which each rank may hold a part; every rank has to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_here(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(tensor: Tensor, like: Tensor) -> Tensor:

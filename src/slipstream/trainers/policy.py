@@ -33,6 +33,7 @@ class Policy(nn.Module):
         if self.packs:
             whole.set_attn_implementation(attention.NAME)
         self.routing = Routing(whole)
+        self.predict = head_logprobs
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability of each drawn token under the distribution that it was drawn from, and its entropy."""
@@ -47,7 +48,7 @@ class Policy(nn.Module):
         if torch.is_grad_enabled():
             self.routing.count()
         drawn = (batch.targets, batch.temperatures, batch.kept)
-        return head_logprobs(hidden[batch.predicts], head.weight, *drawn, fuse=self._fuse)
+        return self.predict(hidden[batch.predicts], head.weight, *drawn, fuse=self._fuse)
 
     def _packed(self, batch: MicroBatch) -> Tensor:
         arguments = batch.segments.arguments()

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from slipstream.trainers.parallel import part_here
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -30,7 +33,14 @@ def compute_on(model: nn.Module, masters: Parameters, tensors: Mapping[str, Tens
 
 def lowered(masters: Parameters, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies of the masters in another format."""
-    return {name: parameter.detach().to(dtype) for name, parameter in masters.items()}
+    return {name: part_here(parameter.detach()).to(dtype) for name, parameter in masters.items()}
+
+
+def _like(part: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of what is spread over ranks as `whole` is."""
+    if not isinstance(whole, DTensor):
+        return part
+    return DTensor.from_local(part, whole.device_mesh, whole.placements, run_check=False)
 
 
 def _pass_on(master: nn.Parameter) -> Callable[[Tensor], None]:
@@ -39,9 +49,10 @@ def _pass_on(master: nn.Parameter) -> Callable[[Tensor], None]:
     def hook(stand_in: Tensor) -> None:
         assert stand_in.grad is not None
         if master.grad is None:
-            master.grad = stand_in.grad.to(master.dtype)
+            gradient = stand_in.grad.to(master.dtype)
+            master.grad = _like(gradient, master)
         else:
-            master.grad.add_(stand_in.grad)
+            part_here(master.grad).add_(stand_in.grad)
         stand_in.grad = None
 
     return hook

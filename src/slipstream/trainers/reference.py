@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from slipstream.config import Config, ConfigError
 from slipstream.models import load_causal_lm
 from slipstream.trainers.packing import MicroBatch
-from slipstream.trainers.parallel import Ranks
+from slipstream.trainers.parallel import Ranks, whole
 from slipstream.trainers.policy import Policy
 
 
@@ -39,7 +40,7 @@ class Reference:
         else:
             device = next(policy.parameters()).device
             self._policy = _other(kind, policy, device, compute)
-        if ranks.sharded and not self._without_adapters:
+        if ranks.gathers and not self._without_adapters:
             ranks.shard(self._policy, compute)
 
     def follow(self, masters: Mapping[str, nn.Parameter]) -> None:
@@ -74,7 +75,8 @@ class Reference:
         """Compute with the average as it is now."""
         for name, parameter in self._policy.model.named_parameters():
             if name in self.average:
-                parameter.copy_(self.average[name])
+                average = self.average[name]
+                parameter.copy_(average if isinstance(parameter, DTensor) else whole(average))
 
 
 def _frozen(policy: Policy, compute: torch.dtype) -> Policy:

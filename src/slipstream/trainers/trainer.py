@@ -21,7 +21,7 @@ from slipstream.algorithms.corrections import combine, masked_product
 from slipstream.algorithms.kl import kl_to_reference
 from slipstream.algorithms.statistics import off_policy
 from slipstream.algorithms.tokens import Tokens
-from slipstream.config import AlgorithmConfig, Config, TrainerConfig
+from slipstream.config import AlgorithmConfig, Config, ConfigError, TrainerConfig
 from slipstream.models import device_here, load_model, trained_parameters
 from slipstream.rollout import Batch, Completion, Sample, samples_of
 from slipstream.rule import Rule, load_rule
@@ -30,11 +30,12 @@ from slipstream.trainers.guards import naming_remedies, refuse_to_go_on
 from slipstream.trainers.memory import checkpoint_activations, compile_layers
 from slipstream.trainers.offload import move
 from slipstream.trainers.packing import MicroBatch, bundle, bundle_length, length, pack, plan
-from slipstream.trainers.parallel import Ranks, clip_gradients
+from slipstream.trainers.parallel import Ranks, clip_gradients, part_here
 from slipstream.trainers.policy import Policy
 from slipstream.trainers.precision import compute_on, lowered
 from slipstream.trainers.reference import Reference
 from slipstream.trainers.speed import Meter
+from slipstream.trainers.tensor import cut
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Trainer:
         options, compute = config.trainer, getattr(torch, config.model.dtype)
         self.ranks = Ranks(options, self.device)
         frozen = compute if config.lora.rank else torch.float32  # adapters are float32 over any base
-        home = torch.device("cpu") if self.ranks.sharded else self.device  # until it is cut up
+        home = torch.device("cpu") if self.ranks.gathers else self.device  # until it is cut up
         self.model = load_model(config.model, config.lora, device=home, dtype=frozen)
         self.model.train()
         self.step_count = self.token_count = self.skipped_count = self._skipped_in_a_row = 0
@@ -97,18 +98,21 @@ class Trainer:
         self._policy = Policy(self.model, fuse)
         self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl else None
         checkpoint_activations(self.model, options.activation_checkpointing)
-        if fuse:
+        if fuse and not self.ranks.tensor:
             compile_layers(self.model)
         self._meter = Meter(self.model, self.device)
-        if self.ranks.sharded:
+        if self.ranks.gathers:
             self.ranks.shard(self._policy, compute)
         self.parameters = trained_parameters(self.model)
+        if self.ranks.tensor and self.ranks.mesh:
+            self.parameters, self.ranks.alike = cut(self._policy, self.ranks.mesh)
         if self._reference:
             self._reference.follow(self.parameters)
-        lower = compute != torch.float32 and not self.ranks.sharded  # parts are cast as they are gathered
+        lower = compute != torch.float32 and not self.ranks.gathers  # parts are cast as they are gathered
         self._lowered = lowered(self.parameters, compute) if lower else None
-        if self._lowered:
-            compute_on(self.model, self.parameters, self._lowered)
+        if self._lowered or self.ranks.tensor:
+            masters = {name: part_here(p.detach()) for name, p in self.parameters.items()}
+            compute_on(self.model, self.parameters, self._lowered or masters)
         self._optimizer = torch.optim.AdamW(
             self.parameters.values(),
             lr=options.learning_rate,
@@ -118,7 +122,16 @@ class Trainer:
         )
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
-        """Run forward and backward passes on these tensors from now on, whoever keeps them up to date."""
+        """Run forward and backward passes on these tensors from now on, whoever keeps them up to date.
+
+        Raises `ConfigError` unless they are the parts of the weights that this rank has.
+        """
+        for name, parameter in self.parameters.items():
+            ours, theirs = part_here(parameter.detach()).shape, tensors[name].shape
+            if ours != theirs:
+                raise ConfigError(
+                    f"{name} is {list(theirs)} in the engine and {list(ours)} in the trainer: other parts"
+                )
         compute_on(self.model, self.parameters, tensors)
         self._lowered = None
 
@@ -172,11 +185,11 @@ class Trainer:
         budget = self._options.tokens_per_microbatch
         bundles = bundle(samples, budget, share=self._policy.packs)
         sizes = [bundle_length(samples, members) for members in bundles]
-        for items in plan(sizes, budget, self.ranks.size)[self.ranks.rank]:
+        for items in plan(sizes, budget, self.ranks.shares)[self.ranks.share]:
             if items:
                 micro = pack(samples, [bundles[i] for i in items], self.device, version)
                 yield micro, 1.0
-            elif samples and self.ranks.sharded:
+            elif samples and self.ranks.gathers:
                 shortest = min(range(len(samples)), key=lambda i: length(samples[i]))
                 yield pack(samples, [[shortest]], self.device, version), 0.0
 
@@ -279,7 +292,8 @@ class Trainer:
     def _lower(self) -> None:
         """Bring the weights that are computed on to what their masters say."""
         if self._lowered:
-            torch._foreach_copy_(list(self._lowered.values()), [p.detach() for p in self.parameters.values()])
+            masters = [part_here(parameter.detach()) for parameter in self.parameters.values()]
+            torch._foreach_copy_(list(self._lowered.values()), masters)
 
 
 class Learned(NamedTuple):
