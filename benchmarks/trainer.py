@@ -1,6 +1,7 @@
 """The speed of one full GRPO step (forward, loss, backward, optimizer) on rollouts of log-normal lengths.
 
     python benchmarks/trainer.py --shape 1.7B [--tokens 65536] [--steps 5] [--vocabulary N] [--json FILE] [config flags]
+    python benchmarks/trainer.py --lengths 128 512      # all prompts and all completions alike
     torchrun --nproc-per-node N benchmarks/trainer.py --shape 8B --tokens ALL --trainer.ranks N
 
 `tokens` and what is counted are those of all ranks, `utilisation` and `memory_gb` those of one.
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,18 +37,24 @@ from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
 from slipstream.trainers.trainer import Trainer
 
 FIRST = os.environ.get("RANK", "0") == "0"
+GPU = torch.cuda.is_available()
+DTYPE = "bfloat16" if GPU else "float32"
 GROUP, MEDIAN, SIGMA, LONGEST, PROMPT = 8, 400, 0.6, 2048, (64, 256)
 
 
-def make_rollouts(tokens: int, vocabulary: int, seed: int) -> Batch:
-    """Groups of 8 completions with made-up log-probabilities near the policy's, until `tokens` are reached."""
+def make_rollouts(tokens: int, vocabulary: int, seed: int, lengths: Sequence[int] = ()) -> Batch:
+    """Groups of 8 completions with made-up log-probabilities near the policy's, until `tokens` are reached.
+
+    `lengths` of prompts and completions, where they are not drawn.
+    """
     draw, groups, total = random.Random(seed), [], 0
-    near = -torch.log(torch.tensor(float(vocabulary))).item()
+    near = -math.log(vocabulary)
     while total < tokens:
-        prompt = tuple(draw.randrange(vocabulary) for _ in range(draw.randint(*PROMPT)))
+        prompt = tuple(draw.randrange(vocabulary) for _ in range(lengths[0] if lengths else draw.randint(*PROMPT)))
         rollouts = []
         for _ in range(GROUP):
-            count = min(LONGEST, max(8, int(draw.lognormvariate(torch.log(torch.tensor(float(MEDIAN))).item(), SIGMA))))
+            drawn_length = min(LONGEST, max(8, int(draw.lognormvariate(math.log(MEDIAN), SIGMA))))
+            count = lengths[1] if lengths else drawn_length
             drawn = tuple(draw.randrange(vocabulary) for _ in range(count))
             logprobs = tuple(near + draw.gauss(0, 0.3) for _ in drawn)
             rollouts.append(
@@ -56,9 +65,14 @@ def make_rollouts(tokens: int, vocabulary: int, seed: int) -> Batch:
     return make_batch(groups, partial(group_mean, normalize=True))
 
 
+def synchronize() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
 def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     config = load_config(
-        None, [f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", *flags]
+        None, [f"--model.path={model}", f"--model.dtype={DTYPE}", "--environment.name=addition", *flags]
     )
     began = time.perf_counter()
     trainer = Trainer(config)
@@ -66,12 +80,12 @@ def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[
     vocabulary = trainer.model.config.vocab_size
     steps = []
     for seed in range(options.warmup + options.steps):
-        batch = make_rollouts(options.tokens, vocabulary, seed)
+        batch = make_rollouts(options.tokens, vocabulary, seed, options.lengths)
         sequence_tokens = sum(len(s.token_ids) for s in batch.samples())
-        torch.cuda.synchronize()
+        synchronize()
         began = time.perf_counter()
         stats = trainer.step(batch)
-        torch.cuda.synchronize()
+        synchronize()
         seconds = time.perf_counter() - began
         steps.append(
             {
@@ -86,11 +100,12 @@ def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[
     if options.profile:
         with torch.profiler.profile() as profile:
             trainer.step(batch)
-            torch.cuda.synchronize()
+            synchronize()
         table = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=70)
         options.profile.write_text(table)
     timed = steps[options.warmup :]
-    medians = {name: statistics.median(step[name] for step in timed) for name in timed[0]}
+    known = [name for name, value in timed[0].items() if value is not None]
+    medians = {name: statistics.median(step[name] for step in timed) for name in known}
     return {"load_s": loaded, "first_step_s": steps[0]["seconds"], **medians}
 
 
@@ -98,7 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1.7B")
     parser.add_argument("--vocabulary", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
     parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--lengths", type=int, nargs=2, default=(), metavar=("PROMPT", "COMPLETION"))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--profile", type=Path, help="write where one more step's time goes")
@@ -107,16 +124,24 @@ def main() -> None:
     if options.vocabulary:
         SHAPES[options.shape]["vocab_size"] = options.vocabulary
     with tempfile.TemporaryDirectory() as folder:
-        torch.cuda.set_device(device_here())
+        if GPU:
+            torch.cuda.set_device(device_here())
         torch.manual_seed(0)  # the same model on every rank
-        save_model(options.shape, Path(folder), torch.bfloat16)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        found = measure(Path(folder), options, flags)
+        if not options.model:
+            save_model(options.shape, Path(folder), getattr(torch, DTYPE))
+        if GPU:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        found = measure(options.model or Path(folder), options, flags)
     if not FIRST:
         return
     command = " ".join(["python", *sys.argv])
-    result = {"command": command, "device": torch.cuda.get_device_name(), "shape": options.shape, **found}
+    result = {
+        "command": command,
+        "device": torch.cuda.get_device_name() if GPU else "CPU",
+        "shape": options.shape,
+        **found,
+    }
     print(json.dumps(result), flush=True)
     if options.json:
         before = json.loads(options.json.read_text()) if options.json.exists() else []

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -47,15 +50,36 @@ def save_model(shape: str, path: Path, dtype: torch.dtype = torch.float32) -> No
 
 
 class Work:
-    """Prompts of `prompt_tokens` random tokens; completions run to the limit and get a pseudo-random reward."""
+    """Prompts of `prompt_tokens` random tokens; completions run to the limit and get a pseudo-random reward.
 
-    def __init__(self, prompt_tokens: int = 16, tasks: int = 512) -> None:
-        rng = random.Random(0)
-        self.train = [
-            Task(str(i), " ".join(f"w{rng.randrange(1, 64)}" for _ in range(prompt_tokens))) for i in range(tasks)
-        ]
+    With a `spread` lengths are log-normal, with that standard deviation of the logarithm and a quarter of the limit as
+    their median.
+    """
+
+    def __init__(self, prompt_tokens: int = 16, tasks: int = 512, spread: float = 0.0) -> None:
+        self.train = [Task(str(i), prompt) for i, prompt in enumerate(prompts(tasks, prompt_tokens))]
         self.test = self.train[:100]
+        self._spread, self._draw = spread, random.Random(1)
 
     async def rollout(self, task: Task, policy: Policy) -> float:
-        completion = await policy.sample(task.prompt)
-        return hashlib.blake2b(repr(completion.token_ids).encode(), digest_size=1).digest()[0] / 255
+        most = policy.sampling.max_tokens
+        if self._spread:
+            most = min(most, max(1, round(self._draw.lognormvariate(math.log(most / 4), self._spread))))
+        completion = await policy.sample(task.prompt, max_tokens=most)
+        return reward(completion.token_ids)
+
+
+def prompts(count: int, words: int) -> list[str]:
+    """Random words, the same in every process."""
+    draw = random.Random(0)
+    return [" ".join(f"w{draw.randrange(1, 64)}" for _ in range(words)) for _ in range(count)]
+
+
+def reward(token_ids: Sequence[int]) -> float:
+    """Pseudo-random, between 0 and 1."""
+    return hashlib.blake2b(repr(tuple(token_ids)).encode(), digest_size=1).digest()[0] / 255
+
+
+def rewards(completion_ids: Sequence[Sequence[int]], **others: Any) -> list[float]:
+    """The same as TRL asks for it: for all completions of a group."""
+    return [reward(ids) for ids in completion_ids]

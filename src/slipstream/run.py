@@ -252,6 +252,8 @@ class Run:
             "generator_tokens_per_second": self.tally.generator_rate,
             "step_seconds": stats.seconds,
             "wait_seconds": waited,
+            "generator_busy_seconds": self.tally.generator_busy,
+            "trainer_busy_seconds": self.tally.trainer_busy,
             "hold_ms": 1000 * self.tally.holds[-1] if self.tally.holds else None,
             "ready": len(state.ready),
             "running": state.running,
