@@ -92,6 +92,9 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path) -> None
     assert set(summary["lag"]) == {"mean", "max", "histogram"} and summary["lag"]["max"] <= 1
     assert sum(summary["lag"]["histogram"].values()) == summary["tokens_trained"]
     assert 0 < summary["busy"]["generator"] <= 1 and 0 < summary["busy"]["trainer"] <= 1
+    metrics = lines(directory / "metrics.jsonl")
+    assert metrics[-1]["trainer_busy_seconds"] == pytest.approx(sum(m["step_seconds"] for m in metrics))
+    assert 0 < metrics[0]["generator_busy_seconds"] < metrics[-1]["generator_busy_seconds"] <= summary["window_seconds"]
     assert summary["publish"]["count"] == 6 and summary["publish"]["hold_ms"]["median"] > 0
     assert 0 <= summary["eval"]["initial"] <= 1 and 0 <= summary["eval"]["final"] <= 1
     assert [e["step"] for e in summary["eval"]["history"]] == [0, 2, 4, 6]
