@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import random
 from itertools import pairwise
 
@@ -22,6 +21,10 @@ from slipstream.state import BufferFull, LoopState
 def rollout(oldest: int, newest: int, reward: float = 1.0) -> Rollout:
     spans = (VersionSpan(oldest, 0, 1), VersionSpan(newest, 1, 2))
     return Rollout((Completion((1,), (2, 3), (-0.5, -0.25), spans, "stop"),), reward, {"correct": reward})
+
+
+def differs(group: Group) -> bool:
+    return len({r.reward for r in group.rollouts}) > 1
 
 
 class Line:
@@ -46,7 +49,7 @@ class Line:
         survivors = self.options.group_size if survivors is None else survivors
         rewards = [0.0 if equal else float(member) for member in range(survivors)]
         rollouts = [rollout(began, self.state.version, reward) for reward in rewards]
-        self.state.end(entry, "t", rollouts, failed=self.options.group_size - survivors, filter_most=math.inf)
+        self.state.end(entry, "t", rollouts, failed=self.options.group_size - survivors, has_signal=differs)
         if survivors >= 2 and equal:
             self.filtered.append(number)
 
@@ -249,7 +252,7 @@ def test_after_so_many_filtered_groups_the_rest_is_trained_on() -> None:
         rewards = (1.0, 1.0) if equal else (1.0, 0.0)
         entry = state.ledger.start()
         rollouts = [dataclasses.replace(rollout(0, 4), reward=r) for r in rewards]
-        state.end(entry, "t", rollouts, failed=0, filter_most=2)
+        state.end(entry, "t", rollouts, failed=0, has_signal=differs, filter_most=2)
         assert len(state.ready) == ready
     assert state.ledger.counts.filtered == 3 * 2
 
@@ -258,9 +261,9 @@ def test_the_buffer_is_bounded_and_gives_the_oldest_first() -> None:
     state = LoopState(LoopConfig(buffer=3, groups_per_step=2, max_lag=9), 1, 9)
     entries = [state.ledger.start() for _ in range(4)]
     for entry, oldest in zip(entries[:3], (2, 1, 1), strict=True):
-        state.end(entry, "t", [rollout(oldest, 4)] * 2, failed=0, filter_most=0)
+        state.end(entry, "t", [rollout(oldest, 4)] * 2, failed=0)
     with pytest.raises(BufferFull, match="entry 3 arrived at a buffer that holds 3"):
-        state.end(entries[3], "t", [rollout(0, 4)] * 2, failed=0, filter_most=0)
+        state.end(entries[3], "t", [rollout(0, 4)] * 2, failed=0)
     assert [g.entry for g in state.cut()] == [1, 2]
     assert state.cut() == []
 

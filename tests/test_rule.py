@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
 import tomllib
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ import torch
 
 from slipstream.algorithms import losses
 from slipstream.config import Config, ConfigError, dump, load_config, validate
-from slipstream.rollout import Completion, Group, Rollout, VersionSpan
-from slipstream.rule import ADVANTAGES, AGGREGATIONS, CORRECTIONS, IMPORTANCE, LOSSES, cut_batch, load_rule
+from slipstream.rollout import Completion, Group, Rollout, StepReward, VersionSpan
+from slipstream.rule import ADVANTAGES, AGGREGATIONS, CORRECTIONS, IMPORTANCE, LOSSES, cut_batch, has_signal, load_rule
 
 
 def configure(*flags: str) -> Config:
@@ -129,11 +131,58 @@ def constant(tokens):
 """
 
 
-def test_the_equal_filter_does_not_know_parts() -> None:
-    with pytest.raises(
-        ConfigError, match=r"algorithm\.filter_equal looks at the reward, which algorithm\.parts replaces"
-    ):
-        configure("parts={a = 1.0}", "filter_equal=true")
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["kl=0.1"], "does not go with algorithm.kl = 0.1, from which tokens without an advantage learn, too"),
+        (["whiten=true", "advantage=reward"], "does not go with algorithm.whiten = true where a group has no baseline"),
+        (
+            ["loss=slipstream.algorithms.distillation:reverse_kl"],
+            'reverse_kl", from which a token learns even where its advantage is 0; set it to false',
+        ),
+    ],
+)
+def test_the_filter_of_groups_is_refused_where_others_teach_without_advantages(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_rule(configure("filter_equal=true", *flags).algorithm)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+SAME = (1.0, 2, "stop"), (1.0, 2, "length")
+
+
+@pytest.mark.parametrize(
+    ("flags", "rewarded", "signal"),
+    [
+        ([], {}, False),
+        (["whiten=true"], {}, False),
+        (["advantage=reward"], {}, True),
+        (["overlong=penalty"], {}, True),
+        (["process=0.5"], {"steps": [2.0, 3.0]}, True),
+        (["process=0.5"], {"steps": [2.0, 2.0]}, False),
+        (["parts={style = 1.0}"], {"style": [0.0, 1.0]}, True),
+        (["parts={style = 1.0}"], {"style": [1.0, 1.0]}, False),
+    ],
+)
+def test_a_group_has_signal_by_its_advantages(flags: list[str], rewarded: dict[str, list[float]], signal: bool) -> None:
+    config = configure("filter_equal=true", *flags)
+    made = group(*SAME, metrics=rewarded)
+    steps = [((StepReward(1, value),),) for value in rewarded.get("steps", ())]
+    rollouts = (dataclasses.replace(r, steps=s) for r, s in zip_longest(made.rollouts, steps, fillvalue=()))
+    made = dataclasses.replace(made, rollouts=tuple(rollouts))
+    assert has_signal(load_rule(config.algorithm), config, made) is signal
+
+
+def test_a_group_has_none_where_its_advantages_are_left_out() -> None:
+    made = group((1.0, 2, "length"), (0.0, 2, "length"))
+    for choice, signal in (("train", True), ("filter", False)):
+        config = configure("filter_equal=true", f"overlong={choice}")
+        assert has_signal(load_rule(config.algorithm), config, made) is signal
+
+
+def test_what_no_group_has_is_said_and_not_filtered_for_ever() -> None:
+    config = configure("filter_equal=true", "parts={style = 1.0}")
+    assert has_signal(load_rule(config.algorithm), config, group(*SAME))
 
 
 def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

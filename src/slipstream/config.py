@@ -226,7 +226,7 @@ class AlgorithmConfig(Section):
     keep_routing: bool = option(
         True, "Train through the experts that generation chose, recorded there (mixtures of experts)."
     )
-    filter_equal: bool = option(False, "Replace groups whose rewards are all equal instead of skipping their gradient.")
+    filter_equal: bool = option(False, "Replace groups whose advantages are all 0 instead of skipping their gradient.")
     filter_most: int = option(
         0, "Groups to replace in a row before they are trained on as they are; 0 has no limit.", ge=0
     )
@@ -430,10 +430,14 @@ class Config(Section):
             raise ConfigError(
                 'algorithm.kl_estimator = "k1" has no gradient on average; set algorithm.kl_weighted, or use "k3"'
             )
-        if rule.parts and rule.filter_equal:
-            raise ConfigError(
-                "algorithm.filter_equal looks at the reward, which algorithm.parts replaces; drop one of them"
-            )
+        if rule.filter_equal:
+            _refuse_beside("algorithm.filter_equal = true", (
+                (bool(rule.kl), f"algorithm.kl = {rule.kl:g}, from which tokens without an advantage learn, too",
+                 "drop one of them"),
+                (rule.whiten and rule.advantage["name"] not in ("group_mean", "leave_one_out"),
+                 "algorithm.whiten = true where a group has no baseline of its own: equal rewards teach then, too",
+                 'drop one of them, or set algorithm.advantage to "group_mean" or "leave_one_out"'),
+            ))  # fmt: skip
         if rule.kl and rule.kl_estimator == "k2" and rule.kl_weighted:
             raise ConfigError(
                 'algorithm.kl_weighted does not go with kl_estimator = "k2"; use "k3", or set it to false'

@@ -160,11 +160,6 @@ class Group:
             members.setdefault(rollout.role, []).append(index)
         return members
 
-    @property
-    def has_signal(self) -> bool:
-        """Whether rewards differ within a role, so that there is something to learn from."""
-        return any(len({self.rollouts[i].reward for i in members}) > 1 for members in self.roles.values())
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -206,6 +201,12 @@ class Batch:
     @property
     def tokens(self) -> int:
         return sum(g.tokens for g in self.groups)
+
+    @property
+    def signal(self) -> list[bool]:
+        """Whether each group has an advantage that is neither 0, but for rounding, nor left out."""
+        each = [[n for a in given for n in ((a,) if isinstance(a, int | float) else a)] for given in self.advantages]
+        return [any(abs(a) > ROUNDING for a in group) for group in each]
 
     def samples(self) -> list[Sample]:
         """Every sequence to train on, in the order of groups, rollouts and turns."""
@@ -267,6 +268,7 @@ def _sample(
     return replace(turn, **earlier)
 
 
+ROUNDING = 1e-9  # what a baseline of one's own may leave of equal rewards
 PER_DRAWN_TOKEN = ("drawn", "logprobs", "versions", "temperatures", "advantages", "kept", "teacher")
 
 

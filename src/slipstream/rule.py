@@ -67,6 +67,11 @@ def load_rule(config: AlgorithmConfig) -> Rule:
         _choose("algorithm.aggregation", config.aggregation, AGGREGATIONS),
     )
     _try(rule)
+    if config.filter_equal and _slope(rule.loss, _two_tokens([0.0, 0.0])).any():
+        raise ConfigError(
+            f'algorithm.filter_equal = true does not go with algorithm.loss = "{config.loss["name"]}", from which a '
+            "token learns even where its advantage is 0; set it to false"
+        )
     return rule
 
 
@@ -93,6 +98,14 @@ def cut_batch(rule: Rule, config: Config, groups: Sequence[Group], version: int)
         process=options.process,
         version=version,
     )
+
+
+def has_signal(rule: Rule, config: Config, group: Group) -> bool:
+    """Whether a group has an advantage that is not 0, or lacks what others may have: steps, or a part of the reward."""
+    try:
+        return cut_batch(rule, config, [group], 0).signal[0]
+    except ValueError:
+        return True
 
 
 def _choose(option: str, chosen: Mapping[str, Any], built_in: Sequence[Callable[..., Any]]) -> partial[Any]:
@@ -139,13 +152,8 @@ def _try(rule: Rule) -> None:
 
     There each built-in loss has the gradient -A and each built-in correction the weight 1, unless its bounds are wrong.
     """
-    drawn = torch.tensor([-1.0, -2.0], requires_grad=True)
-    known, index = drawn.detach(), torch.zeros(2, dtype=torch.long)
-    tokens = Tokens(drawn, known, torch.tensor([1.0, -1.0]), index, index, known, known, known)
-    loss = _called("algorithm.loss", rule.loss, tokens, 2)
-    if not loss.requires_grad:
-        raise ConfigError("algorithm.loss returned numbers that do not depend on tokens.logprobs")
-    (slope,) = torch.autograd.grad(loss.sum(), drawn)
+    tokens = _two_tokens([1.0, -1.0])
+    slope = _slope(rule.loss, tokens)
     if rule.loss.func in LOSSES and not torch.allclose(slope, -tokens.advantages):
         raise ConfigError(
             "algorithm.loss: with these options a token that the policy itself has drawn loses its gradient; "
@@ -162,6 +170,21 @@ def _try(rule: Rule) -> None:
     weights = _called("algorithm.aggregation", rule.aggregation, torch.tensor([2.0, 1.0], dtype=torch.float64), 2)
     if not (weights > 0).all():
         raise ConfigError("algorithm.aggregation: with these options the weights are not above 0")
+
+
+def _two_tokens(advantages: Sequence[float]) -> Tokens:
+    """Tokens that the policy has just drawn itself, and that reference and teacher find less likely."""
+    drawn = torch.tensor([-1.0, -2.0], requires_grad=True)
+    known, index = drawn.detach(), torch.zeros(2, dtype=torch.long)
+    return Tokens(drawn, known, torch.tensor(advantages), index, index, known, known - 1, known - 1)
+
+
+def _slope(loss: Callable[[Tokens], Tensor], tokens: Tokens) -> Tensor:
+    """The derivative of each token's loss. Raises `ConfigError` where there is none."""
+    found = _called("algorithm.loss", loss, tokens, len(tokens.logprobs))
+    if not found.requires_grad:
+        raise ConfigError("algorithm.loss returned numbers that do not depend on tokens.logprobs")
+    return torch.autograd.grad(found.sum(), tokens.logprobs)[0]
 
 
 def _called(option: str, function: Callable[[Any], Tensor], argument: Any, size: int) -> Tensor:

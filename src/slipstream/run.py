@@ -30,7 +30,7 @@ from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
 from slipstream.rollout import Batch, Rollout, Sampling
-from slipstream.rule import cut_batch, load_rule
+from slipstream.rule import cut_batch, has_signal, load_rule
 from slipstream.runtime.local import Pools
 from slipstream.scoring.load import make_scoring
 from slipstream.scoring.teacher import Snapshots
@@ -158,12 +158,18 @@ class Run:
         rollouts = [rollout for episode in played if episode for rollout in episode]
         failed = sum(episode is None for episode in played)
         rule = self.config.algorithm
-        filter_most = (rule.filter_most or math.inf) if rule.filter_equal else 0
-        self.state.end(entry, task.id, rollouts, failed=failed, filter_most=filter_most)
+        self.state.end(
+            entry,
+            task.id,
+            rollouts,
+            failed=failed,
+            has_signal=lambda group: not rule.filter_equal or has_signal(self.rule, self.config, group),
+            filter_most=rule.filter_most or math.inf,
+        )
         if self.state.filtered_in_a_row == FUTILE * self.config.loop.groups_per_step:
             self.progress.warn(
-                f"the last {self.state.filtered_in_a_row} groups had equal rewards and were filtered, so that no step "
-                "can be taken: give tasks that the policy solves sometimes, raise sampling.temperature or "
+                f"the last {self.state.filtered_in_a_row} groups had advantages of 0 and were filtered, so that no "
+                "step can be taken: give tasks that the policy solves sometimes, raise sampling.temperature or "
                 "loop.group_size, limit this with algorithm.filter_most, or set algorithm.filter_equal = false"
             )
         self._admit()

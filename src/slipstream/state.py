@@ -7,7 +7,8 @@ start, what may be trained on, and what a checkpoint holds.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -61,8 +62,17 @@ class LoopState:
         needed = self.options.steps * per_step - self.ledger.groups_trained - ready - running
         return max(0, min(free, needed))
 
-    def end(self, entry: Entry, task_id: str, rollouts: Sequence[Rollout], *, failed: int, filter_most: float) -> None:
-        """A group has ended with these survivors: it is ready, filtered for want of signal, or tried again.
+    def end(
+        self,
+        entry: Entry,
+        task_id: str,
+        rollouts: Sequence[Rollout],
+        *,
+        failed: int,
+        has_signal: Callable[[Group], bool] = lambda group: True,
+        filter_most: float = math.inf,
+    ) -> None:
+        """A group has ended with these survivors: it is ready, filtered because it has no signal, or tried again.
 
         At most `filter_most` groups in a row are filtered; those that follow are ready as they are, until one has
         signal.
@@ -72,13 +82,14 @@ class LoopState:
             self.ledger.failed(entry.id, rollouts=len(rollouts) + failed)
             return
         self.ledger.ready(entry.id, rollouts=len(rollouts), failed=failed)
-        if not group.has_signal and self.filtered_in_a_row < filter_most:
+        empty = not has_signal(group)
+        if empty and self.filtered_in_a_row < filter_most:
             self.ledger.filtered(entry.id)
             self.filtered_in_a_row += 1
             return
         if len(self.ready) >= self.capacity:
             raise BufferFull(f"entry {entry.id} arrived at a buffer that holds {self.capacity} groups already")
-        self.filtered_in_a_row = 0 if group.has_signal else self.filtered_in_a_row
+        self.filtered_in_a_row = self.filtered_in_a_row if empty else 0
         bisect.insort(self.ready, group, key=lambda g: (g.oldest_version, g.entry))
 
     def cut(self) -> list[Group]:

@@ -209,6 +209,7 @@ def test_rollouts_are_compared_with_those_of_their_own_role_alone() -> None:
     group = Group(0, "t", tuple(map(played, rewards, roles)))
     batch = advantages.make_batch([group, Group(1, "u", (played(3.0, ""), played(1.0, "")))])
     assert batch.advantages == ((-0.5, -1.0, 0.5, 0.0, 1.0, 0.0), (1.0, -1.0))
-    assert group.has_signal and not Group(0, "t", tuple(map(played, [1.0, 2.0, 1.0, 2.0], roles[:4]))).has_signal
+    apart = Group(2, "v", tuple(map(played, [1.0, 2.0, 1.0, 2.0], roles[:4])))
+    assert advantages.make_batch([group, apart]).signal == [True, False]
     scaled = advantages.make_batch([group], whitened=True).advantages[0]
     assert sum(scaled) == pytest.approx(0.0) and scaled[0] < 0 < scaled[2]

@@ -272,7 +272,7 @@ def test_groups_without_signal_are_warned_of_once(model: Path, tmp_path: Path) -
     late = {"environment__name": f"{tmp_path / 'broken.py'}:Late", "environment__options": "{}"}
     flags = options(model, tmp_path / "run", **late, algorithm__filter_equal="true", loop__steps=2)
     done = slipstream("train", tmp_path / "empty.toml", *flags)
-    assert " ".join(done.stderr.split()).count("warning: the last 60 groups had equal rewards") == 1
+    assert " ".join(done.stderr.split()).count("warning: the last 60 groups had advantages of 0") == 1
     assert done.stdout.startswith("closed\n")
 
 

@@ -51,7 +51,7 @@ class Tally:
         self.rewards.append(mean([r.reward for r in rollouts]))
         return {
             "reward": self.rewards[-1],
-            "signal": mean([float(g.has_signal) for g in batch.groups]),
+            "signal": mean(batch.signal),
             "lag_mean": _mean(lags),
             "lag_max": max(lags),
             "completion_length": mean([len(c.token_ids) for c in completions]),
