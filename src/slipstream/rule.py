@@ -49,6 +49,11 @@ class Rule:
     corrections: tuple[partial[Tensor], ...]
     aggregation: partial[Tensor]
 
+    @property
+    def linear(self) -> bool:
+        """Whether the loss is known to have no gradient where the advantage is 0; so it is with all that are ours."""
+        return self.loss.func in LOSSES
+
 
 def load_rule(config: AlgorithmConfig) -> Rule:
     """The rule that a configuration names. Raises `ConfigError`."""

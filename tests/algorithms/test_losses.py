@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from slipstream.algorithms import aggregation, losses
 from slipstream.algorithms.distillation import reverse_kl
 from slipstream.algorithms.tokens import Tokens
+from slipstream.rule import LOSSES
 from tests.algorithms.cases import Case, assert_slopes, cases, slopes
 
 Rows = list[list[float]]
@@ -257,6 +258,10 @@ def test_dual_clip_drops_what_is_far_too_frequent() -> None:
 def test_the_approximate_proximal_policy_follows_the_lag() -> None:
     tokens = Case([[-1.0] * 4], [[-3.0] * 4], [[1.0] * 4], [[0, 1, 2, 4]], [[0.0] * 4]).tokens()
     assert losses.proximal_from_lag(tokens).tolist() == pytest.approx([-1.0, -3.0, -2.0, -1.5])
+
+
+def test_every_loss_is_held_against_its_formula() -> None:
+    assert {f.__name__ for f in LOSSES} == set(NAMES)
 
 
 def test_reverse_kl_needs_a_teacher() -> None:

@@ -97,6 +97,44 @@ def test_gradient_is_the_rule_s_over_the_whole_step(tiny: Path, flags: tuple[str
         assert (got[name] - parameter.grad).abs().max().item() <= 2e-5 * scale, name
 
 
+OWN = """
+def shy(tokens):
+    return (0.5 - tokens.advantages) * tokens.logprobs
+
+def taught(tokens):
+    return (tokens.logprobs - tokens.teacher).square()
+"""
+
+
+@pytest.mark.parametrize("name", ["shy", "taught"])
+def test_a_loss_of_one_s_own_learns_where_no_rollout_has_an_advantage(tiny: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    trainer = make_trainer(tiny, f"--algorithm.loss={tmp_path / 'mine.py'}:{name}", "--trainer.gradient_clip=0")
+    batch, rule = aged_batch(trainer), trainer._rule
+    groups = tuple(with_teacher(g, 0.0) for g in batch.groups) if name == "taught" else batch.groups
+    batch = Batch(groups, (*batch.advantages[:2], *((0.0,) * len(g.rollouts) for g in groups[2:])), VERSION)
+    model = plain(trainer.model)
+    tokens = all_tokens(model, batch)
+    weights = rule.aggregation(torch.bincount(tokens.sequence).double())
+    (rule.loss(tokens) * weights[tokens.sequence]).sum().backward()
+    got = gradient(trainer, batch)
+    scale = max(p.grad.abs().max().item() for p in model.parameters())
+    for parameter_name, parameter in model.named_parameters():
+        assert (got[parameter_name] - parameter.grad).abs().max().item() <= 2e-5 * scale, parameter_name
+
+
+def test_what_a_teacher_says_costs_nothing_where_no_loss_of_ours_learns_from_it(tiny: Path) -> None:
+    groups = tuple(with_teacher(g, -1.0) for g in random_batch(38).groups)
+    stats = make_trainer(tiny).step(Batch(groups, tuple((0.0,) * len(g.rollouts) for g in groups)))
+    assert stats.tokens_packed == 0 and stats.grad_norm == 0
+
+
+def with_teacher(group: Group, logprob: float) -> Group:
+    """Rollouts of one completion whose teacher finds each token alike."""
+    rollouts = (dataclasses.replace(r, teacher=((logprob,) * r.tokens,)) for r in group.rollouts)
+    return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+
 def test_what_is_left_out_is_not_there(tiny: Path) -> None:
     """NaN for an advantage: neither in the gradient nor in the denominator."""
     batch = random_batch(38)

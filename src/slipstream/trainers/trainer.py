@@ -40,8 +40,8 @@ from slipstream.trainers.tensor import cut
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one step of all ranks did. Token means are over the completion tokens that had a gradient; `seconds` is all
-    of it, `skipped` counts the steps so far that moved nothing, since their loss or gradient was not finite.
+    """What one step of all ranks did. Token means are over the completion tokens that were not passed over; `seconds`
+    is all of it, `skipped` counts the steps so far that moved nothing, since their loss or gradient was not finite.
 
     `tokens_packed` went through the model, `tflops` is the rate of its own arithmetic in 10^12 operations a second,
     `utilisation` that as a share of what the device does in a matrix product, `memory_gb` the most that was in use.
@@ -151,7 +151,8 @@ class Trainer:
         began = time.perf_counter()
         every = [s for s in batch.samples() if not any(map(math.isnan, s.advantages))]
         weights = self._rule.aggregation(torch.tensor([len(s.drawn) for s in every], dtype=torch.float64))
-        chosen = [i for i, s in enumerate(every) if any(s.advantages) or s.teacher or self._algorithm.kl]
+        passes = self._rule.linear and not self._algorithm.kl  # over what has no advantage
+        chosen = [i for i, s in enumerate(every) if any(s.advantages) or not passes]
         found = []
         with naming_remedies(self._options):
             for micro, share in self._micro_batches([every[i] for i in chosen], batch.version):
