@@ -332,6 +332,8 @@ class Run:
         self.recorder.truncate(self.state.step, len(self.tally.evaluations))
         await self.pools.link.connect(self.state.version)
         await self._refresh_teacher()
+        if self.scoring:
+            self.state.ready = [await self.scoring.teach(group) for group in self.state.ready]
         await self._probe()
         self.directory.write_config(self.config)
         if not self.tally.evaluations and not self.stopped:

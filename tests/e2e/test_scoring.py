@@ -30,6 +30,19 @@ def score(task, rollout):
 """
 
 
+def test_a_run_may_go_on_with_a_teacher_that_it_did_not_have(model: Path, tmp_path: Path) -> None:  # noqa: F811
+    """What is in the buffer then has no log-probabilities of one, and the loss needs them."""
+    directory = tmp_path / "run"
+    summary = train(model, directory, loop__max_lag=3, loop__hold_lag="true", loop__steps=40, loop__tokens=150)
+    ready = json.loads(max((directory / "checkpoints").glob("*/run.json")).read_text())["ready"]
+    assert ready and not any(rollout["teacher"] for group in ready for rollout in group["rollouts"])
+    distill = "--algorithm.loss=slipstream.algorithms.distillation:reverse_kl"
+    more = (f"--loop.steps={summary['steps'] + 5}", "--loop.tokens=0", f"--teacher.path={model}", "--teacher.threads=1")
+    slipstream("train", "--resume", directory, distill, *more)
+    rows = pq.read_table(directory / "rollouts").to_pylist()
+    assert all(len(row["teacher"]) == len(row["logprobs"]) for row in rows if row["step"] > summary["steps"])
+
+
 def test_a_function_scores_and_the_policy_of_an_earlier_version_teaches(model: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "mine.py").write_text(SCORER)
     mine: dict[str, Any] = {

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.config import ConfigError, load_config
+from slipstream.config import ConfigError, ScoringConfig, load_config
 from slipstream.rollout import Batch, Completion, Group, Rollout, StepReward, VersionSpan, samples_of
+from slipstream.scoring.stage import ScoringStage
 from slipstream.scoring.teacher import Snapshots, Teacher, TeacherService, gpu_of
 from slipstream.state import GROUP
 from slipstream.trainers.packing import bundle, pack
@@ -101,6 +102,27 @@ def test_what_a_stage_found_out_reaches_the_trainer_and_outlives_a_checkpoint() 
     taught = [(target, round(t, 6)) for target, t in zip(micro.targets.tolist(), micro.teacher.tolist(), strict=True)]
     assert sorted(taught) == [(4, -0.1), (5, -0.2), (7, -0.3), (8, -0.5), (8, -0.4)]
     assert pack(samples_of([first]), [[0]], torch.device("cpu")).teacher is None
+    some = [*samples, *samples_of([first])]  # of a run whose teacher came, or went, while this was ready
+    assert pack(some, bundle(some, 64), torch.device("cpu")).teacher is None
+
+
+def test_what_was_ready_before_there_was_a_teacher_is_taught(tiny: Path, other: Path) -> None:
+    known = Rollout((completion([2, 3], [4]),), 1.0, teacher=((-0.1,),))
+    new = Rollout((completion([2, 3], [4, 5]), completion([9], [8])), 0.5)
+
+    async def main(teacher: Teacher | None) -> Group:
+        stage = ScoringStage(ScoringConfig(), None, teacher)
+        await stage.start()
+        try:
+            return await stage.teach(Group(0, "t", (known, new)))
+        finally:
+            await stage.close()
+
+    found = asyncio.run(main(Teacher(config(tiny, other), None))).rollouts
+    assert found[0] == known and found[1].reward == 0.5
+    for row, one in zip(found[1].teacher, new.completions, strict=True):
+        assert row == pytest.approx(expected(other, one), abs=1e-4)
+    assert asyncio.run(main(None)).rollouts == (known, new)
 
 
 def test_another_vocabulary_is_refused(tiny: Path, tmp_path: Path) -> None:

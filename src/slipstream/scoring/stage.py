@@ -16,7 +16,7 @@ from slipstream.actor import ActorError
 from slipstream.config import ConfigError, ScoringConfig
 from slipstream.environments.base import Task
 from slipstream.environments.scoring import ScoringError
-from slipstream.rollout import Rollout, mean
+from slipstream.rollout import Group, Rollout, mean
 from slipstream.scoring.base import Scorer, rewarded
 from slipstream.scoring.teacher import Teacher
 
@@ -58,6 +58,13 @@ class ScoringStage:
             return taught(await self._score(task, rollout), await asked)
         finally:
             asked.cancel()
+
+    async def teach(self, group: Group) -> Group:
+        """A group of a checkpoint: what was ready before the run had a teacher gets its log-probabilities now."""
+        if self.teacher is None:
+            return group
+        rollouts = [r if r.teacher else taught(r, await self.teacher.score(r.completions)) for r in group.rollouts]
+        return dataclasses.replace(group, rollouts=tuple(rollouts))
 
     def lap(self) -> Lap:
         """What was done since the last lap."""

@@ -29,7 +29,7 @@ class MicroBatch:
 
     `input_ids` and `positions` `[tokens]`. `predicts` are the tokens whose output predicts a drawn one; `targets`,
     `temperatures`, `behaviour`, `advantages`, `lags` (in versions) and `sequences` (which sample it is of) `[drawn]` go
-    with them, `teacher` `[drawn]` where there is one, and `kept` lists the ids that top-k/top-p left there (None: all).
+    with them, `teacher` `[drawn]` if all have one, and `kept` lists the ids that top-k/top-p left there (None: all).
     `experts` `[tokens, layers, experts per token]` are those that generation chose, -1 where they are not known (None:
     nowhere). `order[i]` is the index in the step of the i-th sample here.
     """
@@ -155,7 +155,7 @@ def pack(samples: Sequence[Sample], bundles: Sequence[Bundle], device: torch.dev
         kept=list(chain.from_iterable(of("kept"))),
         experts=_packed_experts(samples, bundles, device),
         order=order,
-        teacher=tensor(of("teacher"), torch.float32, device) if any(of("teacher")) else None,
+        teacher=tensor(of("teacher"), torch.float32, device) if all(of("teacher")) else None,
     )
 
 
