@@ -45,7 +45,7 @@ def test_an_option_that_is_text_takes_what_was_typed(file: Path, text: str) -> N
 
 
 def test_whole_numbers_do_for_fractions(file: Path) -> None:
-    assert load_config(file, ["--lora.alpha", "7", "--trainer.betas", "[0, 0]"]).lora.alpha == 7.0
+    assert load_config(file, ["--lora.alpha", "7", "--lora.rank", "4", "--trainer.betas", "[0, 0]"]).lora.alpha == 7.0
 
 
 def test_values_are_joined_to_their_flags() -> None:
@@ -112,6 +112,7 @@ def test_every_option_is_documented_once() -> None:
             ["--environment.options.day", "1979-05-27"],
             "options.day = datetime.date(1979, 5, 27) is no text",
         ),
+        (["--generator.options.day", "1979-05-27"], "generator.options.day = datetime.date(1979, 5, 27) is no text"),
         (
             ["--environment.options.x", "[{ y = inf }]"],
             "options.x = [{'y': inf}] is no text, finite number",
@@ -134,6 +135,36 @@ def test_mistakes_are_one_line(file: Path, flags: list[str], said: str) -> None:
         load_config(file, flags)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed", "then"),
+    [
+        (["--lora.targets=['q_proj']"], "lora.rank", ["--lora.rank=4"]),
+        (["--scoring.concurrency=3"], "scoring.kind", ["--scoring.kind=mine.py:score"]),
+        (["--scoring.weights={ score = 1.0 }"], "scoring.kind", ["--scoring.kind=mine.py:score"]),
+        (["--teacher.threads=2"], "teacher.path or teacher.lag", ["--teacher.lag=1"]),
+        (["--teacher.memory=0.2", "--teacher.path=x"], 'teacher.kind = "vllm"', ["--teacher.kind=vllm"]),
+        (["--algorithm.process=0.5"], "scoring.kind, a scorer that rewards steps", ["--scoring.kind=mine.py:score"]),
+        (["--algorithm.process=1"], "scoring.kind, a scorer that rewards steps", ["--environment.name=mine.py:Mine"]),
+        (["--algorithm.overlong_soft=4"], 'algorithm.overlong = "penalty"', ["--algorithm.overlong=penalty"]),
+        (["--algorithm.filter_most=4"], "algorithm.filter_equal = true", ["--algorithm.filter_equal=true"]),
+        (["--algorithm.reference=average"], "algorithm.kl", ["--algorithm.kl=0.1"]),
+        (["--algorithm.kl_estimator=k2"], "algorithm.kl", ["--algorithm.kl=0.1"]),
+        (
+            ["--algorithm.reference_decay=0.9", "--algorithm.kl=0.1"],
+            'algorithm.reference = "average"',
+            ["--algorithm.reference=average"],
+        ),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(file: Path, flags: list[str], needed: str, then: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, flags)
+    name = flags[0].removeprefix("--").partition("=")[0]
+    assert str(caught.value).startswith(f"{name} = ") and "\n" not in str(caught.value)
+    assert f"does nothing without {needed}; set that, or leave {name.partition('.')[2]} out" in str(caught.value)
+    load_config(file, [*flags, *then])
 
 
 def test_missing_options_and_files(tmp_path: Path, file: Path) -> None:

@@ -21,7 +21,9 @@ from slipstream.rule import ADVANTAGES, AGGREGATIONS, CORRECTIONS, IMPORTANCE, L
 
 
 def configure(*flags: str) -> Config:
-    return load_config(None, ["--model.path=m", "--environment.name=addition", *(f"--algorithm.{f}" for f in flags)])
+    return load_config(
+        None, ["--model.path=m", "--environment.name=mine.py:Mine", *(f"--algorithm.{f}" for f in flags)]
+    )
 
 
 def test_a_name_alone_is_a_table_without_options() -> None:
@@ -221,7 +223,7 @@ def test_overlong_rollouts_are_trained_on_punished_or_left_out() -> None:
     made = group((1.0, 4, "stop"), (0.0, 8, "length"), (0.0, 7, "stop"))
     found = {}
     for choice in ("train", "filter", "penalty"):
-        config = configure(f"overlong={choice}", "overlong_soft=4")
+        config = configure(f"overlong={choice}", *["overlong_soft=4"] * (choice == "penalty"))
         config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_tokens": 8})})
         (found[choice],) = cut_batch(load_rule(config.algorithm), config, [made], 0).advantages
     assert found["train"] == pytest.approx((2 / 3, -1 / 3, -1 / 3))

@@ -384,6 +384,7 @@ class Config(Section):
         self._refuse_scoring()
         rule = self.algorithm
         tables = {"environment.options": self.environment.options, "scoring.options": self.scoring.options,
+                  "teacher.options": self.teacher.options, "generator.options": self.generator.options,
                   "algorithm.advantage": rule.advantage,
                   "algorithm.loss": rule.loss, "algorithm.aggregation": rule.aggregation,
                   **{f"algorithm.corrections.{i}": table for i, table in enumerate(rule.corrections)}}  # fmt: skip
@@ -394,6 +395,7 @@ class Config(Section):
                         f"{table}.{name} = {value!r} is no text, finite number, true, false, or list or table of "
                         "these; give it as text"
                     )
+        self._refuse_idle()
         return self
 
     def _refuse_turns(self) -> None:
@@ -450,9 +452,6 @@ class Config(Section):
             raise ConfigError(
                 f'scoring.kind = "{scoring.kind}" is unknown; give "http", "model" or your own as "module:thing"'
             )
-        if not scoring.kind and (scoring.options or scoring.weights):
-            given = "options" if scoring.options else "weights"
-            raise ConfigError(f"scoring.{given} needs scoring.kind, which is not set")
         if teacher.path and teacher.lag:
             raise ConfigError(f"teacher.lag = {teacher.lag} makes the policy its own teacher; leave teacher.path out")
         drawn = self.sampling
@@ -464,6 +463,27 @@ class Config(Section):
                 )
             if teacher.lag:
                 raise ConfigError('teacher.lag needs teacher.kind = "torch"')
+
+    def _refuse_idle(self) -> None:
+        """Raise `ConfigError` for an option that is set and would do nothing, since another is not."""
+        rule, teacher, place = self.algorithm, self.teacher, self.environment.name.partition(":")
+        own = bool(place[1]) and place[0] not in ("reasoning-gym", "verifiers")  # may reward steps itself
+        for works, needed, section, names in (
+            (self.lora.rank, "lora.rank", "lora", ("alpha", "targets", "experts")),
+            (self.scoring.kind, "scoring.kind", "scoring", ("options", "weights", "concurrency", "time_limit")),
+            (teacher.path or teacher.lag, "teacher.path or teacher.lag", "teacher", TeacherConfig.model_fields),
+            (teacher.kind == "vllm", 'teacher.kind = "vllm"', "teacher", ("memory", "options")),
+            (self.scoring.kind or own, "scoring.kind, a scorer that rewards steps", "algorithm", ("process",)),
+            (rule.overlong == "penalty", 'algorithm.overlong = "penalty"', "algorithm", ("overlong_soft",)),
+            (rule.filter_equal, "algorithm.filter_equal = true", "algorithm", ("filter_most",)),
+            (rule.kl, "algorithm.kl", "algorithm", ("reference", "reference_decay", "kl_estimator", "kl_weighted")),
+            (rule.reference == "average", 'algorithm.reference = "average"', "algorithm", ("reference_decay",)),
+        ):
+            if not works and (idle := [name for name in names if self._changed(section, name)]):
+                value = _toml(getattr(getattr(self, section), idle[0]))
+                raise ConfigError(
+                    f"{section}.{idle[0]} = {value} does nothing without {needed}; set that, or leave {idle[0]} out"
+                )
 
     def _refuse_ranks(self) -> None:
         """Raise `ConfigError` for ranks of the trainer that can't be, or not with these other options."""
@@ -496,7 +516,7 @@ class Config(Section):
             return
         urls = [urlsplit(url) for url in servers]
         other = next((u.netloc for u in urls if u.hostname not in ("localhost", "127.0.0.1", "::1")), "")
-        given = [name for name in ("tensor_parallel", "memory", "options", "slots") if self._changed(name)]
+        given = [name for name in ("tensor_parallel", "memory", "options", "slots") if self._changed("generator", name)]
         _refuse_beside("generator.servers", (
             (generator.kind != "vllm", f'generator.kind = "{generator.kind}"', 'set it to "vllm"'),
             (generator.count != len(servers), f"generator.count = {generator.count}", "leave it out"),
@@ -508,9 +528,9 @@ class Config(Section):
              'set it to "checkpoint", with run.dir on a file system that both hosts have'),
         ))  # fmt: skip
 
-    def _changed(self, name: str) -> bool:
-        """Whether this option of the generator has another value than its default."""
-        return bool(getattr(self.generator, name) != GeneratorConfig.model_fields[name].default)
+    def _changed(self, section: str, name: str) -> bool:
+        """Whether this option has another value than its default."""
+        return bool(getattr(getattr(self, section), name) != SECTIONS[section].model_fields[name].default)
 
 
 def _refuse_beside(chosen: str, others: Iterable[tuple[bool, str, str]]) -> None:
