@@ -19,22 +19,25 @@ from slipstream.config import Config, ConfigError, dump, load_config, validate
 from slipstream.rollout import Completion, Group, Rollout, StepReward, VersionSpan
 from slipstream.rule import ADVANTAGES, AGGREGATIONS, CORRECTIONS, IMPORTANCE, LOSSES, cut_batch, has_signal, load_rule
 
+DISTILL = "slipstream.algorithms.distillation:reverse_kl"
+
 
 def configure(*flags: str) -> Config:
-    return load_config(
-        None, ["--model.path=m", "--environment.name=mine.py:Mine", *(f"--algorithm.{f}" for f in flags)]
-    )
+    """Flags are of the learning rule, unless they begin with "--"."""
+    full = [f if f.startswith("--") else f"--algorithm.{f}" for f in flags]
+    return load_config(None, ["--model.path=m", "--environment.name=mine.py:Mine", *full])
 
 
 def test_a_name_alone_is_a_table_without_options() -> None:
     rule = configure("loss=gspo", "corrections=opsm", "advantage.normalize=true").algorithm
     assert rule.loss == {"name": "gspo"} and rule.corrections == [{"name": "opsm"}]
     assert rule.advantage == {"name": "group_mean", "normalize": True}
-    rule = configure('corrections=["opsm", { name = "mask_lag", most = 2 }]', "loss.clip_high=0.28").algorithm
+    config = configure('corrections=["opsm", { name = "mask_lag", most = 2 }]', "loss.clip_high=0.28")
+    rule = config.algorithm
     assert rule.corrections == [{"name": "opsm"}, {"name": "mask_lag", "most": 2}]
     assert rule.loss == {"name": "grpo", "clip_high": 0.28}
     assert configure("loss=gspo", "loss.clip_high=0.1").algorithm.loss == {"name": "gspo", "clip_high": 0.1}
-    assert load_rule(rule).loss.func is losses.grpo
+    assert load_rule(config).loss.func is losses.grpo
 
 
 def test_what_is_printed_reads_back_the_same() -> None:
@@ -45,20 +48,20 @@ def test_what_is_printed_reads_back_the_same() -> None:
 @pytest.mark.parametrize("function", [*LOSSES, *ADVANTAGES], ids=lambda f: f.__name__)
 def test_every_name_works_with_its_defaults(function: Any) -> None:
     option = "loss" if function in LOSSES else "advantage"
-    assert getattr(load_rule(configure(f"{option}={function.__name__}").algorithm), option).func is function
+    assert getattr(load_rule(configure(f"{option}={function.__name__}")), option).func is function
 
 
 @pytest.mark.parametrize("function", CORRECTIONS, ids=lambda f: f.__name__)
 def test_every_correction_works_with_a_loss_of_its_kind(function: Any) -> None:
     loss = "reinforce" if function in IMPORTANCE else "grpo"
-    rule = load_rule(configure(f"corrections={function.__name__}", f"loss={loss}").algorithm)
+    rule = load_rule(configure(f"corrections={function.__name__}", f"loss={loss}"))
     assert rule.corrections[0].func is function
 
 
 @pytest.mark.parametrize("function", AGGREGATIONS, ids=lambda f: f.__name__)
 def test_every_aggregation(function: Any) -> None:
     more = ["aggregation.length=8"] if function.__name__ == "constant" else []
-    assert load_rule(configure(f"aggregation.name={function.__name__}", *more).algorithm).aggregation.func is function
+    assert load_rule(configure(f"aggregation.name={function.__name__}", *more)).aggregation.func is function
 
 
 @pytest.mark.parametrize(
@@ -94,12 +97,16 @@ def test_every_aggregation(function: Any) -> None:
         (["loss=math:sqrt"], "algorithm.loss failed on two tokens: TypeError"),
         (["loss=math:pi"], 'algorithm.loss = "math:pi" is not a function'),
         (["loss=torch:sum"], "is not a function in Python"),
+        (
+            [f"loss={DISTILL}"],
+            "algorithm.loss: the tokens have no log-probabilities under a teacher; set teacher.path or teacher.lag",
+        ),
         (["loss=nowhere:loss"], "can't be loaded: No module named 'nowhere'"),
     ],
 )
 def test_mistakes_are_one_line(flags: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_rule(configure(*flags).algorithm)
+        load_rule(configure(*flags))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -113,7 +120,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("text", blocks("toml"), ids=lambda t: t.splitlines()[0])
 def test_the_documented_recipes_work(text: str) -> None:
-    load_rule(validate(tomllib.loads(text) | {"model": {"path": "m"}, "environment": {"name": "addition"}}).algorithm)
+    load_rule(validate(tomllib.loads(text) | {"model": {"path": "m"}, "environment": {"name": "addition"}}))
 
 
 def test_everything_is_documented() -> None:
@@ -139,14 +146,14 @@ def constant(tokens):
         (["kl=0.1"], "does not go with algorithm.kl = 0.1, from which tokens without an advantage learn, too"),
         (["whiten=true", "advantage=reward"], "does not go with algorithm.whiten = true where a group has no baseline"),
         (
-            ["loss=slipstream.algorithms.distillation:reverse_kl"],
+            [f"loss={DISTILL}", "--teacher.path=t"],
             'reverse_kl", from which a token learns even where its advantage is 0; set it to false',
         ),
     ],
 )
 def test_the_filter_of_groups_is_refused_where_others_teach_without_advantages(flags: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_rule(configure("filter_equal=true", *flags).algorithm)
+        load_rule(configure("filter_equal=true", *flags))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -172,19 +179,19 @@ def test_a_group_has_signal_by_its_advantages(flags: list[str], rewarded: dict[s
     steps = [((StepReward(1, value),),) for value in rewarded.get("steps", ())]
     rollouts = (dataclasses.replace(r, steps=s) for r, s in zip_longest(made.rollouts, steps, fillvalue=()))
     made = dataclasses.replace(made, rollouts=tuple(rollouts))
-    assert has_signal(load_rule(config.algorithm), config, made) is signal
+    assert has_signal(load_rule(config), config, made) is signal
 
 
 def test_a_group_has_none_where_its_advantages_are_left_out() -> None:
     made = group((1.0, 2, "length"), (0.0, 2, "length"))
     for choice, signal in (("train", True), ("filter", False)):
         config = configure("filter_equal=true", f"overlong={choice}")
-        assert has_signal(load_rule(config.algorithm), config, made) is signal
+        assert has_signal(load_rule(config), config, made) is signal
 
 
 def test_what_no_group_has_is_said_and_not_filtered_for_ever() -> None:
     config = configure("filter_equal=true", "parts={style = 1.0}")
-    assert has_signal(load_rule(config.algorithm), config, group(*SAME))
+    assert has_signal(load_rule(config), config, group(*SAME))
 
 
 def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,14 +199,14 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(text.splitlines()) <= 10
     (tmp_path / "mine.py").write_text(text + WRONG)
     monkeypatch.chdir(tmp_path)
-    rule = load_rule(configure("loss.name=mine.py:soft", "loss.strength=2.0", "corrections=truncate_tokens").algorithm)
+    rule = load_rule(configure("loss.name=mine.py:soft", "loss.strength=2.0", "corrections=truncate_tokens"))
     assert rule.loss.keywords == {"strength": 2.0}
     for name, said in (
         ("summed", "returned a tensor of shape [] for 2 of its inputs; it returns one finite number each"),
         ("constant", "do not depend on tokens.logprobs"),
     ):
         with pytest.raises(ConfigError) as caught:
-            load_rule(configure(f"loss=mine.py:{name}").algorithm)
+            load_rule(configure(f"loss=mine.py:{name}"))
         assert said in str(caught.value)
 
 
@@ -215,7 +222,7 @@ def group(*outcomes: tuple[float, int, str], metrics: dict[str, list[float]] | N
 def test_groups_are_scored_by_member_whatever_their_size() -> None:
     config = configure()
     groups = [group(*((r, 1, "stop") for r in rewards)) for rewards in ([1, 0], [2, 2, 2], [0, 0, 3, 1])]
-    batch = cut_batch(load_rule(config.algorithm), config, groups, 7)
+    batch = cut_batch(load_rule(config), config, groups, 7)
     assert batch.advantages == ((0.5, -0.5), (0, 0, 0), (-1, -1, 2, 0)) and batch.version == 7
 
 
@@ -225,7 +232,7 @@ def test_overlong_rollouts_are_trained_on_punished_or_left_out() -> None:
     for choice in ("train", "filter", "penalty"):
         config = configure(f"overlong={choice}", *["overlong_soft=4"] * (choice == "penalty"))
         config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_tokens": 8})})
-        (found[choice],) = cut_batch(load_rule(config.algorithm), config, [made], 0).advantages
+        (found[choice],) = cut_batch(load_rule(config), config, [made], 0).advantages
     assert found["train"] == pytest.approx((2 / 3, -1 / 3, -1 / 3))
     assert found["filter"] == pytest.approx((2 / 3, float("nan"), -1 / 3), nan_ok=True)
     mean = (1 - 1 - 0.75) / 3
@@ -236,19 +243,19 @@ def test_parts_of_the_reward_are_metrics() -> None:
     metrics = {"right": [1.0, 0.0], "short": [0.0, 100.0]}
     made = group((0.0, 1, "stop"), (0.0, 1, "stop"), metrics=metrics)
     config = configure("parts={right = 1.0, short = 0.5}", "advantage.normalize=true")
-    (found,) = cut_batch(load_rule(config.algorithm), config, [made], 0).advantages
+    (found,) = cut_batch(load_rule(config), config, [made], 0).advantages
     assert found == pytest.approx((0.5, -0.5))
     config = configure("parts={right = 1.0, style = 0.5}")
     with pytest.raises(
         ValueError, match=r"no rollout of the step has the metric 'style', which algorithm\.parts names"
     ):
-        cut_batch(load_rule(config.algorithm), config, [made], 0)
+        cut_batch(load_rule(config), config, [made], 0)
 
 
 def test_whitened_without_a_baseline_is_reinforce_plus_plus() -> None:
     config = configure("advantage=reward", "whiten=true")
     groups = [group((1.0, 1, "stop"), (0.0, 1, "stop")), group((4.0, 1, "stop"), (3.0, 1, "stop"))]
-    batch = cut_batch(load_rule(config.algorithm), config, groups, 0)
+    batch = cut_batch(load_rule(config), config, groups, 0)
     deviation = torch.tensor([1.0, 0.0, 4.0, 3.0]).std(correction=0).item()
     assert batch.advantages[0] == pytest.approx(((1 - 2) / deviation, (0 - 2) / deviation))
     assert json.dumps(batch.advantages)

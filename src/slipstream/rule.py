@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.algorithms import advantages, aggregation, corrections, losses
 from slipstream.algorithms.tokens import Tokens
-from slipstream.config import AlgorithmConfig, Config, ConfigError, suggest
+from slipstream.config import Config, ConfigError, suggest
 from slipstream.rollout import Batch, Group, Rollout
 from slipstream.things import load_thing, one_line
 
@@ -55,10 +55,11 @@ class Rule:
         return self.loss.func in LOSSES
 
 
-def load_rule(config: AlgorithmConfig) -> Rule:
+def load_rule(config: Config) -> Rule:
     """The rule that a configuration names. Raises `ConfigError`."""
-    loss = _choose("algorithm.loss", config.loss, LOSSES)
-    chosen = tuple(_choose("algorithm.corrections", each, CORRECTIONS) for each in config.corrections)
+    options = config.algorithm
+    loss = _choose("algorithm.loss", options.loss, LOSSES)
+    chosen = tuple(_choose("algorithm.corrections", each, CORRECTIONS) for each in options.corrections)
     for correction in chosen:
         if correction.func in IMPORTANCE and loss.func in LOSSES and loss.func is not losses.reinforce:
             raise ConfigError(
@@ -66,15 +67,15 @@ def load_rule(config: AlgorithmConfig) -> Rule:
                 f'"{loss.func.__name__}" has one inside; use "reinforce", or a mask such as "mask_tokens"'
             )
     rule = Rule(
-        _choose("algorithm.advantage", config.advantage, ADVANTAGES),
+        _choose("algorithm.advantage", options.advantage, ADVANTAGES),
         loss,
         chosen,
-        _choose("algorithm.aggregation", config.aggregation, AGGREGATIONS),
+        _choose("algorithm.aggregation", options.aggregation, AGGREGATIONS),
     )
-    _try(rule)
-    if config.filter_equal and _slope(rule.loss, _two_tokens([0.0, 0.0])).any():
+    _try(rule, config)
+    if options.filter_equal and _slope(rule.loss, _two_tokens(config, [0.0, 0.0])).any():
         raise ConfigError(
-            f'algorithm.filter_equal = true does not go with algorithm.loss = "{config.loss["name"]}", from which a '
+            f'algorithm.filter_equal = true does not go with algorithm.loss = "{options.loss["name"]}", from which a '
             "token learns even where its advantage is 0; set it to false"
         )
     return rule
@@ -152,12 +153,12 @@ def _fits(value: Any, wanted: type) -> bool:
     return type(value) is wanted
 
 
-def _try(rule: Rule) -> None:
+def _try(rule: Rule, config: Config) -> None:
     """Raise `ConfigError` for a rule that does not work on two tokens that the policy has just drawn itself.
 
     There each built-in loss has the gradient -A and each built-in correction the weight 1, unless its bounds are wrong.
     """
-    tokens = _two_tokens([1.0, -1.0])
+    tokens = _two_tokens(config, [1.0, -1.0])
     slope = _slope(rule.loss, tokens)
     if rule.loss.func in LOSSES and not torch.allclose(slope, -tokens.advantages):
         raise ConfigError(
@@ -177,11 +178,13 @@ def _try(rule: Rule) -> None:
         raise ConfigError("algorithm.aggregation: with these options the weights are not above 0")
 
 
-def _two_tokens(advantages: Sequence[float]) -> Tokens:
-    """Tokens that the policy has just drawn itself, and that reference and teacher find less likely."""
+def _two_tokens(config: Config, advantages: Sequence[float]) -> Tokens:
+    """Tokens that the policy has just drawn itself, and that reference and teacher, if any, find less likely."""
     drawn = torch.tensor([-1.0, -2.0], requires_grad=True)
     known, index = drawn.detach(), torch.zeros(2, dtype=torch.long)
-    return Tokens(drawn, known, torch.tensor(advantages), index, index, known, known - 1, known - 1)
+    reference = known - 1 if config.algorithm.kl else None
+    teacher = known - 1 if config.teacher.path or config.teacher.lag else None
+    return Tokens(drawn, known, torch.tensor(advantages), index, index, known, reference, teacher)
 
 
 def _slope(loss: Callable[[Tokens], Tensor], tokens: Tokens) -> Tensor:

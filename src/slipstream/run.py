@@ -96,7 +96,7 @@ class Run:
     def __init__(self, config: Config, directory: RunDirectory, quiet: bool) -> None:
         self.config = config
         self.directory = directory
-        self.rule = load_rule(config.algorithm)
+        self.rule = load_rule(config)
         self.environment = load_environment(config.environment)
         self.tokenizer = load_tokenizer(config.model.path)
         self.codec = Codec(self.tokenizer)

@@ -109,7 +109,8 @@ def taught(tokens):
 @pytest.mark.parametrize("name", ["shy", "taught"])
 def test_a_loss_of_one_s_own_learns_where_no_rollout_has_an_advantage(tiny: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.py").write_text(OWN)
-    trainer = make_trainer(tiny, f"--algorithm.loss={tmp_path / 'mine.py'}:{name}", "--trainer.gradient_clip=0")
+    more = ("--teacher.path=other",) * (name == "taught")
+    trainer = make_trainer(tiny, f"--algorithm.loss={tmp_path / 'mine.py'}:{name}", "--trainer.gradient_clip=0", *more)
     batch, rule = aged_batch(trainer), trainer._rule
     groups = tuple(with_teacher(g, 0.0) for g in batch.groups) if name == "taught" else batch.groups
     batch = Batch(groups, (*batch.advantages[:2], *((0.0,) * len(g.rollouts) for g in groups[2:])), VERSION)

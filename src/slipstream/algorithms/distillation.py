@@ -30,6 +30,6 @@ def reverse_kl(tokens: Tokens, *, high: float = 5.0) -> Tensor:
     gap from the policy as it is now, and needs no reward. Raises `ValueError` for tokens without a teacher.
     """
     if tokens.teacher is None:
-        raise ValueError("the tokens have no log-probabilities under a teacher")
+        raise ValueError("the tokens have no log-probabilities under a teacher; set teacher.path or teacher.lag")
     gap = (tokens.teacher - tokens.logprobs).detach()
     return cispo(dataclasses.replace(tokens, advantages=gap), high=high)

@@ -91,7 +91,7 @@ class Trainer:
         self.before_update: Callable[[], None] = lambda: None
         self._offloaded = False
         self._algorithm: AlgorithmConfig = config.algorithm
-        self._rule: Rule = load_rule(config.algorithm)
+        self._rule: Rule = load_rule(config)
         self._options: TrainerConfig = options
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
         fuse = options.compile and self.device.type == "cuda"
