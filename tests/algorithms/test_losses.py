@@ -248,6 +248,32 @@ def test_grpo_clips_the_right_side(ratio: float, advantage: float, slope: float)
     assert tokens.logprobs.grad.item() == pytest.approx(slope, abs=1e-9)
 
 
+HALF = math.log(0.5)
+WIDE = {"clip_low": 0.5, "clip_high": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ppo", WIDE),
+        ("grpo", WIDE),
+        ("gspo", WIDE),
+        ("decoupled", WIDE | {"approximate": False}),
+        ("decoupled", WIDE),
+        ("dppo_tv", {"bound": 0.25}),
+    ],
+)
+@pytest.mark.parametrize(("ratio", "advantage"), [(2.0, 1.0), (0.5, -1.0)])
+def test_a_ratio_on_a_bound_is_inside(name: str, options: dict[str, Any], ratio: float, advantage: float) -> None:
+    """At powers of two, which floats hold exactly: there the gradient is whole, and just beyond there is none."""
+    behaviour = HALF if ratio < 1 else 2 * HALF
+    for beyond, slope in ((0.0, -ratio * advantage), (1e-6, 0.0)):
+        logprob = behaviour + math.log(ratio) + math.copysign(beyond, ratio - 1)
+        tokens = Case([[logprob]], [[behaviour]], [[advantage]], [[1]], [[behaviour]]).tokens()
+        getattr(losses, name)(tokens, **options).sum().backward()
+        assert tokens.logprobs.grad.item() == pytest.approx(slope, abs=1e-9)
+
+
 def test_dual_clip_drops_what_is_far_too_frequent() -> None:
     for ratio, slope in ((2.9, 2.9), (3.1, 0.0)):
         tokens = Case([[math.log(ratio)]], [[0.0]], [[-1.0]], [[0]], [[0.0]]).tokens()
