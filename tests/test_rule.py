@@ -18,6 +18,7 @@ from slipstream.algorithms import losses
 from slipstream.config import Config, ConfigError, dump, load_config, validate
 from slipstream.rollout import Completion, Group, Rollout, StepReward, VersionSpan
 from slipstream.rule import ADVANTAGES, AGGREGATIONS, CORRECTIONS, IMPORTANCE, LOSSES, cut_batch, has_signal, load_rule
+from tests.algorithms.cases import Case
 
 DISTILL = "slipstream.algorithms.distillation:reverse_kl"
 
@@ -114,8 +115,8 @@ def test_mistakes_are_one_line(flags: list[str], said: str) -> None:
 DOCS = Path(__file__).parents[1] / "docs" / "algorithms.md"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+def blocks(language: str, page: Path = DOCS) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.mark.parametrize("text", blocks("toml"), ids=lambda t: t.splitlines()[0])
@@ -208,6 +209,18 @@ def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(ConfigError) as caught:
             load_rule(configure(f"loss=mine.py:{name}"))
         assert said in str(caught.value)
+
+
+def test_a_loss_that_learns_from_rewards_and_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = blocks("python", DOCS.with_name("scoring.md"))
+    (tmp_path / "both.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    rule = load_rule(configure("loss=both.py:both", "loss.weight=0.5", "--teacher.lag=1"))
+    drawn = [[-1.0, -2.0]]
+    tokens = Case(drawn, drawn, [[1.0, 0.0]], [[0, 0]], drawn).tokens()
+    rule.loss(dataclasses.replace(tokens, teacher=torch.tensor([-2.0, -3.0]))).sum().backward()
+    assert tokens.logprobs.grad is not None
+    assert tokens.logprobs.grad.tolist() == pytest.approx([-1 + 0.5, 0.5])
 
 
 def group(*outcomes: tuple[float, int, str], metrics: dict[str, list[float]] | None = None) -> Group:
