@@ -36,6 +36,7 @@ RECIPES = {  # what the field calls a loss, and is one with an average
     "dr_grpo": 'algorithm.loss = "ppo" with algorithm.aggregation = { name = "constant", length = N }',
     "dapo": 'algorithm.loss = { name = "ppo", clip_high = 0.28 }, algorithm.filter_equal and algorithm.overlong',
     "rloo": 'algorithm.advantage = "leave_one_out"',
+    "reverse_kl": 'algorithm.loss = "slipstream.algorithms.distillation:reverse_kl" with a teacher',
     "tis": 'algorithm.loss = "reinforce" with algorithm.corrections = ["truncate_tokens"]',
 }
 

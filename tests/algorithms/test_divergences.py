@@ -131,12 +131,12 @@ def test_distillation_descends_the_reverse_kl(seed: int) -> None:
 
 @settings(max_examples=30)
 @given(seeds)
-def test_off_policy_distillation_is_unbiased_until_truncated(seed: int) -> None:
+def test_off_policy_distillation_is_unbiased_without_a_clip(seed: int) -> None:
     logits, behaviour, teacher = distributions(seed)
     wanted = true_gradient(reverse, logits, teacher).tolist()
 
     def loss(tokens: Tokens) -> Tensor:
-        return distillation.reverse_kl(tokens, high=1e9)
+        return distillation.reverse_kl(tokens, clip_low=1.0, clip_high=1e9, truncate=0.0)
 
     assert expected_gradient(loss, behaviour, logits, teacher).tolist() == pytest.approx(wanted, abs=1e-9)
 
@@ -145,10 +145,16 @@ def test_off_policy_distillation_is_unbiased_until_truncated(seed: int) -> None:
 @given(cases())
 def test_reverse_kl_of_tokens(case: Case) -> None:
     tokens = dataclasses.replace(case.tokens(), teacher=case.tokens().proximal)
-    loss = distillation.reverse_kl(tokens, high=1.5)
+    loss = distillation.reverse_kl(tokens)
     loss.sum().backward()
     rows = zip(case.logprobs, case.behaviour, case.proximal, strict=True)
-    wanted = [min(math.exp(x - b), 1.5) * (x - t) for row in rows for x, b, t in zip(*row, strict=True)]
-    flat = [x for row in case.logprobs for x in row]
-    assert loss.tolist() == pytest.approx([w * x for w, x in zip(wanted, flat, strict=True)], abs=1e-6)
-    assert tokens.logprobs.grad.tolist() == pytest.approx(wanted, abs=1e-6)
+    values, slopes = [], []
+    for x, b, t in (token for row in rows for token in zip(*row, strict=True)):
+        ratio, gain = math.exp(x - b), t - x
+        weighted, clipped = min(ratio, 3.0) * gain, min(max(ratio, 0.8), 1.2) * gain
+        values.append(-min(weighted, clipped))
+        slopes.append(0.0 if (ratio > 1.2 and gain > 0) or (ratio < 0.8 and gain < 0) else -weighted)
+    assert loss.tolist() == pytest.approx(values, abs=1e-6)
+    assert tokens.logprobs.grad.tolist() == pytest.approx(slopes, abs=1e-6)
+    fresh = dataclasses.replace(tokens, behaviour=tokens.logprobs.detach())
+    assert distillation.reverse_kl(fresh).tolist() == pytest.approx((tokens.logprobs - tokens.teacher).tolist())

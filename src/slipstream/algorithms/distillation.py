@@ -11,25 +11,26 @@ import dataclasses
 
 from torch import Tensor
 
-from slipstream.algorithms.losses import cispo
+from slipstream.algorithms.losses import grpo
 from slipstream.algorithms.tokens import Tokens
 
 
-def advantages(behaviour: Tensor, teacher: Tensor) -> Tensor:
-    """A_t = teacher_t - behaviour_t: minus the reverse KL at each token   (Lu 2025, "On-policy distillation")
+def advantages(policy: Tensor, teacher: Tensor) -> Tensor:
+    """A_t = teacher_t - policy_t: minus the reverse KL at each token   (Lu 2025, "On-policy distillation")
 
     Both `[tokens]`, log-probabilities of the tokens that were drawn. Mean 0 where the teacher is the policy itself.
     """
-    return teacher - behaviour
+    return teacher - policy
 
 
-def reverse_kl(tokens: Tokens, *, high: float = 5.0) -> Tensor:
-    """sg(min(r, high) (logprobs - teacher)) logprobs,   r = policy / behaviour
+def reverse_kl(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, truncate: float = 3.0) -> Tensor:
+    """`grpo` with A = sg(teacher - logprobs); on policy its value estimates KL(policy ‖ teacher) at each token
 
-    Its expected gradient on policy is that of KL(policy ‖ teacher) at each token. Unlike `advantages`, it measures the
-    gap from the policy as it is now, and needs no reward. Raises `ValueError` for tokens without a teacher.
+    So is its gradient in expectation, and off policy, too, but for the clip: without one, what old tokens say of a gap
+    that has closed drives the policy past the teacher. The gap is measured from the policy as it is now, and needs no
+    reward. Raises `ValueError` for tokens without a teacher.
     """
     if tokens.teacher is None:
         raise ValueError("the tokens have no log-probabilities under a teacher; set teacher.path or teacher.lag")
-    gap = (tokens.teacher - tokens.logprobs).detach()
-    return cispo(dataclasses.replace(tokens, advantages=gap), high=high)
+    gap = advantages(tokens.logprobs, tokens.teacher).detach()
+    return grpo(dataclasses.replace(tokens, advantages=gap), clip_low=clip_low, clip_high=clip_high, truncate=truncate)
