@@ -24,7 +24,7 @@ import pytest
 
 from slipstream.actor import ActorDied, ActorError
 from slipstream.config import SyncConfig, load_config
-from slipstream.rollout import Sampling
+from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.local import Pools, ProcessTrainer
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import PublishError, WeightLink
@@ -38,6 +38,7 @@ from pathlib import Path
 from slipstream.sync.checkpoint import CheckpointReceiver, CheckpointSender
 from slipstream.sync.nccl import NcclReceiver, NcclSender
 from slipstream.sync.shared import SharedReceiver, SharedSender
+from slipstream.verification import ChangingTrainer
 
 HERE = Path(__file__).parent
 
@@ -66,11 +67,16 @@ def slow(base):
                     raise OSError("the cable is cut")
                 weights = dict(super().prepare(ticket))
                 if told(f"lie {self.rank}"):
-                    name = (HERE / f"lie {self.rank}").read_text()
+                    name, _, size = (HERE / f"lie {self.rank}").read_text().partition(" by ")
                     weights[name] = weights[name][()].clone()
-                    weights[name].view(-1)[3] += 1e-6
+                    weights[name].view(-1)[3] += float(size or 1e-6)
                 return weights
     return Slow
+
+class Trainer(ChangingTrainer):
+    def checksums(self, names):
+        wait_where("checksums")
+        return super().checksums(names)
 
 class Shared: Sender, Receiver = slow(SharedSender), slow(SharedReceiver)
 class Nccl: Sender, Receiver = slow(NcclSender), slow(NcclReceiver)
@@ -114,9 +120,11 @@ def pid_of(actor: Any) -> int:
 
 
 @asynccontextmanager
-async def started(model: Path, folder: Path, link: str, *flags: str, close: float = 20.0) -> AsyncIterator[Pools]:
+async def started(
+    model: Path, folder: Path, link: str, *flags: str, close: float = 20.0, trainer: str = TRAINER
+) -> AsyncIterator[Pools]:
     """The processes of a run; when they are closed, within `close` seconds, none of them nor of theirs is left."""
-    named = ["--environment.name=addition", f"--trainer.kind={TRAINER}", f"--sync.link={link}"]
+    named = ["--environment.name=addition", f"--trainer.kind={trainer}", f"--sync.link={link}"]
     threads = ["--trainer.threads=1", "--generator.threads=1"]
     config = load_config(None, [f"--model.path={model}", *named, *threads, *flags])
     others = descendants(os.getpid())  # such as servers that other tests share
@@ -315,6 +323,70 @@ def test_a_link_that_breaks_or_lies_is_told_and_can_be_used_again(tiny: Path, tm
     asyncio.run(main())
 
 
+def test_what_a_wrong_version_draws_reaches_nobody(tiny: Path, tmp_path: Path, orders: Orders) -> None:
+    """Engines draw on while checksums are compared, and what they finish meanwhile waits for the outcome."""
+
+    async def main() -> None:
+        flags = ["--generator.count=2", "--sync.verify=full", "--sync.interruption=retry"]
+        async with started(tiny, tmp_path, "faulty_links:Checkpoint", *flags, trainer="faulty_links:Trainer") as pools:
+            good, bad = pools.generator.generators
+            await pools.link.connect(0)
+            await pools.trainer.actor.call("change", 1)
+            orders.give("lie 2", "model.layers.1.mlp.up_proj.weight by 99")
+            orders.hold("checksums")
+            publishing = asyncio.ensure_future(pools.link.publish(1))
+            await orders.reached("checksums")
+            before, sampling = [await g.stats() for g in (good, bad)], Sampling(max_tokens=8)
+            drawing = [asyncio.ensure_future(pools.generator.generate([5, 6, 7 + i], sampling)) for i in range(8)]
+            while not all(
+                [
+                    (await g.actor.call("stats"))["tokens"] >= b["tokens"] + 20
+                    for g, b in zip((good, bad), before, strict=True)
+                ]
+            ):
+                await asyncio.sleep(0.001)
+            assert not any(one.done() for one in drawing), "drawn, and not yet known to be right"
+            orders.go("checksums")
+            assert len((await publishing).lost) == 1 and bad.actor.dead and not good.actor.dead
+            completions = await asyncio.gather(*drawing)
+            for completion, scores in zip(completions, await pools.trainer.score(completions), strict=True):
+                assert completion.versions == (1, 1) and completion.logprobs == pytest.approx(scores, abs=1e-5)
+
+    asyncio.run(main())
+
+
+def test_a_publish_that_ends_without_an_answer_hands_out_nothing(tmp_path: Path) -> None:
+    """The trainer fails to say what it published: nobody knows whether what was drawn since is right."""
+
+    async def main() -> None:
+        called: list[str] = []
+        broken = ActorError("out of memory", "RuntimeError", "")
+        drawn = {v: Completion((5,), (6,), (0.0,), (VersionSpan(v, 0, 1),), "length") for v in (0, 1)}
+        sums: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        trainer = Recorded("trainer", called, lambda asked: sums if asked == "checksums" else None)
+        answers: dict[str, Any] = {"generate": drawn[0], "checksums": {"w": 1}}
+        engine = Recorded("engine", called, answers.get)
+        link, _ = link_of(trainer, engine, verify="full")
+        link._names = ["w"]
+        pool = link._pool
+        publishing = asyncio.ensure_future(link.publish(1))
+        while "trainer checksums" not in called:
+            await asyncio.sleep(0)
+        assert await pool.generate([5], Sampling()) is drawn[0], "an older version was found to be right long ago"
+        answers["generate"] = drawn[1]
+        drawing = asyncio.ensure_future(pool.generate([5], Sampling()))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not drawing.done()
+        sums.set_exception(broken)
+        with pytest.raises(ActorError, match="out of memory"):
+            await publishing
+        with pytest.raises(ActorDied, match=r"^engine was taken out of the pool: out of memory$"):
+            await drawing
+
+    asyncio.run(main())
+
+
 class Recorded:
     """An actor that answers at once, and keeps in what order it was called; `answer` may return a future instead."""
 
@@ -341,10 +413,10 @@ class Recorded:
         return future
 
 
-def link_of(trainer: Recorded, *generators: Recorded) -> tuple[WeightLink, ProcessTrainer]:
+def link_of(trainer: Recorded, *generators: Recorded, verify: Any = "off") -> tuple[WeightLink, ProcessTrainer]:
     ends: Any = [ProcessGenerator(generator) for generator in generators]  # type: ignore[arg-type]
     trained = ProcessTrainer(trainer)  # type: ignore[arg-type]
-    return WeightLink(trained.actor, GeneratorPool(ends), SyncConfig(verify="off")), trained
+    return WeightLink(trained.actor, GeneratorPool(ends), SyncConfig(verify=verify)), trained
 
 
 def test_a_publish_calls_its_ends_in_order() -> None:

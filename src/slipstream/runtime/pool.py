@@ -23,7 +23,7 @@ Begin = Callable[[Config], tuple[Actor, Awaitable[None]]]
 
 class ProcessGenerator:
     """An engine in a process of its own or a server, as a `Generator`. `ranks` of its processes hold weights, and
-    `begin` starts another in its place."""
+    `begin` starts another in its place. While a version is `doubted`, what it draws is kept back."""
 
     def __init__(self, actor: Actor | Server, ranks: int = 1, begin: Begin | None = None) -> None:
         self.actor = actor
@@ -33,6 +33,8 @@ class ProcessGenerator:
         self.outstanding = 0
         self._keys = itertools.count()
         self.version = 0
+        self.doubted: int | None = None
+        self._judged = asyncio.Event()
         self.totals: dict[str, float] = {"tokens": 0, "busy": 0.0}
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -40,6 +42,10 @@ class ProcessGenerator:
         key, actor = next(self._keys), self.actor
         try:
             completion: Completion = await actor.call("generate", key, tuple(prompt_ids), sampling)
+            while any(span.version == self.doubted for span in completion.spans):
+                await self._judged.wait()
+                if actor.dead:
+                    raise actor.dead
         except asyncio.CancelledError:
             actor.post("abort", key)
             raise
@@ -48,6 +54,21 @@ class ProcessGenerator:
         finally:
             self.outstanding -= 1
         return completion
+
+    def doubt(self, version: int) -> None:
+        """Keep back what this version draws: it is not known yet whether what is served is what was published."""
+        self.doubted = version
+        self._judged.clear()
+
+    def trust(self) -> None:
+        """It is: hand out what was kept back."""
+        self.doubted = None
+        self._judged.set()
+
+    def give_up(self, why: str) -> None:
+        """End it for good. Who waits for it, or for what was kept back, is told `ActorDied`."""
+        self.actor.give_up(why)
+        self._judged.set()
 
     async def stats(self) -> dict[str, float]:
         """Tokens generated and seconds busy since the start."""

@@ -2,6 +2,9 @@
 
 A generator that can't be brought to a version, or serves other values than were published, is ended: nothing is ever
 drawn by a mixture. The run goes on with the others, and a publish fails only where there are none.
+
+Generators go on drawing while checksums are compared, but what a version has drawn is kept back until it was found to
+be right. If it was not, it is thrown away with the generator, and drawn again by another.
 """
 
 from __future__ import annotations
@@ -73,18 +76,13 @@ class WeightLink:
         began = time.perf_counter()
         if self._released:
             await self._released
-        left = [g for g in self._members if g.actor.dead]
-        self._lose(left)
-        while True:
-            self._failed = {}
-            try:
-                if left and self._collective:  # it waits for all that have joined
-                    await self._join()
-                holds, sending = await self._attempt(version, verify or self._sync.verify)
-                break
-            except (ActorError, ActorDied) as error:
-                left = await self._guilty(error)
-                self._lose(left)
+        try:
+            holds, sending = await self._bring(version, verify or self._sync.verify)
+        except Exception as error:
+            for generator in self._members:
+                if generator.doubted is not None:  # nobody knows by now whether what it serves is right
+                    generator.give_up(f"{generator.actor.name} was taken out of the pool: {error}")
+            raise
         lost, self._lost = tuple(self._lost), []
         return PublishStats(version, max(holds), sending, time.perf_counter() - began, lost)
 
@@ -99,6 +97,20 @@ class WeightLink:
         firsts = itertools.accumulate(ranks, initial=1)
         calls = [g.actor.call("connect", offer, first) for g, first in zip(self._members, firsts, strict=False)]
         await asyncio.gather(*calls)
+
+    async def _bring(self, version: int, verify: str) -> tuple[list[float], float]:
+        """Publish to all members, and where some of them fail to those that are left. Returns what `_attempt` does."""
+        left = [g for g in self._members if g.actor.dead]
+        self._lose(left)
+        while True:
+            self._failed = {}
+            try:
+                if left and self._collective:  # it waits for all that have joined
+                    await self._join()
+                return await self._attempt(version, verify)
+            except (ActorError, ActorDied) as error:
+                left = await self._guilty(error)
+                self._lose(left)
 
     async def _attempt(self, version: int, verify: str) -> tuple[list[float], float]:
         """Publish to all members. Returns how long each was held, and how long sending took."""
@@ -117,6 +129,8 @@ class WeightLink:
         self._released = self._trainer.call("release", ticket)
         self._released.add_done_callback(lambda done: done.cancelled() or done.exception())  # the next publish tells
         await self._compare(chosen(self._names, version, verify), version)
+        for generator in self._members:
+            generator.trust()
         return list(holds.values()), sending
 
     async def _each(self, calls: Iterable[Awaitable[Any]]) -> Answers:
@@ -161,7 +175,7 @@ class WeightLink:
             if generator not in self._members:
                 continue
             why = generator.actor.dead or self._failed.get(generator)
-            generator.actor.give_up(f"{generator.actor.name} was taken out of the pool: {why}")
+            generator.give_up(f"{generator.actor.name} was taken out of the pool: {why}")
             self._members.remove(generator)
             first = str(why).splitlines()[0]
             named = first if first.startswith(generator.actor.name) else f"{generator.actor.name} failed: {first}"
@@ -171,6 +185,7 @@ class WeightLink:
 
     async def _swap(self, generator: ProcessGenerator, version: int) -> float:
         hold: float
+        generator.doubt(version)
         hold, generator.totals = await generator.actor.call("swap", version)
         generator.version = version
         return hold
