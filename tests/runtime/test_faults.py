@@ -25,9 +25,12 @@ import pytest
 from slipstream.actor import ActorDied, ActorError
 from slipstream.config import SyncConfig, load_config
 from slipstream.rollout import Completion, Sampling, VersionSpan
+from slipstream.runtime import publish
 from slipstream.runtime.local import Pools, ProcessTrainer
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import PublishError, WeightLink
+from slipstream.runtime.services import GeneratorService
+from slipstream.sync.nccl_direct import NativeSender
 from tests.processes import descendants, lives, module_for_processes
 
 LIMIT = 60.0  # seconds in which everything has an end
@@ -225,6 +228,58 @@ def test_who_fails_in_a_publish_or_dies_before_it_leaves_the_pool(tmp_path: Path
             good.dead = ActorDied("good died (log: x)\nwith its log")
             with pytest.raises(ActorDied, match="good died"):
                 await link.publish(3)
+
+    asyncio.run(main())
+
+
+def test_an_engine_whose_swap_fails_draws_no_more(tiny: Path) -> None:
+    """Some of the new weights may be in place: it answers nothing until it is taken out of the pool."""
+
+    class Cut:
+        """Weights of which a part arrives."""
+
+        def apply(self) -> None:
+            next(service._engine.model.parameters()).data.zero_()  # type: ignore[attr-defined]
+            raise RuntimeError("the cable is cut")
+
+    config = load_config(None, [f"--model.path={tiny}", "--environment.name=addition", "--generator.threads=1"])
+    service, answers = GeneratorService(config), list[Any]()
+    service._open_weights = lambda link, offer, rank: Cut()  # type: ignore[assignment, return-value]
+    service.connect({}, 1)
+    service.handle("generate", (0, [5, 6, 7], Sampling(max_tokens=200)), answers.append)
+    for _ in range(3):
+        service.tick()
+    service.handle("swap", (1,), answers.append)
+    service.tick()
+    assert str(answers.pop()) == "the cable is cut"
+    service.handle("generate", (1, [5, 6, 7], Sampling(max_tokens=1)), answers.append)
+    drawn = service.stats()["tokens"]
+    for _ in range(250):
+        service.tick()
+    assert not answers and not service.busy and service.stats()["tokens"] == drawn == 3
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_no_engine_stays_that_has_a_part_of_a_transfer(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fails; another, which waits for it in the transfer, has as much of it as came. They leave the pool at once,
+    and nothing is asked of a trainer that is still in it."""
+    monkeypatch.setattr(publish, "find_link", lambda name: (NativeSender, None))
+
+    async def main() -> None:
+        called: list[str] = []
+        broken, loop = ActorError("NCCL error", "RuntimeError", ""), asyncio.get_running_loop()
+        trainer = Recorded("trainer", called, lambda asked: loop.create_future() if asked == "send" else None)
+        waits = Recorded("waits", called, lambda asked: loop.create_future() if asked == "swap" else None)
+        fails = Recorded("fails", called, lambda asked: broken if asked == "swap" else None)
+        done = Recorded("done", called)
+        link, _ = link_of(trainer, done, waits, fails)
+        link._connected = True
+        if dies:
+            loop.call_later(0.1, fails.give_up, "fails died")
+        async with asyncio.timeout(5):
+            with pytest.raises(ActorDied if dies else ActorError, match="fails died" if dies else "NCCL error"):
+                await link.publish(1)
+        assert done.dead and waits.dead and fails.dead and "trainer open_link" not in called
 
     asyncio.run(main())
 

@@ -49,7 +49,9 @@ class WeightLink:
         hand_over: Callable[[], Awaitable[None]] = nothing,
     ) -> None:
         self._trainer, self._pool, self._sync, self._hand_over = trainer, pool, sync, hand_over
-        self._collective: bool = getattr(find_link(sync.link)[0], "collective", False)
+        sender = find_link(sync.link)[0]
+        self._collective: bool = getattr(sender, "collective", False)
+        self._at_swap: bool = getattr(sender, "at_swap", False)
         self._released: asyncio.Future[None] | None = None
         self._names: list[str] = []
         self._members = list(pool.generators)
@@ -120,8 +122,10 @@ class WeightLink:
         sent.add_done_callback(lambda done: done.cancelled() or done.exception())  # another failure may be told
         # All have the whole version beside what they serve before the first of them swaps.
         try:
-            await _unless(sent, self._each(g.actor.call("prepare", ticket) for g in self._members))
-            holds = await _unless(sent, self._each(self._swap(g, version) for g in self._members))
+            prepares = [g.actor.call("prepare", ticket) for g in self._members]
+            await _unless(sent, self._each(prepares, together=self._collective))
+            swaps = [self._swap(g, version) for g in self._members]
+            holds = await _unless(sent, self._each(swaps, together=self._at_swap))
             sending = await sent
         finally:
             sent.cancel()
@@ -133,15 +137,15 @@ class WeightLink:
             generator.trust()
         return list(holds.values()), sending
 
-    async def _each(self, calls: Iterable[Awaitable[Any]]) -> Answers:
-        """What each member answers. Who fails is lost if others don't; in a collective, one failure is that of all."""
+    async def _each(self, calls: Iterable[Awaitable[Any]], together: bool = False) -> Answers:
+        """What each member answers. Who fails is lost if others don't; of what they do together, all have failed."""
 
         async def answer(generator: ProcessGenerator, call: Awaitable[Any]) -> Any:
             try:
                 return await call
             except (ActorError, ActorDied) as error:
                 self._failed[generator] = error
-                if self._collective:
+                if together:
                     raise
                 return error
 
@@ -157,7 +161,8 @@ class WeightLink:
     async def _guilty(self, error: ActorError | ActorDied) -> list[ProcessGenerator]:
         """The generators without which a collective that failed may be tried again. Raises where it can't be.
 
-        What fails at one end may be but the death of another, which shows a little later.
+        What fails at one end may be but the death of another, which shows a little later. A transfer into what is being
+        served can't be: those that took part have some of it, and the trainer waits in it for those that failed.
         """
         last = time.perf_counter() + DEATH_SHOWS
         while not (self._trainer.dead or any(g.actor.dead for g in self._members)) and time.perf_counter() < last:
@@ -165,7 +170,8 @@ class WeightLink:
         dead = [g for g in self._members if g.actor.dead]
         guilty = dead or list(self._failed)
         others = self._connected and self._collective and 0 < len(guilty) < len(self._members)
-        if self._trainer.dead or not others:
+        halfway = self._at_swap and any(g.doubted is not None for g in self._members)
+        if self._trainer.dead or halfway or not others:
             raise self._trainer.dead or (dead[0].actor.dead if dead else None) or error
         return guilty
 

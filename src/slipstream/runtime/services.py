@@ -80,6 +80,7 @@ class GeneratorService:
         self._swap: tuple[int, Reply] | None = None
         self._swapped: tuple[float, Reply] | None = None
         self._sleep: tuple[int, Reply] | None = None
+        self._unknown = False  # whether a swap has failed: nobody knows what is served, and no step is taken any more
 
     def _load(self) -> tuple[Engine, OpenWeights]:
         """The engine, and how the weights that it serves are opened for a link, an offer and a rank."""
@@ -100,7 +101,7 @@ class GeneratorService:
     @property
     def busy(self) -> bool:
         asked = any((self._awaited, self._swap, self._swapped, self._sleep))
-        return asked or (self._engine.busy and not self._engine.asleep)
+        return asked or (self._engine.busy and not self._engine.asleep and not self._unknown)
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         if method == "generate":
@@ -126,7 +127,7 @@ class GeneratorService:
 
     def tick(self) -> None:
         """Swap weights or fall asleep if that is asked for, and the engine drained where it has to be; then take one
-        step, if it is awake."""
+        step, if it is awake. After a swap that failed none is taken: weights may be in place in part."""
         how = self._config.sync.interruption
         if self._awaited:
             self._answer_when_known(*self._awaited)
@@ -138,6 +139,7 @@ class GeneratorService:
             try:
                 self._swapped = (self._engine.swap(version, self._served.apply, how), reply)
             except Exception as error:
+                self._unknown = True
                 reply(error)
         if self._sleep and not self._engine.draining and not self._swapped:
             level, reply = self._sleep
@@ -147,7 +149,7 @@ class GeneratorService:
                 reply(None)
             except Exception as error:
                 reply(error)
-        for key, completion in self._engine.step():
+        for key, completion in self._engine.step() if not self._unknown else ():
             self._replies.pop(key)(completion)
         if self._swapped and self._engine.settled:
             held, reply = self._swapped

@@ -41,11 +41,13 @@ class Sender(Protocol):
     """The trainer's end. `receivers` is the number of generators' processes that hold weights.
 
     A link inherits what it has nothing to do in. It is `collective` if receivers depend on each other: what one of them
-    does not take part in fails for all. Of a trainer of several ranks rank 0 has the sender, unless it is `everywhere`:
-    then each has one, with its own part of the parameters, and receivers find all their offers as `parts` of the first.
+    does not take part in fails for all. If weights travel `at_swap`, into what is served, none of them is staged. Of a
+    trainer of several ranks rank 0 has the sender, unless it is `everywhere`: then each has one, with its own part of
+    the parameters, and receivers find all their offers as `parts` of the first.
     """
 
     collective: bool = False
+    at_swap: bool = False
     everywhere: bool = False
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None: ...

@@ -23,7 +23,7 @@ from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
 class NativeSender(Sender):
     """The trainer's end, rank 0 of vLLM's communicator."""
 
-    collective = True
+    collective = at_swap = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._engine = transfer_engine()
