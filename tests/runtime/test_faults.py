@@ -30,6 +30,7 @@ from slipstream.runtime.local import Pools, ProcessTrainer
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import PublishError, WeightLink
 from slipstream.runtime.services import GeneratorService
+from slipstream.sync.nccl import NcclSender
 from slipstream.sync.nccl_direct import NativeSender
 from tests.processes import descendants, lives, module_for_processes
 
@@ -438,6 +439,48 @@ def test_a_publish_that_ends_without_an_answer_hands_out_nothing(tmp_path: Path)
             await publishing
         with pytest.raises(ActorDied, match=r"^engine was taken out of the pool: out of memory$"):
             await drawing
+
+    asyncio.run(main())
+
+
+def test_a_group_is_joined_anew_whoever_left_it_and_why(tiny: Path, tmp_path: Path, orders: Orders) -> None:
+    """A wrong value, found when the transfer is over; then the others publish as before."""
+
+    async def main() -> None:
+        flags = ["--generator.count=3", "--sync.verify=full"]
+        async with started(tiny, tmp_path, "faulty_links:Nccl", *flags) as pools:
+            await pools.link.connect(0)
+            orders.give("lie 2", "model.layers.1.mlp.up_proj.weight")
+            (lost,) = (await pools.link.publish(1)).lost
+            assert lost.startswith("generator 1 serves model.layers.1.mlp.up_proj.weight with other values")
+            orders.withdraw("lie 2")
+            await pools.trainer.actor.call("change", 1)
+            async with asyncio.timeout(30):  # nobody waits for the one that has left
+                assert (await pools.link.publish(2)).lost == ()
+            drawn = [await g.generate([5, 6, 7], Sampling(max_tokens=30)) for g in pools.generator.living]
+            assert [c.versions for c in drawn] == [(2, 2)] * 2 and drawn[0].logprobs == drawn[1].logprobs
+
+    asyncio.run(main())
+
+
+def test_a_group_that_broke_is_joined_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next publish, though all are there that joined it; and one that works stays as it is."""
+    monkeypatch.setattr(publish, "find_link", lambda name: (NcclSender, None))
+
+    async def main() -> None:
+        called: list[str] = []
+        answers: dict[str, Any] = {"open_link": {"shapes": {}}}
+        link, _ = link_of(Recorded("trainer", called, answers.get), Recorded("one", called, answers.get))
+        await link.connect(0)
+        await link.publish(1)
+        assert called.count("one connect") == 1
+        answers["prepare"] = ActorError("the cable is cut", "OSError", "")
+        with pytest.raises(ActorError, match="the cable is cut"):
+            await link.publish(2)
+        del answers["prepare"]
+        called.clear()
+        await link.publish(2)
+        assert called[:3] == ["trainer open_link", "one connect", "trainer stage"]
 
     asyncio.run(main())
 

@@ -55,6 +55,7 @@ class WeightLink:
         self._released: asyncio.Future[None] | None = None
         self._names: list[str] = []
         self._members = list(pool.generators)
+        self._joined: list[ProcessGenerator] = []  # those that the ends are connected for; none once that broke
         self._connected = False
         self._failed: dict[ProcessGenerator, Exception] = {}  # at the last question
         self._lost: list[str] = []
@@ -99,20 +100,20 @@ class WeightLink:
         firsts = itertools.accumulate(ranks, initial=1)
         calls = [g.actor.call("connect", offer, first) for g, first in zip(self._members, firsts, strict=False)]
         await asyncio.gather(*calls)
+        self._joined = list(self._members)
 
     async def _bring(self, version: int, verify: str) -> tuple[list[float], float]:
         """Publish to all members, and where some of them fail to those that are left. Returns what `_attempt` does."""
-        left = [g for g in self._members if g.actor.dead]
-        self._lose(left)
+        self._lose(g for g in self._members if g.actor.dead)
         while True:
             self._failed = {}
             try:
-                if left and self._collective:  # it waits for all that have joined
+                if self._collective and self._joined != self._members:  # it waits for all that have joined
                     await self._join()
                 return await self._attempt(version, verify)
             except (ActorError, ActorDied) as error:
-                left = await self._guilty(error)
-                self._lose(left)
+                self._joined = []
+                self._lose(await self._guilty(error))
 
     async def _attempt(self, version: int, verify: str) -> tuple[list[float], float]:
         """Publish to all members. Returns how long each was held, and how long sending took."""
