@@ -57,7 +57,9 @@ class EnvironmentConfig(Section):
         min_length=1,
     )
     options: dict[str, Any] = option({}, "Keyword arguments of the environment.")
-    time_limit: float = option(300.0, "Seconds that one rollout may take, generation included.", gt=0)
+    time_limit: float = option(
+        300.0, "Seconds that one rollout may take, generation included, but not the time that engines sleep.", gt=0
+    )
     turns: int = option(0, "Replies of the policy after which a conversation ends; 0: no limit.", ge=0)
     tokens: int = option(0, "Tokens drawn after which a conversation ends; 0: no limit.", ge=0)
     max_failures: int = option(10, "Rollouts that may fail in a row before the run stops.", ge=1)

@@ -13,7 +13,6 @@ import inspect
 import itertools
 import math
 import secrets
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
 from slipstream.environments.tools import Parse, Tool, Tools, hermes, plain
 from slipstream.generators.base import Generator
+from slipstream.generators.clock import Clock
 from slipstream.rollout import Completion, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ class Policy:
         self._drawn = itertools.count()
         self._endpoint = endpoint
         self._limits = limits
-        self._deadline = time.monotonic() + (limits.seconds or math.inf)
+        self.clock = getattr(generator, "clock", None) or Clock()  # of generators that sleep at times
+        self._deadline = self.clock.time() + limits.seconds if limits.seconds else math.inf
         self.secret = secrets.token_urlsafe(16)
         self.completions: list[Completion] = []
         self.conversations: list[Conversation] = []

@@ -8,7 +8,6 @@ generator's prefix cache has all of it but what is new.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,7 +62,8 @@ class Conversation:
         self._codec = codec
         self._tools = tools or Tools((), lambda _: [])
         self._limits = limits
-        self._deadline = min(deadline, time.monotonic() + limits.seconds) if limits.seconds else deadline
+        self._clock = policy.clock
+        self._deadline = min(deadline, self._clock.time() + limits.seconds) if limits.seconds else deadline
         self._keep_history = keep_history
         self._read = 0  # messages that are in the sequence: all up to the last reply
         self._token_ids: tuple[int, ...] = ()  # the sequence: what the policy has read and drawn
@@ -79,7 +79,7 @@ class Conversation:
         reply = await self.reply(**changes)
         while not self.ended and (calls := self._tools.calls(reply)):
             try:
-                async with asyncio.timeout(self._seconds_left()):
+                async with self._clock.timeout(self._seconds_left()):
                     for call in calls:
                         result, fine = await self._tools.run(call)
                         self.tool_calls += 1
@@ -104,7 +104,7 @@ class Conversation:
         most = changes.pop("max_tokens", self._policy.sampling.max_tokens)
         left = min(most, self._limits.tokens - self._drawn()) if self._limits.tokens else most
         try:
-            async with asyncio.timeout(self._seconds_left()) as clock:
+            async with self._clock.timeout(self._seconds_left()) as clock:
                 completion = await self._policy.sample(self._prompt(), max_tokens=left, **changes)
         except TimeoutError:
             if not clock.expired():
@@ -146,7 +146,7 @@ class Conversation:
         return sum(len(c.token_ids) for c in self.completions)
 
     def _seconds_left(self) -> float | None:
-        return None if self._deadline == float("inf") else self._deadline - time.monotonic()
+        return None if self._deadline == float("inf") else self._deadline - self._clock.time()
 
     def _prompt(self) -> tuple[int, ...]:
         """The sequence so far with all that was said since the last reply; else, where a template rewrites what was

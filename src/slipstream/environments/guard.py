@@ -50,11 +50,12 @@ async def attempt(
     """Play one episode, end it, and have it scored: one rollout, or one of each role.
 
     Raises `RolloutFailed` for an exception, a hang, or a reward that is no finite number; a `ConfigError`, such as a
-    package that is missing, is the run's, since no other episode would do better. `scoring` has a clock of its own.
+    package that is missing, is the run's, since no other episode would do better. `time_limit` is in seconds of the
+    policy's clock; `scoring` has a clock of its own.
     """
     token = _in_episode.set(True)
     try:
-        async with asyncio.timeout(time_limit) as clock:
+        async with policy.clock.timeout(time_limit) as clock:
             rollouts = await play(environment, task, policy, unrewarded=scoring is not None)
         policy.end()
         if not all(rollout.completions for rollout in rollouts):

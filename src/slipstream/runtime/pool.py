@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.config import Config
 from slipstream.generators.base import GenerationError
+from slipstream.generators.clock import Clock
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.servers import Server
 
@@ -95,14 +96,25 @@ class GeneratorPool:
 
     Turns of an episode, and rollouts of one task, begin alike, and a generator that saw the beginning has its keys:
     they stay together as long as that does not pile up more than `SLACK` requests. What a generator was drawing when it
-    died, another draws again; `living` are the others. While `awake` is not set, requests wait.
+    died, another draws again; `living` are the others. While the pool is held, requests wait and `clock` stands still.
     """
 
     def __init__(self, generators: Sequence[ProcessGenerator]) -> None:
         self.generators = generators
-        self.awake = asyncio.Event()
-        self.awake.set()
+        self.clock = Clock()
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._homes: OrderedDict[tuple[int, ...], ProcessGenerator] = OrderedDict()
+
+    def hold(self) -> None:
+        """Let requests wait from now on: generators are going to sleep, or to start anew."""
+        self._awake.clear()
+        self.clock.stop()
+
+    def resume(self) -> None:
+        """Generators are there again."""
+        self.clock.go_on()
+        self._awake.set()
 
     @property
     def living(self) -> list[ProcessGenerator]:
@@ -119,7 +131,7 @@ class GeneratorPool:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         while True:
-            await self.awake.wait()
+            await self._awake.wait()
             try:
                 return await self._choose(prompt_ids).generate(prompt_ids, sampling)
             except ActorDied:

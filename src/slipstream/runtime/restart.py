@@ -39,7 +39,7 @@ class RestartLink:
         began = time.perf_counter()
         path = await self._write(version)
         sending = time.perf_counter() - began
-        self._pool.awake.clear()
+        self._pool.hold()
         while self._config.sync.interruption == "drain" and any(g.outstanding for g in self._pool.living):
             await asyncio.sleep(POLL)
         stopped = time.perf_counter()
@@ -50,7 +50,7 @@ class RestartLink:
         failed = [error for error in await asyncio.gather(*renewed) if error]
         if len(failed) == len(renewed):
             raise failed[0]
-        self._pool.awake.set()
+        self._pool.resume()
         for old in self._newest_first()[self._keep :]:
             shutil.rmtree(old)
         ended = time.perf_counter()

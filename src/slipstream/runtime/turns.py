@@ -11,6 +11,7 @@
     wake kv_cache    generators   they go on drawing
 
 Nobody is asked to compute while it sleeps: requests wait in the pool, and a process that is asked all the same refuses.
+The clocks of episodes stand still meanwhile (`generators.clock`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Turns:
 
         A turn that fails stays where it is: the run is over.
         """
-        self._pool.awake.clear()
+        self._pool.hold()
         await self._pool.ask("sleep", DISCARD if publishes else KEEP)
         await self._trainer.call("load")
         self._handed_over = False
@@ -49,7 +50,7 @@ class Turns:
             await self._trainer.call("offload")
             await self._pool.ask("wake", ["weights", "kv_cache"])
         self._handed_over = True
-        self._pool.awake.set()
+        self._pool.resume()
 
     async def hand_over(self) -> None:
         """Within the trainer's turn: it is done with the GPU, and weights may come."""
