@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from slipstream.actor import Actor
 from slipstream.config import Config, load_config
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.local import Pools
 from tests.conftest import build_tokenizer, save_model
+from tests.processes import descendants
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -174,6 +176,45 @@ def test_a_swap_is_exact(link: str, how: str, model: Path, tmp_path: Path) -> No
                 "drain": {(version - 1, version - 1)},
             }[how]
         ), (how, seen)
+
+    asyncio.run(main())
+
+
+def test_a_swap_is_exact_where_the_core_is_a_process(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs: workers are asked by messages that nobody waits for, and steps go on until they have answered."""
+    from vllm.v1.engine.core_client import SyncMPClient
+
+    assert hasattr(SyncMPClient, "_send_input"), "of this vLLM's core everything is waited for"
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+
+    async def main() -> None:
+        flags = ["--sync.link=nccl", "--sync.interruption=recompute", "--sync.verify=full"]
+        pools = await Pools.start(config_of(model, *flags), tmp_path)
+        trainer, draw = pools.trainer.actor, pools.generator.generate
+        try:
+            (engine,) = pools.generator.generators
+            assert isinstance(engine.actor, Actor) and engine.actor._process
+            assert descendants(engine.actor._process.pid), "vLLM's core has no process of its own"
+            await pools.link.connect(0)
+            await trainer.call("store", tmp_path / "0")
+            drawing = []
+            for version in (1, 2):
+                drawing += [asyncio.ensure_future(draw([5, 6, 7 + i], Sampling(max_tokens=200))) for i in range(12)]
+                while await pools.generator.drawn() < 10:
+                    await asyncio.sleep(0.01)
+                await trainer.call("change", version)
+                await pools.link.publish(version)
+                await trainer.call("store", tmp_path / str(version))
+            completions = await asyncio.gather(*drawing)
+            for c in completions:
+                assert [s.start for s in c.spans] == [0, *(s.end for s in c.spans[:-1])]
+                for span in c.spans:
+                    assert_drawn_by(tmp_path / str(span.version), c, span.start, span.end)
+            assert {(0, 1), (1, 2)} <= {c.versions for c in completions}
+        finally:
+            await pools.close()
 
     asyncio.run(main())
 
