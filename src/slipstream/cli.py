@@ -13,7 +13,7 @@ from slipstream import __version__
 from slipstream.config import Config, ConfigError, dump, join_flags, load_config, parse_flags
 
 # Failures whose message is all that a user needs; their classes live in modules that are slow to import.
-FAILURES = ("RunError", "RecordError", "ActorDied", "ActorError", "GenerationError", "PublishError")
+FAILURES = ("RunError", "RecordError", "ActorDied", "ActorError", "GenerationError", "EngineFailed", "PublishError")
 DESCRIPTION = "Fine-tune a language model with reinforcement learning, generating and training at the same time."
 EXAMPLES = """
 examples:

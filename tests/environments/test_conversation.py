@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.actor import ActorDied
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import attempt
 from slipstream.environments.tools import Call, Tools, hermes, plain
-from slipstream.generators.base import GenerationError
+from slipstream.generators.base import ContextFull, EngineFailed, GenerationError
 from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan, samples_of
 from slipstream.trainers.packing import bundle, pack
 from tests.conftest import build_tokenizer
@@ -65,7 +66,7 @@ class Letters:
     async def generate(self, prompt_ids: Any, sampling: Sampling) -> Completion:
         await asyncio.sleep(self._seconds)
         if len(prompt_ids) >= self._context:
-            raise GenerationError(f"the prompt has {len(prompt_ids)} tokens")
+            raise ContextFull(f"the prompt has {len(prompt_ids)} tokens")
         self.prompts.append(tuple(prompt_ids))
         text = self._texts.pop(0)
         ids = [i for letter in text.rstrip("…") for i in self._tokenizer.encode(letter, add_special_tokens=False)]
@@ -303,8 +304,27 @@ def test_a_limit_ends_an_episode_with_what_it_has(
 
 
 def test_a_prompt_that_can_never_be_served_fails_the_episode() -> None:
-    with pytest.raises(GenerationError):
+    with pytest.raises(ContextFull):
         run(lambda: policy(None, "1", context=1).conversation().ask("too long"))
+
+
+@pytest.mark.parametrize("error", [EngineFailed("no memory"), GenerationError("top_k can't be"), ActorDied("killed")])
+def test_an_engine_that_fails_ends_no_conversation_as_if_all_were_well(error: Exception) -> None:
+    """The episode fails: what it has is not what the policy would have come to."""
+    it = policy(None, "12", "34")
+
+    async def episode() -> None:
+        chat = it.conversation()
+        await chat.ask("a")
+        it._generator.generate = fails  # type: ignore[method-assign]
+        with pytest.raises(type(error)):
+            await chat.ask("b")
+        assert not chat.ended
+
+    async def fails(*_: Any) -> Completion:
+        raise error
+
+    run(episode)
 
 
 def test_an_episode_of_two_roles_has_a_rollout_of_each() -> None:

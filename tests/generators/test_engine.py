@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.generators.base import GenerationError
+from slipstream.generators.base import ContextFull, EngineFailed, GenerationError
 from slipstream.generators.torch import Engine, TorchGenerator
 from slipstream.models import routers_of
 from slipstream.rollout import Completion, Sampling
@@ -278,7 +278,7 @@ def test_bad_requests_are_refused() -> None:
     engine = Engine(build_model(), slots=2, context=8)
     with pytest.raises(GenerationError, match="empty"):
         engine.submit(0, [], Sampling())
-    with pytest.raises(GenerationError, match="8 tokens, but prompt and completion share a context of 8"):
+    with pytest.raises(ContextFull, match="8 tokens, but prompt and completion share a context of 8"):
         engine.submit(0, [1] * 8, Sampling())
     with pytest.raises(GenerationError, match="no experts"):
         engine.submit(0, [1], Sampling(record_experts=True))
@@ -309,4 +309,4 @@ def test_who_waits_for_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPa
         return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
 
     for told in asyncio.run(main()):
-        assert isinstance(told, GenerationError) and "no memory" in str(told)
+        assert isinstance(told, EngineFailed) and "no memory" in str(told)

@@ -6,9 +6,12 @@ import asyncio
 import random
 from typing import Any
 
-from slipstream.actor import ActorDied
+import pytest
+
+from slipstream.actor import ActorDied, ActorError
+from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.rollout import Completion, Sampling, VersionSpan
-from slipstream.runtime.pool import SLACK, GeneratorPool
+from slipstream.runtime.pool import SLACK, GeneratorPool, ProcessGenerator
 
 
 class Fake:
@@ -49,6 +52,25 @@ def test_what_begins_alike_stays_together_and_load_stays_even() -> None:
         for fake in fakes:
             fake.go.set()
         await asyncio.gather(*calls, *same)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [GenerationError("no"), ContextFull("the context is full")])
+def test_why_a_request_can_not_be_served_is_told_across_processes(error: Exception) -> None:
+    class Refuses:
+        dead = None
+
+        def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+            told = asyncio.get_running_loop().create_future()
+            told.set_exception(ActorError(str(error), type(error).__name__, ""))
+            return told
+
+    async def main() -> None:
+        refuses: Any = Refuses()
+        with pytest.raises(GenerationError, match=str(error)) as caught:
+            await GeneratorPool([ProcessGenerator(refuses)]).generate((5,), Sampling())
+        assert caught.type is type(error)
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.environments.tools import Tools
-from slipstream.generators.base import GenerationError
+from slipstream.generators.base import ContextFull
 from slipstream.rollout import Completion, Rollout
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Conversation:
                 raise
             self.ended = "seconds"
             return ""
-        except GenerationError:
+        except ContextFull:
             if not self.completions:
                 raise
             self.ended = "context"  # what was served before has only grown

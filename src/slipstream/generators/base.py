@@ -31,12 +31,20 @@ class GenerationError(RuntimeError):
     """A request that no generator of this run can serve, such as a prompt longer than the context."""
 
 
+class ContextFull(GenerationError):
+    """A prompt that leaves no room in the context for a token."""
+
+
+class EngineFailed(RuntimeError):
+    """An engine that can't go on. What it was asked for might be served well by another."""
+
+
 def refuse_prompt(prompt: Sequence[int], context: int, vocabulary: int) -> None:
     """Raise `GenerationError` for a prompt that no engine of this context and vocabulary can serve."""
     if not prompt:
         raise GenerationError("the prompt is empty; give at least one token")
     if len(prompt) >= context:
-        raise GenerationError(
+        raise ContextFull(
             f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {context}; "
             "shorten the prompt or raise generator.context"
         )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
-from slipstream.generators.base import GenerationError, Interruption, refuse_prompt
+from slipstream.generators.base import EngineFailed, GenerationError, Interruption, refuse_prompt
 from slipstream.generators.sampling import Sampler
 from slipstream.models import end_of_sequence, routers_of
 from slipstream.rollout import Completion, Sampling, spans_of
@@ -361,7 +361,7 @@ class TorchGenerator:
             except Exception as error:  # or who waits would wait for ever
                 for future in self._waiting.values():
                     if not future.done():
-                        future.set_exception(GenerationError(f"the engine failed: {error}"))
+                        future.set_exception(EngineFailed(f"the engine failed: {error}"))
                 return
             for key, completion in finished:
                 if key in self._waiting and not self._waiting[key].done():

@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.config import Config
-from slipstream.generators.base import GenerationError
+from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.generators.clock import Clock
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.servers import Server
@@ -18,6 +18,7 @@ from slipstream.runtime.servers import Server
 BEGINNING = 64  # tokens by which prompts are taken to begin alike
 HOMES = 4096  # beginnings that are remembered
 SLACK = 8
+REFUSALS = {kind.__name__: kind for kind in (GenerationError, ContextFull)}  # what an engine says of a request
 
 Begin = Callable[[Config], tuple[Actor, Awaitable[None]]]
 
@@ -51,7 +52,7 @@ class ProcessGenerator:
             actor.post("abort", key)
             raise
         except ActorError as error:
-            raise (GenerationError(str(error)) if error.kind == "GenerationError" else error) from None
+            raise REFUSALS[error.kind](str(error)) if error.kind in REFUSALS else error from None
         finally:
             self.outstanding -= 1
         return completion
