@@ -227,7 +227,10 @@ def test_an_agent_behind_a_url_gets_calls_of_its_tools_as_such() -> None:
     tokenizer = chat_tokenizer(CHATML)
     codec = Codec(tokenizer)
     endpoint = Endpoint(codec)
-    it = Policy(Letters(tokenizer, call, "42", f"hm {call}"), codec, Sampling(), "0", endpoint)
+    beside = [f"hm {call}", f"{call}\nso 42", f"{call} or {call}"]
+    it = Policy(
+        Letters(tokenizer, call, "42", *beside, f"{call}\n{call}\n"), codec, Sampling(max_tokens=200), "0", endpoint
+    )
     tools = [{"type": "function", "function": {"name": "double"}}]
 
     async def episode() -> None:
@@ -244,9 +247,13 @@ def test_an_agent_behind_a_url_gets_calls_of_its_tools_as_such() -> None:
                 assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
                 assert asked["function"] == {"name": "double", "arguments": '{"number": 21}'}
                 messages += [choice["message"], {"role": "tool", "content": "42", "tool_call_id": asked["id"]}]
-                answer, beside = await ask(), await ask()
-                assert answer["message"] == {"role": "assistant", "content": "42"}
-                assert beside["message"]["content"] == f"hm {call}" and "tool_calls" not in beside["message"]
+                assert (await ask())["message"] == {"role": "assistant", "content": "42"}
+                for text in beside:  # nothing that was said is lost
+                    choice = await ask()
+                    assert choice["message"] == {"role": "assistant", "content": text}
+                    assert choice["finish_reason"] == "stop"
+                both = (await ask())["message"]
+                assert [c["function"] for c in both["tool_calls"]] == [asked["function"]] * 2
         finally:
             await endpoint.close()
 

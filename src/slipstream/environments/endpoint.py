@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from slipstream.config import ConfigError
 from slipstream.environments.base import Codec, Policy
-from slipstream.environments.tools import hermes
+from slipstream.environments.tools import beside_hermes, hermes
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion
 
@@ -248,7 +248,7 @@ def _body(asked: _Request, drawn: Sequence[Completion], codec: Codec) -> dict[st
 
 def _calls(text: str) -> list[dict[str, Any]]:
     """Calls of tools, if the text is nothing else; what stands beside them would be lost, so then it stays text."""
-    calls = hermes(text) if text.lstrip().startswith("<tool_call>") else []
+    calls = [] if beside_hermes(text) else hermes(text)
     if any(call.problem for call in calls):
         return []
     functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]

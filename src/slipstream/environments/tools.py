@@ -34,9 +34,17 @@ class Call(NamedTuple):
 Parse = Callable[[str], list[Call]]
 
 
+HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
 def hermes(text: str) -> list[Call]:
     """Calls as Hermes and Qwen models write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
-    return [_hermes_call(body) for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)]
+    return [_hermes_call(body) for body in HERMES.findall(text)]
+
+
+def beside_hermes(text: str) -> str:
+    """What stands before, between and after such calls."""
+    return HERMES.sub("", text).strip()
 
 
 def _hermes_call(body: str) -> Call:
