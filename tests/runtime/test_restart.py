@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from slipstream.config import ConfigError, load_config
+from slipstream.actor import Actor, ActorDied
+from slipstream.config import Config, ConfigError, load_config
 from slipstream.rollout import Sampling
+from slipstream.runtime import pool
 from slipstream.runtime.local import Pools
+from slipstream.runtime.pool import ProcessGenerator
+from tests.processes import lives, module_for_processes
 
 TRAINER = "slipstream.verification:ChangingTrainer"
 
@@ -54,6 +59,58 @@ def test_engines_start_again_on_each_version(how: str, keep: int, tiny: Path, tm
         assert (tmp_path / "weights").exists() == bool(keep)
 
     asyncio.run(main())
+
+
+ENDING = """
+import time
+from pathlib import Path
+
+class Engine:
+    busy = False
+    def __init__(self, seconds):
+        self.seconds = seconds
+    def handle(self, method, arguments, reply):
+        if method != "generate":
+            reply({})
+    def close(self):
+        time.sleep(self.seconds)
+        (Path(__file__).parent / "ended").touch()
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_engine_ends_by_itself_or_is_killed(hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that it has started, before another takes its place; who waits for it is told at once."""
+    monkeypatch.setattr(pool, "GRACE", 1.0 if hangs else 60.0)
+
+    async def main(folder: Path) -> None:
+        began: list[bool] = []
+
+        def begin(config: Config) -> tuple[Actor, Any]:
+            actor = Actor("engine")
+
+            async def start() -> None:
+                began.append(lives(first))
+                await actor.start("ending:Engine", 0.0)
+
+            return actor, start()
+
+        config: Any = None
+        actor = Actor("engine")
+        await actor.start("ending:Engine", 600.0 if hangs else 0.0)
+        generator = ProcessGenerator(actor, begin=begin)
+        first = actor._process.pid  # type: ignore[union-attr]
+        waits = asyncio.ensure_future(generator.generate([5], Sampling()))
+        await generator.stats()
+        await generator.renew(config)
+        assert began == [False] and (folder / "ended").exists() != hangs
+        with pytest.raises(ActorDied):
+            await waits
+        assert generator.actor is not actor and await generator.stats() == {}
+        generator.actor.kill()
+
+    with module_for_processes("ending", ENDING, tmp_path / "ending", monkeypatch) as folder:
+        asyncio.run(main(folder))
 
 
 @pytest.mark.parametrize(

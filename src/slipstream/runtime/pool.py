@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from slipstream.actor import Actor, ActorDied, ActorError
@@ -18,9 +18,10 @@ from slipstream.runtime.servers import Server
 BEGINNING = 64  # tokens by which prompts are taken to begin alike
 HOMES = 4096  # beginnings that are remembered
 SLACK = 8
+GRACE = 20.0  # seconds in which an engine ends, with the processes that it has started
 REFUSALS = {kind.__name__: kind for kind in (GenerationError, ContextFull)}  # what an engine says of a request
 
-Begin = Callable[[Config], tuple[Actor, Awaitable[None]]]
+Begin = Callable[[Config], tuple[Actor, Coroutine[Any, Any, None]]]
 
 
 class ProcessGenerator:
@@ -79,14 +80,20 @@ class ProcessGenerator:
         return self.totals
 
     async def renew(self, config: Config) -> None:
-        """Start a new engine in the place of this one, whose requests fail with `ActorDied`."""
+        """Start a new engine in the place of this one, whose requests fail with `ActorDied`. The pool is held.
+
+        The old one has `GRACE` seconds to end by itself, since one that is killed leaves its workers' memory behind.
+        """
         assert self._begin is not None
         old = self.actor
         if not old.dead:
             self._before = await self.stats()
         self.actor, started = self._begin(config)  # first: who looks for one that lives finds it
-        old.give_up(f"{old.name} made room for another")
-        await started
+        try:
+            await old.stop(GRACE)
+            await started
+        finally:
+            started.close()  # if this was called off before it could begin
 
     async def close(self) -> None:
         await self.actor.stop()
