@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from slipstream.actor import Actor, ActorDied
 from slipstream.config import Config, ConfigError, load_config
 from slipstream.rollout import Sampling
-from slipstream.runtime import pool
+from slipstream.runtime import pool, restart
 from slipstream.runtime.local import Pools
 from slipstream.runtime.pool import ProcessGenerator
+from slipstream.runtime.restart import RestartLink
 from tests.processes import lives, module_for_processes
 
 TRAINER = "slipstream.verification:ChangingTrainer"
@@ -57,6 +59,43 @@ def test_engines_start_again_on_each_version(how: str, keep: int, tiny: Path, tm
         finally:
             await pools.close()
         assert (tmp_path / "weights").exists() == bool(keep)
+
+    asyncio.run(main())
+
+
+def test_versions_that_shall_stay_outlive_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of those before the checkpoint's; none of those that a kill has taken back, and nothing that is not whole."""
+    flags = ["--sync.link=checkpoint", "--sync.restart=true", "--sync.interruption=retry", "--sync.keep=3"]
+    config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])
+    monkeypatch.setattr(restart, "load_tokenizer", lambda path: SimpleNamespace(save_pretrained=lambda path: None))
+
+    class Trainer:
+        async def call(self, method: str, path: Path) -> None:
+            path.mkdir(parents=True)
+            (path / "model").write_text(f"of this sitting, {path.name}")
+
+    class Generator:
+        actor, outstanding, version = SimpleNamespace(), 0, 0
+
+        async def renew(self, config: Config) -> None:
+            self.actor = SimpleNamespace(call=lambda *_: asyncio.sleep(0))
+
+    def left() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "weights").iterdir())
+
+    async def main() -> None:
+        generators: Any = [Generator()]
+        trainer: Any = Trainer()
+        link = RestartLink(trainer, pool.GeneratorPool(generators), config, tmp_path)
+        for name in ("version_4", "version_9", "version_10", "version_11", "version_12", "version_12.partial"):
+            (tmp_path / "weights" / name).mkdir(parents=True)
+            (tmp_path / "weights" / name / "model").write_text("of an earlier sitting")
+        await link.connect(11)
+        assert left() == ["version_10", "version_11", "version_9"]
+        texts = [(tmp_path / "weights" / name / "model").read_text() for name in left()]
+        assert texts == ["of an earlier sitting", "of this sitting, version_11.partial", "of an earlier sitting"]
+        await link.publish(12)
+        assert left() == ["version_10", "version_11", "version_12"]
 
     asyncio.run(main())
 

@@ -30,8 +30,13 @@ class RestartLink:
         self._keep = max(1, config.sync.keep)
 
     async def connect(self, version: int) -> None:
-        """Publish for the first time: a run that is resumed has other weights than the model's files."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        """Publish for the first time: a run that is resumed has other weights than the model's files.
+
+        What an earlier sitting has left and is older stays, as `sync.keep` says. Newer is what a kill took back.
+        """
+        for path in self._directory.glob("*"):
+            if not 0 <= version_of(path) < version:
+                shutil.rmtree(path)
         await self.publish(version)
 
     async def publish(self, version: int, verify: str = "") -> PublishStats:
@@ -51,7 +56,7 @@ class RestartLink:
         if len(failed) == len(renewed):
             raise failed[0]
         self._pool.resume()
-        for old in self._newest_first()[self._keep :]:
+        for old in sorted(self._directory.iterdir(), key=version_of, reverse=True)[self._keep :]:
             shutil.rmtree(old)
         ended = time.perf_counter()
         return PublishStats(version, ended - stopped, sending, ended - began, tuple(str(e) for e in failed))
@@ -78,5 +83,8 @@ class RestartLink:
         generator.version = version
         return None
 
-    def _newest_first(self) -> list[Path]:
-        return sorted(self._directory.iterdir(), key=lambda path: int(path.name.partition("_")[2]), reverse=True)
+
+def version_of(path: Path) -> int:
+    """The version whose directory this is, or -1 for one that is not whole."""
+    number = path.name.removeprefix("version_")
+    return int(number) if number.isdecimal() else -1
