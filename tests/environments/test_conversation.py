@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.actor import ActorDied
+from slipstream.config import ConfigError
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
 from slipstream.environments.endpoint import Endpoint
@@ -308,6 +309,27 @@ def test_a_limit_ends_an_episode_with_what_it_has(
     assert rollout.reward == 0.5 and rollout.metrics[f"ended/{ended}"] == 1.0
     assert sum(v for k, v in rollout.metrics.items() if k.startswith("ended/")) == 1.0
     assert (rollout.metrics["turns"], rollout.tokens) == (turns, tokens) == (len(rollout.completions), tokens)
+
+
+@pytest.mark.parametrize(
+    ("limits", "option"), [(Limits(turns=2), "turns = 2"), (Limits(tokens=5, seconds=9.0), "tokens = 5")]
+)
+@pytest.mark.parametrize("where", ["sample", "base_url"])
+def test_a_limit_that_would_be_ignored_is_refused_by_name(limits: Limits, option: str, where: str) -> None:
+    """And that is no failure of the episode, which would be tried again."""
+
+    class Samples:
+        train = test = (Task("t", "a"),)
+
+        async def rollout(self, task: Task, it: Policy) -> float:
+            await it.conversation().ask("which keeps to it")
+            await (it.sample(task.prompt) if where == "sample" else it.base_url())
+            return 1.0
+
+    it = policy(None, "12", "34", limits=limits)
+    with pytest.raises(ConfigError, match=rf"^environment.{option} .*policy.{where}\(\); leave it out"):
+        run(lambda: attempt(Samples(), Samples.train[0], it, 10.0))
+    assert len(it.completions) == 1
 
 
 def test_a_prompt_that_can_never_be_served_fails_the_episode() -> None:

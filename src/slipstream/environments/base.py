@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slipstream.config import ConfigError
 from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
 from slipstream.environments.tools import Parse, Tool, Tools, hermes, plain
 from slipstream.generators.base import Generator
@@ -169,8 +170,14 @@ class Policy:
 
         Text and messages go through the tokenizer's chat template where it has one. `changes` override fields of
         `Sampling` for this call; what top-k or top-p leave is recorded where training is to replay it. The returned
-        completion has its text decoded, without the stop token or string.
+        completion has its text decoded, without the stop token or string. Raises `ConfigError` where the configuration
+        limits turns or tokens, which a conversation alone can end at.
         """
+        self._refuse_limits("policy.sample()")
+        return await self.draw(prompt, **changes)
+
+    async def draw(self, prompt: Prompt, **changes: Any) -> Completion:
+        """`sample`, for who keeps to the limits."""
         prompt_ids = self._codec.encode(prompt)
         sampling = dataclasses.replace(self.sampling, **{"seed": self._next_seed(), **changes})
         sampling = dataclasses.replace(sampling, record_kept=sampling.record_kept and sampling.truncates)
@@ -213,7 +220,9 @@ class Policy:
         """An OpenAI-compatible base URL of this policy, for this episode alone.
 
         What any HTTP client samples there counts as drawn through `sample`. It answers 404 once the episode has ended.
+        Raises `ConfigError` as that does.
         """
+        self._refuse_limits("policy.base_url()")
         if self._endpoint is None:
             raise RuntimeError("this policy has no URL: it belongs to no episode, or its episode has ended")
         return await self._endpoint.open(self)
@@ -230,6 +239,14 @@ class Policy:
         for conversation in self.conversations:
             told.update(conversation.metrics())
         return Rollout(tuple(self.completions), float(reward), dict(told) | metrics)
+
+    def _refuse_limits(self, where: str) -> None:
+        for name in ("turns", "tokens"):
+            if limit := getattr(self._limits, name):
+                raise ConfigError(
+                    f"environment.{name} = {limit} limits conversations, and this environment draws by {where}; "
+                    "leave it out and limit episodes in the environment, or use policy.conversation()"
+                )
 
     def _next_seed(self) -> int:
         text = f"{self._seed}/{next(self._drawn)}".encode()

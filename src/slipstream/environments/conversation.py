@@ -105,7 +105,7 @@ class Conversation:
         left = min(most, self._limits.tokens - self._drawn()) if self._limits.tokens else most
         try:
             async with self._clock.timeout(self._seconds_left()) as clock:
-                completion = await self._policy.sample(self._prompt(), max_tokens=left, **changes)
+                completion = await self._policy.draw(self._prompt(), max_tokens=left, **changes)
         except TimeoutError:
             if not clock.expired():
                 raise
