@@ -304,10 +304,24 @@ def test_experts_that_vllm_has_packed_are_refused_by_name(tmp_path: Path) -> Non
     asyncio.run(main())
 
 
+REWARDED = """
+from slipstream.environments.base import Task
+
+class Sums:
+    train = test = [Task(str(i), f"{i % 10} + 1 =") for i in range(20)]
+
+    async def rollout(self, task, policy):
+        completion = await policy.sample(task.prompt)
+        return float(sum(completion.token_ids) % 7)
+"""
+
+
 def test_a_run_learns_with_vllm_from_the_command_line(model: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
+    (tmp_path / "rewarded.py").write_text(REWARDED)
     (tmp_path / "run.toml").write_text(
-        f"model.path = {json.dumps(str(model))}\nenvironment.name = 'addition'\ngenerator.kind = 'vllm'\n"
+        f"model.path = {json.dumps(str(model))}\ngenerator.kind = 'vllm'\n"
+        f"environment.name = {json.dumps(str(tmp_path / 'rewarded.py') + ':Sums')}\n"
         "loop = { steps = 4, max_lag = 2 }\nsampling.max_tokens = 8\nevaluation.tasks = 8\ncheckpoint.every = 2\n"
         "sync.interruption = 'recompute'\ntrainer.learning_rate = 1e-3\n"
     )

@@ -274,7 +274,7 @@ def test_no_engine_stays_that_has_a_part_of_a_transfer(dies: bool, monkeypatch: 
         fails = Recorded("fails", called, lambda asked: broken if asked == "swap" else None)
         done = Recorded("done", called)
         link, _ = link_of(trainer, done, waits, fails)
-        link._connected = True
+        link._connected, link._joined = True, list(link._members)
         if dies:
             loop.call_later(0.1, fails.give_up, "fails died")
         async with asyncio.timeout(5):
