@@ -34,7 +34,9 @@ class Line:
         self.every, self.tasks = options.pop("every", 1), options.pop("tasks", 7)
         self.options = LoopConfig(steps=10_000, seed=3, **options)
         self.state = LoopState(self.options, self.every, self.tasks)
-        self.running: dict[int, tuple[Entry, int]] = {}  # with the version at the start
+        self.running: dict[int, tuple[Entry, int]] = {}  # with the version that was served at the start
+        self.served = 0
+        self.under_way: int | None = None  # the step whose weights are on their way to the generators
         self.trained: list[int] = []
         self.filtered: list[int] = []
         self.save()
@@ -42,18 +44,18 @@ class Line:
     def admit(self) -> None:
         for _ in range(self.state.startable()):
             entry = self.state.ledger.start()
-            self.running[entry.id] = entry, self.state.version
+            self.running[entry.id] = entry, self.served
 
     def finish(self, number: int, survivors: int | None = None, equal: bool = False) -> None:
         entry, began = self.running.pop(number)
         survivors = self.options.group_size if survivors is None else survivors
         rewards = [0.0 if equal else float(member) for member in range(survivors)]
-        rollouts = [rollout(began, self.state.version, reward) for reward in rewards]
+        rollouts = [rollout(began, self.served, reward) for reward in rewards]
         self.state.end(entry, "t", rollouts, failed=self.options.group_size - survivors, has_signal=differs)
         if survivors >= 2 and equal:
             self.filtered.append(number)
 
-    def train(self) -> bool:
+    def train(self, waits: bool = True) -> bool:
         groups = self.state.cut()
         for group in groups:
             assert self.state.version - group.oldest_version <= self.options.max_lag
@@ -61,11 +63,21 @@ class Line:
         if groups:
             self.state.step += 1
             if self.state.step % self.every == 0:
-                self.publish()
+                self.publish(waits)
         return bool(groups)
 
-    def publish(self) -> None:
-        self.state.publish(self.state.version + 1)
+    def publish(self, waits: bool = True) -> None:
+        self.arrive()  # one at a time
+        self.state.stage()
+        self.under_way = self.state.step
+        if waits:
+            self.arrive()
+
+    def arrive(self) -> None:
+        """What was on its way is served."""
+        if self.under_way is not None:
+            self.state.publish(self.under_way)
+            self.served, self.under_way = self.state.version, None
 
     def save(self) -> None:
         """A checkpoint, through JSON as on disk; what is running then was never seen to end."""
@@ -75,9 +87,10 @@ class Line:
         """Kill -9, and go on from the last checkpoint."""
         data, self.trained, self.filtered = json.loads(self.saved[0]), list(self.saved[1]), list(self.saved[2])
         self.options = self.options.model_copy(update=changes)
-        self.running = {}
+        self.running, self.under_way = {}, None
         self.state = LoopState(self.options, self.every, self.tasks)
         self.state.restore(data)
+        self.served = self.state.version
 
     def check(self) -> None:
         state = self.state
@@ -93,6 +106,7 @@ class Line:
     def goes_on(self) -> None:
         """Whatever happened, another step is reached by work that ends well."""
         for _ in range(4):
+            self.arrive()
             self.admit()
             for number in list(self.running):
                 self.finish(number)
@@ -117,8 +131,10 @@ def test_nothing_is_lost_or_trained_twice(rng: random.Random, **options: int) ->
         if act < 0.7 and line.running:
             survivors = size if rng.random() < 0.7 else rng.randint(0, size)
             line.finish(rng.choice(list(line.running)), survivors, equal=rng.random() < 0.1)
+        elif act < 0.85:
+            line.train(waits=rng.random() < 0.5)
         elif act < 0.9:
-            line.train()
+            line.arrive()
         elif act < 0.95:
             line.restart()
         else:

@@ -113,6 +113,7 @@ class Run:
         self._groups: set[asyncio.Task[None]] = set()
         self._evaluation: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._publishing: asyncio.Task[None] | None = None
         self._failures_in_a_row = 0
 
     async def train(self) -> dict[str, Any]:
@@ -221,9 +222,31 @@ class Run:
         return self.state.step >= self.config.loop.steps or 0 < tokens <= self.tally.tokens_trained
 
     async def _publish(self) -> None:
-        """Bring the generators to the trainer's weights; the version changes once all of them serve it."""
-        stats = await self.pools.link.publish(self.state.version + 1)
-        self.state.publish(stats.version)
+        """Make the trainer's weights the next version, and bring the generators there.
+
+        An asynchronous run does not wait for that: it goes on as soon as the trainer may take its next step.
+        """
+        await self._published()  # one at a time
+        free = asyncio.Event()
+        self._publishing = self._tasks.create_task(self._bring(free))
+        told = asyncio.ensure_future(free.wait())
+        await asyncio.wait((self._publishing, told), return_when=asyncio.FIRST_COMPLETED)
+        told.cancel()
+        loop, sync, teacher = self.config.loop, self.config.sync, self.config.teacher
+        if not loop.max_lag or loop.hold_lag or teacher.lag or sync.placement == "colocated":
+            await self._published()
+
+    async def _published(self) -> None:
+        """Wait until the last version is served. Raises what went wrong."""
+        if self._publishing:
+            await self._publishing
+
+    async def _bring(self, free: asyncio.Event) -> None:
+        """Bring the generators to the trainer's weights; more may start once all of them serve these."""
+        step = self.state.step
+        self.state.stage()
+        stats = await self.pools.link.publish(self.state.version, free=free)
+        self.state.publish(step)
         self.tally.holds.append(stats.hold)
         for lost in stats.lost:
             self.progress.warn(lost)
@@ -231,6 +254,7 @@ class Run:
         await self._refresh_teacher()
         if self.config.loop.max_lag:  # a synchronous run starts its next wave when the step's bookkeeping is done
             self._admit()
+        self._changed.set()
 
     async def _refresh_teacher(self) -> None:
         """Where the policy is its own teacher, make that the version of `teacher.lag` publishes ago."""
@@ -375,6 +399,7 @@ class Run:
 
     async def _settle(self) -> None:
         """No more batches: put what is still being generated back to pending, and let a running evaluation end."""
+        await self._published()
         self.tally.close(await self.pools.generator.stats())
         for task in self._groups:
             task.cancel()
@@ -386,7 +411,7 @@ class Run:
     async def _finish(self) -> dict[str, Any]:
         """Last publish, evaluation, checkpoint and export; then the summary."""
         if self.state.published < self.state.step:
-            await self._publish()
+            await self._bring(asyncio.Event())
         last = self.tally.evaluations[-1] if self.tally.evaluations else {}
         evaluated = last.get("step") == self.state.step and set(last["versions"]) == {self.state.version}
         if not self.stopped and not evaluated:

@@ -39,8 +39,8 @@ class LoopState:
         self.ready: list[Group] = []
         self.capacity = options.buffer or (options.max_lag + 1) * options.groups_per_step * every
         self.step = 0
-        self.version = 0  # publishes so far
-        self.published = 0  # the step after which the last one was; a stop publishes between two multiples of `every`
+        self.version = 0  # of the trainer's weights
+        self.published = 0  # the step whose weights are served; a stop publishes between two multiples of `every`
         self.filtered_in_a_row = 0  # groups without signal since the last that had one
 
     @property
@@ -111,12 +111,16 @@ class LoopState:
             self.ledger.trained(group.entry)
         return groups
 
-    def publish(self, version: int) -> None:
-        """Every generator serves the weights of this step, as `version`."""
-        self.version, self.published = version, self.step
+    def stage(self) -> None:
+        """The weights of this step are the next version, on its way to the generators: what is trained now is older."""
+        self.version += 1
+
+    def publish(self, step: int) -> None:
+        """Every generator serves the weights of this step: more may be started."""
+        self.published = step
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data to restore from, of a moment when the weights of this step are published."""
+        """Plain data to restore from, of a moment when the weights of this step are a version."""
         return {
             "step": self.step, "version": self.version, **self._pace(), "ledger": self.ledger.snapshot(),
             "ready": [GROUP.dump_python(g, mode="json", fallback=lambda array: array.tolist()) for g in self.ready],

@@ -32,6 +32,7 @@ from slipstream.runtime.publish import PublishError, WeightLink
 from slipstream.runtime.services import GeneratorService
 from slipstream.sync.nccl import NcclSender
 from slipstream.sync.nccl_direct import NativeSender
+from slipstream.sync.shared import SharedSender
 from tests.processes import descendants, lives, module_for_processes
 
 LIMIT = 60.0  # seconds in which everything has an end
@@ -426,7 +427,7 @@ def test_a_publish_that_ends_without_an_answer_hands_out_nothing(tmp_path: Path)
         link._names = ["w"]
         pool = link._pool
         publishing = asyncio.ensure_future(link.publish(1))
-        while "trainer checksums" not in called:
+        while "engine checksums" not in called:
             await asyncio.sleep(0)
         assert await pool.generate([5], Sampling()) is drawn[0], "an older version was found to be right long ago"
         answers["generate"] = drawn[1]
@@ -515,6 +516,37 @@ def link_of(trainer: Recorded, *generators: Recorded, verify: Any = "off") -> tu
     ends: Any = [ProcessGenerator(generator) for generator in generators]  # type: ignore[arg-type]
     trained = ProcessTrainer(trainer)  # type: ignore[arg-type]
     return WeightLink(trained.actor, GeneratorPool(ends), SyncConfig(verify=verify)), trained
+
+
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_the_trainer_goes_on_as_soon_as_it_may(monkeypatch: pytest.MonkeyPatch, lets_go: bool) -> None:
+    """When all is sent, if the link holds no more of it; else when all have swapped. It has said by then what it sent,
+    so that a step on its way changes no checksum; and what has been sent can't be sent again."""
+    monkeypatch.setattr(publish, "find_link", lambda name: (NcclSender if lets_go else SharedSender, None))
+
+    async def main() -> None:
+        called: list[str] = []
+        swapped: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        trainer = Recorded("trainer", called, {"checksums": {"w": 1}}.get)
+        engine = Recorded("engine", called, {"swap": swapped, "checksums": {"w": 1}}.get)
+        link, _ = link_of(trainer, engine, verify="full")
+        link._names, link._joined = ["w"], list(link._members)
+        free = asyncio.Event()
+        publishing = asyncio.ensure_future(link.publish(1, free=free))
+        while "engine swap" not in called:
+            await asyncio.sleep(0)
+        assert free.is_set() is lets_go
+        assert called[:3] == ["trainer stage", "trainer send", "trainer checksums"] and not publishing.done()
+        if not lets_go:
+            swapped.set_result((0.001, {"tokens": 0, "busy": 0}))
+            assert (await publishing).lost == () and free.is_set()
+            return
+        swapped.set_exception(ActorError("out of memory", "RuntimeError", ""))
+        with pytest.raises(ActorError, match="out of memory"):
+            await publishing
+        assert called.count("trainer stage") == 1
+
+    asyncio.run(main())
 
 
 def test_a_publish_calls_its_ends_in_order() -> None:

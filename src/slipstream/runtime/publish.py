@@ -52,6 +52,7 @@ class WeightLink:
         sender = find_link(sync.link)[0]
         self._collective: bool = getattr(sender, "collective", False)
         self._at_swap: bool = getattr(sender, "at_swap", False)
+        self._lets_go: bool = getattr(sender, "lets_go", False)
         self._released: asyncio.Future[None] | None = None
         self._names: list[str] = []
         self._members = list(pool.generators)
@@ -71,16 +72,18 @@ class WeightLink:
             raise PublishError(lost[0])
         self._connected = True
 
-    async def publish(self, version: int, verify: str = "") -> PublishStats:
+    async def publish(self, version: int, verify: str = "", free: asyncio.Event | None = None) -> PublishStats:
         """Bring every generator to the trainer's weights. Raises if none of them can be, or the trainer can't.
 
-        `verify` says which parameters are compared then, in the place of `sync.verify`.
+        `verify` says which parameters are compared then, in the place of `sync.verify`. `free` is set as soon as the
+        trainer may take its next step, while generators are still being brought there.
         """
+        free = free or asyncio.Event()
         began = time.perf_counter()
         if self._released:
             await self._released
         try:
-            holds, sending = await self._bring(version, verify or self._sync.verify)
+            holds, sending = await self._bring(version, verify or self._sync.verify, free)
         except Exception as error:
             for generator in self._members:
                 if generator.doubted is not None:  # nobody knows by now whether what it serves is right
@@ -102,43 +105,53 @@ class WeightLink:
         await asyncio.gather(*calls)
         self._joined = list(self._members)
 
-    async def _bring(self, version: int, verify: str) -> tuple[list[float], float]:
-        """Publish to all members, and where some of them fail to those that are left. Returns what `_attempt` does."""
+    async def _bring(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[float], float]:
+        """Publish to all members, and where some of them fail to those that are left. Returns what `_attempt` does.
+
+        Once the trainer is free, its weights may be others, and nothing can be sent again.
+        """
         self._lose(g for g in self._members if g.actor.dead)
         while True:
             self._failed = {}
             try:
                 if self._collective and self._joined != self._members:  # it waits for all that have joined
                     await self._join()
-                return await self._attempt(version, verify)
+                return await self._attempt(version, verify, free)
             except (ActorError, ActorDied) as error:
                 self._joined = []
+                if free.is_set():
+                    raise
                 self._lose(await self._guilty(error))
 
-    async def _attempt(self, version: int, verify: str) -> tuple[list[float], float]:
+    async def _attempt(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[float], float]:
         """Publish to all members. Returns how long each was held, and how long sending took."""
+        names = chosen(self._names, version, verify)
         ticket = await self._trainer.call("stage", version)
         await self._hand_over()
         sent = asyncio.ensure_future(_seconds(self._trainer.call("send", ticket)))
-        sent.add_done_callback(lambda done: done.cancelled() or done.exception())  # another failure may be told
+        sent.add_done_callback(lambda done: free.set() if _went_well(done) and self._lets_go else None)
+        # Asked for at once: the trainer reads it before any step that it is told to take from now on.
+        wanted = self._trainer.call("checksums", names) if names else _answered({})
+        wanted.add_done_callback(_went_well)  # another failure may be told
         # All have the whole version beside what they serve before the first of them swaps.
         try:
             prepares = [g.actor.call("prepare", ticket) for g in self._members]
-            await _unless(sent, self._each(prepares, together=self._collective))
+            await _unless(sent, self._each(prepares, lambda: self._collective and not free.is_set()))
             swaps = [self._swap(g, version) for g in self._members]
-            holds = await _unless(sent, self._each(swaps, together=self._at_swap))
+            holds = await _unless(sent, self._each(swaps, lambda: self._at_swap))
             sending = await sent
         finally:
             sent.cancel()
         # Not waited for, but on its way: the trainer reads it before any call that is made after this.
         self._released = self._trainer.call("release", ticket)
-        self._released.add_done_callback(lambda done: done.cancelled() or done.exception())  # the next publish tells
-        await self._compare(chosen(self._names, version, verify), version)
+        self._released.add_done_callback(_went_well)  # the next publish tells
+        free.set()
+        await self._compare(names, wanted, version)
         for generator in self._members:
             generator.trust()
         return list(holds.values()), sending
 
-    async def _each(self, calls: Iterable[Awaitable[Any]], together: bool = False) -> Answers:
+    async def _each(self, calls: Iterable[Awaitable[Any]], together: Callable[[], bool] = lambda: False) -> Answers:
         """What each member answers. Who fails is lost if others don't; of what they do together, all have failed."""
 
         async def answer(generator: ProcessGenerator, call: Awaitable[Any]) -> Any:
@@ -146,7 +159,7 @@ class WeightLink:
                 return await call
             except (ActorError, ActorDied) as error:
                 self._failed[generator] = error
-                if together:
+                if together():
                     raise
                 return error
 
@@ -197,14 +210,14 @@ class WeightLink:
         generator.version = version
         return hold
 
-    async def _compare(self, names: list[str], version: int) -> None:
+    async def _compare(self, names: list[str], wanted: Awaitable[dict[str, int]], version: int) -> None:
         """See that what is served is what the trainer published, parameter by parameter."""
         if not names:
             return
-        asked = self._each([g.actor.call("checksums", names) for g in self._members])
-        wanted, served = await asyncio.gather(self._trainer.call("checksums", names), asked)
+        served = await self._each([g.actor.call("checksums", names) for g in self._members])
+        published = await wanted
         for generator, sums in served.items():
-            other = next((name for name in names if sums[name] % 2**64 != wanted[name]), "")
+            other = next((name for name in names if sums[name] % 2**64 != published[name]), "")
             if other:
                 self._failed[generator] = PublishError(
                     f"{generator.actor.name} serves {other} with other values than the trainer published as version "
@@ -218,7 +231,7 @@ class WeightLink:
 async def _unless(sent: asyncio.Future[float], receiving: Awaitable[Answers]) -> Answers:
     """What the receivers answer. Raises at once if sending fails: they may wait for ever for what it does not send."""
     received = asyncio.ensure_future(receiving)
-    received.add_done_callback(lambda done: done.cancelled() or done.exception())  # this raises another's failure
+    received.add_done_callback(_went_well)  # this raises another's failure
     try:
         await asyncio.wait((sent, received), return_when=asyncio.FIRST_COMPLETED)
         if sent.done() and not received.done():
@@ -226,6 +239,17 @@ async def _unless(sent: asyncio.Future[float], receiving: Awaitable[Answers]) ->
         return await received
     finally:
         received.cancel()
+
+
+def _went_well(done: asyncio.Future[Any]) -> bool:
+    """Whether it did; a failure counts as told."""
+    return not done.cancelled() and done.exception() is None
+
+
+def _answered(answer: Any) -> asyncio.Future[Any]:
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(answer)
+    return future
 
 
 async def _seconds(call: asyncio.Future[Any]) -> float:

@@ -39,8 +39,8 @@ class RestartLink:
                 shutil.rmtree(path)
         await self.publish(version)
 
-    async def publish(self, version: int, verify: str = "") -> PublishStats:
-        """Bring every generator to the trainer's weights. Raises if none of them can be."""
+    async def publish(self, version: int, verify: str = "", free: asyncio.Event | None = None) -> PublishStats:
+        """Bring every generator to the trainer's weights. Raises if none of them can be. `free` is left alone."""
         began = time.perf_counter()
         path = await self._write(version)
         sending = time.perf_counter() - began

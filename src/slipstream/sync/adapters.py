@@ -22,6 +22,8 @@ from slipstream.sync.shared import allocate, free
 class AdapterSender(Sender):
     """The trainer's end. On disk there are links to its memory, which goes with the process however that ends."""
 
+    lets_go = True
+
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype_of(config)
         self._directory = directory / "adapters"

@@ -22,6 +22,8 @@ from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, refuse_ot
 class CheckpointSender(Sender):
     """The trainer's end. Older files are removed once every generator has left them; `sync.keep` of them stay."""
 
+    lets_go = True
+
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         dtype = dtype_of(config)
         self._parameters, self._dtype, self._keep = parameters, dtype, config.sync.keep

@@ -41,13 +41,15 @@ class Sender(Protocol):
     """The trainer's end. `receivers` is the number of generators' processes that hold weights.
 
     A link inherits what it has nothing to do in. It is `collective` if receivers depend on each other: what one of them
-    does not take part in fails for all. If weights travel `at_swap`, into what is served, none of them is staged. Of a
+    does not take part in fails for all. If weights travel `at_swap`, into what is served, none of them is staged. It
+    `lets_go` if the trainer may take its next step once all is sent, before generators have swapped. Of a
     trainer of several ranks rank 0 has the sender, unless it is `everywhere`: then each has one, with its own part of
     the parameters, and receivers find all their offers as `parts` of the first.
     """
 
     collective: bool = False
     at_swap: bool = False
+    lets_go: bool = False
     everywhere: bool = False
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None: ...

@@ -28,7 +28,7 @@ TIME_LIMIT = timedelta(seconds=60)
 class NcclSender(Sender):
     """The trainer's end, rank 0. Two buckets are filled in turn, so that packing one overlaps sending the other."""
 
-    collective = True
+    collective = lets_go = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         dtype = dtype_of(config)
