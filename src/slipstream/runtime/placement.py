@@ -38,7 +38,8 @@ def place(config: Config, gpus: int) -> Placement:
             f"{wanted} GPUs, but there are {gpus}; lower one of them"
         )
     ranks = config.trainer.ranks
-    needed = wanted + (0 if config.trainer.device != "auto" or colocated else ranks)
+    together = colocated or config.sync.link == "single_copy"
+    needed = wanted + (0 if config.trainer.device != "auto" or together else ranks)
     if gpus > 1 and generator.device == "auto" and needed > gpus:
         raise ConfigError(
             f"generator.count = {generator.count} with generator.tensor_parallel = {generator.tensor_parallel} and "
