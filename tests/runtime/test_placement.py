@@ -36,7 +36,7 @@ def config_of(*flags: str) -> Config:
                 "--trainer.ranks=2",
                 "--trainer.parallel=tensor",
             ],
-            4,
+            2,
             ((0, 1),),
             (0, 1),
         ),
