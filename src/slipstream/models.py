@@ -116,6 +116,17 @@ def generation_config(path: str) -> Any:
         return None
 
 
+def causal_lm(model: Any) -> Any:
+    """The Hugging Face model below adapters, if there are any."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def layers_of(model: nn.Module) -> list[Any]:
+    """The decoder layers of a Hugging Face model, adapted or not."""
+    names = set(causal_lm(model)._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """What training changes, by name: every weight, or the adapters alone. Tied weights appear once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -1,8 +1,8 @@
 """The data that flows through Slipstream, from a prompt to a batch.
 
 Each noun is the previous one, ripened: a `Completion` is what a generator returns, a `Rollout` is an episode with its
-reward, a `Group` is the rollouts of one task, a `Batch` is what one optimizer step consumes, as `Sample`s. Nothing here
-is filled in later and nothing here imports the rest of the package.
+reward, a `Group` is the rollouts of one task, a `Batch` is what one optimizer step consumes, as `Sample`s, and
+`StepStats` are what it answers. Nothing here is filled in later and nothing here imports the rest of the package.
 """
 
 from __future__ import annotations
@@ -216,6 +216,43 @@ class Batch:
             for rollout, advantage in zip(group.rollouts, advantages, strict=True)
             for sample in samples_of(rollout.completions, advantage, rollout.teacher)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one step of all ranks did. Token means are over the completion tokens that were not passed over; `seconds`
+    is all of it, `skipped` counts the steps so far that moved nothing, since their loss or gradient was not finite.
+
+    `tokens_packed` went through the model, `tflops` is the rate of its own arithmetic in 10^12 operations a second,
+    `utilisation` that as a share of what the device does in a matrix product, `memory_gb` the most that was in use.
+    `expert_busiest` is the share of the busiest expert, `expert_entropy` the entropy of the load as a share of an even
+    one's, `experts_idle` the share of experts without a token, all three means over layers, and `experts_changed` the
+    share of the replayed choices that the router would not make now; None without experts.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    entropy: float
+    kl: float
+    mismatch_kl: float
+    ratio: float
+    ratio_max: float
+    effective_sample_size: float
+    clipped: float
+    masked: float
+    tokens: int
+    skipped: int
+    seconds: float
+    tokens_packed: int
+    tflops: float
+    utilisation: float | None
+    memory_gb: float
+    expert_busiest: float | None
+    expert_entropy: float | None
+    experts_idle: float | None
+    experts_changed: float | None
 
 
 def samples_of(

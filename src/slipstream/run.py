@@ -29,13 +29,12 @@ from slipstream.models import check_path, has_experts, load_tokenizer, pick_devi
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
-from slipstream.rollout import Batch, Rollout, Sampling
+from slipstream.rollout import Batch, Rollout, Sampling, StepStats
 from slipstream.rule import cut_batch, has_signal, load_rule
 from slipstream.runtime.local import Pools
 from slipstream.scoring.load import make_scoring
 from slipstream.scoring.teacher import Snapshots
 from slipstream.state import LoopState
-from slipstream.trainers.trainer import StepStats
 
 PROBES = 4
 FUTILE = 20  # steps' worth of groups without signal in a row that call for a warning

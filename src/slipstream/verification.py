@@ -25,7 +25,7 @@ from slipstream.runtime.local import Pools, gpus_here, start_generators
 from slipstream.runtime.placement import place
 from slipstream.runtime.pool import GeneratorPool
 from slipstream.runtime.services import TrainerService
-from slipstream.trainers.parallel import part_of, whole
+from slipstream.sync.gathered import part_of, whole
 
 SHORT = 128  # tokens of a pass
 # vLLM's mode in which no two batches differ, and what it sets for NCCL then: both ends of a link have to agree on that.

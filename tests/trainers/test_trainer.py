@@ -206,6 +206,19 @@ def test_gradients_that_are_never_finite_end_the_run(tiny: Path) -> None:
         trainer.step(broken)
 
 
+def test_a_resumed_run_remembers_steps_skipped_in_a_row(tiny: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny, "--trainer.max_skipped=3")
+    batch = random_batch(38)
+    broken = Batch(batch.groups, tuple((math.inf,) * len(a) for a in batch.advantages))
+    trainer.step(broken)
+    trainer.step(broken)
+    trainer.save(tmp_path / "saved").result()
+    again = make_trainer(tiny, "--trainer.max_skipped=3")
+    again.restore(tmp_path / "saved")
+    with pytest.raises(NotFinite):
+        again.step(broken)
+
+
 def test_too_little_memory_names_what_lowers_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(tiny, "--trainer.tokens_per_microbatch=77")
 

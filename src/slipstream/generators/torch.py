@@ -21,8 +21,9 @@ from torch import Tensor
 from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
 from slipstream.generators.base import EngineFailed, GenerationError, Interruption, refuse_prompt
 from slipstream.generators.sampling import Sampler
-from slipstream.models import end_of_sequence, routers_of
+from slipstream.models import end_of_sequence
 from slipstream.rollout import Completion, Sampling, spans_of
+from slipstream.routing import Routing
 from slipstream.sync.single_copy import lend
 
 SERVED = ("gemma3_text", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe")
@@ -86,12 +87,7 @@ class Engine:
         self._queue: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._sampler: Sampler | None = None
-        self._routes: list[Tensor] = []
-        self._routers = routers_of(model)
-        experts = max((len(r.weight) for r in self._routers.values()), default=0)
-        self._narrow = torch.uint8 if experts <= 256 else torch.int16
-        for router in self._routers.values():
-            router.register_forward_hook(lambda _m, _i, output: self._routes.append(output[2]))
+        self._routing = Routing(model)
 
     @property
     def busy(self) -> bool:
@@ -128,7 +124,7 @@ class Engine:
         refuse_prompt(prompt, self.context, self.model.config.vocab_size)
         if sampling.stop_strings and self._tokenizer is None:
             raise GenerationError("stop strings need a tokenizer")
-        if sampling.record_experts and not self._routers:
+        if sampling.record_experts and not self._routing.experts:
             raise GenerationError("record_experts: this model has no experts")
         stop_tokens = frozenset(sampling.stop_tokens) | self._eos
         limit = min(sampling.max_tokens, self.context - len(prompt))
@@ -191,7 +187,6 @@ class Engine:
         if not self._running:
             return []
         row, layout = self._lay_out(joining)
-        self._routes.clear()
         newest = torch.arange(len(self._running), device=self._device)
         logits = self.model(
             input_ids=row[None],
@@ -297,7 +292,8 @@ class Engine:
 
         A sequence that joins again keeps those that it was drawn with.
         """
-        routes = torch.stack(self._routes, 1).to("cpu", self._narrow).numpy()  # [tokens, layers, experts a token]
+        narrow = torch.uint8 if self._routing.experts <= 256 else torch.int16
+        routes = self._routing.chosen().to("cpu", narrow).numpy()
         at = len(self._running)
         for ids, slots in joining.items():
             for sequence in (self._running[slot] for slot in slots):

@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.actor import Actor, ActorError
 from slipstream.config import Config, ConfigError
-from slipstream.rollout import Batch, Completion
+from slipstream.rollout import Batch, Completion, StepStats
 from slipstream.runtime.placement import Placement, place, visible
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import WeightLink, nothing
@@ -19,7 +19,6 @@ from slipstream.runtime.ranks import Ranks, trainer_actor
 from slipstream.runtime.restart import RestartLink
 from slipstream.runtime.servers import Server
 from slipstream.runtime.turns import Turns
-from slipstream.trainers.trainer import StepStats
 
 # What `generator.kind` and `trainer.kind` name; anything else is a user's own `runtime.actor.Service`.
 SERVICES = {

@@ -18,9 +18,9 @@ from slipstream.generators.weights import ServedWeights, local_places
 from slipstream.models import device_here, load_model, load_tokenizer, trained_parameters
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.checksum import checksum
+from slipstream.sync.gathered import Gathered
 from slipstream.sync.link import Sender, Ticket, dtype_of, find_link, shapes_of
 from slipstream.sync.single_copy import borrow
-from slipstream.trainers.parallel import Whole
 from slipstream.trainers.trainer import Trainer
 
 Result = TypeVar("Result")
@@ -217,7 +217,7 @@ class TrainerService:
         self._trainer = Trainer(config)
         ranks = self._trainer.ranks
         parameters = self._trainer.parameters
-        self._weights = Whole(parameters, dtype_of(config), ranks) if ranks.sharded else parameters
+        self._weights = Gathered(parameters, dtype_of(config), ranks.calls) if ranks.sharded else parameters
         self._sender: Sender | None = None
         self._everywhere = False
         self._saving: list[tuple[Future[Any], Reply]] = []
@@ -281,7 +281,7 @@ class TrainerService:
 
     def _on_rank_0(self, work: Callable[[], Result]) -> Result | None:
         """Do this on rank 0, while the others help it to gather the weights that it reads."""
-        spread = self._weights if isinstance(self._weights, Whole) else None
+        spread = self._weights if isinstance(self._weights, Gathered) else None
         if self._trainer.ranks.rank:
             if spread:
                 spread.follow()

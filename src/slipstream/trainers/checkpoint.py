@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, async_save, load  # type: ignore[attr-defined]
 
-from slipstream.trainers.parallel import Ranks, whole
+from slipstream.sync.gathered import whole
+from slipstream.trainers.parallel import Ranks
 
 Counts = dict[str, int]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -10,22 +9,18 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from slipstream.models import layers_of
+
 # What is dear to compute again, by name: which operation stands behind attention depends on torch's release.
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm", "aten._scaled_dot_product",
             "aten._flash_attention", "torch_attn.")  # fmt: skip
-
-
-def layers(model: Any) -> Iterator[Any]:
-    """The decoder layers of a Hugging Face model, adapted or not."""
-    names = set(model._no_split_modules or ())
-    return (module for module in model.modules() if type(module).__name__ in names)
 
 
 def checkpoint_activations(model: Any, how: str) -> None:
     """Compute again in the backward pass what a layer did: all of it ("full"), or all but its matrix products."""
     forwards = {"full": _all_again, "selective": _products_kept}
     if how != "none":
-        for layer in layers(model):
+        for layer in layers_of(model):
             layer.whole_forward = layer.forward
             layer.forward = MethodType(forwards[how], layer)
 
@@ -36,7 +31,7 @@ def compile_layers(model: Any) -> None:
     if hasattr(compiler, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
         # A router notes what it chose: the forward pass may, and what is computed again need not.
         compiler.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    for layer in layers(model):
+    for layer in layers_of(model):
         # Not the call: what FSDP hooks into it differs from layer to layer, and would be a program for each.
         layer.forward = torch.compile(layer.forward, dynamic=True)
 

@@ -31,7 +31,8 @@ class MicroBatch:
     `temperatures`, `behaviour`, `advantages`, `lags` (in versions) and `sequences` (which sample it is of) `[drawn]` go
     with them, `teacher` `[drawn]` if all have one, and `kept` lists the ids that top-k/top-p left there (None: all).
     `experts` `[tokens, layers, experts per token]` are those that generation chose, -1 where they are not known (None:
-    nowhere). `order[i]` is the index in the step of the i-th sample here.
+    nowhere). `order[i]` is the index in the step of the i-th sample here. A `filler` keeps a rank in step with
+    others and counts nothing.
     """
 
     input_ids: Tensor
@@ -48,6 +49,7 @@ class MicroBatch:
     experts: Tensor | None
     order: Sequence[int]
     teacher: Tensor | None = None
+    filler: bool = False
 
 
 def bundle(samples: Sequence[Sample], budget: int, share: bool = True) -> list[Bundle]:

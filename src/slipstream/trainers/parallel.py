@@ -9,7 +9,7 @@ gradient. Or all of them work on all of it, each with its part of every layer ("
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,12 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from slipstream.config import ConfigError, TrainerConfig
-from slipstream.trainers.memory import layers
-
-DONE = -1  # said by rank 0 instead of the number of a parameter
+from slipstream.models import layers_of
+from slipstream.sync.gathered import part_here, whole
 
 
 class Ranks:
@@ -61,6 +59,11 @@ class Ranks:
             self.mesh = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=names)
 
     @property
+    def counts(self) -> bool:
+        """Whether this rank counts what its share of a batch is, for all that work on that."""
+        return self.rank % (self.size // self.shares) == 0
+
+    @property
     def sharded(self) -> bool:
         """Whether each rank holds only a part of the weights."""
         return self.mesh is not None
@@ -82,7 +85,7 @@ class Ranks:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # a batch keeps its log-probabilities as they are
         )
-        for module in (*list(layers(policy.model)), policy):
+        for module in (*layers_of(policy.model), policy):
             sharded: FSDPModule = fully_shard(module, mesh=self.mesh, mp_policy=mixed)
             # The loss has one denominator, so gradients are added up, not averaged.
             sharded.set_gradient_divide_factor(1.0)
@@ -99,27 +102,11 @@ class Ranks:
         for work in [dist.all_reduce(part_here(cast(Tensor, p.grad)), async_op=True) for p in summed]:
             work.wait()
 
-    def sum(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        """Each value added up over all ranks, which have the same names in the same order."""
-        if not values:
-            return {}
-        total = torch.stack(list(values.values()))
-        if self.shares > 1:
-            dist.all_reduce(total)
-        return dict(zip(values, total.tolist(), strict=True))
-
-    def joined(self, columns: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Columns of all ranks, each `[entries of all ranks]` as floating point, from those of this one."""
-        if self.shares == 1:
-            return columns
-        table = torch.stack([column.to(self.device, torch.float32) for column in columns])
-        rows = [torch.zeros(1, dtype=torch.long, device=self.device) for _ in range(self.size)]
-        dist.all_gather(rows, torch.full_like(rows[0], table.shape[1]))
-        counts = [int(count) for count in rows]
-        padded = nn.functional.pad(table, (0, max(counts) - table.shape[1]))
-        tables = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(tables, padded)
-        return torch.cat([table[:, :count] for table, count in zip(tables, counts, strict=True)], 1).unbind()
+    def add(self, values: Tensor) -> Tensor:
+        """Values of all ranks, added up in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
 
     def union(self, entries: dict[int, Any]) -> dict[int, Any]:
         """The entries of all ranks."""
@@ -143,63 +130,9 @@ class Ranks:
         """The largest of all ranks' values."""
         if self.size == 1:
             return value
-        largest = torch.tensor(value)
+        largest = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.calls)
         return largest.item()
-
-
-class Whole(Mapping[str, Tensor]):
-    """Sharded parameters as rank 0 reads them: whole, in the format `dtype`, each gathered when it is asked for.
-
-    The others take part in every gather: they `follow` until rank 0 is `done`.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, ranks: Ranks) -> None:
-        self._parameters, self._dtype, self._ranks = parameters, dtype, ranks
-        self._names = list(parameters)
-
-    def __getitem__(self, name: str) -> Tensor:
-        self._say(self._names.index(name))
-        return self._gather(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def follow(self) -> None:
-        """Gather what rank 0 asks for until it is done."""
-        while (number := self._say(DONE)) != DONE:
-            self._gather(self._names[number])
-
-    def done(self) -> None:
-        """Let the others go."""
-        self._say(DONE)
-
-    def _say(self, number: int) -> int:
-        """What rank 0 says here."""
-        said = torch.tensor(number)
-        dist.broadcast(said, 0, group=self._ranks.calls)
-        return int(said)
-
-    def _gather(self, name: str) -> Tensor:
-        return whole(self._parameters[name].detach().to(self._dtype))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor of which each rank may hold a part; every rank has to ask for it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def part_here(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def part_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """Of a tensor that every rank holds whole, what it holds of `like`."""
-    return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> float:

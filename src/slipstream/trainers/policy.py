@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream.config import ConfigError
+from slipstream.models import causal_lm
+from slipstream.routing import Routing
 from slipstream.trainers import attention
 from slipstream.trainers.logprobs import head_logprobs
 from slipstream.trainers.packing import MicroBatch
-from slipstream.trainers.routing import Routing
 
 ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
 
@@ -45,8 +46,6 @@ class Policy(nn.Module):
             )
         self.routing.replay(batch.experts)
         hidden = (self._packed if self.packs else self._one_by_one)(batch)
-        if torch.is_grad_enabled():
-            self.routing.count()
         drawn = (batch.targets, batch.temperatures, batch.kept)
         return self.predict(hidden[batch.predicts], head.weight, *drawn, fuse=self._fuse)
 
@@ -63,11 +62,6 @@ class Policy(nn.Module):
         backbone = getattr(whole, whole.base_model_prefix)
         hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state[0]
         return hidden
-
-
-def causal_lm(model: Any) -> Any:
-    """The Hugging Face model below adapters, if there are any."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _refuse_untrainable(model: Any) -> None:

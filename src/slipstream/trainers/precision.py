@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slipstream.trainers.parallel import part_here
+from slipstream.sync.gathered import part_here
 
 Parameters = Mapping[str, nn.Parameter]
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.trainers.packing import MicroBatch
 from slipstream.trainers.parallel import Ranks
+from slipstream.trainers.policy import Policy
 
 SIZE, ROUNDS = 8192, 10  # of the matrix product that tells what a GPU can do
 
@@ -22,8 +23,8 @@ class Meter:
     out). Frozen weights take 4. The head counts for the tokens that it predicts, experts for those that use them.
     """
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self._device, self._routing, model = device, policy.routing, policy.model
         config, head = model.config, model.get_output_embeddings()
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._pairs = 12 * config.num_hidden_layers * config.num_attention_heads * size
@@ -35,8 +36,12 @@ class Meter:
         self._most = matrix_rate(device) if device.type == "cuda" else None
         self._operations, self._tokens = 0.0, 0
 
-    def count(self, micro: MicroBatch) -> None:
-        """Add the passes over a micro-batch."""
+    def count(self, micro: MicroBatch, counts: bool) -> None:
+        """Add the passes over a micro-batch, of which the first was the policy's last: the load of experts, and what is
+        computed, unless another rank `counts` that."""
+        self._routing.count()
+        if not counts:
+            return
         tokens = len(micro.input_ids)
         self._tokens += tokens
         self._operations += (
@@ -48,16 +53,17 @@ class Meter:
 
         The rate is that of the average rank, the memory that of the one that used most.
         """
-        counted = {"operations": self._operations, "tokens": self._tokens}
-        summed = ranks.sum({n: torch.tensor(v, dtype=torch.float64, device=self._device) for n, v in counted.items()})
-        rate = summed["operations"] / ranks.size / max(seconds, 1e-9)
+        counted = torch.tensor([self._operations, self._tokens], dtype=torch.float64, device=self._device)
+        operations, tokens = ranks.add(counted).tolist()
+        rate = operations / ranks.size / max(seconds, 1e-9)
         memory = 0.0
         if self._device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self._device) / 1e9
             torch.cuda.reset_peak_memory_stats(self._device)
         read = {
-            "tokens_packed": int(summed["tokens"]), "tflops": rate / 1e12,
+            "tokens_packed": int(tokens), "tflops": rate / 1e12,
             "utilisation": rate / self._most if self._most else None, "memory_gb": ranks.most(memory),
+            **self._routing.read(ranks.add),
         }  # fmt: skip
         self._operations, self._tokens = 0.0, 0
         return read

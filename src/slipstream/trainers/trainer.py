@@ -10,69 +10,36 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slipstream.algorithms.corrections import combine, masked_product
 from slipstream.algorithms.kl import kl_to_reference
-from slipstream.algorithms.statistics import off_policy
+from slipstream.algorithms.learning import learn
+from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config import AlgorithmConfig, Config, ConfigError, TrainerConfig
 from slipstream.models import device_here, load_model, trained_parameters
-from slipstream.rollout import Batch, Completion, Sample, samples_of
+from slipstream.rollout import Batch, Completion, Sample, StepStats, samples_of
 from slipstream.rule import Rule, load_rule
+from slipstream.sync.gathered import part_here
 from slipstream.trainers import checkpoint
 from slipstream.trainers.guards import naming_remedies, refuse_to_go_on
 from slipstream.trainers.memory import checkpoint_activations, compile_layers
 from slipstream.trainers.offload import move
 from slipstream.trainers.packing import MicroBatch, bundle, bundle_length, length, pack, plan
-from slipstream.trainers.parallel import Ranks, clip_gradients, part_here
+from slipstream.trainers.parallel import Ranks, clip_gradients
 from slipstream.trainers.policy import Policy
 from slipstream.trainers.precision import compute_on, lowered
 from slipstream.trainers.reference import Reference
 from slipstream.trainers.speed import Meter
 from slipstream.trainers.tensor import cut
 
-
-@dataclass(frozen=True)
-class StepStats:
-    """What one step of all ranks did. Token means are over the completion tokens that were not passed over; `seconds`
-    is all of it, `skipped` counts the steps so far that moved nothing, since their loss or gradient was not finite.
-
-    `tokens_packed` went through the model, `tflops` is the rate of its own arithmetic in 10^12 operations a second,
-    `utilisation` that as a share of what the device does in a matrix product, `memory_gb` the most that was in use.
-    `expert_busiest` is the share of the busiest expert, `expert_entropy` the entropy of the load as a share of an even
-    one's, `experts_idle` the share of experts without a token, all three means over layers, and `experts_changed` the
-    share of the replayed choices that the router would not make now; None without experts.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    entropy: float
-    kl: float
-    mismatch_kl: float
-    ratio: float
-    ratio_max: float
-    effective_sample_size: float
-    clipped: float
-    masked: float
-    tokens: int
-    skipped: int
-    seconds: float
-    tokens_packed: int
-    tflops: float
-    utilisation: float | None
-    memory_gb: float
-    expert_busiest: float | None
-    expert_entropy: float | None
-    experts_idle: float | None
-    experts_changed: float | None
+COUNTS = ("step_count", "token_count", "skipped_count", "skipped_in_a_row")  # what a checkpoint knows of the past
 
 
 class Trainer:
@@ -87,11 +54,13 @@ class Trainer:
         home = torch.device("cpu") if self.ranks.gathers else self.device  # until it is cut up
         self.model = load_model(config.model, config.lora, device=home, dtype=frozen)
         self.model.train()
-        self.step_count = self.token_count = self.skipped_count = self._skipped_in_a_row = 0
+        self.step_count = self.token_count = self.skipped_count = self.skipped_in_a_row = 0
         self.before_update: Callable[[], None] = lambda: None
         self._offloaded = False
         self._algorithm: AlgorithmConfig = config.algorithm
         self._rule: Rule = load_rule(config)
+        kind, weighted = config.algorithm.kl_estimator, config.algorithm.kl_weighted
+        self._penalty = partial(kl_to_reference, estimator=kind, weighted=weighted)
         self._options: TrainerConfig = options
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
         fuse = options.compile and self.device.type == "cuda"
@@ -100,7 +69,7 @@ class Trainer:
         checkpoint_activations(self.model, options.activation_checkpointing)
         if fuse and not self.ranks.tensor:
             compile_layers(self.model)
-        self._meter = Meter(self.model, self.device)
+        self._meter = Meter(self._policy, self.device)
         if self.ranks.gathers:
             self.ranks.shard(self._policy, compute)
         self.parameters = trained_parameters(self.model)
@@ -153,15 +122,16 @@ class Trainer:
         weights = self._rule.aggregation(torch.tensor([len(s.drawn) for s in every], dtype=torch.float64))
         passes = self._rule.linear and not self._algorithm.kl  # over what has no advantage
         chosen = [i for i, s in enumerate(every) if any(s.advantages) or not passes]
-        found = []
+        summed, ratio_max = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device), -math.inf
         with naming_remedies(self._options):
-            for micro, share in self._micro_batches([every[i] for i in chosen], batch.version):
-                if share:
-                    self._meter.count(micro)
-                learned = self._learn(micro, share * weights[[chosen[i] for i in micro.order]])
-                found += [learned] if share else []
-            self.ranks.sum_gradients(self.parameters)
-            described = _describe(found, self.ranks)
+            for micro in self._micro_batches([every[i] for i in chosen], batch.version):
+                found = self._learn(micro, weights[[chosen[i] for i in micro.order]])
+                if self.ranks.counts and not micro.filler:
+                    summed += found[0]
+                    ratio_max = max(ratio_max, found[1].max().item())
+            if chosen:
+                self.ranks.sum_gradients(self.parameters)
+            described = means(dict(zip(SUMS, self.ranks.add(summed).tolist(), strict=True)), self.ranks.most(ratio_max))
             grad_norm = self._update(described["loss"])
         self.token_count += batch.tokens
         seconds = time.perf_counter() - began
@@ -174,25 +144,22 @@ class Trainer:
             skipped=self.skipped_count,
             seconds=seconds,
             **self._meter.read(seconds, self.ranks),
-            **self._policy.routing.read(),
         )
 
-    def _micro_batches(self, samples: Sequence[Sample], version: int = 0) -> Iterator[tuple[MicroBatch, float]]:
-        """This rank's samples, packed, and 1; each is made while the device is at the one before.
+    def _micro_batches(self, samples: Sequence[Sample], version: int = 0) -> Iterator[MicroBatch]:
+        """This rank's samples, packed; each micro-batch is made while the device is at the one before.
 
-        A rank that has fewer than others works on the shortest sample meanwhile, to take part in what they do together;
-        that has share 0 of everything.
+        A rank that has fewer than others works on the shortest sample meanwhile, to take part in what they do together.
         """
         budget = self._options.tokens_per_microbatch
         bundles = bundle(samples, budget, share=self._policy.packs)
         sizes = [bundle_length(samples, members) for members in bundles]
         for items in plan(sizes, budget, self.ranks.shares)[self.ranks.share]:
             if items:
-                micro = pack(samples, [bundles[i] for i in items], self.device, version)
-                yield micro, 1.0
+                yield pack(samples, [bundles[i] for i in items], self.device, version)
             elif samples and self.ranks.gathers:
                 shortest = min(range(len(samples)), key=lambda i: length(samples[i]))
-                yield pack(samples, [[shortest]], self.device, version), 0.0
+                yield replace(pack(samples, [[shortest]], self.device, version), filler=True)
 
     @torch.no_grad()
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
@@ -200,7 +167,7 @@ class Trainer:
         self._refuse_offloaded()
         samples = [samples_of([completion])[0] for completion in completions]
         scored: dict[int, list[float]] = {}
-        for micro, _ in self._micro_batches(samples):
+        for micro in self._micro_batches(samples):
             logprobs, _ = self._policy(micro)
             lengths = [len(samples[i].drawn) for i in micro.order]
             scored |= dict(zip(micro.order, map(Tensor.tolist, logprobs.split(lengths)), strict=True))
@@ -210,7 +177,7 @@ class Trainer:
 
     def save(self, path: Path) -> Future[Any]:
         """Copy everything that the next step depends on; it is in the directory `path` once the result is there."""
-        counts = {"step": self.step_count, "token": self.token_count, "skipped": self.skipped_count}
+        counts = {name: getattr(self, name) for name in COUNTS}
         average = self._reference.average if self._reference else {}
         return checkpoint.save(path, self.parameters, self._optimizer, average, counts, self.ranks)
 
@@ -218,7 +185,8 @@ class Trainer:
         """Go on from what `save` wrote, by however many ranks."""
         average = self._reference.average if self._reference else {}
         counts = checkpoint.restore(path, self.parameters, self._optimizer, average, self.ranks)
-        self.step_count, self.token_count, self.skipped_count = (counts[n] for n in ("step", "token", "skipped"))
+        for name in COUNTS:
+            setattr(self, name, counts.get(name, 0))
         self._lower()
         if self._reference:
             self._reference.serve()
@@ -242,12 +210,11 @@ class Trainer:
         if self._offloaded:
             raise RuntimeError("this trainer is offloaded: nothing may be asked of it before it is loaded")
 
-    def _learn(self, micro: MicroBatch, weights: Tensor) -> Learned:
-        """Add the gradient of a micro-batch, whose samples have these weights a token."""
-        rule = self._algorithm
-        reference = self._reference.logprobs(micro) if self._reference else None
+    def _learn(self, micro: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the gradient of a micro-batch, whose samples have these weights a token. Returns its sums and ratios."""
         logprobs, entropy = self._policy(micro)
-        # Loss and corrections are functions of the log-probabilities alone, so they are differentiated by these first.
+        if not micro.filler:
+            self._meter.count(micro, self.ranks.counts)
         tokens = Tokens(
             logprobs=logprobs.detach().requires_grad_(),
             behaviour=micro.behaviour,
@@ -255,21 +222,14 @@ class Trainer:
             sequence=micro.sequences,
             lag=micro.lags,
             proximal=logprobs.detach(),
-            reference=reference,
+            # After the policy: FSDP settles what is trained in its first pass, and adapters are not in the reference's.
+            reference=self._reference.logprobs(micro) if self._reference else None,
             teacher=micro.teacher,
         )
-        loss = self._rule.loss(tokens)
-        (slope,) = torch.autograd.grad(loss.sum(), tokens.logprobs)
-        correction = combine(self._rule.corrections, tokens)
-        cost, gradient = masked_product(correction, loss.detach()), masked_product(correction, slope)
-        kl = torch.zeros_like(entropy)
-        if rule.kl:
-            estimate = kl_to_reference(tokens, estimator=rule.kl_estimator, weighted=rule.kl_weighted)
-            gradient = gradient + rule.kl * torch.autograd.grad(estimate.sum(), tokens.logprobs)[0]
-            kl = estimate.detach()
-        counts = weights.to(entropy)[micro.sequences]
-        torch.autograd.backward(logprobs, counts * gradient)
-        return Learned(tokens, slope, correction, counts * (cost + rule.kl * kl), kl, entropy)
+        lesson = learn(tokens, self._rule.loss, self._rule.corrections, self._penalty, self._algorithm.kl)
+        counts = (0.0 if micro.filler else 1.0) * weights.to(entropy)[micro.sequences]
+        torch.autograd.backward(logprobs, counts * lesson.gradient)
+        return sums(tokens, lesson, entropy, counts), tokens.ratio.detach()
 
     def _update(self, loss: float) -> float:
         """Clip, move the parameters and return the gradient's norm; what isn't finite moves nothing, on any rank."""
@@ -278,7 +238,7 @@ class Trainer:
         self._optimizer.param_groups[0]["lr"] = learning_rate(self._options, self.step_count, self._steps, spent)
         finite = math.isfinite(norm) and math.isfinite(loss)
         self.skipped_count += not finite
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if finite:
             self.before_update()
             self._optimizer.step()
@@ -287,7 +247,7 @@ class Trainer:
                 self._reference.update()
         self._optimizer.zero_grad()
         self.step_count += 1
-        refuse_to_go_on(self._skipped_in_a_row, self._options)
+        refuse_to_go_on(self.skipped_in_a_row, self._options)
         return norm
 
     def _lower(self) -> None:
@@ -295,37 +255,6 @@ class Trainer:
         if self._lowered:
             masters = [part_here(parameter.detach()) for parameter in self.parameters.values()]
             torch._foreach_copy_(list(self._lowered.values()), masters)
-
-
-class Learned(NamedTuple):
-    """What is left of a micro-batch after its backward pass; all `[tokens]`."""
-
-    tokens: Tokens
-    slope: Tensor
-    correction: Tensor
-    loss: Tensor
-    kl: Tensor
-    entropy: Tensor
-
-
-def _describe(found: Sequence[Learned], ranks: Ranks) -> dict[str, Any]:
-    """The numbers of a step from those of its tokens, of all ranks."""
-    if not found:
-        nothing, index = torch.zeros(0), torch.zeros(0, dtype=torch.long)
-        empty = Tokens(nothing, nothing, nothing, index, index, nothing)
-        found = [Learned(empty, nothing, nothing, nothing, nothing, nothing)]
-    fields = ("logprobs", "behaviour", "advantages", "sequence", "lag", "proximal")
-    own = [torch.cat([getattr(f.tokens, name).detach() for f in found]) for name in fields]
-    own += [torch.cat(parts) for parts in zip(*(f[1:] for f in found), strict=True)]
-    columns = ranks.joined(own)
-    tokens, (slope, correction, loss, kl, entropy) = Tokens(*columns[:6]), columns[6:]
-    count = max(1, len(slope))
-    return {
-        "loss": loss.sum().item(),
-        "entropy": entropy.sum().item() / count,
-        "kl": kl.sum().item() / count,
-        **off_policy(tokens, slope, correction),
-    }
 
 
 def learning_rate(options: TrainerConfig, step: int, steps: int, spent: float = 0.0) -> float:

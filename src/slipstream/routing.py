@@ -1,15 +1,17 @@
-"""Mixtures of experts: the experts that generation chose are used again in training, and their load is counted.
+"""Mixtures of experts: which experts a forward pass chose, using those of another pass instead, and their load.
 
 Generator and trainer round differently, and weights move between them, so that a router on the edge between two experts
-chooses one here and the other there: the token was drawn by another network than the one that is trained. With routing
-replay (Ma et al. 2025, arXiv:2510.11370; "keep routing" in DeepSeek-V3.2, arXiv:2512.02556) the choice is the recorded
-one. The chosen experts' weights are the policy's as it is now, and that is where the router's gradient comes from.
+chooses one here and the other there: the token was drawn by another network than the one that is trained. So generators
+record what their routers chose, and the trainer's choose the same (routing replay, Ma et al. 2025, arXiv:2510.11370;
+"keep routing" in DeepSeek-V3.2, arXiv:2512.02556). The chosen experts' weights are the policy's as it is now, and that
+is where the router's gradient comes from.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +47,16 @@ class Routing:
             router.rule, router.recorded, router.chosen = rule_of(router), None, None
             if router.rule:
                 router.register_forward_hook(_replay)
-        self._clear()
+        self._load: Tensor | None = None
+
+    @property
+    def experts(self) -> int:
+        """How many a layer has to choose from; 0 in a dense model."""
+        return max((len(router.weight) for router in self._routers.values()), default=0)
+
+    def chosen(self) -> Tensor:
+        """What the routers chose in the last forward pass, `[tokens, layers with a router, experts per token]`."""
+        return torch.stack([router.chosen for router in self._routers.values()], 1)
 
     def replay(self, experts: Tensor | None) -> None:
         """Use these experts `[tokens, layers, experts per token]` in the passes that follow, backward ones included;
@@ -72,34 +83,39 @@ class Routing:
     @torch.no_grad()
     def count(self) -> None:
         """Add the last forward pass to the load."""
-        for layer, router in enumerate(r for r in self._routers.values() if r.rule):
-            own, used = router.chosen, router.chosen
+        for row, router in zip(self._counts(), (r for r in self._routers.values() if r.rule), strict=True):
+            used = router.chosen
             if router.recorded is not None:
-                used = _filled(router.recorded, own)
-                self._changed += (used[:, :, None] != own[:, None]).all(-1).sum()
-            count = len(router.weight)
-            self._load.setdefault(layer, torch.zeros(count, device=used.device))
-            self._load[layer] += torch.bincount(used.flatten(), minlength=count)
+                used = _filled(router.recorded, router.chosen)
+                row[-1] += (used[:, :, None] != router.chosen[:, None]).all(-1).sum()
+            row[:-1] += torch.bincount(used.flatten(), minlength=len(row) - 1)
 
-    def read(self) -> dict[str, Any]:
-        """What was counted since the last reading: means over layers. Names are those of `StepStats`."""
-        if not self._load:
+    def read(self, add: Callable[[Tensor], Tensor] = lambda counts: counts) -> dict[str, Any]:
+        """What was counted since the last reading, by all ranks whose counts are summed by `add`: means over layers.
+
+        Names are those of `StepStats`; None for each where nothing was counted.
+        """
+        counts, self._load = self._counts(), None
+        summed = add(counts) if len(counts) else counts
+        load, changed = summed[:, :-1], summed[:, -1]
+        if not load.any():
             return dict.fromkeys(("expert_busiest", "expert_entropy", "experts_idle", "experts_changed"))
-        load = torch.stack(list(self._load.values())).double()
         share = load / load.sum(-1, keepdim=True)
         entropy = torch.special.entr(share).sum(-1) / torch.tensor(share.shape[-1]).log()
-        read = {
+        return {
             "expert_busiest": share.amax(-1).mean().item(),
             "expert_entropy": entropy.mean().item(),
             "experts_idle": (load == 0).double().mean().item(),
-            "experts_changed": float(self._changed / load.sum()),
+            "experts_changed": float(changed.sum() / load.sum()),
         }
-        self._clear()
-        return read
 
-    def _clear(self) -> None:
-        self._load: dict[int, Tensor] = {}
-        self._changed: Any = 0
+    def _counts(self) -> Tensor:
+        """Tokens of each expert, and last the choices that were changed, `[layers, experts + 1]`."""
+        known = [router.weight.device for router in self._routers.values() if router.rule]
+        if self._load is None:
+            device = known[0] if known else None
+            self._load = torch.zeros(len(known), self.experts + 1, dtype=torch.float64, device=device)
+        return self._load
 
 
 def rule_of(router: Any) -> Rule | None:
