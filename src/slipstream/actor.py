@@ -58,10 +58,17 @@ class Service(Protocol):
 
 
 class Actor:
-    """The controller's end of a process."""
+    """The controller's end of a process, which it starts, or of a `guest`: one that has called here by itself."""
 
-    def __init__(self, name: str, log: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        guest: socket.socket | None = None,
+    ) -> None:
         self.name = name
+        self._guest = guest
         self._environment = environment or {}
         self._log = log
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -73,6 +80,18 @@ class Actor:
 
     async def start(self, service: str, *arguments: Any) -> None:
         """Start the process, build the service ("module:function") in it, and wait until it is there."""
+        ours = self._guest or self._launch()
+        self._connection = Connection(ours.detach())
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._connection.fileno(), self._read)
+        threading.Thread(target=self._write, daemon=True).start()
+        if self._guest:
+            self._writer.put(dict(self._environment))
+        self._writer.put((service, pickle.dumps(arguments)))
+        await self.call(READY)
+
+    def _launch(self) -> socket.socket:
+        """Start the process. Returns this end of a connection with it."""
         ours, theirs = socket.socketpair()
         if self._log:
             self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -87,12 +106,7 @@ class Actor:
                 env=os.environ | {**self._environment, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
             )
         theirs.close()
-        self._connection = Connection(ours.detach())
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._connection.fileno(), self._read)
-        threading.Thread(target=self._write, daemon=True).start()
-        self._writer.put((service, pickle.dumps(arguments)))
-        await self.call(READY)
+        return ours
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         """Call a method of the service. Raises what it raised as `ActorError`, or `ActorDied`.
@@ -115,9 +129,10 @@ class Actor:
             self._send(next(self._numbers), method, arguments)
 
     async def stop(self, grace: float = 10.0) -> None:
-        """Let the process end by itself, or end it after `grace` seconds."""
-        if self._process:
+        """Let the process end by itself, or end it after `grace` seconds; a guest ends by itself."""
+        if self._process or self._guest:
             self._die(f"{self.name} was stopped")
+        if self._process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, grace)
             self.kill()
@@ -130,9 +145,10 @@ class Actor:
         return self.dead
 
     def kill(self) -> None:
-        """End the process now."""
-        if self._process:
+        """End the process now; a guest ends when it sees that nobody is here."""
+        if self._process or self._guest:
             self._die(f"{self.name} was killed")
+        if self._process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # with whatever it has started itself
             self._process.wait()
@@ -171,6 +187,8 @@ class Actor:
         if self.dead:
             return
         self.dead = ActorDied(why)
+        if not hasattr(self, "_connection"):  # a guest that was never spoken to
+            return
         self._loop.remove_reader(self._connection.fileno())
         self._writer.put(None)
         with contextlib.suppress(OSError):
@@ -222,6 +240,15 @@ def serve(connection: Connection) -> None:
                 replies.clear()
     finally:
         service.close()
+
+
+def be_guest(visitor: socket.socket) -> None:
+    """Serve the controller at the other end, in the environment that it sends first, until it is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
+    connection = Connection(visitor.detach())
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        os.environ |= connection.recv()
+        serve(connection)
 
 
 def main() -> None:

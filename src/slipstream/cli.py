@@ -119,7 +119,10 @@ def _train(options: argparse.Namespace, flags: list[str]) -> None:
     config = load_config(options.config, flags) if options.config else None
     from slipstream.observe.report import report
     from slipstream.run import resume, train
+    from slipstream.runtime.ranks import join
 
+    if join():
+        return
     report(train(config, quiet=options.quiet) if config else resume(options.resume, flags, quiet=options.quiet))
 
 

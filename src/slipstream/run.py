@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from slipstream.observe.tally import Tally
 from slipstream.rollout import Batch, Rollout, Sampling, StepStats
 from slipstream.rule import cut_batch, has_signal, load_rule
 from slipstream.runtime.local import Pools
+from slipstream.runtime.ranks import refuse_torchrun, under_torchrun
 from slipstream.scoring.load import make_scoring
 from slipstream.scoring.teacher import Snapshots
 from slipstream.state import LoopState
@@ -70,8 +70,8 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
 
 def _check(config: Config) -> None:
     """Refuse early what can be known to fail. Raises `ConfigError`."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError("a run starts the ranks of its trainer itself: set trainer.ranks, and leave torchrun out")
+    if under_torchrun():
+        refuse_torchrun(config.trainer.ranks)
     check_path(config.model.path)
     if config.algorithm.kl and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")

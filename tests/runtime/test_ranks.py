@@ -6,8 +6,11 @@ What ranks compute is in tests/trainers/test_ranks.py.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -81,10 +84,33 @@ class Rank:
     async def stop(self, grace: float) -> None: ...
 
 
-def test_a_run_under_torchrun_is_told_to_start_its_ranks_itself(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with pytest.raises(ConfigError, match=r"set trainer\.ranks, and leave torchrun out"):
-        train(load_config(None, [f"--model.path={tiny}", "--environment.name=addition"]))
+def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m",
+               "slipstream", *arguments]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def test_processes_of_torchrun_are_the_ranks_of_a_run(tiny: Path, tmp_path: Path) -> None:
+    """The first controls, the others train, and all end with the run; a wrong number of them is one line."""
+    flags = [f"--model.path={tiny}", "--environment.name=addition", "--loop.steps=2", "--loop.groups_per_step=2",
+             "--loop.group_size=2", "--sampling.max_tokens=4", "--evaluation.tasks=0", "--trainer.device=cpu",
+             "--generator.device=cpu", RANKS]  # fmt: skip
+    (tmp_path / "empty.toml").write_text("")
+    done = torchrun(2, "train", str(tmp_path / "empty.toml"), f"--run.dir={tmp_path / 'run'}", *flags)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["version"] for record in records] == [1, 2]
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"trainer.log", "generator_0.log"}
+
+
+def test_torchrun_with_another_number_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    flags = [f"--model.path={tiny}", "--environment.name=addition"]
+    for ranks, said in ((2, r"started 4 processes, but trainer\.ranks = 2"), (4, "2 processes on other hosts")):
+        with pytest.raises(ConfigError, match=said):
+            train(load_config(None, [*flags, f"--trainer.ranks={ranks}"]))
 
 
 def test_rank_0_answers() -> None:

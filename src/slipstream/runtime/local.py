@@ -76,7 +76,7 @@ class Pools:
         All start at once, but for engines that take turns with the trainer: they take the memory that they find free.
         """
         placement = place(config, gpus_here())
-        trainer = trainer_actor(directory, placement, config.trainer.ranks)
+        trainer = await trainer_actor(directory, placement, config.trainer.ranks)
         free = asyncio.Event()
 
         async def generators() -> GeneratorPool:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import socket
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.actor import Actor, ActorDied, ActorError
+from slipstream.actor import Actor, ActorDied, ActorError, be_guest
+from slipstream.config import ConfigError
 from slipstream.runtime.placement import Placement, visible
 
 DEATH_SHOWS = 1.0  # seconds after a failure in which a process whose death may be behind it is known to be dead
+ADDRESS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+           "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID")  # fmt: skip
+ARRIVAL = 300.0  # seconds that the processes of `torchrun` have to import what they need
 
 
 class Ranks:
@@ -64,10 +73,23 @@ async def raise_a_death(ends: Sequence[Any]) -> None:
         await asyncio.sleep(DEATH_SHOWS / 20)
 
 
-def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Actor | Ranks:
-    """The trainer's process, or as many as it has ranks, each with its GPU and the addresses that `torchrun` gives."""
+async def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Actor | Ranks:
+    """The trainer's process, or as many as it has ranks, each with its GPU and the addresses that `torchrun` gives.
+
+    Under `torchrun` the others are its processes, which wait in `join`.
+    """
     if ranks == 1:
         return Actor("trainer", directory / "logs" / "trainer.log", visible(placement.trainer))
+    gpus = [visible(placement.trainer[rank : rank + 1]) for rank in range(ranks)]
+    if under_torchrun():
+        address = {name: os.environ.pop(name) for name in ADDRESS if name in os.environ}  # nobody else's business
+        guests = await asyncio.to_thread(_receive, ranks - 1)
+        return Ranks(
+            [
+                Actor("trainer", directory / "logs" / "trainer.log", gpus[0] | address),
+                *(Actor(f"trainer rank {rank}", None, gpus[rank], guest) for rank, guest in sorted(guests.items())),
+            ]
+        )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -78,6 +100,58 @@ def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Actor | 
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
         name, log = ("trainer", "trainer.log") if rank == 0 else (f"trainer rank {rank}", f"trainer_{rank}.log")
-        gpu = visible(placement.trainer[rank : rank + 1])
-        actors.append(Actor(name, directory / "logs" / log, gpu | address))
+        actors.append(Actor(name, directory / "logs" / log, gpus[rank] | address))
     return Ranks(actors, store)
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def refuse_torchrun(ranks: int) -> None:
+    """Raise `ConfigError` unless `torchrun` started as many processes as the trainer has ranks, on this host."""
+    started, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if started != ranks:
+        raise ConfigError(f"torchrun started {started} processes, but trainer.ranks = {ranks}; make them the same")
+    if started != here:
+        raise ConfigError(f"torchrun started {started - here} processes on other hosts; a run's are all on one")
+
+
+def join() -> bool:
+    """In a process of `torchrun` but the first, be a rank of the trainer of the run that the first controls.
+
+    Returns whether this was one, when that run is over.
+    """
+    if not under_torchrun() or os.environ["RANK"] == "0":
+        return False
+    while True:  # torchrun ends this process if the first fails before it opens
+        visitor = socket.socket(socket.AF_UNIX)
+        try:
+            visitor.connect(str(_meeting_place() / "door"))
+        except (FileNotFoundError, ConnectionRefusedError):
+            time.sleep(0.1)
+            continue
+        visitor.sendall(bytes([int(os.environ["RANK"])]))
+        be_guest(visitor)
+        return True
+
+
+def _receive(count: int) -> dict[int, socket.socket]:
+    """Wait for so many processes of `torchrun`, by rank."""
+    place = _meeting_place()
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(mode=0o700)
+    try:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.settimeout(ARRIVAL)
+            door.bind(str(place / "door"))
+            door.listen(count)
+            arrived = [door.accept()[0] for _ in range(count)]
+            return {guest.recv(1)[0]: guest for guest in arrived}
+    finally:
+        shutil.rmtree(place)
+
+
+def _meeting_place() -> Path:
+    """A directory of this user that the processes of one `torchrun` know, and that others can't write into."""
+    return Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}-{os.getppid()}"
