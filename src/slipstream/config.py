@@ -160,6 +160,7 @@ class TrainerConfig(Section):
         "which it takes part in all tokens (tensor).",
     )
     shards: int = option(0, "Ranks over which one copy of the weights is spread (fsdp); 0 is all of them.", ge=0)
+    context_parallel: int = option(1, "Ranks that share the tokens of each micro-batch, for long sequences.", ge=1)
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", gt=0)
     betas: tuple[float, float] = option((0.9, 0.99), "Decay rates of AdamW's moments.", strict=False)
     weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
@@ -502,6 +503,13 @@ class Config(Section):
             )
         if trainer.parallel == "tensor" and trainer.ranks > 1 and self.lora.rank:
             raise ConfigError('trainer.parallel = "tensor" can\'t train adapters; use "fsdp", or set lora.rank = 0')
+        if trainer.ranks % trainer.context_parallel:
+            raise ConfigError(
+                f"trainer.context_parallel = {trainer.context_parallel} must divide trainer.ranks = {trainer.ranks}; "
+                "change one of them"
+            )
+        if trainer.context_parallel > 1 and trainer.parallel == "tensor":
+            raise ConfigError('trainer.context_parallel does not go with trainer.parallel = "tensor"; use "fsdp"')
         if sync.link == "single_copy":
             spread = self.generator.tensor_parallel
             if trainer.ranks != spread or (spread > 1 and trainer.parallel != "tensor"):

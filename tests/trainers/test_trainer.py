@@ -8,6 +8,7 @@ import random
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from hypothesis import strategies as st
 
 from slipstream import config as configuration
 from slipstream.algorithms.advantages import group_mean, make_batch
+from slipstream.config import ConfigError
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
 from slipstream.trainers import logprobs as logprobs_module
 from slipstream.trainers.guards import NotFinite, OutOfMemory
 from slipstream.trainers.packing import plan
+from slipstream.trainers.policy import Policy
 from slipstream.trainers.trainer import Trainer, learning_rate
 
 
@@ -261,6 +264,16 @@ def test_lora_trains_adapters_only_and_exports_them(tiny: Path, tmp_path: Path) 
         trained = plain(trainer.model).float()(ids).logits
         torch.testing.assert_close(loaded(ids).logits, trained)
         assert not torch.allclose(AutoModelForCausalLM.from_pretrained(tiny)(ids).logits, trained)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_heads_that_ranks_cannot_share_are_refused(tiny: Path, size: int) -> None:
+    model = make_trainer(tiny).model
+    context: Any = SimpleNamespace(size=size)
+    with pytest.raises(
+        ConfigError, match=f"context_parallel = {size} can't share out a model with 4 heads and 2 of keys"
+    ):
+        Policy(model, context=context)
 
 
 def test_other_parameters_are_refused(tiny: Path, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen
 
+from slipstream.trainers.context import Context
+
 NAME = "slipstream"
 VARLEN: Any = varlen.varlen_attn
 # Newer releases of torch want to be told that heads of queries outnumber those of keys.
@@ -92,22 +94,29 @@ def attend(
     max_length_k: int = 0,
     key_index: Tensor | None = None,
     blocks: Sequence[Block] = (),
+    context: Context | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """`[1, heads, tokens, size]` each, to `[1, tokens, heads, size]`; a Hugging Face attention function."""
+    """`[1, heads, tokens, size]` each, to `[1, tokens, heads, size]`; a Hugging Face attention function.
+
+    With a `context` the tokens are those of this rank, and all are those of a micro-batch.
+    """
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         raise ValueError(f"{type(module).__name__} does not pass on how its input is packed")
     if any(others.get(name) is not None for name in UNKNOWN):
         raise ValueError(f"{type(module).__name__} has attention of a kind that can't be packed")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if context:
+        q, k, v = map(context.to_heads, (q, k, v))
     if blocks:
-        return _attend_in_blocks(q, k, v, blocks, scaling, sliding_window)[None], None
-    if key_index is not None:
-        k, v = spread(k, key_index), spread(v, key_index)
-    window = (sliding_window - 1 if sliding_window else -1, 0)
-    bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    out: Any = VARLEN(q, k, v, *bounds, scale=scaling, window_size=window, **GROUPED)
-    return out[None], None
+        out: Any = _attend_in_blocks(q, k, v, blocks, scaling, sliding_window)
+    else:
+        if key_index is not None:
+            k, v = spread(k, key_index), spread(v, key_index)
+        window = (sliding_window - 1 if sliding_window else -1, 0)
+        bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        out = VARLEN(q, k, v, *bounds, scale=scaling, window_size=window, **GROUPED)
+    return (context.to_tokens(out) if context else out)[None], None
 
 
 def spread(rows: Tensor, index: Tensor) -> Tensor:

@@ -110,8 +110,13 @@ def bundle_length(samples: Sequence[Sample], members: Bundle) -> int:
     return prompt + sum(length(samples[i]) - prompt for i in members)
 
 
-def pack(samples: Sequence[Sample], bundles: Sequence[Bundle], device: torch.device, version: int = 0) -> MicroBatch:
-    """Tensors for these bundles of `samples`. Lags are counted from `version`."""
+def pack(
+    samples: Sequence[Sample], bundles: Sequence[Bundle], device: torch.device, version: int = 0, multiple: int = 1
+) -> MicroBatch:
+    """Tensors for these bundles of `samples`. Lags are counted from `version`.
+
+    The tokens are a multiple of `multiple`, made so by a last sequence of which nothing is drawn.
+    """
     order = [index for members in bundles for index in members]
     input_ids: list[Any] = []
     positions: list[Any] = []
@@ -138,6 +143,11 @@ def pack(samples: Sequence[Sample], bundles: Sequence[Bundle], device: torch.dev
                 segments.append((whole, (whole,)))
             elif own:
                 segments.append((own, (shared, own)))
+    if left := -end % multiple:
+        rest = range(end, end + left)
+        input_ids.append([0] * left)
+        positions.append(range(left))
+        segments.append((rest, (rest,)))
     chosen = [samples[index] for index in order]
 
     def of(name: str) -> list[Any]:
@@ -155,14 +165,16 @@ def pack(samples: Sequence[Sample], bundles: Sequence[Bundle], device: torch.dev
         lags=version - tensor(of("versions"), torch.long, device),
         sequences=tensor([[n] * len(s.drawn) for n, s in enumerate(chosen)], torch.long, device),
         kept=list(chain.from_iterable(of("kept"))),
-        experts=_packed_experts(samples, bundles, device),
+        experts=_packed_experts(samples, bundles, -end % multiple, device),
         order=order,
         teacher=tensor(of("teacher"), torch.float32, device) if all(of("teacher")) else None,
     )
 
 
-def _packed_experts(samples: Sequence[Sample], bundles: Sequence[Bundle], device: torch.device) -> Tensor | None:
-    """What generation chose for each token, laid out as `pack` lays out the tokens."""
+def _packed_experts(
+    samples: Sequence[Sample], bundles: Sequence[Bundle], left: int, device: torch.device
+) -> Tensor | None:
+    """What generation chose for each token, laid out as `pack` lays out the tokens, of which `left` fill the row."""
     known = next((_experts(s) for m in bundles for s in map(samples.__getitem__, m) if s.experts is not None), None)
     if known is None:
         return None
@@ -175,7 +187,7 @@ def _packed_experts(samples: Sequence[Sample], bundles: Sequence[Bundle], device
             parts.append(unknown if sample.experts is None else _experts(sample)[start:])
             if len(parts[-1]) != length(sample) - start:
                 raise ValueError(f"{start + len(parts[-1])} tokens have experts, of {length(sample)}")
-    return tensor(parts, torch.int16, device)
+    return tensor([*parts, np.full((left, *known.shape[1:]), -1)], torch.int16, device)
 
 
 def _experts(sample: Sample) -> Any:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from slipstream.config import ConfigError, TrainerConfig
 from slipstream.models import layers_of
 from slipstream.sync.gathered import part_here, whole
+from slipstream.trainers.context import Context
 
 
 class Ranks:
@@ -37,6 +38,7 @@ class Ranks:
         self.alike: frozenset[str] = frozenset()  # parameters that all ranks hold, and have parts of the gradient of
         self.files: Any = None
         self.calls: Any = None
+        self.context: Context | None = None
         self.mesh: DeviceMesh | None = None
         if self.size == 1:
             return
@@ -51,7 +53,9 @@ class Ranks:
         if self.tensor:
             self.mesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("tensor",))
             return
-        self.shares, self.share = self.size, self.rank
+        if (each := options.context_parallel) > 1:
+            self.context = Context(dist.new_subgroups(each)[0])  # type: ignore[no-untyped-call]
+        self.shares, self.share = self.size // each, self.rank // each
         if options.parallel == "fsdp":
             shards = options.shards or self.size
             sizes = {"copies": self.size // shards, "shards": shards}

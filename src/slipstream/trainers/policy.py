@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from slipstream.config import ConfigError
 from slipstream.models import causal_lm
 from slipstream.routing import Routing
 from slipstream.trainers import attention
+from slipstream.trainers.context import Context
 from slipstream.trainers.logprobs import head_logprobs
 from slipstream.trainers.packing import MicroBatch
 
@@ -22,17 +24,19 @@ ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
 class Policy(nn.Module):
     """A causal language model, or one with adapters, whose forward pass ends in log-probabilities, not in logits."""
 
-    def __init__(self, model: Any, fuse: bool = False) -> None:
+    def __init__(self, model: Any, fuse: bool = False, context: Context | None = None) -> None:
         """Raises `ValueError` for a model that would compute something else here than in its own forward pass."""
         super().__init__()
         self.model = model
-        self._fuse = fuse
+        self._fuse, self.context = fuse, context
         whole = causal_lm(model)
         _refuse_untrainable(whole)
         # Layers that carry a state from token to token would carry it from sequence to sequence.
         self.packs: bool = whole._supports_attention_backend and not whole._is_stateful
         if self.packs:
             whole.set_attn_implementation(attention.NAME)
+        if context:
+            _refuse_context(context.size, whole.config, self.packs)
         self.routing = Routing(whole)
         self.predict = head_logprobs
 
@@ -44,13 +48,18 @@ class Policy(nn.Module):
             raise ConfigError(
                 f"routing can't be replayed in a {kind}, which can't be packed; set algorithm.keep_routing = false"
             )
-        self.routing.replay(batch.experts)
-        hidden = (self._packed if self.packs else self._one_by_one)(batch)
-        drawn = (batch.targets, batch.temperatures, batch.kept)
-        return self.predict(hidden[batch.predicts], head.weight, *drawn, fuse=self._fuse)
+        own, places = _own(batch, self.context) if self.context else (batch, None)
+        self.routing.replay(own.experts)
+        hidden = (self._packed if self.packs else self._one_by_one)(own)
+        drawn = (own.targets, own.temperatures, own.kept)
+        logprobs, entropy = self.predict(hidden[own.predicts], head.weight, *drawn, fuse=self._fuse)
+        if self.context and places is not None:
+            count = len(batch.predicts)
+            logprobs, entropy = (self.context.joined(found, places, count) for found in (logprobs, entropy))
+        return logprobs, entropy.detach()
 
     def _packed(self, batch: MicroBatch) -> Tensor:
-        arguments = batch.segments.arguments()
+        arguments = batch.segments.arguments() | {"context": self.context}
         return self._backbone(batch.input_ids[None], position_ids=batch.positions[None], **arguments)
 
     def _one_by_one(self, batch: MicroBatch) -> Tensor:
@@ -64,6 +73,23 @@ class Policy(nn.Module):
         return hidden
 
 
+def _own(batch: MicroBatch, context: Context) -> tuple[MicroBatch, Tensor]:
+    """What this rank has of a micro-batch: its tokens, and what is drawn after them, by place in that of all ranks."""
+    input_ids = context.part(batch.input_ids)
+    first = context.rank * len(input_ids)
+    places = ((batch.predicts >= first) & (batch.predicts < first + len(input_ids))).nonzero()[:, 0]
+    return replace(
+        batch,
+        input_ids=input_ids,
+        positions=context.part(batch.positions),
+        experts=None if batch.experts is None else context.part(batch.experts),
+        predicts=batch.predicts[places] - first,
+        targets=batch.targets[places],
+        temperatures=batch.temperatures[places],
+        kept=[batch.kept[place] for place in places.tolist()],
+    ), places
+
+
 def _refuse_untrainable(model: Any) -> None:
     kind, head = model.config.model_type, model.get_output_embeddings()
     for option in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
@@ -71,3 +97,11 @@ def _refuse_untrainable(model: Any) -> None:
             raise ValueError(f"the trainer can't train a {kind} with {option}")
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ValueError(f"the trainer can't train a {kind}: its head is not a linear layer without bias")
+
+
+def _refuse_context(size: int, config: Any, packs: bool) -> None:
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    if not packs or heads % size or (keys % size and size % keys):
+        why = f"{heads} heads and {keys} of keys and values" if packs else "layers that carry a state"
+        raise ConfigError(f"trainer.context_parallel = {size} can't share out a model with {why}; lower it")

@@ -83,6 +83,7 @@ class Reference:
 def _frozen(policy: Policy, compute: torch.dtype) -> Policy:
     """A copy of what is trained in the format `compute`, over the same other weights."""
     shared: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    shared[id(policy.context)] = policy.context
     copied = copy.deepcopy(policy, shared).requires_grad_(False)
     for parameter in copied.parameters():
         parameter.data = parameter.data.to(compute)
@@ -98,4 +99,4 @@ def _other(path: str, policy: Policy, device: torch.device, compute: torch.dtype
         raise ConfigError(
             f"algorithm.reference = {path!r} has {theirs} tokens and the policy {ours}; give one of the same tokenizer"
         )
-    return Policy(model).requires_grad_(False)
+    return Policy(model, context=policy.context).requires_grad_(False)

@@ -64,7 +64,7 @@ class Trainer:
         self._options: TrainerConfig = options
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
         fuse = options.compile and self.device.type == "cuda"
-        self._policy = Policy(self.model, fuse)
+        self._policy = Policy(self.model, fuse, self.ranks.context)
         self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl else None
         checkpoint_activations(self.model, options.activation_checkpointing)
         if fuse and not self.ranks.tensor:
@@ -154,12 +154,14 @@ class Trainer:
         budget = self._options.tokens_per_microbatch
         bundles = bundle(samples, budget, share=self._policy.packs)
         sizes = [bundle_length(samples, members) for members in bundles]
+        context = self.ranks.context
+        packed = partial(pack, samples, device=self.device, version=version, multiple=context.size if context else 1)
         for items in plan(sizes, budget, self.ranks.shares)[self.ranks.share]:
             if items:
-                yield pack(samples, [bundles[i] for i in items], self.device, version)
+                yield packed([bundles[i] for i in items])
             elif samples and self.ranks.gathers:
                 shortest = min(range(len(samples)), key=lambda i: length(samples[i]))
-                yield replace(pack(samples, [[shortest]], self.device, version), filler=True)
+                yield replace(packed([[shortest]]), filler=True)
 
     @torch.no_grad()
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
