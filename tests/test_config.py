@@ -87,6 +87,8 @@ def test_every_option_is_documented_once() -> None:
         (["--generator.kind", "vlm"], 'generator.kind = "vlm" is unknown; give "torch"'),
         (["--trainer.ranks=4", "--trainer.shards=3"], "trainer.shards = 3 must divide trainer.ranks = 4"),
         (["--trainer.ranks=4", "--trainer.context_parallel=3"], "context_parallel = 3 must divide trainer.ranks = 4"),
+        (["--trainer.ranks=2", "--trainer.expert_parallel=2", "--trainer.parallel=ddp"], 'parallel = "ddp"; set it to'),
+        (["--trainer.ranks=2", "--trainer.expert_parallel=2", "--lora.experts=true"], "with lora.experts; set it to"),
         (["--trainer.ranks=2", "--trainer.shards=2", "--trainer.parallel=ddp"], 'with trainer.parallel = "fsdp"'),
         (["--trainer.ranks=2", "--sync.placement=colocated", "--sync.interruption=retry"], "needs trainer.ranks = 1"),
         (["--trainer.ranks=2", "--trainer.parallel=tensor", "--lora.rank=4"], "can't train adapters"),

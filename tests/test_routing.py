@@ -277,6 +277,11 @@ def test_adapters_on_experts_train_and_serve_and_load(mixture: Path, tmp_path: P
     assert logprobs.tolist() == pytest.approx(completions[0].logprobs, abs=1e-5)
 
 
+def test_experts_and_routers_have_no_adapters_unless_asked_for(mixture: Path) -> None:
+    names = make_trainer(mixture, "--lora.rank=2").parameters
+    assert len(names) == 4 * 2 * LAYERS and all(".self_attn." in name for name in names)
+
+
 def test_adapters_on_experts_that_are_not_there_are_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora.experts = true, but the model has no experts"):
         make_trainer(tiny, "--lora.rank=2", "--lora.experts=true")

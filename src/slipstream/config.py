@@ -161,6 +161,7 @@ class TrainerConfig(Section):
     )
     shards: int = option(0, "Ranks over which one copy of the weights is spread (fsdp); 0 is all of them.", ge=0)
     context_parallel: int = option(1, "Ranks that share the tokens of each micro-batch, for long sequences.", ge=1)
+    expert_parallel: int = option(1, "Ranks over which each layer's experts are spread (fsdp, mixtures).", ge=1)
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", gt=0)
     betas: tuple[float, float] = option((0.9, 0.99), "Decay rates of AdamW's moments.", strict=False)
     weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
@@ -503,13 +504,20 @@ class Config(Section):
             )
         if trainer.parallel == "tensor" and trainer.ranks > 1 and self.lora.rank:
             raise ConfigError('trainer.parallel = "tensor" can\'t train adapters; use "fsdp", or set lora.rank = 0')
-        if trainer.ranks % trainer.context_parallel:
-            raise ConfigError(
-                f"trainer.context_parallel = {trainer.context_parallel} must divide trainer.ranks = {trainer.ranks}; "
-                "change one of them"
-            )
+        for name in ("context_parallel", "expert_parallel"):
+            if trainer.ranks % getattr(trainer, name):
+                raise ConfigError(
+                    f"trainer.{name} = {getattr(trainer, name)} must divide trainer.ranks = {trainer.ranks}; "
+                    "change one of them"
+                )
         if trainer.context_parallel > 1 and trainer.parallel == "tensor":
             raise ConfigError('trainer.context_parallel does not go with trainer.parallel = "tensor"; use "fsdp"')
+        if trainer.expert_parallel > 1:
+            _refuse_beside(f"trainer.expert_parallel = {trainer.expert_parallel}", (
+                (trainer.parallel != "fsdp", f'trainer.parallel = "{trainer.parallel}"', 'set it to "fsdp"'),
+                (trainer.shards > 0, f"trainer.shards = {trainer.shards}", "set it to 0"),
+                (self.lora.experts, "lora.experts", "set it to false"),
+            ))  # fmt: skip
         if sync.link == "single_copy":
             spread = self.generator.tensor_parallel
             if trainer.ranks != spread or (spread > 1 and trainer.parallel != "tensor"):

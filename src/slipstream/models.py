@@ -25,14 +25,18 @@ def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dt
     from peft import get_peft_model
 
     targets: Any = lora.targets or "all-linear"
-    experts = expert_parameters(loaded) if lora.experts else []
+    experts = expert_parameters(loaded)
+    if experts and not lora.targets:  # where peft counts experts and routers as linear layers, too
+        head = loaded.get_output_embeddings()
+        targets = [name for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head]
     if lora.experts and not experts:
         raise ConfigError("lora.experts = true, but the model has no experts that can be adapted; set it to false")
     try:
         return get_peft_model(
             loaded,
             PeftLora(
-                r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, target_parameters=experts,
+                r=lora.rank, lora_alpha=lora.alpha, target_modules=targets,
+                target_parameters=experts if lora.experts else [],
                 task_type="CAUSAL_LM",
             ),
         )  # fmt: skip

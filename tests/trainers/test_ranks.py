@@ -10,7 +10,7 @@ import os
 import traceback
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,36 +24,40 @@ from tests.trainers.test_trainer import make_trainer, random_batch, sequences
 
 FLAGS = ("--trainer.learning_rate=1e-3", "--trainer.warmup_steps=2", "--loop.steps=6", "--trainer.gradient_clip=0.5",
          "--trainer.tokens_per_microbatch=24")  # fmt: skip
+DDP, CONTEXT, EXPERTS = "--trainer.parallel=ddp", "--trainer.context_parallel=", "--trainer.expert_parallel=2"
+KL, LORA = "--algorithm.kl=0.1", ("--lora.rank=4", "--algorithm.kl=0.1")
+
+
+class Way(NamedTuple):
+    """A way to be some numbers of ranks, the way of one rank that trains the same, and what is trained."""
+
+    like: str
+    sizes: tuple[int, ...]
+    flags: tuple[str, ...] = ()
+    model: str = "dense"
+
+
 WAYS = {
-    "ddp": ("--trainer.parallel=ddp",),
-    "fsdp": (),
-    "hybrid": ("--trainer.shards=2",),
-    "tensor": ("--trainer.parallel=tensor",),
-    "average": ("--trainer.parallel=tensor", "--algorithm.kl=0.1", "--algorithm.reference=average"),
-    "kl": ("--algorithm.kl=0.1", "--trainer.activation_checkpointing=full"),
-    "lora": ("--lora.rank=4", "--algorithm.kl=0.1"),
-    "bfloat16": ("--lora.rank=4", "--algorithm.kl=0.1", "--model.dtype=bfloat16"),
-    "mixture": (),
-    "context": ("--trainer.context_parallel=2",),
-    "context ddp": ("--trainer.context_parallel=2", "--trainer.parallel=ddp"),
-    "context mixture": ("--trainer.context_parallel=2",),
-    "long context": ("--trainer.context_parallel=4", "--algorithm.kl=0.1", "--trainer.activation_checkpointing=full"),
+    "fsdp": Way("fsdp", (1, 2, 4)),
+    "kl": Way("kl", (1, 2), (KL, "--trainer.activation_checkpointing=full")),
+    "lora": Way("lora", (1, 2), LORA),
+    "bfloat16": Way("bfloat16", (1, 2), (*LORA, "--model.dtype=bfloat16")),
+    "mixture": Way("mixture", (1, 2), (KL,), "mixture"),
+    "mixture lora": Way("mixture lora", (1,), LORA, "mixture"),
+    "ddp": Way("fsdp", (2, 4), (DDP,)),
+    "tensor": Way("fsdp", (2,), ("--trainer.parallel=tensor",)),
+    "average": Way("average", (1, 2), ("--trainer.parallel=tensor", KL, "--algorithm.reference=average")),
+    "hybrid": Way("fsdp", (4,), ("--trainer.shards=2",)),
+    "context": Way("fsdp", (2, 4), (f"{CONTEXT}2",)),
+    "context ddp": Way("fsdp", (2,), (f"{CONTEXT}2", DDP)),
+    "context kl": Way("kl", (4,), (f"{CONTEXT}4", KL, "--trainer.activation_checkpointing=full")),
+    "experts": Way("mixture", (2, 4), (EXPERTS, KL), "mixture"),
+    "experts context": Way("mixture", (4,), (EXPERTS, f"{CONTEXT}2", KL), "mixture"),
+    "experts lora": Way("mixture lora", (2,), (EXPERTS, *LORA), "mixture"),
 }
-TRIED = {
-    1: ("fsdp", "kl", "lora", "bfloat16", "mixture", "average"),
-    2: ("ddp", "fsdp", "kl", "lora", "bfloat16", "mixture", "tensor", "average", "context", "context ddp",
-        "context mixture"),
-    4: ("ddp", "fsdp", "hybrid", "context", "long context"),
-}  # fmt: skip
-RESUMED = {
-    1: ("hybrid 4", "lora 2"),
-    2: ("fsdp 1",),
-    4: ("fsdp 2", "ddp 2", "tensor 2"),
-}  # way and size that saved, by size
-# The same training on one rank.
-LIKE = {"ddp": "fsdp", "hybrid": "fsdp", "tensor": "fsdp", "context": "fsdp", "context ddp": "fsdp",
-        "context mixture": "mixture", "long context": "kl"}  # fmt: skip
-MIXED = ("mixture", "context mixture")  # ways to train a mixture of experts
+TRIED = {size: [name for name, way in WAYS.items() if size in way.sizes] for size in (1, 2, 4)}
+# The way and size that saved what ranks of a size go on from.
+RESUMED = {1: ("hybrid 4", "lora 2", "experts 4"), 2: ("fsdp 1", "mixture 1"), 4: ("fsdp 2", "ddp 2", "tensor 2")}
 STEPS, SAVED, SILENT = 4, 1, 2
 Found = dict[str, Any]
 
@@ -91,8 +95,7 @@ def measure(models: Path, folder: Path, size: int) -> Found:
     """What trainers of this size find in each way of being one."""
     found: Found = {}
     for way in TRIED[size]:
-        model = models / ("mixture" if way in MIXED else "dense")
-        trainer = make_trainer(model, *FLAGS, *WAYS[way], f"--trainer.ranks={size}")
+        trainer = make_trainer(models / WAYS[way].model, *FLAGS, *WAYS[way].flags, f"--trainer.ranks={size}")
         found[way] = run(trainer, 0, folder / f"{way} {size}")
         trainer.export(folder / f"{way} {size} exported")
     return found
@@ -102,11 +105,19 @@ def go_on(models: Path, folder: Path, size: int) -> Found:
     """What trainers of this size find when they go on from what others saved."""
     found: Found = {}
     for saved in RESUMED[size]:
-        flags = [flag for flag in WAYS[saved.split()[0]] if size > 1 or "shards" not in flag]
-        trainer = make_trainer(models / "dense", *FLAGS, *flags, f"--trainer.ranks={size}")
+        way = WAYS[resumed_as(saved, size)]
+        trainer = make_trainer(models / way.model, *FLAGS, *way.flags, f"--trainer.ranks={size}")
         trainer.restore(folder / saved)
         found[saved] = run(trainer, SAVED)
     return found
+
+
+def resumed_as(saved: str, size: int) -> str:
+    """The way in which ranks of this size go on from what was saved: the same if they can; a mixture spread if so."""
+    way = saved.rpartition(" ")[0]
+    if way == "mixture" and size > 1:
+        return "experts"
+    return way if size in WAYS[way].sizes else WAYS[way].like
 
 
 def rank_of(rank: int, size: int, port: int, models: Path, folder: Path) -> None:
@@ -173,13 +184,12 @@ def agree(got: Found, wanted: Found) -> None:
 
 @pytest.mark.parametrize(("size", "way"), [(size, w) for size in (2, 4) for w in TRIED[size] if w != "bfloat16"])
 def test_ranks_agree_with_one(found: dict[int, Found], way: str, size: int) -> None:
-    agree(found[size][way], found[1][LIKE.get(way, way)])
+    agree(found[size][way], found[1][WAYS[way].like])
 
 
 @pytest.mark.parametrize(("size", "saved"), [(size, saved) for size in RESUMED for saved in RESUMED[size]])
 def test_any_number_of_ranks_goes_on_from_a_checkpoint(found: dict[int, Found], saved: str, size: int) -> None:
-    way = saved.split()[0]
-    agree(found[size][saved], found[1][LIKE.get(way, way)])
+    agree(found[size][saved], found[1][WAYS[saved.rpartition(" ")[0]].like])
 
 
 def test_the_load_of_experts_is_that_of_all_ranks(found: dict[int, Found]) -> None:

@@ -270,9 +270,7 @@ def test_lora_trains_adapters_only_and_exports_them(tiny: Path, tmp_path: Path) 
 def test_heads_that_ranks_cannot_share_are_refused(tiny: Path, size: int) -> None:
     model = make_trainer(tiny).model
     context: Any = SimpleNamespace(size=size)
-    with pytest.raises(
-        ConfigError, match=f"context_parallel = {size} can't share out a model with 4 heads and 2 of keys"
-    ):
+    with pytest.raises(ConfigError, match=f"context_parallel = {size} can't share out .* 4 heads and 2 of keys"):
         Policy(model, context=context)
 
 

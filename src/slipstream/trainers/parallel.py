@@ -9,7 +9,7 @@ gradient. Or all of them work on all of it, each with its part of every layer ("
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from slipstream.config import ConfigError, TrainerConfig
 from slipstream.models import layers_of
 from slipstream.sync.gathered import part_here, whole
 from slipstream.trainers.context import Context
+from slipstream.trainers.experts import spread_experts
 
 
 class Ranks:
@@ -40,6 +42,7 @@ class Ranks:
         self.calls: Any = None
         self.context: Context | None = None
         self.mesh: DeviceMesh | None = None
+        self._experts: DeviceMesh | None = None
         if self.size == 1:
             return
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) != self.size:
@@ -61,6 +64,9 @@ class Ranks:
             sizes = {"copies": self.size // shards, "shards": shards}
             names = tuple(name for name, size in sizes.items() if size > 1) or ("shards",)
             self.mesh = init_device_mesh(device.type, tuple(sizes[n] for n in names), mesh_dim_names=names)
+        if (each := options.expert_parallel) > 1:
+            names = ("copies", "experts")
+            self._experts = init_device_mesh(device.type, (self.size // each, each), mesh_dim_names=names)
 
     @property
     def counts(self) -> bool:
@@ -89,8 +95,10 @@ class Ranks:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # a batch keeps its log-probabilities as they are
         )
-        for module in (*layers_of(policy.model), policy):
-            sharded: FSDPModule = fully_shard(module, mesh=self.mesh, mp_policy=mixed)
+        experts = spread_experts(policy.model, self._experts["experts"]) if self._experts else []
+        parts = [(module, self._experts["copies"]) for module in experts] if self._experts else []
+        for module, mesh in (*parts, *((m, self.mesh) for m in (*layers_of(policy.model), policy))):
+            sharded: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=mixed)
             # The loss has one denominator, so gradients are added up, not averaged.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -139,6 +147,20 @@ class Ranks:
         return largest.item()
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> float:
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that are spread over the same ranks together: what is done to many at once can't mix them."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values())
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
     """Scale gradients so that their norm over all ranks is at most `most`. Returns what it was."""
-    return whole(nn.utils.clip_grad_norm_(parameters, most)).item()
+    groups = [[p.grad for p in group if p.grad is not None] for group in by_mesh(parameters)]
+    norms = [whole(nn.utils.get_total_norm(gradients)) for gradients in groups]
+    norm: float = torch.linalg.vector_norm(torch.stack(norms)).item()
+    held = [g.to_local() if isinstance(g, DTensor) else g for gradients in groups for g in gradients]
+    if held and norm > most:
+        torch._foreach_mul_(held, most / (norm + 1e-6))
+    return norm

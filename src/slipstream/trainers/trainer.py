@@ -32,7 +32,7 @@ from slipstream.trainers.guards import naming_remedies, refuse_to_go_on
 from slipstream.trainers.memory import checkpoint_activations, compile_layers
 from slipstream.trainers.offload import move
 from slipstream.trainers.packing import MicroBatch, bundle, bundle_length, length, pack, plan
-from slipstream.trainers.parallel import Ranks, clip_gradients
+from slipstream.trainers.parallel import Ranks, by_mesh, clip_gradients
 from slipstream.trainers.policy import Policy
 from slipstream.trainers.precision import compute_on, lowered
 from slipstream.trainers.reference import Reference
@@ -65,6 +65,8 @@ class Trainer:
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
         fuse = options.compile and self.device.type == "cuda"
         self._policy = Policy(self.model, fuse, self.ranks.context)
+        if options.expert_parallel > 1 and not self._policy.routing.experts:
+            raise ConfigError(f"trainer.expert_parallel = {options.expert_parallel}, but the model has no experts")
         self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl else None
         checkpoint_activations(self.model, options.activation_checkpointing)
         if fuse and not self.ranks.tensor:
@@ -83,7 +85,7 @@ class Trainer:
             masters = {name: part_here(p.detach()) for name, p in self.parameters.items()}
             compute_on(self.model, self.parameters, self._lowered or masters)
         self._optimizer = torch.optim.AdamW(
-            self.parameters.values(),
+            [{"params": group} for group in by_mesh(self.parameters.values())],
             lr=options.learning_rate,
             betas=options.betas,
             weight_decay=options.weight_decay,
@@ -235,9 +237,10 @@ class Trainer:
 
     def _update(self, loss: float) -> float:
         """Clip, move the parameters and return the gradient's norm; what isn't finite moves nothing, on any rank."""
-        norm = clip_gradients(list(self.parameters.values()), self._options.gradient_clip or math.inf)
+        norm = clip_gradients(self.parameters.values(), self._options.gradient_clip or math.inf)
         spent = self.token_count / self._tokens if self._tokens else 0.0
-        self._optimizer.param_groups[0]["lr"] = learning_rate(self._options, self.step_count, self._steps, spent)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._options, self.step_count, self._steps, spent)
         finite = math.isfinite(norm) and math.isfinite(loss)
         self.skipped_count += not finite
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1

@@ -1,0 +1,67 @@
+"""Expert parallelism: each of some ranks holds its part of the experts, and tokens travel to the experts they chose.
+
+A layer sends every token to the ranks of its experts, once for each, in one exchange; these compute, and send back what
+comes out, to be weighed where the token is at home (GShard, Lepikhin et al. 2020, arXiv:2006.16668, without a capacity:
+nothing is dropped). Only the exchange grows with the number of ranks; no rank gathers the experts of others.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.func import functional_call
+
+from slipstream.config import ConfigError
+from slipstream.models import expert_parameters
+
+
+def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
+    """Leave this rank its part of each layer's experts, and let tokens travel. Returns the modules that hold experts.
+
+    Raises `ConfigError` for a model whose experts can't be shared out.
+    """
+    names = dict.fromkeys(name.rpartition(".")[0] for name in expert_parameters(model))
+    found: list[Any] = [model.get_submodule(name) for name in names]
+    for experts in found:
+        count, size = getattr(experts, "num_experts", 0), mesh.size()
+        own = dict(experts.named_parameters(recurse=False))
+        if not count or count % size or any(len(p) != count for p in own.values()):
+            raise ConfigError(f"trainer.expert_parallel = {size} can't share out {count} experts; give a divisor")
+        hollow: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in own.values()}
+        experts.__dict__["part"] = copy.deepcopy(experts, hollow)  # computes with weights that it is handed; no child
+        experts.part.num_experts, experts.group = count // size, mesh.get_group()
+        for name, p in own.items():
+            shared = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(experts, name, nn.Parameter(shared, p.requires_grad))
+        experts.forward = MethodType(_travel, experts)
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many tokens go where is known on the host
+def _travel(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """`tokens` `[tokens, size]`, through their `chosen` experts, times their `weights`, both `[tokens, chosen]`."""
+    each, group = experts.part.num_experts, experts.group
+    order = chosen.flatten().argsort(stable=True)  # by expert, so by rank
+    number, home = chosen.flatten()[order], order // chosen.shape[1]
+    counts = torch.bincount(number // each, minlength=dist.get_world_size(group))
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts, group=group)
+    leave, arrive = counts.tolist(), arriving.tolist()
+    asked = number.new_empty(sum(arrive))
+    dist.all_to_all_single(asked, number % each, arrive, leave, group=group)
+    visitors = all_to_all_single_autograd(tokens[home], arrive, leave, group)
+    # One more of zeros: a rank that nobody asks takes part in the backward pass, too.
+    visitors, asked = (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in (visitors, asked))
+    held = {name: p.to_local() for name, p in experts.named_parameters(recurse=False)}
+    done = functional_call(experts.part, held, (visitors, asked[:, None], weights.new_ones(len(asked), 1)))[:-1]
+    back = all_to_all_single_autograd(done.contiguous(), leave, arrive, group)
+    weighed = back * weights.flatten()[order, None]
+    return torch.zeros_like(tokens).index_add(0, home, weighed.to(tokens.dtype))
