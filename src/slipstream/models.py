@@ -165,6 +165,17 @@ def has_experts(path: str) -> bool:
     return any((count or 0) > 1 for count in counts)
 
 
+def save_policy(model: Any, trained: dict[str, torch.Tensor], path: Path) -> None:
+    """The model as `from_pretrained` (or PEFT) loads it, with these values for what is trained."""
+    state = dict(trained)
+    if not hasattr(model, "get_base_model"):
+        first = {id(p): name for name, p in model.named_parameters()}
+        tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        for name, tensor in model.state_dict().items():
+            state[name] = state[tied[name]] if name in tied else tensor.cpu()
+    model.save_pretrained(path, state_dict=state)
+
+
 def detached_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of the state on the CPU that shares no memory with the model; tied weights stay tied."""
     copies: dict[tuple[int, torch.Size], torch.Tensor] = {}

@@ -6,7 +6,6 @@ import copy
 import math
 import random
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from slipstream.trainers import logprobs as logprobs_module
 from slipstream.trainers.guards import NotFinite, OutOfMemory
 from slipstream.trainers.packing import plan
 from slipstream.trainers.policy import Policy
-from slipstream.trainers.trainer import Trainer, learning_rate
+from slipstream.trainers.trainer import Trainer
 
 
 def make_trainer(path: Path, *flags: str) -> Trainer:
@@ -288,18 +287,6 @@ def test_micro_batches_hold_every_item_once_within_the_budget(sizes: list[int], 
     for batches in planned:
         for batch in batches:
             assert len(batch) <= 1 or sum(sizes[i] for i in batch) <= budget
-
-
-def test_learning_rate_rises_then_falls_to_zero() -> None:
-    options = configuration.TrainerConfig(learning_rate=1.0, warmup_steps=4, schedule="linear")
-    rates = [learning_rate(options, step, 12) for step in range(13)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0 and rates[12] == 0.0
-    assert all(a > b for a, b in pairwise(rates[4:]))
-    cosine = configuration.TrainerConfig(learning_rate=1.0, schedule="cosine")
-    assert [round(learning_rate(cosine, s, 4), 3) for s in range(5)] == [1.0, 0.854, 0.5, 0.146, 0.0]
-    flat = configuration.TrainerConfig(learning_rate=1.0, schedule="constant")
-    assert learning_rate(flat, 99, 100) == 1.0
-    assert learning_rate(configuration.TrainerConfig(learning_rate=1.0), 1, 100, spent=0.75) == 0.25
 
 
 def test_a_restored_trainer_knows_how_many_tokens_it_has_had(tiny: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen
+from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.trainers.context import Context
 
@@ -31,14 +32,12 @@ UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models add to atten
 
 
 class Block(NamedTuple):
-    """Segments of like length side by side, padded: token indices of their queries and keys `[segments, longest]`,
-    which of the queries are real, and the place of each query among its keys. `plain` ones have as many of both."""
+    """Segments of like length side by side: token indices of their queries and keys `[segments, longest]`, padded, and
+    how many of both are real `[segments, 2]`."""
 
     queries: Tensor
     keys: Tensor
-    real: Tensor
-    at: Tensor
-    plain: bool
+    lengths: Tensor
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,13 @@ def _attend_in_blocks(
 ) -> Tensor:
     parts, places = [], []
     for block in blocks:
-        seen = torch.arange(block.keys.shape[1], device=q.device)
+        counts, sizes = block.lengths[:, :1], block.lengths[:, 1:]
+        place = torch.arange(block.queries.shape[1])
         mask = None
-        if not block.plain or window:
-            mask = seen <= block.at[:, :, None]
-            mask = (mask & (seen > block.at[:, :, None] - window) if window else mask)[:, None]
+        if window or not torch.equal(counts, sizes):
+            at = (place + sizes - counts)[:, None, :, None]  # of each query among its keys
+            seen = torch.arange(block.keys.shape[1])
+            mask = (seen <= at) & (seen > at - window) if window else seen <= at
         queries, keys, values = (
             t[index].transpose(1, 2) for t, index in ((q, block.queries), (k, block.keys), (v, block.keys))
         )
@@ -156,8 +157,9 @@ def _attend_in_blocks(
         out = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
-        parts.append(out.transpose(1, 2)[block.real])
-        places.append(block.queries[block.real])
+        real = place < counts
+        parts.append(out.transpose(1, 2)[real])
+        places.append(block.queries[real])
     return torch.zeros_like(q).index_copy(0, torch.cat(places), torch.cat(parts))
 
 
@@ -169,21 +171,10 @@ def _blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
         limit = 2 * len(pending[0][1])
         chosen = [run for run in pending if len(run[1]) <= limit]
         pending = pending[len(chosen) :]
-        longest = max(len(q) for q, _ in chosen), max(len(k) for _, k in chosen)
-        blocks.append(
-            Block(
-                queries=torch.tensor([_padded(q, longest[0]) for q, _ in chosen]),
-                keys=torch.tensor([_padded(k, longest[1]) for _, k in chosen]),
-                real=torch.tensor([[i < len(q) for i in range(longest[0])] for q, _ in chosen]),
-                at=torch.tensor([_padded(range(len(k) - len(q), len(k)), longest[0]) for q, k in chosen]),
-                plain=all(len(q) == len(k) for q, k in chosen),
-            )
-        )
+        queries, keys = ([torch.tensor(run[side]) for run in chosen] for side in (0, 1))
+        lengths = torch.tensor([[len(q), len(k)] for q, k in chosen])
+        blocks.append(Block(pad_sequence(queries, batch_first=True), pad_sequence(keys, batch_first=True), lengths))
     return tuple(blocks)
-
-
-def _padded(indices: Sequence[int], to: int) -> list[int]:
-    return [*indices, *[0] * (to - len(indices))]
 
 
 def tensor(parts: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -38,13 +38,15 @@ class Context:
         parts = heads.reshape(self.size, -1, *heads.shape[1:])
         return self._exchange(parts).transpose(0, 1).flatten(1, 2)
 
-    def joined(self, values: Tensor, places: Tensor, count: int) -> Tensor:
-        """`[count]` of all ranks, each of which has the `values` at its `places` and keeps their gradient."""
-        return _Joined.apply(values, places, count, self.group)  # type: ignore[no-any-return, no-untyped-call]
-
     def _exchange(self, parts: Tensor) -> Tensor:
         """Part n to rank n, for what rank n has for this one."""
         return all_to_all_single_autograd(parts.contiguous(), None, None, self.group)
+
+
+def joined(values: Tensor, places: Tensor, count: int, group: Any) -> Tensor:
+    """`[count]` of all ranks, each of which has the `values` at its `places` and keeps their gradient."""
+    result: Tensor = _Joined.apply(values, places, count, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Joined(torch.autograd.Function):

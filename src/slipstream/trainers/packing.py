@@ -118,25 +118,22 @@ def pack(
     The tokens are a multiple of `multiple`, made so by a last sequence of which nothing is drawn.
     """
     order = [index for members in bundles for index in members]
-    input_ids: list[Any] = []
-    positions: list[Any] = []
+    pieces: list[tuple[Sample, range]] = []  # which tokens of which sample, in the order of the row
     predicts: list[Any] = []
     segments: list[Run] = []
     end = 0
     for members in bundles:
-        prompt = samples[members[0]].prompt_ids
-        shared = range(end, end := end + len(prompt))
-        input_ids.append(prompt)
-        positions.append(range(len(prompt)))
+        prompt = len(samples[members[0]].prompt_ids)
+        shared = range(end, end := end + prompt)
+        pieces.append((samples[members[0]], range(prompt)))
         if len(members) > 1:
             segments.append((shared, (shared,)))
         for index in members:
             sample = samples[index]
-            own = range(end, end := end + length(sample) - len(prompt))
-            input_ids.append(sample.token_ids[len(prompt) : -1])
-            positions.append(range(len(prompt), length(sample)))
+            own = range(end, end := end + length(sample) - prompt)
+            pieces.append((sample, range(prompt, length(sample))))
             # What predicts a token is the one before it: the prompt's last, or its own, which lie from own.start on.
-            before = np.asarray(sample.drawn) - 1 - len(prompt)
+            before = np.asarray(sample.drawn) - 1 - prompt
             predicts.append(np.where(before < 0, shared.stop - 1, before + own.start))
             if len(members) == 1:
                 whole = range(shared.start, own.stop)
@@ -145,8 +142,6 @@ def pack(
                 segments.append((own, (shared, own)))
     if left := -end % multiple:
         rest = range(end, end + left)
-        input_ids.append([0] * left)
-        positions.append(range(left))
         segments.append((rest, (rest,)))
     chosen = [samples[index] for index in order]
 
@@ -154,8 +149,8 @@ def pack(
         return [getattr(sample, name) for sample in chosen]
 
     return MicroBatch(
-        input_ids=tensor(input_ids, torch.long, device),
-        positions=tensor(positions, torch.long, device),
+        input_ids=tensor([*(s.token_ids[at.start : at.stop] for s, at in pieces), [0] * left], torch.long, device),
+        positions=tensor([*(at for _, at in pieces), range(left)], torch.long, device),
         segments=Segments.of(segments, device),
         predicts=tensor(predicts, torch.long, device),
         targets=tensor([np.asarray(s.token_ids)[list(s.drawn)] for s in chosen], torch.long, device),
@@ -165,28 +160,23 @@ def pack(
         lags=version - tensor(of("versions"), torch.long, device),
         sequences=tensor([[n] * len(s.drawn) for n, s in enumerate(chosen)], torch.long, device),
         kept=list(chain.from_iterable(of("kept"))),
-        experts=_packed_experts(samples, bundles, -end % multiple, device),
+        experts=_packed_experts(pieces, left, device),
         order=order,
         teacher=tensor(of("teacher"), torch.float32, device) if all(of("teacher")) else None,
     )
 
 
-def _packed_experts(
-    samples: Sequence[Sample], bundles: Sequence[Bundle], left: int, device: torch.device
-) -> Tensor | None:
-    """What generation chose for each token, laid out as `pack` lays out the tokens, of which `left` fill the row."""
-    known = next((_experts(s) for m in bundles for s in map(samples.__getitem__, m) if s.experts is not None), None)
+def _packed_experts(pieces: Sequence[tuple[Sample, range]], left: int, device: torch.device) -> Tensor | None:
+    """What generation chose for each token of these pieces, and of `left` more that fill the row."""
+    known = next((_experts(sample) for sample, _ in pieces if sample.experts is not None), None)
     if known is None:
         return None
     parts = []
-    for members in bundles:
-        prompt = len(samples[members[0]].prompt_ids)
-        for index, start in zip(members, [0] + [prompt] * (len(members) - 1), strict=True):
-            sample = samples[index]
-            unknown = np.full((length(sample) - start, *known.shape[1:]), -1)
-            parts.append(unknown if sample.experts is None else _experts(sample)[start:])
-            if len(parts[-1]) != length(sample) - start:
-                raise ValueError(f"{start + len(parts[-1])} tokens have experts, of {length(sample)}")
+    for sample, at in pieces:
+        unknown = np.full((len(at), *known.shape[1:]), -1)
+        parts.append(unknown if sample.experts is None else _experts(sample)[at.start : at.stop])
+        if len(parts[-1]) != len(at):
+            raise ValueError(f"{at.start + len(parts[-1])} tokens have experts, of {length(sample)}")
     return tensor([*parts, np.full((left, *known.shape[1:]), -1)], torch.int16, device)
 
 

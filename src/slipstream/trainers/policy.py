@@ -14,7 +14,7 @@ from slipstream.config import ConfigError
 from slipstream.models import causal_lm
 from slipstream.routing import Routing
 from slipstream.trainers import attention
-from slipstream.trainers.context import Context
+from slipstream.trainers.context import Context, joined
 from slipstream.trainers.logprobs import head_logprobs
 from slipstream.trainers.packing import MicroBatch
 
@@ -54,8 +54,8 @@ class Policy(nn.Module):
         drawn = (own.targets, own.temperatures, own.kept)
         logprobs, entropy = self.predict(hidden[own.predicts], head.weight, *drawn, fuse=self._fuse)
         if self.context and places is not None:
-            count = len(batch.predicts)
-            logprobs, entropy = (self.context.joined(found, places, count) for found in (logprobs, entropy))
+            count, group = len(batch.predicts), self.context.group
+            logprobs, entropy = (joined(found, places, count, group) for found in (logprobs, entropy))
         return logprobs, entropy.detach()
 
     def _packed(self, batch: MicroBatch) -> Tensor:

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from slipstream.config import ConfigError
 from slipstream.models import causal_lm
+from slipstream.trainers.context import joined
 from slipstream.trainers.logprobs import head_logprobs
 from slipstream.trainers.policy import Policy
 
@@ -130,14 +132,12 @@ def _predict(
     fuse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`head_logprobs` with a part of the head each: it is gathered, and each rank takes a share of the tokens."""
-    count = len(hidden)
-    share = -(-count // size)
-    own = slice(min(count, rank * share), min(count, (rank + 1) * share))
-    hidden = _Enter.apply(hidden, group)[own]  # type: ignore[no-untyped-call]
-    whole = _Gather.apply(weight, group)  # type: ignore[no-untyped-call]
-    found = head_logprobs(hidden, whole, targets[own], temperatures[own], kept[own], fuse)
-    joined = [_Join.apply(one, share, count, own, group) for one in found]  # type: ignore[no-untyped-call]
-    return joined[0], joined[1].detach()
+    own = torch.arange(len(hidden), device=hidden.device).tensor_split(size)[rank]
+    entered = _Enter.apply(hidden, group)[own]  # type: ignore[no-untyped-call]
+    whole = all_gather_tensor_autograd(weight, 0, group)
+    found = head_logprobs(entered, whole, targets[own], temperatures[own], [kept[i] for i in own.tolist()], fuse)
+    logprobs, entropy = (joined(values, own, len(hidden), group) for values in found)
+    return logprobs, entropy.detach()
 
 
 class _Enter(torch.autograd.Function):
@@ -167,36 +167,3 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
-
-
-class _Gather(torch.autograd.Function):
-    """Forward the rows of all ranks; backward the own ones of the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        whole = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
-        dist.all_gather_into_tensor(whole, rows.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        size = dist.get_world_size(ctx.group)
-        rows = gradients[0].new_empty(len(gradients[0]) // size, *gradients[0].shape[1:])
-        dist.reduce_scatter_tensor(rows, gradients[0].contiguous(), group=ctx.group)
-        return rows, None
-
-
-class _Join(torch.autograd.Function):
-    """Forward all ranks' shares, one after the other; backward the own one of a gradient that all have alike."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, share: int, count: int, own: slice, group: Any) -> Tensor:
-        ctx.own = own
-        parts = part.new_empty(dist.get_world_size(group) * share)
-        dist.all_gather_into_tensor(parts, nn.functional.pad(part, (0, share - len(part))), group=group)
-        return parts[:count].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return gradients[0][ctx.own], None, None, None, None

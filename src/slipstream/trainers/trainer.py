@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slipstream.algorithms.kl import kl_to_reference
 from slipstream.algorithms.learning import learn
+from slipstream.algorithms.schedule import learning_rate
 from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config import AlgorithmConfig, Config, ConfigError, TrainerConfig
@@ -181,14 +182,11 @@ class Trainer:
 
     def save(self, path: Path) -> Future[Any]:
         """Copy everything that the next step depends on; it is in the directory `path` once the result is there."""
-        counts = {name: getattr(self, name) for name in COUNTS}
-        average = self._reference.average if self._reference else {}
-        return checkpoint.save(path, self.parameters, self._optimizer, average, counts, self.ranks)
+        return checkpoint.save(path, self._all(), self.ranks)
 
     def restore(self, path: Path) -> None:
         """Go on from what `save` wrote, by however many ranks."""
-        average = self._reference.average if self._reference else {}
-        counts = checkpoint.restore(path, self.parameters, self._optimizer, average, self.ranks)
+        counts = checkpoint.restore(path, self._all(), self.ranks)
         for name in COUNTS:
             setattr(self, name, counts.get(name, 0))
         self._lower()
@@ -198,6 +196,12 @@ class Trainer:
     def export(self, path: Path) -> None:
         """The policy as a Hugging Face directory, or its adapters as a PEFT directory."""
         checkpoint.export(path, self.model, self.parameters, self.ranks)
+
+    def _all(self) -> checkpoint.State:
+        """All that the next step depends on."""
+        average = self._reference.average if self._reference else {}
+        counts = {name: getattr(self, name) for name in COUNTS}
+        return checkpoint.state_of(self.parameters, self._optimizer, average, counts)
 
     def _state(self) -> Iterator[Tensor]:
         """All that a step needs on the device: masters, what is computed on, gradients, and the optimizer's."""
@@ -239,8 +243,10 @@ class Trainer:
         """Clip, move the parameters and return the gradient's norm; what isn't finite moves nothing, on any rank."""
         norm = clip_gradients(self.parameters.values(), self._options.gradient_clip or math.inf)
         spent = self.token_count / self._tokens if self._tokens else 0.0
+        warmup, schedule = self._options.warmup_steps, self._options.schedule
+        share = learning_rate(schedule, self.step_count, steps=self._steps, warmup=warmup, spent=spent)
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._options, self.step_count, self._steps, spent)
+            group["lr"] = self._options.learning_rate * share
         finite = math.isfinite(norm) and math.isfinite(loss)
         self.skipped_count += not finite
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
@@ -260,18 +266,3 @@ class Trainer:
         if self._lowered:
             masters = [part_here(parameter.detach()) for parameter in self.parameters.values()]
             torch._foreach_copy_(list(self._lowered.values()), masters)
-
-
-def learning_rate(options: TrainerConfig, step: int, steps: int, spent: float = 0.0) -> float:
-    """Rate of the step after `step` finished ones: linear warm-up, then decay to 0 at the end of the run.
-
-    That is after `steps`, or when `spent`, the share of its tokens that the run has trained on, is 1.
-    """
-    if step < options.warmup_steps:
-        return options.learning_rate * (step + 1) / options.warmup_steps
-    progress = min(1.0, max(spent, (step - options.warmup_steps) / max(1, steps - options.warmup_steps)))
-    if options.schedule == "linear":
-        return options.learning_rate * (1 - progress)
-    if options.schedule == "cosine":
-        return options.learning_rate * (1 + math.cos(math.pi * progress)) / 2
-    return options.learning_rate
