@@ -86,6 +86,8 @@ def test_every_option_is_documented_once() -> None:
         (["--generator.kind=vllm", "--sampling.top_p=0.9"], "sampling.top_p = 0.9 alone can't be replayed with vLLM"),
         (["--generator.kind", "vlm"], 'generator.kind = "vlm" is unknown; give "torch"'),
         (["--trainer.ranks=4", "--trainer.shards=3"], "trainer.shards = 3 must divide trainer.ranks = 4"),
+        (["--lora.base=4bit"], "does not go with lora.rank = 0, which trains every weight"),
+        (["--lora.base=4bit", "--lora.rank=8", "--trainer.ranks=2"], 'does not go with trainer.parallel = "fsdp"'),
         (["--trainer.ranks=4", "--trainer.context_parallel=3"], "context_parallel = 3 must divide trainer.ranks = 4"),
         (["--trainer.ranks=2", "--trainer.expert_parallel=2", "--trainer.parallel=ddp"], 'parallel = "ddp"; set it to'),
         (["--trainer.ranks=2", "--trainer.expert_parallel=2", "--lora.experts=true"], "with lora.experts; set it to"),

@@ -45,6 +45,9 @@ class LoraConfig(Section):
     rank: int = option(0, "Rank of the adapters; 0 trains every weight.", ge=0)
     alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
     targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")
+    base: Literal["whole", "4bit"] = option(
+        "whole", "Weights below the adapters: in model.dtype, or in 4 bits by bitsandbytes, on both sides."
+    )
     experts: bool = option(False, "Adapt the experts of a mixture, too, which are no linear layers.")
 
 
@@ -517,6 +520,15 @@ class Config(Section):
                 (trainer.parallel != "fsdp", f'trainer.parallel = "{trainer.parallel}"', 'set it to "fsdp"'),
                 (trainer.shards > 0, f"trainer.shards = {trainer.shards}", "set it to 0"),
                 (self.lora.experts, "lora.experts", "set it to false"),
+            ))  # fmt: skip
+        if self.lora.base == "4bit":
+            _refuse_beside('lora.base = "4bit"', (
+                (self.lora.rank == 0, "lora.rank = 0, which trains every weight", "set it to 16, for example"),
+                (trainer.ranks > 1 and trainer.parallel != "ddp", f'trainer.parallel = "{trainer.parallel}"',
+                 'set it to "ddp"'),
+                (self.generator.kind == "vllm" and "quantization" not in self.generator.options,
+                 "a vLLM that has the whole base", 'give generator.options.quantization = "bitsandbytes"'),
+                (sync.placement == "colocated", 'sync.placement = "colocated"', 'use "disaggregated"'),
             ))  # fmt: skip
         if sync.link == "single_copy":
             spread = self.generator.tensor_parallel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
@@ -18,7 +19,10 @@ ADAPTER = "adapter_config.json"
 
 def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> Any:
     """The causal language model at `model.path`, with fresh adapters if `lora.rank` is set. Raises `ConfigError`."""
-    loaded = load_causal_lm(model.path, device=device, dtype=dtype)
+    if lora.rank and lora.base == "4bit":
+        loaded = load_causal_lm(model.path, device=device, dtype=dtype, **_four_bits(device, dtype))
+    else:
+        loaded = load_causal_lm(model.path, device=device, dtype=dtype)
     if lora.rank == 0:
         return loaded
     from peft import LoraConfig as PeftLora
@@ -44,17 +48,30 @@ def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dt
         raise ConfigError(f"lora.targets = {lora.targets}: {_first_line(error)}") from None
 
 
-def load_causal_lm(path: str, *, device: torch.device, dtype: torch.dtype, option: str = "model.path") -> Any:
+def _four_bits(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """How to load weights as 4-bit NormalFloats that are computed with in `dtype` (QLoRA, Dettmers et al. 2023,
+    arXiv:2305.14314). Raises `ConfigError` without bitsandbytes."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError('lora.base = "4bit" needs bitsandbytes: pip install bitsandbytes')
+    from transformers import BitsAndBytesConfig
+
+    kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return {"quantization_config": kind, "device_map": {"": device}}
+
+
+def load_causal_lm(
+    path: str, *, device: torch.device, dtype: torch.dtype, option: str = "model.path", **options: Any
+) -> Any:
     """A model by local directory (an adapter's directory included) or name on the Hub. Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM
 
     _quiet()
     check_path(path, option)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{option} = {path!r}: {_first_line(error)}") from None
-    return model.to(device)
+    return model if "device_map" in options else model.to(device)
 
 
 def load_tokenizer(path: str) -> Any:

@@ -273,6 +273,22 @@ def test_heads_that_ranks_cannot_share_are_refused(tiny: Path, size: int) -> Non
         Policy(model, context=context)
 
 
+def test_a_base_in_4_bits_needs_bitsandbytes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"4bit.*pip install bitsandbytes"):
+        make_trainer(tiny, "--lora.rank=4", "--lora.base=4bit")
+
+
+def test_adapters_learn_over_a_base_in_4_bits(tiny: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    trainer = make_trainer(tiny, "--lora.rank=4", "--lora.base=4bit", "--model.dtype=bfloat16")
+    assert {p.dtype for n, p in trainer.model.named_parameters() if "q_proj.base" in n} == {torch.uint8}
+    before = {name: p.clone() for name, p in trainer.parameters.items()}
+    stats = trainer.step(random_batch(38))
+    assert math.isfinite(stats.loss) and stats.grad_norm > 0 and all("lora_" in name for name in before)
+    assert any(not torch.equal(p, before[n]) for n, p in trainer.parameters.items())
+
+
 def test_other_parameters_are_refused(tiny: Path, tmp_path: Path) -> None:
     make_trainer(tiny).save(tmp_path / "full").result()
     with pytest.raises(ValueError, match="other parameters"):

@@ -29,10 +29,10 @@ class Meter:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._pairs = 12 * config.num_hidden_layers * config.num_attention_heads * size
         linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        self._token: float = sum(_operations(m.weight) for m in linear if m is not head)
+        self._token: float = sum(_operations(m.weight, m.in_features * m.out_features) for m in linear if m is not head)
         used = getattr(config, "num_experts_per_tok", None) or 0  # of the matrices of all experts, which are one tensor
-        self._token += sum(_operations(p) * used / len(p) for p in model.parameters() if p.ndim == 3)
-        self._predicted = _operations(head.weight)
+        self._token += sum(_operations(p, p.numel()) * used / len(p) for p in model.parameters() if p.ndim == 3)
+        self._predicted = _operations(head.weight, head.weight.numel())
         self._most = matrix_rate(device) if device.type == "cuda" else None
         self._operations, self._tokens = 0.0, 0
 
@@ -81,5 +81,5 @@ def matrix_rate(device: torch.device) -> float:
     return 2 * SIZE**3 * ROUNDS / (time.perf_counter() - began)
 
 
-def _operations(weight: Tensor) -> int:
-    return (6 if weight.requires_grad else 4) * weight.numel()
+def _operations(weight: Tensor, size: int) -> int:
+    return (6 if weight.requires_grad else 4) * size  # weights of few bits have fewer elements than their matrix
