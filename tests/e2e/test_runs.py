@@ -174,7 +174,7 @@ def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path, number:
     [
         {"sync__link": "checkpoint", "sync__every": 2, "loop__steps": 5},
         {"sync__link": "checkpoint", "sync__restart": "true", "sync__interruption": "drain", "loop__steps": 2},
-        {"lora__rank": 4, "algorithm__kl": 0.1},
+        {"lora__rank": 4, "algorithm__kl": 0.1, "model__dtype": "bfloat16"},
         {"sampling__top_p": 0.8, "sampling__top_k": 20, "loop__max_lag": 3},
         {"generator__count": 2, "algorithm__filter_equal": "true", "model__dtype": "bfloat16"},
     ],

@@ -88,7 +88,11 @@ class GeneratorService:
 
         config = self._config
         device = device_here()
-        model = load_model(config.model, config.lora, device=device, dtype=getattr(torch, config.model.dtype))
+        model = load_model(config.model, config.lora, device=device, dtype=dtype_of(config))
+        for parameter in trained_parameters(model).values():
+            parameter.data = parameter.data.to(
+                dtype_of(config)
+            )  # in which it is published; peft makes adapters float32
         engine = Engine(
             model.get_base_model() if config.lora.rank else model,
             slots=config.generator.slots,

@@ -86,7 +86,8 @@ def _frozen(policy: Policy, compute: torch.dtype) -> Policy:
     shared[id(policy.context)] = policy.context
     copied = copy.deepcopy(policy, shared).requires_grad_(False)
     for parameter in copied.parameters():
-        parameter.data = parameter.data.to(compute)
+        if id(parameter) not in shared:
+            parameter.data = parameter.data.to(compute)
     return copied
 
 
