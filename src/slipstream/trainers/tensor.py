@@ -132,11 +132,13 @@ def _predict(
     fuse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`head_logprobs` with a part of the head each: it is gathered, and each rank takes a share of the tokens."""
-    own = torch.arange(len(hidden), device=hidden.device).tensor_split(size)[rank]
+    count = len(hidden)
+    own = slice(count * rank // size, count * (rank + 1) // size)
     entered = _Enter.apply(hidden, group)[own]  # type: ignore[no-untyped-call]
     whole = all_gather_tensor_autograd(weight, 0, group)
-    found = head_logprobs(entered, whole, targets[own], temperatures[own], [kept[i] for i in own.tolist()], fuse)
-    logprobs, entropy = (joined(values, own, len(hidden), group) for values in found)
+    found = head_logprobs(entered, whole, targets[own], temperatures[own], kept[own], fuse)
+    places = torch.arange(count, device=hidden.device)[own]
+    logprobs, entropy = (joined(values, places, count, group) for values in found)
     return logprobs, entropy.detach()
 
 

@@ -125,16 +125,17 @@ class Trainer:
         weights = self._rule.aggregation(torch.tensor([len(s.drawn) for s in every], dtype=torch.float64))
         passes = self._rule.linear and not self._algorithm.kl  # over what has no advantage
         chosen = [i for i, s in enumerate(every) if any(s.advantages) or not passes]
-        summed, ratio_max = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device), -math.inf
+        summed = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
+        highest = torch.full((), -math.inf, device=self.device)
         with naming_remedies(self._options):
             for micro in self._micro_batches([every[i] for i in chosen], batch.version):
                 found = self._learn(micro, weights[[chosen[i] for i in micro.order]])
                 if self.ranks.counts and not micro.filler:
-                    summed += found[0]
-                    ratio_max = max(ratio_max, found[1].max().item())
+                    summed, highest = summed + found[0], torch.maximum(highest, found[1].max())
             if chosen:
                 self.ranks.sum_gradients(self.parameters)
-            described = means(dict(zip(SUMS, self.ranks.add(summed).tolist(), strict=True)), self.ranks.most(ratio_max))
+            totals = dict(zip(SUMS, self.ranks.add(summed).tolist(), strict=True))
+            described = means(totals, self.ranks.most(highest.item()))
             grad_norm = self._update(described["loss"])
         self.token_count += batch.tokens
         seconds = time.perf_counter() - began
