@@ -181,7 +181,8 @@ class Actor:
                     else:
                         future.set_result(value)
         except (EOFError, OSError):
-            self._die(f"{self.name} died (log: {self._log})\n{self._log_tail()}".rstrip())
+            where = f"log: {self._log}" if self._log else "what it said is where it was started"
+            self._die(f"{self.name} died ({where})\n{self._log_tail()}".rstrip())
 
     def _die(self, why: str) -> None:
         if self.dead:
