@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt-tokens", type=int, default=224)
+    parser.add_argument("--prompt-tokens", type=int, default=448)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     work = (options.steps, options.prompt_tokens)

@@ -84,6 +84,18 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
     return right / len(tasks)
 
 
+def configuration(
+    parser: argparse.ArgumentParser, name: str, directory: Path, seed: int, flags: list[str]
+) -> slipstream.Config:
+    """Of a run of `examples/NAME.toml` that begins with the start model in `directory`; a mistake ends the program."""
+    run = next(d for i in range(1000) if not (d := directory / f"run_{i}").exists())
+    own = ["--model.path", str(directory / "start"), "--run.dir", str(run), "--loop.seed", str(seed)]
+    try:
+        return slipstream.load_config(HERE / f"{name}.toml", [*own, *flags])
+    except slipstream.ConfigError as error:
+        parser.error(str(error))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -93,24 +105,19 @@ def main() -> None:
     parser.add_argument("--start-only", action="store_true", help="make the start model, and leave it at that")
     options, flags = parser.parse_known_args()
 
+    start = options.dir / "start"
+    config = configuration(parser, "addition", options.dir, options.seed, flags)
     began = time.perf_counter()
     torch.set_num_threads(1)
     tokenizer, model = build_tokenizer(), build_model(options.seed, options.head_size)
     print(f"warming up {sum(p.numel() for p in model.parameters()):,} parameters by supervised steps ...")
     environment = Addition()
     warm_up(model, tokenizer, list(environment.train), options.seed)
-    start = options.dir / "start"
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
     print(f"start model in {start} after {time.perf_counter() - began:.0f} s")
     if options.start_only:
         return
-
-    run = next(d for i in range(1000) if not (d := options.dir / f"run_{i}").exists())
-    config = slipstream.load_config(
-        HERE / "addition.toml",
-        ["--model.path", str(start), "--run.dir", str(run), "--loop.seed", str(options.seed), *flags],
-    )
     report(slipstream.train(config, quiet=options.quiet))
 
 

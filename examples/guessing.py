@@ -18,10 +18,10 @@ TURNS = 5
 
 
 class Guessing:
-    """Letters to guess. The reward is 2 for one that is found in time, else how much was found out about it, from 0 for
-    nothing to 1 for all; "correct" is whether it was found.
+    """Letters to guess. The reward is 1 for one that is found in time; "correct" says the same.
 
-    A reward for guesses that merely agree with what was said is hacked: a, b, c, d and e do, and tell nothing.
+    Each guess has a reward of its own, too (`algorithm.process`): how much it found out. Together they are 1 for the
+    letter. A reward for guesses that merely agree with what was said is hacked: a, b, c, d and e do, and tell nothing.
     """
 
     def __init__(self, test: int = 208) -> None:
@@ -29,15 +29,23 @@ class Guessing:
         self.test = [Task(f"{i}", "?", {"letter": LETTERS[i % 26]}) for i in range(test)]
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout:
-        letter, left = task.data["letter"], LETTERS
+        letter, possible, told = task.data["letter"], LETTERS, []
         conversation = policy.conversation(turns=TURNS)
         guess = await conversation.ask(str(task.prompt))
         while not conversation.ended:
+            left = letter if guess == letter else agreeing(possible, guess, letter)
+            told.append(math.log(len(possible) / len(left)) / math.log(len(LETTERS)))
+            possible = left
             if guess == letter:
-                return policy.rollout(2.0, correct=1.0)
-            left = "".join(c for c in left if (c > guess) == (letter > guess) and c != guess)
+                return policy.rollout(1.0, turn_rewards=told, correct=1.0)
             guess = await conversation.ask(">" if letter > guess else "<")
-        return policy.rollout(1 - math.log(len(left)) / math.log(len(LETTERS)), correct=0.0)
+        told += [0.0] * (len(policy.completions) - len(told))  # a reply that ended the conversation
+        return policy.rollout(0.0, turn_rewards=told, correct=0.0)
+
+
+def agreeing(letters: str, guess: str, letter: str) -> str:
+    """Those that may be meant still when it is known on which side of the guess the letter is."""
+    return "".join(c for c in letters if (c > guess) == (letter > guess) and c != guess)
 
 
 def dialogue(rng: random.Random) -> list[tuple[str, bool]]:
@@ -46,7 +54,7 @@ def dialogue(rng: random.Random) -> list[tuple[str, bool]]:
     for _ in range(TURNS):
         guess = rng.choice(sensible if rng.random() < 0.25 else LETTERS)
         said += [(guess, True), (">" if guess < letter else "<", False)]
-        sensible = "".join(c for c in LETTERS if (c > guess) == (letter > guess) and c != guess) or LETTERS
+        sensible = agreeing(LETTERS, guess, letter) or LETTERS
     return said
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from demo import build_model, build_tokenizer
+from demo import build_model, build_tokenizer, configuration
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import slipstream
@@ -26,7 +26,6 @@ from slipstream.generators.torch import Engine, TorchGenerator
 from slipstream.observe.report import report
 
 Dialogue = list[tuple[str, bool]]  # what is said, and whether it is the policy that says it
-HERE = Path(__file__).parent
 
 
 def play(name: str, symbols: str, dialogue: Callable[[random.Random], Dialogue], warm_up_steps: int) -> None:
@@ -36,6 +35,7 @@ def play(name: str, symbols: str, dialogue: Callable[[random.Random], Dialogue],
     parser.add_argument("--dir", type=Path, default=Path("runs") / name)
     parser.add_argument("--quiet", action="store_true")
     options, flags = parser.parse_known_args()
+    config = configuration(parser, name, options.dir, options.seed, flags)
     began = time.perf_counter()
     torch.set_num_threads(1)
     tokenizer = build_tokenizer(["<pad>", "<eos>", *symbols])
@@ -44,11 +44,6 @@ def play(name: str, symbols: str, dialogue: Callable[[random.Random], Dialogue],
     start = options.dir / "start"
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
-    run = next(d for i in range(1000) if not (d := options.dir / f"run_{i}").exists())
-    config = slipstream.load_config(
-        HERE / f"{name}.toml",
-        ["--model.path", str(start), "--run.dir", str(run), "--loop.seed", str(options.seed), *flags],
-    )
     before = success(model, tokenizer, config)
     print(f"start model in {start} after {time.perf_counter() - began:.0f} s; it wins {before:.0%} of its games")
     summary = slipstream.train(config, quiet=options.quiet)

@@ -108,6 +108,14 @@ class StepReward(NamedTuple):
     reward: float
 
 
+def rewards_of_turns(completions: Sequence[Completion], rewards: Sequence[float]) -> tuple[tuple[StepReward, ...], ...]:
+    """Steps that are whole turns, from a reward for each completion, or from none at all. Raises `ValueError`."""
+    if rewards and len(rewards) != len(completions):
+        raise ValueError(f"{len(rewards)} rewards were given for {len(completions)} turns; give one for each")
+    pairs = zip(completions, rewards, strict=bool(rewards))
+    return tuple((StepReward(len(c.token_ids) - 1, float(r)),) if c.token_ids else () for c, r in pairs)
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One finished episode: every completion drawn in it, in order, and the reward for all of it.

@@ -20,7 +20,7 @@ from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import attempt
 from slipstream.environments.tools import Call, Tools, hermes, plain
 from slipstream.generators.base import ContextFull, EngineFailed, GenerationError
-from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan, samples_of
+from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan, rewards_of_turns, samples_of
 from slipstream.trainers.packing import bundle, pack
 from tests.conftest import build_tokenizer
 
@@ -425,3 +425,13 @@ def test_conversations_that_take_turns_are_a_sequence_each() -> None:
 def test_the_tiny_tokenizer_holds_conversations() -> None:
     it = Policy(Letters(build_tokenizer(), "12"), Codec(build_tokenizer()), Sampling(), "0")
     assert run(lambda: it.conversation().ask("1+1=")) == "12"
+
+
+def test_turns_have_rewards_of_their_own() -> None:
+    """One for each reply, at its last token; another number of them is a mistake that is told."""
+    drawn: list[tuple[int, ...]] = [(5, 6), (), (7,)]
+    turns = [Completion((1,), ids, (0.0,) * len(ids), (VersionSpan(0, 0, len(ids)),), "stop") for ids in drawn]
+    assert rewards_of_turns(turns, [0.5, 1.0, 2]) == ((StepReward(1, 0.5),), (), (StepReward(0, 2.0),))
+    assert rewards_of_turns(turns, ()) == ()
+    with pytest.raises(ValueError, match="1 rewards were given for 3 turns; give one for each"):
+        rewards_of_turns(turns, [1.0])

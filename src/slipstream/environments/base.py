@@ -23,7 +23,7 @@ from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
 from slipstream.environments.tools import Parse, Tool, Tools, hermes, plain
 from slipstream.generators.base import Generator
 from slipstream.generators.clock import Clock
-from slipstream.rollout import Completion, Rollout, Sampling
+from slipstream.rollout import Completion, Rollout, Sampling, rewards_of_turns
 
 if TYPE_CHECKING:
     from slipstream.environments.endpoint import Endpoint
@@ -233,12 +233,16 @@ class Policy:
             self._endpoint.end(self)
             self._endpoint = None
 
-    def rollout(self, reward: float, **metrics: float) -> Rollout:
-        """Everything drawn so far, as a rollout with this reward."""
+    def rollout(self, reward: float, *, turn_rewards: Sequence[float] = (), **metrics: float) -> Rollout:
+        """Everything drawn so far, as a rollout with this reward.
+
+        `turn_rewards`, one for each reply, are what `algorithm.process` weighs.
+        """
         told: Counter[str] = Counter()
         for conversation in self.conversations:
             told.update(conversation.metrics())
-        return Rollout(tuple(self.completions), float(reward), dict(told) | metrics)
+        steps = rewards_of_turns(self.completions, turn_rewards)
+        return Rollout(tuple(self.completions), float(reward), dict(told) | metrics, steps)
 
     def _refuse_limits(self, where: str) -> None:
         for name in ("turns", "tokens"):

@@ -8,13 +8,13 @@ generator's prefix cache has all of it but what is new.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.environments.tools import Tools
 from slipstream.generators.base import ContextFull
-from slipstream.rollout import Completion, Rollout
+from slipstream.rollout import Completion, Rollout, rewards_of_turns
 
 if TYPE_CHECKING:
     from slipstream.environments.base import Codec, Policy
@@ -121,9 +121,13 @@ class Conversation:
             self.ended = "tokens"
         return completion.text
 
-    def rollout(self, reward: float, role: str = "", **metrics: float) -> Rollout:
-        """This conversation as a rollout of its own, for an episode of several roles; see `Rollout.role`."""
-        return Rollout(tuple(self.completions), float(reward), self.metrics() | metrics, role=role)
+    def rollout(
+        self, reward: float, role: str = "", *, turn_rewards: Sequence[float] = (), **metrics: float
+    ) -> Rollout:
+        """This conversation as a rollout of its own, for an episode of several roles; see `Rollout.role` and
+        `Policy.rollout`."""
+        steps = rewards_of_turns(self.completions, turn_rewards)
+        return Rollout(tuple(self.completions), float(reward), self.metrics() | metrics, steps, role=role)
 
     def metrics(self) -> dict[str, float]:
         """How it went: turns, forks, calls of tools and errors in them, and for each limit whether it ended this."""

@@ -44,7 +44,8 @@ class Verifiers:
         outcome = await self._environment.run_rollout(dict(task.data), client, "policy", {})
         if outcome.get("error"):
             raise RuntimeError(f"verifiers: {outcome['error']}")
-        metrics = {k: float(v) for k, v in (outcome.get("metrics") or {}).items() if isinstance(v, int | float)}
+        told = (outcome.get("metrics") or {}).items()
+        metrics: dict[str, Any] = {name: float(value) for name, value in told if isinstance(value, int | float)}
         return policy.rollout(outcome["reward"], **metrics)
 
 

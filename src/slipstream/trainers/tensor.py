@@ -73,8 +73,11 @@ def cut(policy: Policy, mesh: DeviceMesh) -> tuple[dict[str, nn.Parameter], froz
 def _styles(model: Any) -> dict[str, str]:
     """How each module of the model is cut, by its plan."""
     backbone = getattr(model, model.base_model_prefix)
-    plan: Mapping[str, str] = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    told: Mapping[str, str] = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
     kind = model.config.model_type
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # cut in a way of our own, whatever is told
+    taken = {name for name, module in backbone.named_modules() if any(module is end for end in ends)}
+    plan = {name: style for name, style in told.items() if name not in taken}
     if not plan:
         raise ConfigError(f"{TENSOR_PARALLEL} needs a plan, and a {kind} brings none along; use fsdp")
     if unknown := [f"{name} ({style})" for name, style in plan.items() if style not in CUTS]:
