@@ -192,7 +192,9 @@ def test_a_group_has_none_where_its_advantages_are_left_out() -> None:
 
 def test_what_no_group_has_is_said_and_not_filtered_for_ever() -> None:
     config = configure("filter_equal=true", "parts={style = 1.0}")
-    assert has_signal(load_rule(config), config, group(*SAME))
+    assert has_signal(load_rule(config), config, group(*SAME), strict=True)
+    assert not has_signal(load_rule(config), config, group(*SAME)), "later it is filtered as one in which all is equal"
+    assert not any(cut_batch(load_rule(config), config, [group(*SAME)], 0, strict=False).signal)
 
 
 def test_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

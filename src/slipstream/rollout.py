@@ -199,8 +199,7 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The groups of one optimizer step with their advantages, `advantages[g][r]`: a number for all drawn tokens of a
-    rollout, or one for each; NaN leaves a rollout out. `version` is the newest that generators served when the batch
-    was cut."""
+    rollout, or one for each; NaN leaves a rollout out. `version` is that of the trainer's weights at the cut."""
 
     groups: tuple[Group, ...]
     advantages: tuple[tuple[float | tuple[float, ...], ...], ...]

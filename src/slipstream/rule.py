@@ -82,8 +82,8 @@ def load_rule(config: Config) -> Rule:
     return rule
 
 
-def cut_batch(rule: Rule, config: Config, groups: Sequence[Group], version: int) -> Batch:
-    """The batch of a step on `version`, advantages as configured. Raises `ValueError` where `make_batch` does."""
+def cut_batch(rule: Rule, config: Config, groups: Sequence[Group], version: int, *, strict: bool = True) -> Batch:
+    """The batch of a step on `version`, advantages as configured. `strict` and errors are those of `make_batch`."""
     options, longest = config.algorithm, config.sampling.max_tokens
 
     def penalty(rollout: Rollout) -> float:
@@ -104,13 +104,14 @@ def cut_batch(rule: Rule, config: Config, groups: Sequence[Group], version: int)
         whitened=options.whiten,
         process=options.process,
         version=version,
+        strict=strict,
     )
 
 
-def has_signal(rule: Rule, config: Config, group: Group) -> bool:
-    """Whether a group has an advantage that is not 0, or lacks what others may have: steps, or a part of the reward."""
+def has_signal(rule: Rule, config: Config, group: Group, *, strict: bool = False) -> bool:
+    """Whether a group has an advantage that is not 0; if `strict`, one without a part or steps has: a batch tells."""
     try:
-        return cut_batch(rule, config, [group], 0).signal[0]
+        return cut_batch(rule, config, [group], 0, strict=strict).signal[0]
     except ValueError:
         return True
 

@@ -157,13 +157,13 @@ class Run:
             raise
         rollouts = [rollout for episode in played if episode for rollout in episode]
         failed = sum(episode is None for episode in played)
-        rule = self.config.algorithm
+        rule, first = self.config.algorithm, self.state.step == 0
         self.state.end(
             entry,
             task.id,
             rollouts,
             failed=failed,
-            has_signal=lambda group: not rule.filter_equal or has_signal(self.rule, self.config, group),
+            has_signal=lambda group: not rule.filter_equal or has_signal(self.rule, self.config, group, strict=first),
             filter_most=rule.filter_most or math.inf,
         )
         if self.state.filtered_in_a_row == FUTILE * self.config.loop.groups_per_step:
@@ -207,7 +207,9 @@ class Run:
         while not self.stopped and not self._enough():
             if groups := self.state.cut():
                 try:
-                    return cut_batch(self.rule, self.config, groups, self.state.version)
+                    # What no rollout of the first step has is a mistake; later ones may lack it by chance.
+                    first = self.state.step == 0
+                    return cut_batch(self.rule, self.config, groups, self.state.version, strict=first)
                 except ValueError as error:
                     raise RunError(str(error)) from None
             self._admit()

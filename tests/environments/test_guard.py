@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from slipstream.environments.base import Policy, Task
-from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt
+from slipstream.environments.guard import LoopWatch, RolloutFailed, _sound, attempt
 from slipstream.environments.scoring import ScorerPool, ScoringError
-from slipstream.rollout import Rollout
+from slipstream.rollout import Rollout, StepReward
 from tests.environments.test_environments import completion, policy
 
 TASK = Task("t1", "1+1=")
@@ -225,3 +225,18 @@ def test_an_abandoned_score_does_not_answer_the_next(rewards: str) -> None:
         await pool.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("rollout", "why"),
+    [
+        (Rollout((), 1.0, steps=((StepReward(0, math.nan),),)), "reward of a step is nan"),
+        (Rollout((), 1.0, {"style": math.inf}), "metric style is infinite"),
+        (Rollout((), math.inf), "reward is inf"),
+    ],
+)
+def test_a_number_that_would_spoil_its_group_fails_its_rollout_alone(rollout: Rollout, why: str) -> None:
+    with pytest.raises(RolloutFailed, match=why):
+        _sound(rollout)
+    sound = Rollout((), 1.0, {"style": math.nan}, ((StepReward(0, 0.5),),))
+    assert _sound(sound).steps == sound.steps  # NaN says that there is no such part

@@ -150,12 +150,14 @@ def make_batch(
     whitened: bool = False,
     process: float = 0.0,
     version: int = 0,
+    strict: bool = True,
 ) -> Batch:
     """The batch of these groups for a step on `version`, advantages computed over each role of each group.
 
     `parts` are the weights of metrics that take the place of the reward; `penalty` is added to either. What is
     `left_out` is a sibling like others, but not trained on. `process` weighs the rewards of steps, which are added
-    token by token. Raises `ValueError` for a part, or for steps, that no rollout has.
+    token by token. Raises `ValueError` for a part, or for steps, that no rollout has, unless not `strict`: then nothing
+    comes of them.
     """
 
     peers = [
@@ -164,7 +166,7 @@ def make_batch(
 
     def rewards(part: str = "") -> list[Tensor]:
         given = [[r.metrics.get(part, math.nan) if part else r.reward for r in g.rollouts] for g in peers]
-        if part and all(math.isnan(v) for values in given for v in values):
+        if strict and part and all(math.isnan(v) for values in given for v in values):
             raise ValueError(f"no rollout of the step has the metric {part!r}, which algorithm.parts names")
         return [torch.tensor(values, dtype=torch.float64) for values in given]
 
@@ -175,7 +177,7 @@ def make_batch(
     else:
         found = of_groups([r + p for r, p in zip(rewards(), penalties, strict=True)], advantage)
     found = whiten(found) if whitened else found
-    if process and not any(r.steps for g in peers for r in g.rollouts):
+    if strict and process and not any(r.steps for g in peers for r in g.rollouts):
         raise ValueError("no rollout of the step has rewards of steps, which algorithm.process weighs")
     advantages: list[Any] = [
         tuple(math.nan if left_out(r) else a for r, a in zip(g.rollouts, values.tolist(), strict=True))

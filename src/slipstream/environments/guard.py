@@ -87,7 +87,13 @@ def _sound(rollout: Rollout) -> Rollout:
     reward = float(rollout.reward)
     if not math.isfinite(reward):
         raise RolloutFailed(f"reward is {reward}", "a reward must be a finite number")
+    if odd := next((s.reward for turn in rollout.steps for s in turn if not math.isfinite(s.reward)), None):
+        raise RolloutFailed(f"reward of a step is {odd}", "a reward must be a finite number")
     metrics = {name: float(value) for name, value in rollout.metrics.items()}
+    if infinite := next((name for name, value in metrics.items() if math.isinf(value)), ""):
+        raise RolloutFailed(
+            f"metric {infinite} is infinite", "a metric must be a finite number, or NaN where there is none"
+        )
     return dataclasses.replace(rollout, reward=reward, metrics=metrics)
 
 
