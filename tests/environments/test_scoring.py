@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.config import ScoringConfig
 from slipstream.environments.base import Task
 from slipstream.environments.scoring import ScorerPool, ScoringError
+from slipstream.rollout import Rollout
+from slipstream.scoring.functions import ProcessFunction
+from slipstream.scoring.stage import ScoringStage
 from tests.environments.test_environments import completion
 
 TASK = Task("t1", "1+1=")
@@ -26,6 +30,37 @@ def reward(task, completion):
         time.sleep(600)
     return float("torch" in sys.modules or "transformers" in sys.modules)
 """
+
+SLOW = """
+import os, pathlib, time
+
+here = pathlib.Path(__file__).parent
+with (here / "started").open("a") as file:
+    print(os.getpid(), file=file)
+while not (here / "gate").exists():
+    time.sleep(0.01)
+
+def reward(task, completion):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> str:
+    """A reward whose module is imported once `gate` is there, and writes its processes into `started`."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    return f"{tmp_path / 'slow.py'}:reward"
+
+
+def started(folder: Path) -> list[int]:
+    file = folder / "started"
+    return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+async def until_started(folder: Path) -> None:
+    async with asyncio.timeout(30):
+        while not started(folder):
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -81,6 +116,56 @@ def test_closing_ends_a_score_that_is_under_way(rewards: str) -> None:
             await asyncio.wait_for(hung, 10.0)
 
     asyncio.run(main())
+
+
+def test_a_slow_start_takes_nothing_from_the_time_of_a_score(slow: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        pool = ScorerPool(slow, 1, 1.0)
+        stage = ScoringStage(ScoringConfig(time_limit=1.0), ProcessFunction(pool, 1, lambda r: r.completions[-1]))
+        asyncio.get_running_loop().call_later(1.5, (tmp_path / "gate").touch)
+        assert (await stage(TASK, Rollout((completion("2"),), 0.0))).reward == 1.0
+        await stage.close()
+
+    asyncio.run(main())
+
+
+def test_a_start_outlives_the_scores_that_are_cancelled_meanwhile(slow: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        pool = ScorerPool(slow, 1, 10.0)
+        for _ in range(3):
+            waiting = asyncio.ensure_future(pool.score(TASK, completion("2")))
+            await until_started(tmp_path)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert waiting.cancelled()
+        (tmp_path / "gate").touch()
+        assert await pool.score(TASK, completion("2")) == 1.0
+        assert len(started(tmp_path)) == 1
+        await pool.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["closed", "too slow", "loop ends"])
+def test_no_process_is_left_of_a_start_that_is_broken_off(
+    slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async def main() -> None:
+        pool = ScorerPool(slow, 1, 10.0)
+        waiting = asyncio.ensure_future(pool.score(TASK, completion("2")))
+        await until_started(tmp_path)
+        if how == "closed":
+            await pool.close()
+        if how != "loop ends":
+            with pytest.raises(ScoringError):
+                await asyncio.wait_for(waiting, 30)
+
+    if how == "too slow":
+        monkeypatch.setattr("slipstream.environments.scoring.START_LIMIT", 5.0)
+    asyncio.run(main())
+    [pid] = started(tmp_path)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_a_hung_worker_ends_by_itself_when_nobody_is_left_to_end_it(rewards: str) -> None:

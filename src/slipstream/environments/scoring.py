@@ -16,6 +16,7 @@ from slipstream.environments.base import Task
 from slipstream.rollout import Completion, Rollout
 
 TRACEBACK_LINES = 8
+START_LIMIT = 600.0  # seconds for a process to start and import what the function needs
 
 
 class ScoringError(RuntimeError):
@@ -29,23 +30,28 @@ class ScoringError(RuntimeError):
 class ScorerPool:
     """`processes` workers that call the function `reference` ("module:function" or "file.py:function").
 
-    Each is started when it is first needed, and replaced when it took longer than `time_limit` seconds or died.
+    Each is started when it is first needed, and replaced when it took longer than `time_limit` seconds or died. Its
+    start, with the imports of the function's module, has a limit of its own and outlives the score that began it.
     """
 
     def __init__(self, reference: str, processes: int, time_limit: float) -> None:
         self._reference = reference
         self._time_limit = time_limit
+        self._closed = False
         self._workers: set[Actor] = set()
-        self._free: asyncio.Queue[Actor | None] = asyncio.Queue()
+        self._free: asyncio.Queue[asyncio.Task[Actor] | None] = asyncio.Queue()
         for _ in range(processes):
             self._free.put_nowait(None)
 
     async def score(self, task: Task, subject: Completion | Rollout) -> Any:
         """What the function returns for this completion or rollout: a number or a mapping. Raises `ScoringError`."""
-        worker = await self._free.get()
-        sound = False
+        start = await self._free.get() or asyncio.create_task(self._start())
+        worker: Actor | None = None
+        sound = True
         try:
-            worker = worker or await self._start()
+            await asyncio.wait([start])  # if this score is cancelled here, the next one finds the start further on
+            sound = False
+            worker = start.result()
             async with asyncio.timeout(self._time_limit):
                 answer = await worker.call("score", task, subject)
             sound = True
@@ -63,19 +69,35 @@ class ScorerPool:
             raise ScoringError("reward process died", "the reward function took its process down") from None
         finally:
             if worker and not sound:  # it may still be at work on a completion that nobody waits for
-                self._workers.discard(worker)
-                worker.kill()
-            self._free.put_nowait(worker if sound else None)
+                self._end(worker)
+            self._free.put_nowait(start if sound else None)
 
     async def close(self) -> None:
-        for worker in self._workers:
-            worker.kill()
+        self._closed = True
+        for worker in list(self._workers):
+            self._end(worker)
 
     async def _start(self) -> Actor:
+        """A worker that has loaded the function. Whatever goes wrong on the way, its process is ended."""
+        if self._closed:
+            raise ActorDied("the scorers are closed")
         worker = Actor("scorer")
         self._workers.add(worker)
-        await worker.start("slipstream.environments.scoring:Scorer", self._reference, self._time_limit)
+        try:
+            async with asyncio.timeout(START_LIMIT):
+                await worker.start("slipstream.environments.scoring:Scorer", self._reference, self._time_limit)
+        except TimeoutError:
+            self._end(worker)
+            slow = f"{self._reference} took longer than {START_LIMIT:g} s to load; do less in its module on import"
+            raise ScoringError("reward start", slow) from None
+        except BaseException:
+            self._end(worker)
+            raise
         return worker
+
+    def _end(self, worker: Actor) -> None:
+        self._workers.discard(worker)
+        worker.kill()
 
 
 class Scorer:

@@ -60,6 +60,8 @@ class AsyncFunction:
 class ProcessFunction:
     """A function that is not async, in processes of its own: one may compute, hang or crash."""
 
+    keeps_time = True  # the pool's clock runs from when a process is there for the score
+
     def __init__(self, pool: ScorerPool, concurrency: int, subject: Callable[[Rollout], Any]) -> None:
         self._pool, self._subject = pool, subject
         self.concurrency = concurrency

@@ -45,6 +45,7 @@ class ScoringStage:
         self.scorer, self.teacher = scorer, teacher
         most = min(options.concurrency, getattr(scorer, "concurrency", options.concurrency))
         self._places = asyncio.Semaphore(most)
+        self._limit = None if getattr(scorer, "keeps_time", False) else options.time_limit
         self.queue = 0
         self.running = 0
         self._lap = Lap()
@@ -102,7 +103,7 @@ class ScoringStage:
         began = time.perf_counter()
         self.running += 1
         try:
-            async with asyncio.timeout(self._options.time_limit) as clock:
+            async with asyncio.timeout(self._limit) as clock:
                 answer = await self.scorer.score(task, rollout)
         except TimeoutError:
             if not clock.expired():
