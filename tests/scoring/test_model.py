@@ -20,7 +20,10 @@ from tests.conftest import COMMON, build_tokenizer
 TOKENIZER = build_tokenizer()
 
 
-def save(path: Path, kind: str, labels: int = 1, other: bool = False) -> None:
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+
+
+def save(path: Path, kind: str, labels: int = 1, other: bool = False, template: str | None = None) -> None:
     torch.manual_seed(labels)
     size = len(TOKENIZER) + 3 * other
     config = transformers.Qwen3Config(**COMMON | {"vocab_size": size}, num_labels=labels)
@@ -28,6 +31,7 @@ def save(path: Path, kind: str, labels: int = 1, other: bool = False) -> None:
     tokenizer = build_tokenizer()
     if other:
         tokenizer.add_tokens(["!", "?", "#"])
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
 
 
@@ -107,6 +111,39 @@ def test_a_model_in_its_process_answers_and_its_death_fails_the_rollout(tmp_path
     found, reason = asyncio.run(main())
     assert found == pytest.approx(scores(tmp_path, tiny), abs=1e-6)
     assert reason == "reward model died"
+
+
+@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification"])
+def test_turns_that_a_chat_template_would_not_show_are_refused_alone(tmp_path: Path, tiny: Path, kind: str) -> None:
+    save(tmp_path, kind, other=True, template=TEMPLATE)
+
+    async def main() -> tuple[ScoringError, Any]:
+        model = RewardModel({"path": str(tmp_path), "threads": 1, "separator": "."}, str(tiny), None)
+        await model.start()
+        episodes = (Rollout(tuple(COMPLETIONS[:2]), 0.0), Rollout((COMPLETIONS[1],), 0.0))
+        several, one = await asyncio.gather(
+            *(model.score(Task("t", "1+1="), e) for e in episodes), return_exceptions=True
+        )
+        await model.close()
+        return several, one
+
+    several, one = asyncio.run(main())
+    assert isinstance(several, ScoringError) and several.reason == "reward model input"
+    assert "2 turns" in str(several) and "scoring.kind" in str(several)
+    assert not isinstance(one, Exception)
+
+
+def test_several_turns_are_read_as_they_were_drawn(tmp_path: Path, tiny: Path) -> None:
+    first, whole = completion("1+1=", "2"), completion("1+1=2. 3+4=", "7")
+    for other in (False, True):
+        save(tmp_path, "SequenceClassification", other=other)
+        service = RewardModelService({**DEFAULTS, "path": str(tmp_path), "threads": 1}, str(tiny))
+        answers: list[Any] = []
+        service.handle("score", ("1+1=", (first, whole)), answers.append)
+        service.tick()
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+        wanted = model(torch.tensor([[*whole.prompt_ids, *whole.token_ids]])).logits[0, 0].item()
+        assert answers == [pytest.approx(wanted, abs=1e-5)]
 
 
 def test_what_is_no_classifier_is_refused(tmp_path: Path, tiny: Path) -> None:

@@ -53,7 +53,8 @@ class RewardModel:
         try:
             return await self._actor.call("score", task.prompt, rollout.completions)
         except ActorError as error:
-            raise ScoringError(f"reward model {error.kind}", str(error)) from None
+            kind = "input" if error.kind == ScoringError.__name__ else error.kind
+            raise ScoringError(f"reward model {kind}", str(error)) from None
         except ActorDied as error:
             raise ScoringError("reward model died", str(error)) from None
 
@@ -91,7 +92,7 @@ class RewardModelService:
                 "scoring.options.separator is not set; a process-reward model with a vocabulary of its own scores "
                 r'steps, not tokens, so say what ends one, such as "\n\n"'
             )
-        self._waiting: list[tuple[Any, Sequence[Completion], Reply]] = []
+        self._waiting: list[tuple[list[Reading], Reply]] = []
 
     @property
     def busy(self) -> bool:
@@ -99,18 +100,26 @@ class RewardModelService:
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         prompt, completions = arguments
-        self._waiting.append((prompt, completions if self._per_token else completions[-1:], reply))
+        if len(completions) > 1 and not self._same and self._tokenizer.chat_template:
+            raise ScoringError(
+                "reward model input",
+                f"an episode of {len(completions)} turns can't be given to a reward model with a vocabulary and a chat "
+                "template of its own, which would see the task and one reply of it; take one with the policy's "
+                'vocabulary, or write a scorer of your own: scoring.kind = "module:Class"',
+            )
+        readings = [self._sequence(prompt, c) for c in (completions if self._per_token else completions[-1:])]
+        self._waiting.append((readings, reply))
 
     def tick(self) -> None:
         waiting, self._waiting = self._waiting, []
         try:
-            values = iter(self._read([self._sequence(p, c) for p, completions, _ in waiting for c in completions]))
+            values = iter(self._read([reading for readings, _ in waiting for reading in readings]))
         except Exception as error:
-            for _, _, reply in waiting:
+            for _, reply in waiting:
                 reply(error)
             return
-        for _, completions, reply in waiting:
-            reply(self._answer([next(values) for _ in completions]))
+        for readings, reply in waiting:
+            reply(self._answer([next(values) for _ in readings]))
 
     def close(self) -> None: ...
 
