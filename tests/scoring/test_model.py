@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 from slipstream.config import ConfigError
 from slipstream.environments.base import Task
@@ -144,6 +145,59 @@ def test_several_turns_are_read_as_they_were_drawn(tmp_path: Path, tiny: Path) -
         model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
         wanted = model(torch.tensor([[*whole.prompt_ids, *whole.token_ids]])).logits[0, 0].item()
         assert answers == [pytest.approx(wanted, abs=1e-5)]
+
+
+SPELLED = "{% for m in messages %}{{ m.role }}= {{ m.content }} +a+{% endfor %}"  # characters of the vocabulary alone
+
+
+def service_with(path: Path, policy: Path, content: str) -> RewardModelService:
+    """A process-reward model whose chat template writes a message's content so."""
+    save(path, "TokenClassification", other=True, template=SPELLED.replace("m.content", content) if content else None)
+    return RewardModelService({**DEFAULTS, "path": str(path), "threads": 1, "separator": ". "}, str(policy))
+
+
+@pytest.mark.parametrize(
+    "content", ["m.content", "m.content | trim", "' ' ~ m.content.rstrip()", "m.content.lstrip() ~ ' '"]
+)
+@pytest.mark.parametrize(
+    ("reply", "ends"),
+    [
+        ("b 1. c 2", ["b 1.", "c 2"]),
+        ("b 1. c 2 ", ["b 1.", "c 2"]),
+        ("  b 1. c 2. ", ["b 1.", "c 2."]),
+        ("a", ["a"]),  # as the template's own last words have it
+    ],
+)
+def test_steps_are_read_where_the_template_writes_them(
+    tmp_path: Path, tiny: Path, content: str, reply: str, ends: list[str]
+) -> None:
+    service = service_with(tmp_path, tiny, content)
+    reading = service._sequence(f"is it {reply}", completion("1", reply))
+    assert len(reading.reads) == len(ends)
+    for (at, _), end in zip(reading.reads, ends, strict=True):
+        _, answered, said = service._tokenizer.decode(reading.ids[: at + 1]).partition("assistant=")
+        assert answered and said.rstrip().endswith(end) and "+" not in said
+
+
+@pytest.mark.parametrize("content", ["m.content | trim", ""], ids=["template", "plain"])
+def test_special_tokens_are_there_once(tmp_path: Path, tiny: Path, content: str) -> None:
+    service = service_with(tmp_path, tiny, content)
+    if content:
+        service._tokenizer.chat_template = "<eos>" + service._tokenizer.chat_template
+    service._tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A <pad>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
+    )
+    reading = service._sequence("1+1=", completion("1+1=", "  b 1. c 2 "))
+    assert [i for i, token in enumerate(reading.ids) if token == 1] == [0]
+    read = [service._tokenizer.decode(reading.ids[: at + 1]).rstrip() for at, _ in reading.reads]
+    assert [text[-3:] for text in read] == [" 1.", "c 2"]
+
+
+def test_steps_that_a_template_rewrites_are_refused(tmp_path: Path, tiny: Path) -> None:
+    service = service_with(tmp_path, tiny, "m.content | upper")
+    with pytest.raises(ScoringError, match="rewrites the reply"):
+        service.handle("score", ("a 1", (completion("a 1", "a 1"),)), print)
+    assert not service.busy
 
 
 def test_what_is_no_classifier_is_refused(tmp_path: Path, tiny: Path) -> None:

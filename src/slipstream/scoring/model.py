@@ -30,6 +30,7 @@ REDUCE: dict[str, Callable[[list[float]], float]] = {
     "min": min,
     "mean": lambda values: math.fsum(values) / len(values),
 }
+MARK = "reply"  # stands for a reply where it is asked what a chat template writes after one
 KINDS = ("SequenceClassification", "TokenClassification")
 
 
@@ -136,21 +137,42 @@ class RewardModelService:
             before = len(completion.prompt_ids)
             ids: Sequence[int] = (*completion.prompt_ids, *completion.token_ids)
             return Reading(ids, [(before + end, end) for _, end in steps] or [(len(ids) - 1, 0)])
-        text, start = self._text(prompt, completion)
-        encoded = self._tokenizer(text, return_offsets_mapping=True, add_special_tokens=start == 0)
-        starts = [offset for offset, _ in encoded["offset_mapping"]]
-        reads = [(max(0, bisect.bisect_left(starts, start + at) - 1), end) for at, end in steps]
-        return Reading(encoded["input_ids"], reads or [(len(starts) - 1, 0)])
+        text, start, stop = self._text(prompt, completion)
+        # What a chat template writes has its special tokens already.
+        encoded = self._tokenizer(
+            text, return_offsets_mapping=True, add_special_tokens=not self._tokenizer.chat_template
+        )
+        spans = encoded["offset_mapping"]
+        tokens = [i for i, (first, last) in enumerate(spans) if first < last]  # special ones that were added have none
+        starts = [spans[i][0] for i in tokens]
+        reads = [(tokens[max(0, bisect.bisect_left(starts, min(start + at, stop)) - 1)], end) for at, end in steps]
+        return Reading(encoded["input_ids"], reads or [(len(spans) - 1, 0)])
 
-    def _text(self, prompt: Any, completion: Completion) -> tuple[str, int]:
-        """The conversation as the model's own chat template writes it, or plain, and where the completion starts."""
-        if self._tokenizer.chat_template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
-            said = [*messages, {"role": "assistant", "content": completion.text}]
+    def _text(self, prompt: Any, completion: Completion) -> tuple[str, int, int]:
+        """The conversation as the model's own chat template writes it, or plain, and where in it the completion starts
+        and stops. Raises `ScoringError` for steps of a reply that the template rewrites."""
+        if not self._tokenizer.chat_template:
+            before: str = self._policy_tokenizer.decode(completion.prompt_ids, skip_special_tokens=True)
+            return before + completion.text, len(before), len(before) + len(completion.text)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+
+        def written(reply: str) -> str:
+            said = [*messages, {"role": "assistant", "content": reply}]
             text: str = self._tokenizer.apply_chat_template(said, tokenize=False)
-            return text, max(0, text.rfind(completion.text))
-        before: str = self._policy_tokenizer.decode(completion.prompt_ids, skip_special_tokens=True)
-        return before + completion.text, len(before)
+            return text
+
+        text = written(completion.text)
+        if not self._per_token:
+            return text, 0, len(text)  # a score of all of it, which is read at its end
+        stop = len(text.removesuffix(written(MARK).rpartition(MARK)[2]))
+        for reply in (completion.text, completion.text.lstrip(), completion.text.strip()):  # many templates strip it
+            if text.endswith(reply, 0, stop):
+                return text, stop - len(reply) - completion.text.find(reply), stop
+        raise ScoringError(
+            "reward model input",
+            f"the chat template of scoring.options.path rewrites the reply {completion.text!r:.60}, so its steps can't "
+            "be told in it; give the model a template that writes replies as they are",
+        )
 
     def _steps(self, completion: Completion) -> list[tuple[int, int]]:
         """Where the steps of a completion end: the character after each, and its last token."""
