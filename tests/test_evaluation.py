@@ -59,6 +59,7 @@ def test_the_window_ends_before_a_running_evaluation_is_waited_for() -> None:
     async def main() -> float:
         run: Any = Run.__new__(Run)
         run._started, run._groups, run.stopped = SimpleNamespace(generator=SimpleNamespace(stats=stats)), set(), None
+        run._publishing = None
         run.tally = Tally()
         run.tally.open(await stats())
         run._evaluation = asyncio.create_task(asyncio.sleep(0.5))
