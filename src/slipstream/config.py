@@ -489,7 +489,6 @@ class Config(Section):
                 ("tensor_parallel", "memory", "options"),
             ),
             (self.sync.link == "checkpoint", 'sync.link = "checkpoint"', "sync", ("keep",)),
-            (self.evaluation.tasks, "evaluation.tasks", "evaluation", ("every", "every_tokens")),
             (rule.filter_equal, "algorithm.filter_equal = true", "algorithm", ("filter_most",)),
             (rule.kl, "algorithm.kl", "algorithm", ("reference", "reference_decay", "kl_estimator", "kl_weighted")),
             (rule.reference == "average", 'algorithm.reference = "average"', "algorithm", ("reference_decay",)),

@@ -26,7 +26,6 @@ from tests.processes import descendants
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.timeout(240),
-    pytest.mark.xdist_group("vllm"),  # one process has it in memory
 ]
 BOUND = 1e-5
 TRAINER = "slipstream.verification:ChangingTrainer"

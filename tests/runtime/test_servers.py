@@ -37,7 +37,6 @@ from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prom
 from tests.generators.test_engine import assert_true, reference_logits
 from tests.trainers.test_trainer import random_batch
 
-pytestmark = pytest.mark.xdist_group("servers")  # they share them
 CONTEXT = 256
 MODES = [("shared", "recompute"), *(("checkpoint", how) for how in get_args(Interruption))]
 

@@ -147,7 +147,9 @@ def test_old_checkpoints_go_and_the_newest_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep", [1, 3])
 def test_as_many_checkpoints_as_wanted_outlive_a_run(keep: int, tmp_path: Path) -> None:
     """The newest above all; what a sitting that was killed had published later is gone with the first publish."""
-    config = load_config(None, ["--model.path=m", "--environment.name=e", f"--sync.keep={keep}"])
+    config = load_config(
+        None, ["--model.path=m", "--environment.name=e", "--sync.link=checkpoint", f"--sync.keep={keep}"]
+    )
     sender, _ = find_link("checkpoint")
     weights = tmp_path / "weights"
     weights.mkdir()

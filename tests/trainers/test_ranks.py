@@ -22,7 +22,6 @@ from slipstream.trainers.trainer import Trainer
 from tests.conftest import save_model
 from tests.trainers.test_trainer import make_trainer, random_batch, sequences
 
-pytestmark = pytest.mark.xdist_group("ranks")  # they share what is dear to make
 FLAGS = ("--trainer.learning_rate=1e-3", "--trainer.warmup_steps=2", "--loop.steps=6", "--trainer.gradient_clip=0.5",
          "--trainer.tokens_per_microbatch=24")  # fmt: skip
 DDP, CONTEXT, EXPERTS = "--trainer.parallel=ddp", "--trainer.context_parallel=", "--trainer.expert_parallel=2"
