@@ -482,17 +482,13 @@ class Config(Section):
             (teacher.kind == "vllm", 'teacher.kind = "vllm"', "teacher", ("memory", "options")),
             (self.scoring.kind or own, "scoring.kind, a scorer that rewards steps", "algorithm", ("process",)),
             (rule.overlong == "penalty", 'algorithm.overlong = "penalty"', "algorithm", ("overlong_soft",)),
-            (
-                self.generator.kind != "torch",
-                'generator.kind = "vllm"',
-                "generator",
-                ("tensor_parallel", "memory", "options"),
-            ),
+            (self.generator.kind != "torch", 'generator.kind = "vllm"', "generator",
+             ("tensor_parallel", "memory", "options")),
             (self.sync.link == "checkpoint", 'sync.link = "checkpoint"', "sync", ("keep",)),
             (rule.filter_equal, "algorithm.filter_equal = true", "algorithm", ("filter_most",)),
             (rule.kl, "algorithm.kl", "algorithm", ("reference", "reference_decay", "kl_estimator", "kl_weighted")),
             (rule.reference == "average", 'algorithm.reference = "average"', "algorithm", ("reference_decay",)),
-        ):
+        ):  # fmt: skip
             if not works and (idle := [name for name in names if self._changed(section, name)]):
                 value = _toml(getattr(getattr(self, section), idle[0]))
                 raise ConfigError(

@@ -112,7 +112,7 @@ def rewards_of_turns(completions: Sequence[Completion], rewards: Sequence[float]
     """Steps that are whole turns, from a reward for each completion, or from none at all. Raises `ValueError`."""
     if rewards and len(rewards) != len(completions):
         raise ValueError(f"{len(rewards)} rewards were given for {len(completions)} turns; give one for each")
-    pairs = zip(completions, rewards, strict=bool(rewards))
+    pairs = zip(completions, rewards, strict=False)
     return tuple((StepReward(len(c.token_ids) - 1, float(r)),) if c.token_ids else () for c, r in pairs)
 
 

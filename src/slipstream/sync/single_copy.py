@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing import reductions
 
 from slipstream.config import Config
+from slipstream.sync.gathered import part_here
 from slipstream.sync.link import Parameters, Sender, Ticket, refuse_other_parameters, shapes_of
 
 DEVICE = 6  # the argument of `rebuild_cuda_tensor` that numbers the GPU
@@ -78,8 +78,7 @@ class SingleCopy:
 def lend(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Handles by which another process of this host maps these tensors of a GPU, or what this rank has of them."""
     reduce: Any = reductions.reduce_tensor
-    parts = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    handles = {name: reduce(tensor.detach())[1] for name, tensor in parts.items()}
+    handles = {name: reduce(part_here(tensor.detach()))[1] for name, tensor in tensors.items()}
     return {name: base64.b64encode(pickle.dumps(handle)).decode() for name, handle in handles.items()}
 
 

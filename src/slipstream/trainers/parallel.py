@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from slipstream.config import ConfigError, TrainerConfig
 from slipstream.models import layers_of
@@ -160,7 +159,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> float:
     groups = [[p.grad for p in group if p.grad is not None] for group in by_mesh(parameters)]
     norms = [whole(nn.utils.get_total_norm(gradients)) for gradients in groups]
     norm: float = torch.linalg.vector_norm(torch.stack(norms)).item()
-    held = [g.to_local() if isinstance(g, DTensor) else g for gradients in groups for g in gradients]
+    held = [part_here(gradient) for gradients in groups for gradient in gradients]
     if held and norm > most:
         torch._foreach_mul_(held, most / (norm + 1e-6))
     return norm

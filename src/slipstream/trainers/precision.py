@@ -49,8 +49,7 @@ def _pass_on(master: nn.Parameter) -> Callable[[Tensor], None]:
     def hook(stand_in: Tensor) -> None:
         assert stand_in.grad is not None
         if master.grad is None:
-            gradient = stand_in.grad.to(master.dtype)
-            master.grad = _like(gradient, master)
+            master.grad = _like(stand_in.grad.to(master.dtype), master)
         else:
             part_here(master.grad).add_(stand_in.grad)
         stand_in.grad = None

@@ -41,22 +41,21 @@ def cut(policy: Policy, mesh: DeviceMesh) -> tuple[dict[str, nn.Parameter], froz
     group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
     styles = _styles(model)
     _refuse_parts_of_heads(model, size)
-    names = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    vocabularies = (id(embedding.weight), id(head.weight))
     places: dict[str, Placement] = {}
     for name, parameter in model.named_parameters():
-        module = name.rpartition(".")[0]
-        along = CUTS[styles[module]] if module in styles else None
-        along = 0 if module in (names[id(embedding)], names[id(head)]) else along
+        style = styles.get(name.rpartition(".")[0])
+        along = 0 if id(parameter) in vocabularies else CUTS[style] if style else None
         places[name] = Replicate() if along is None else Shard(along)
         if along is not None and (parameter.ndim <= along or parameter.shape[along] % size):
             shape = list(parameter.shape)  # a bias behind a sum over ranks would be added by each of them
             raise ConfigError(f"{TENSOR_PARALLEL} can't cut {name}, {shape}, in {size}; use fsdp")
+    enter = {child.rpartition(".")[0] for child, style in styles.items() if style == "colwise"}
     for name, module in model.named_modules():
         if styles.get(name) == "rowwise":
             module.register_forward_hook(partial(_summed, group))
-        children = {style for child, style in styles.items() if child.rpartition(".")[0] == name}
-        if "colwise" in children:
+        if name in enter:
             module.register_forward_pre_hook(partial(_entered, group), with_kwargs=True)
     rows = embedding.weight.shape[0] // size
     if embedding.padding_idx is not None:  # a row that gets no gradient

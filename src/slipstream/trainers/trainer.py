@@ -82,9 +82,11 @@ class Trainer:
             self._reference.follow(self.parameters)
         lower = compute != torch.float32 and not self.ranks.gathers  # parts are cast as they are gathered
         self._lowered = lowered(self.parameters, compute) if lower else None
-        if self._lowered or self.ranks.tensor:
-            masters = {name: part_here(p.detach()) for name, p in self.parameters.items()}
-            compute_on(self.model, self.parameters, self._lowered or masters)
+        if self._lowered:
+            compute_on(self.model, self.parameters, self._lowered)
+        elif self.ranks.tensor:
+            parts = {name: part_here(p.detach()) for name, p in self.parameters.items()}
+            compute_on(self.model, self.parameters, parts)
         self._optimizer = torch.optim.AdamW(
             [{"params": group} for group in by_mesh(self.parameters.values())],
             lr=options.learning_rate,
