@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import time
@@ -39,6 +40,8 @@ class Echo:
             time.sleep(600)
         elif method == "pid":
             reply(os.getpid())
+        elif method == "aside":
+            reply(gc.is_tracked(self._later) and not any(found is self._later for found in gc.get_objects()))
         else:
             reply(self._prefix + arguments[0])
 
@@ -81,6 +84,13 @@ def test_calls_are_answered_in_any_order(tmp_path: Path) -> None:
 
     run(body, tmp_path)
     assert "closed" in (tmp_path / "logs" / "echo.log").read_text()
+
+
+def test_the_collector_never_walks_through_what_a_service_was_built_with(tmp_path: Path) -> None:
+    async def body(actor: Actor) -> None:
+        assert await actor.call("aside")
+
+    run(body, tmp_path)
 
 
 def test_an_exception_is_the_callers_and_the_process_lives_on(tmp_path: Path) -> None:

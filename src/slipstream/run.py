@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.actor import set_heap_aside
 from slipstream.config import Config, ConfigError, load_config
 from slipstream.directory import RunDirectory, write_json
 from slipstream.environments.base import Codec, Policy, Task
@@ -128,7 +130,7 @@ class Run:
                     described = self.tally.batch(batch, self.state.version)
                     due = (self.state.step + 1) % self.config.sync.every == 0
                     async with self.pools.trainers_turn(publishes=due):
-                        stats = await self.pools.trainer.step(batch)
+                        stats = await self._step(batch)
                         self.state.step += 1
                         if due:
                             await self._publish()
@@ -213,9 +215,17 @@ class Run:
                 except ValueError as error:
                     raise RunError(str(error)) from None
             self._admit()
+            self.recorder.write()
             self._changed.clear()
             await self._changed.wait()
         return None
+
+    async def _step(self, batch: Batch) -> StepStats:
+        """Let the trainer take a step. What the step before left to be recorded was in this one's way until now."""
+        step = asyncio.ensure_future(self.pools.trainer.step(batch))
+        await asyncio.sleep(0)  # the batch is on its way
+        self.recorder.write()
+        return await step
 
     def _enough(self) -> bool:
         """Whether the run has had its steps, or its tokens."""
@@ -364,6 +374,7 @@ class Run:
         if not self.tally.evaluations and not self.stopped:
             await self._evaluate()
         self.tally.open(await self.pools.generator.stats())
+        set_heap_aside()
 
     async def _start_pools(self) -> None:
         self._started = await Pools.start(self.config, self.directory.path)
@@ -445,6 +456,7 @@ class Run:
         if self._started:
             await self._started.close()
         await close_environment(self.environment)
+        gc.unfreeze()
         self.recorder.close()
 
     @property

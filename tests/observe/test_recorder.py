@@ -141,6 +141,7 @@ def test_step_returns_before_anything_is_written(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, slow)
     for step in range(1, 6):
         recorder.step({"step": step}, two_groups())
+        recorder.write()
     assert read_metrics(tmp_path) == []
     gate.set()
     asyncio.run(recorder.flush())
@@ -188,6 +189,7 @@ def test_the_next_step_raises_without_a_flush(tmp_path: Path) -> None:
 
     recorder = Recorder(tmp_path, broken)
     recorder.step({"step": 1}, two_groups())
+    recorder.write()
     recorder._thread.submit(lambda: None).result(timeout=30)
     with pytest.raises(RecordError, match="no such token"):
         recorder.step({"step": 2}, two_groups())

@@ -1,7 +1,7 @@
 """The record of a run that other tools read: a line of metrics and a file of rollouts a step, a line an evaluation.
 
-Writing happens in order, in one thread of its own; the event loop only queues. If a write fails, nothing after it is
-written, so the record is whole up to there, and every later call here raises.
+Writing happens in order, in one thread of its own; the event loop only queues, and says when there is time to write. If
+a write fails, nothing after it is written, so the record is whole up to there, and every later call here raises.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class Recorder:
         self._rollouts = directory / "rollouts"
         self._decode = decode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+        self._queued: list[Callable[[], None]] = []
         self._failure: Exception | None = None
 
     def step(self, record: Mapping[str, Any], batch: Batch) -> None:
@@ -61,8 +63,15 @@ class Recorder:
         """Queue an evaluation's line. Raises `RecordError` if an earlier write failed."""
         self._queue(_append, self._evaluations, _line(record))
 
+    def write(self) -> None:
+        """Write what is queued from now on. It competes with the event loop for the interpreter."""
+        for write in self._queued:
+            self._thread.submit(self._try, write)
+        self._queued.clear()
+
     async def flush(self) -> None:
         """Wait until all that was queued is in its files. Raises `RecordError` if it is not."""
+        self.write()
         await asyncio.wrap_future(self._thread.submit(lambda: None))  # one thread: when this has run, all before has
         self._raise_failure()
 
@@ -77,19 +86,20 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is queued and stop. Raises `RecordError` if that failed and no other error is on its way out."""
+        self.write()
         self._thread.shutdown(wait=True)
         if sys.exception() is None:
             self._raise_failure()
 
     def _queue(self, write: Callable[..., None], *arguments: Any) -> None:
         self._raise_failure()
-        self._thread.submit(self._try, write, *arguments)
+        self._queued.append(partial(write, *arguments))
 
-    def _try(self, write: Callable[..., None], *arguments: Any) -> None:
+    def _try(self, write: Callable[[], None]) -> None:
         """In the thread: write, unless an earlier write failed, which would leave a hole in the record."""
         if self._failure is None:
             try:
-                write(*arguments)
+                write()
             except Exception as error:
                 self._failure = error
 
