@@ -4,7 +4,8 @@
 
 Every link runs in an engine of its own, one after the other in the same run. The gap is the time between two
 consecutive tokens of all sequences, seen where they arrive; the hold of a publish is the largest gap from its start to
-a quarter of a second after its end, less the median gap. Undisturbed is the second before each publish.
+a quarter of a second after its end, less the median gap. Undisturbed is the second before each publish. Sending takes
+from the call of the trainer to its answer; the transfer, from when both sides are at it.
 """
 
 from __future__ import annotations
@@ -23,18 +24,30 @@ from typing import Any
 import torch
 from work import save_model
 
+from slipstream.actor import Reply
 from slipstream.config import load_config
 from slipstream.rollout import Sampling
 from slipstream.runtime.local import SERVICES, Pools
 from slipstream.runtime.services import TrainerService
 from slipstream.runtime.vllm import VllmService
+from slipstream.sync.link import Ticket
 
 MORE = {"single_copy": ["--generator.memory=0.4"], "lora": ["--lora.rank=32", "--loop.max_lag=4"]}
 SEQUENCES, TOKENS, QUIET, AFTER = 256, 3000, 1.0, 0.25
 
 
 class TimedService(VllmService):
-    """Remembers when each step of the engine was seen to end."""
+    """Remembers when each step of the engine was seen to end, and when it last began to receive."""
+
+    receiving = 0.0
+
+    def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
+        super().handle(method, arguments, reply)
+        if method == "prepare":
+            self.receiving = time.monotonic()
+
+    def began_to_receive(self) -> float:
+        return self.receiving
 
     def tick(self) -> None:
         super().tick()
@@ -46,7 +59,17 @@ class TimedService(VllmService):
 
 
 class MeasuredTrainer(TrainerService):
-    """Tells how much of a GPU's memory it holds beside the float32 masters."""
+    """Tells when it last sent, and how much of a GPU's memory it holds beside the float32 masters."""
+
+    sent = (0.0, 0.0)
+
+    def send(self, ticket: Ticket) -> None:
+        began = time.monotonic()
+        self._at_link(lambda: self._sender and self._sender.send(ticket))
+        self.sent = began, time.monotonic()
+
+    def last_sent(self) -> tuple[float, float]:
+        return self.sent
 
     def beside_masters(self) -> int:
         masters = sum(p.numel() * p.element_size() for p in self._trainer.parameters.values())
@@ -78,7 +101,10 @@ async def measure(model: Path, folder: Path, link: str, publishes: int, memory: 
             stats = await pools.link.publish(version)
             end = time.perf_counter()
             await asyncio.sleep(AFTER)
-            rows.append(describe(await actor.call("ends"), start, end, stats))
+            began, ended = await pools.trainer.actor.call("last_sent")
+            both = max(began, await actor.call("began_to_receive"))  # the clock is one for all processes of a host
+            row = describe(await actor.call("ends"), start, end, stats)
+            rows.append(row | {"transfer_ms": 1000 * (ended - both)})
         assert not any(task.done() for task in running), "sequences ended before the last publish"
         for task in running:
             task.cancel()
@@ -87,7 +113,7 @@ async def measure(model: Path, folder: Path, link: str, publishes: int, memory: 
         await pools.close()
     size = sum(p.stat().st_size for p in model.glob("*.safetensors"))  # of all weights, in the format published
     found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    found["transfer_gb_per_s"] = size / found["sending_ms"] / 1e6
+    found["transfer_gb_per_s"] = size / found["transfer_ms"] / 1e6
     described = {"link": link, "bytes": size, "trainer_bytes_beside_masters": beside, "start_s": started}
     return {**described, "publishes": publishes, **found, "each": rows}
 

@@ -305,6 +305,19 @@ def test_micro_batches_hold_every_item_once_within_the_budget(sizes: list[int], 
             assert len(batch) <= 1 or sum(sizes[i] for i in batch) <= budget
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_wait_little_for_each_other(ranks: int, seed: int) -> None:
+    """Groups of 8 completions of log-normal lengths, about 16 to 25 tokens in a thousand of which would be waited for
+    if each bundle went into the emptiest micro-batch and stayed there."""
+    draw = random.Random(seed)
+    sizes = [sum(round(draw.lognormvariate(6, 0.6)) for _ in range(8)) for _ in range(18 * ranks)]
+    planned = plan(sizes, 16384, ranks)
+    rounds = zip(*planned, strict=True)
+    slowest = sum(max(sum(sizes[i] for i in batch) for batch in batches) for batches in rounds)
+    assert slowest < 1.007 * sum(sizes) / ranks
+
+
 def test_a_restored_trainer_knows_how_many_tokens_it_has_had(tiny: Path, tmp_path: Path) -> None:
     flags = ("--loop.tokens=1000", "--loop.steps=1000", "--trainer.learning_rate=1.0")
     trainer = make_trainer(tiny, *flags)

@@ -112,8 +112,7 @@ def join(store: Any, rank: int, ranks: int, device: torch.device) -> Any:
         from torch.distributed import ProcessGroupNCCL
 
         torch.cuda.set_device(device)
-        # Before the engine's own kernels, which would let a broadcast wait for room at each of its launches.
-        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options = ProcessGroupNCCL.Options()
         options._timeout = TIME_LIMIT
         return ProcessGroupNCCL(store, rank, ranks, options)
     return ProcessGroupGloo(store, rank, ranks, TIME_LIMIT)

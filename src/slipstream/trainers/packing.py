@@ -21,6 +21,7 @@ from slipstream.rollout import Sample
 from slipstream.trainers.attention import Run, Segments, tensor
 
 Bundle = list[int]  # indices of samples behind one copy of their prompt
+EVEN = 0.002  # of the fuller of two micro-batches: no difference between them
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def plan(sizes: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[in
     while True:
         bins = _fill(sizes, budget, count * ranks)
         if bins:
+            _even_out(bins, sizes)
             bins.sort(key=lambda items: -sum(sizes[i] for i in items))
             # Neighbours in size go to different ranks, so that ranks wait little for each other in any round.
             return [bins[rank::ranks] for rank in range(ranks)]
@@ -97,6 +99,33 @@ def _fill(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | No
         bins[emptiest].append(index)
         loads[emptiest] += sizes[index]
     return bins
+
+
+def _even_out(bins: list[list[int]], sizes: Sequence[int]) -> None:
+    """Trade items between the fullest bin and others as long as that leaves both of them less full than it was."""
+    loads = [sum(sizes[i] for i in items) for items in bins]
+    while True:
+        fullest = max(range(len(bins)), key=loads.__getitem__)
+        others = sorted((i for i in range(len(bins)) if i != fullest), key=loads.__getitem__)
+        traded = ((other, _trade(bins[fullest], bins[other], sizes)) for other in others)
+        found = next(((other, trade) for other, trade in traded if trade), None)
+        if not found:
+            return
+        other, (given, taken) = found
+        for target, items in ((fullest, taken), (other, given)):
+            bins[target] = [i for i in bins[target] if i not in (*given, *taken)] + items
+            loads[target] = sum(sizes[i] for i in bins[target])
+
+
+def _trade(fuller: Sequence[int], emptier: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]] | None:
+    """The item to give away, and the one to take for it if any, that make two bins most alike; None if none does."""
+    gap = sum(sizes[i] for i in fuller) - sum(sizes[i] for i in emptier)
+    if gap <= EVEN * sum(sizes[i] for i in fuller):
+        return None
+    takes: list[list[int]] = [[], *([i] for i in emptier)]
+    trades = ((sizes[given] - sum(sizes[i] for i in taken), [given], taken) for given in fuller for taken in takes)
+    moved, given, taken = min(trades, key=lambda trade: abs(gap - 2 * trade[0]))
+    return (given, taken) if 0 < moved < gap else None
 
 
 def length(sample: Sample) -> int:

@@ -132,16 +132,6 @@ class Ranks:
             dist.all_gather_object(said, value, group=self.calls)
         return said
 
-    def keep_ends(self, policy: nn.Module, last: bool) -> None:
-        """Before a micro-batch of a step: keep embedding and head gathered, and sum their gradients in the `last` one.
-
-        They are the first and the last to be computed, so nothing would run meanwhile.
-        """
-        if self.gathers:
-            ends = cast(FSDPModule, policy)
-            ends.set_requires_gradient_sync(last, recurse=False)
-            ends.set_reshard_after_backward(last, recurse=False)
-
     def forget_gathered(self, policy: nn.Module) -> None:
         """Leave only parts in memory after passes that no backward pass has followed."""
         if self.gathers:

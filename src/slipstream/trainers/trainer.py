@@ -162,9 +162,7 @@ class Trainer:
         sizes = [bundle_length(samples, members) for members in bundles]
         context = self.ranks.context
         packed = partial(pack, samples, device=self.device, version=version, multiple=context.size if context else 1)
-        mine = plan(sizes, budget, self.ranks.shares)[self.ranks.share]
-        for number, items in enumerate(mine, 1):
-            self.ranks.keep_ends(self._policy, last=number == len(mine))
+        for items in plan(sizes, budget, self.ranks.shares)[self.ranks.share]:
             if items:
                 yield packed([bundles[i] for i in items])
             elif samples and self.ranks.gathers:
