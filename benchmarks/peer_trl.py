@@ -286,7 +286,7 @@ def use_varlen_attention() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from trl.experimental.async_grpo import async_grpo_trainer
 
-    from slipstream.trainers.attention import Segments, attend
+    from slipstream.packed.attention import Segments, attend
 
     known: dict[str, Any] = {}
 

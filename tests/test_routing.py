@@ -19,9 +19,9 @@ from slipstream.algorithms.advantages import make_batch
 from slipstream.config import ConfigError
 from slipstream.generators.torch import Engine
 from slipstream.models import has_experts, routers_of
+from slipstream.packed.packing import bundle, bundle_length, pack, plan
 from slipstream.rollout import Batch, Completion, Group, Rollout, Sampling, VersionSpan, samples_of
 from slipstream.routing import Routing
-from slipstream.trainers.packing import bundle, bundle_length, pack, plan
 from tests.conftest import COMMON, random_prompts, save_model
 from tests.generators.test_engine import drain
 from tests.trainers.test_trainer import gradient, make_trainer, reference_gradient

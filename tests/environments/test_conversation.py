@@ -20,8 +20,8 @@ from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import attempt
 from slipstream.environments.tools import Call, Tools, hermes, plain
 from slipstream.generators.base import ContextFull, EngineFailed, GenerationError
+from slipstream.packed.packing import bundle, pack
 from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan, rewards_of_turns, samples_of
-from slipstream.trainers.packing import bundle, pack
 from tests.conftest import build_tokenizer
 
 CHATML = (

@@ -22,9 +22,9 @@ from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import RolloutFailed, _in_episode, attempt
 from slipstream.evaluation import evaluate
 from slipstream.generators.torch import Engine, TorchGenerator
+from slipstream.packed.packing import bundle, pack
+from slipstream.packed.policy import Policy as TrainedPolicy
 from slipstream.rollout import Group, Rollout, Sampling, samples_of
-from slipstream.trainers.packing import bundle, pack
-from slipstream.trainers.policy import Policy as TrainedPolicy
 from tests.conftest import build_model, build_tokenizer
 
 BOUND = 1e-5

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from slipstream.config import ConfigError, ScoringConfig, load_config
+from slipstream.packed.packing import bundle, pack
 from slipstream.rollout import Batch, Completion, Group, Rollout, StepReward, VersionSpan, samples_of
 from slipstream.scoring.stage import ScoringStage
 from slipstream.scoring.teacher import Snapshots, Teacher, TeacherService, gpu_of
 from slipstream.state import GROUP
-from slipstream.trainers.packing import bundle, pack
 from tests.conftest import build_tokenizer, random_prompts, save_model
 
 SIZE = len(build_tokenizer())

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from slipstream import config as configuration
 from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import ConfigError
+from slipstream.packed import logprobs as logprobs_module
+from slipstream.packed.packing import plan
+from slipstream.packed.policy import Policy
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
-from slipstream.trainers import logprobs as logprobs_module
 from slipstream.trainers.guards import NotFinite, OutOfMemory
-from slipstream.trainers.packing import plan
-from slipstream.trainers.policy import Policy
 from slipstream.trainers.trainer import Trainer
 
 

@@ -130,7 +130,7 @@ class TorchReader:
         import torch
 
         from slipstream.models import load_causal_lm, pick_device
-        from slipstream.trainers.policy import Policy
+        from slipstream.packed.policy import Policy
 
         teacher = config.teacher
         cores = os.cpu_count() or 1
@@ -144,7 +144,7 @@ class TorchReader:
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
         import torch
 
-        from slipstream.trainers.packing import bundle, bundle_length, pack, plan
+        from slipstream.packed.packing import bundle, bundle_length, pack, plan
 
         known = [i for i, c in enumerate(completions) if c.token_ids]
         # Experts that the policy's generator chose are not the teacher's.

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from slipstream.config import ConfigError, TrainerConfig
 from slipstream.models import layers_of
+from slipstream.packed.context import Context
 from slipstream.sync.gathered import part_here, whole
-from slipstream.trainers.context import Context
 from slipstream.trainers.experts import spread_experts
 
 

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from slipstream.config import Config, ConfigError
 from slipstream.models import load_causal_lm
+from slipstream.packed.packing import MicroBatch
+from slipstream.packed.policy import Policy
 from slipstream.sync.gathered import whole
-from slipstream.trainers.packing import MicroBatch
 from slipstream.trainers.parallel import Ranks
-from slipstream.trainers.policy import Policy
 
 
 class Reference:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.trainers.packing import MicroBatch
+from slipstream.packed.packing import MicroBatch
+from slipstream.packed.policy import Policy
 from slipstream.trainers.parallel import Ranks
-from slipstream.trainers.policy import Policy
 
 SIZE, ROUNDS = 8192, 10  # of the matrix product that tells what a GPU can do
 

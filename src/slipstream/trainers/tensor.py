@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from slipstream.config import ConfigError
 from slipstream.models import causal_lm
-from slipstream.trainers.context import joined
-from slipstream.trainers.logprobs import head_logprobs
-from slipstream.trainers.policy import Policy
+from slipstream.packed.context import joined
+from slipstream.packed.logprobs import head_logprobs
+from slipstream.packed.policy import Policy
 
 # Styles of a plan, and the dimension along which the weight of a linear layer is cut.
 CUTS: dict[str, int | None] = {"colwise": 0, "rowwise": 1, "replicated_with_grad_allreduce": None}

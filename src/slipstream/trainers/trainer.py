@@ -25,6 +25,8 @@ from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config import AlgorithmConfig, Config, ConfigError, TrainerConfig
 from slipstream.models import device_here, load_model, trained_parameters
+from slipstream.packed.packing import MicroBatch, bundle, bundle_length, length, pack, plan
+from slipstream.packed.policy import Policy
 from slipstream.rollout import Batch, Completion, Sample, StepStats, samples_of
 from slipstream.rule import Rule, load_rule
 from slipstream.sync.gathered import part_here
@@ -32,9 +34,7 @@ from slipstream.trainers import checkpoint
 from slipstream.trainers.guards import naming_remedies, refuse_to_go_on
 from slipstream.trainers.memory import checkpoint_activations, compile_layers
 from slipstream.trainers.offload import move
-from slipstream.trainers.packing import MicroBatch, bundle, bundle_length, length, pack, plan
 from slipstream.trainers.parallel import Ranks, by_mesh, clip_gradients
-from slipstream.trainers.policy import Policy
 from slipstream.trainers.precision import compute_on, lowered
 from slipstream.trainers.reference import Reference
 from slipstream.trainers.speed import Meter

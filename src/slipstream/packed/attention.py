@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 from torch.nn.utils.rnn import pad_sequence
 
-from slipstream.trainers.context import Context
+from slipstream.packed.context import Context
 
 NAME = "slipstream"
 VARLEN: Any = varlen.varlen_attn

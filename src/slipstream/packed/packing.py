@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.packed.attention import Run, Segments, tensor
 from slipstream.rollout import Sample
-from slipstream.trainers.attention import Run, Segments, tensor
 
 Bundle = list[int]  # indices of samples behind one copy of their prompt
 EVEN = 0.002  # of the fuller of two micro-batches: no difference between them

@@ -12,11 +12,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream.config import ConfigError
 from slipstream.models import causal_lm
+from slipstream.packed import attention
+from slipstream.packed.context import Context, joined
+from slipstream.packed.logprobs import head_logprobs
+from slipstream.packed.packing import MicroBatch
 from slipstream.routing import Routing
-from slipstream.trainers import attention
-from slipstream.trainers.context import Context, joined
-from slipstream.trainers.logprobs import head_logprobs
-from slipstream.trainers.packing import MicroBatch
 
 ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
 
