@@ -11,11 +11,17 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from slipstream.environments.base import Policy, Task
 
-# Named by their parameters or so; "tiny" is for tests of the machinery, the last two are for GPUs.
+# Named by their parameters or so; "tiny" is for tests of the machinery, those in billions are for GPUs.
 SHAPES = {
     "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64},
     "1M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 1024},
@@ -24,19 +30,29 @@ SHAPES = {
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936},
 }
+# Mixtures of experts, of which each token passes through a few.
+MIXTURES = {
+    "tiny-mixture": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, **SHAPES["tiny"]},
+    "1B-mixture": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 151936,
+        "moe_intermediate_size": 768, "num_experts": 32, "num_experts_per_tok": 4,
+    },
+}  # fmt: skip
+SHAPES |= MIXTURES
 QWEN_HEADS = {"num_key_value_heads": 8, "head_dim": 128}
 
 
-def build_model(shape: str) -> Qwen3ForCausalLM:
+def build_model(shape: str) -> Any:
     """A Qwen3 of random weights in float32 that never ends a completion by itself."""
     torch.manual_seed(0)
     small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SHAPES[shape]["hidden_size"] // 4}
     large = {**QWEN_HEADS, "num_attention_heads": 32 if shape == "8B" else 16, "tie_word_embeddings": shape != "8B"}
-    heads = large if shape.endswith("B") else small
+    heads = large if "B" in shape else small
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    config = Qwen3Config(**SHAPES[shape], **heads, **none, max_position_embeddings=4096)
+    kind, model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if shape in MIXTURES else (Qwen3Config, Qwen3ForCausalLM)
+    config = kind(**SHAPES[shape], **heads, **none, max_position_embeddings=4096)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return Qwen3ForCausalLM(config).eval()
+        return model(config).eval()
 
 
 def save_model(shape: str, path: Path, dtype: torch.dtype = torch.float32) -> None:
