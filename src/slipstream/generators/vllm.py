@@ -15,10 +15,8 @@ import importlib.util
 import os
 import re
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.vllm_adapters import AdapterWeights
 from slipstream.generators.vllm_adapters import arguments as adapter_arguments
+from slipstream.generators.vllm_calls import Answer, done, post
 from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
 from slipstream.models import end_of_sequence, generation_config, has_experts
 from slipstream.rollout import Completion, Sampling
@@ -38,7 +37,6 @@ KEEP = 1  # vLLM's level of sleep in which weights are kept in the host's memory
 EXTENSION = "slipstream.generators.vllm_worker.WorkerExtension"
 FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
 SHOWN = 300  # characters of why vLLM does not start
-POLL = 0.002  # seconds from one question to the workers to the same again
 CPU_CACHE = 2**28  # bytes of keys and values on a CPU, where vLLM would take a share of all memory
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -264,45 +262,6 @@ class VllmEngine:
         return request
 
 
-class Answer:
-    """What the workers answer to a question that is put again until each of them knows. Nothing waits for it."""
-
-    def __init__(self, llm: Any, method: str) -> None:
-        self._llm, self._method = llm, method
-        self._pending: Future[list[Any]] | None = None
-        self._asked = 0.0
-
-    def get(self) -> list[Any] | None:
-        """The answers, or None as long as one is missing."""
-        if self._pending is None:
-            if time.perf_counter() - self._asked < POLL:
-                return None
-            self._pending, self._asked = post(self._llm, self._method), time.perf_counter()
-        if not _done(self._pending, self._llm):
-            return None
-        answers, self._pending = self._pending.result(), None
-        return None if any(answer is None for answer in answers) else answers
-
-
-def post(llm: Any, method: str, *arguments: Any) -> Future[list[Any]]:
-    """Have all workers call a method between two passes, without waiting for the pass that is under way.
-
-    It is `LLMEngine.collective_rpc` without its wait. Where vLLM lacks the parts for that, or runs in this process, it
-    is called and waited for.
-    """
-    core = llm.engine_core
-    answer: Future[list[Any]] = Future()
-    if hasattr(core, "utility_results") and hasattr(core, "_send_input"):
-        from vllm.v1.engine import EngineCoreRequestType
-
-        number = uuid.uuid1().int >> 64
-        core.utility_results[number] = answer
-        core._send_input(EngineCoreRequestType.UTILITY, (0, number, "collective_rpc", (method, None, arguments, None)))
-    else:
-        answer.set_result(llm.collective_rpc(method, args=arguments))
-    return answer
-
-
 class WorkerWeights:
     """`generators.weights.ServedWeights` in vLLM's workers."""
 
@@ -317,7 +276,7 @@ class WorkerWeights:
         self._prepared = Answer(self._llm, "slipstream_prepared")
 
     def prepared(self) -> bool:
-        return bool(_done(self._asked, self._llm) and self._prepared.get())
+        return bool(done(self._asked, self._llm) and self._prepared.get())
 
     def apply(self) -> Counts:
         """Swap. The result tells how many tokens each request had drawn before, by vLLM's own names, or None as long
@@ -327,7 +286,7 @@ class WorkerWeights:
             applied.result()
 
         def drawn_before() -> dict[str, int] | None:
-            answers = swapped.get() if _done(applied, self._llm) else None
+            answers = swapped.get() if done(applied, self._llm) else None
             if answers is None:
                 return None
             self._held = max(held for held, _ in answers)
@@ -346,18 +305,11 @@ class WorkerWeights:
         self._sums = Answer(self._llm, "slipstream_checked")
 
     def checked(self) -> dict[str, int] | None:
-        sums = self._sums.get() if _done(self._asked, self._llm) else None
+        sums = self._sums.get() if done(self._asked, self._llm) else None
         return None if sums is None else added(sums, self._names)
 
     def close(self) -> None:
         self._llm.collective_rpc("slipstream_close")
-
-
-def _done(answer: Future[list[Any]], llm: Any) -> bool:
-    """Whether it is there. Raises what went wrong; vLLM itself answers nothing once its core is dead."""
-    if not answer.done() and getattr(getattr(llm.engine_core, "resources", None), "engine_dead", False):
-        raise RuntimeError("vLLM's engine core died")
-    return answer.done() and answer.result() is not None
 
 
 def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from safetensors import safe_open
 
 from slipstream.config import Config
-from slipstream.sync.adapters import loaded
+from slipstream.generators.vllm_calls import Answer, done, post
+from slipstream.sync.adapters import plain
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket
 
@@ -24,28 +25,27 @@ class AdapterWeights:
     def __init__(self, llm: Any, limit: int) -> None:
         self._llm, self._limit = llm, limit
         self._users: Counter[int] = Counter()
-        self._coming: tuple[Any, dict[str, Tensor]] = (None, {})
-        self._tensors: dict[str, Tensor] = {}
+        self._coming: tuple[Any, Any] = (None, None)  # a `LoRARequest`, and the file that it names
+        self._file: Any = None
         self._held = 0.0
-        self.current: Any = None  # vLLM's LoRARequest
+        self.current: Any = None
 
     def prepare(self, ticket: Ticket) -> None:
-        """Load a version beside those that are served."""
-        from vllm.lora.request import LoRARequest
+        """Begin to load a version beside those that are served: workers read it while they go on."""
+        from slipstream.generators.vllm_loader import request_of
 
-        version, path = ticket["version"], Path(ticket["path"])
-        request = LoRARequest(f"policy-v{version}", version + 1, str(path))
-        self._coming = (request, loaded(path))
-        if not self._llm.add_lora(request):
-            raise RuntimeError(f"vLLM did not load the adapter {request.lora_name}")
+        self._asked = post(self._llm, "slipstream_load", ticket)
+        self._loaded = Answer(self._llm, "slipstream_loaded")
+        self._coming = (request_of(ticket), safe_open(Path(ticket["path"]) / "adapter_model.safetensors", "pt"))
 
     def prepared(self) -> bool:
-        return True
+        """Whether every worker has it in its slot. Raises what went wrong."""
+        return bool(done(self._asked, self._llm) and self._loaded.get())
 
     def apply(self) -> Callable[[], dict[str, int]]:
         """New sequences take the new adapter from here on. Nothing waits, and no sequence in flight changes."""
         began = time.perf_counter()
-        old, (self.current, self._tensors) = self.current, self._coming
+        old, (self.current, self._file) = self.current, self._coming
         if old:
             self._unload_unused(old.lora_int_id)
         self._held = time.perf_counter() - began
@@ -55,7 +55,7 @@ class AdapterWeights:
         return self._held
 
     def check(self, names: Sequence[str]) -> None:
-        self._found = {name: checksum(self._tensors[name]) for name in names}
+        self._found = {name: checksum(self._file.get_tensor(plain(name))) for name in names}
 
     def checked(self) -> dict[str, int]:
         """Checksums of the adapter as vLLM was given it."""
@@ -85,7 +85,10 @@ class AdapterWeights:
 
 
 def arguments(config: Config) -> dict[str, Any]:
-    """vLLM's engine arguments for the adapters of a configuration: room for every version that may be in use."""
-    versions = config.loop.max_lag + 2
+    """vLLM's engine arguments for the adapters of a configuration.
+
+    There is a slot for every version that may be in use and for the one that comes: none that is in use is ever moved.
+    """
+    versions = config.loop.max_lag + 3
     rank = next((r for r in RANKS if r >= config.lora.rank), RANKS[-1])
-    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": versions, "max_cpu_loras": versions + 1}
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": versions}

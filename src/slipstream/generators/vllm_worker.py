@@ -108,6 +108,18 @@ class WorkerExtension:
         """True once the version is here."""
         return self._slipstream.prepared() or None
 
+    def slipstream_load(self, ticket: Ticket) -> None:
+        """Begin to read a version's adapter."""
+        from slipstream.generators.vllm_loader import AdapterLoader
+
+        if not hasattr(self, "_loader"):
+            self._loader = AdapterLoader(self.model_runner.lora_manager)
+        self._loader.prepare(ticket)
+
+    def slipstream_loaded(self) -> bool | None:
+        """True once it is in its slot."""
+        return self._loader.prepared() or None
+
     def slipstream_apply(self) -> None:
         """Swap the weights, and count what each request has drawn by all passes before this."""
         self._slipstream.apply()

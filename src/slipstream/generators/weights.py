@@ -90,13 +90,13 @@ class ServedWeights:
 
     def _beside(self, job: Callable[[], Any]) -> Future[Any]:
         """Have a job done in the thread beside the engine."""
-        answer: Future[Any] = Future()
-        self._jobs.put((job, answer))
-        return answer
+        future: Future[Any] = Future()
+        self._jobs.put((job, future))
+        return future
 
     def _work(self) -> None:
         while asked := self._jobs.get():
-            _answer(*asked)
+            answer(*asked)
             del asked  # a version must not outlive its place here until the next one comes
 
     def prepare(self, ticket: Ticket) -> None:
@@ -169,11 +169,12 @@ def side_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def _answer(job: Callable[[], Any], answer: Future[Any]) -> None:
+def answer(job: Callable[[], Any], future: Future[Any]) -> None:
+    """Do a job whose result, or failure, others see in the future."""
     try:
-        answer.set_result(job())
+        future.set_result(job())
     except BaseException as error:
-        answer.set_exception(error)
+        future.set_exception(error)
 
 
 def local_places(parameters: Mapping[str, Tensor]) -> dict[str, Place]:

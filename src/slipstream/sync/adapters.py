@@ -8,19 +8,28 @@ new ones take the newest, and no publish holds an engine. This is the trainer's 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
+from torch import Tensor
 
 from slipstream.config import Config
 from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
 from slipstream.sync.shared import allocate, free
 
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # that safetensors has for number formats of `model.dtype`
+
 
 class AdapterSender(Sender):
-    """The trainer's end. On disk there are links to its memory, which goes with the process however that ends."""
+    """The trainer's end. On disk there are links to its memory, which goes with the process however that ends.
+
+    All versions lie in the same memory, one after the other: a version that was released has been read by every engine,
+    and its links are gone.
+    """
 
     lets_go = True
 
@@ -28,42 +37,49 @@ class AdapterSender(Sender):
         self._parameters, self._dtype = parameters, dtype_of(config)
         self._directory = directory / "adapters"
         shutil.rmtree(self._directory, ignore_errors=True)
-        self._memory: list[tuple[int, str]] = []
         targets = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in parameters}
-        self._config = {
+        described = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.model.path,
             "r": config.lora.rank, "lora_alpha": config.lora.alpha, "target_modules": sorted(targets), "bias": "none",
         }  # fmt: skip
+        self._shapes = shapes_of(parameters)
+        head, size = head_of({plain(name): shape for name, shape in self._shapes.items()}, self._dtype)
+        self._files = {
+            "adapter_config.json": _file(json.dumps(described).encode()),
+            "adapter_model.safetensors": _file(head, size),
+        }
+        path = self._files["adapter_model.safetensors"][1]
+        memory = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
+        self._data = memory[len(head) :].view(self._dtype)
 
     def offer(self) -> Ticket:
-        return {"shapes": shapes_of(self._parameters)}
+        return {"shapes": self._shapes}
 
+    @torch.no_grad()
     def stage(self, version: int) -> Ticket:
-        """The adapters as PEFT saves them."""
+        """The adapters as PEFT saves them: one cast where the parameters are, and one copy into the file's memory."""
         self.release({})
+        parameters = list(self._parameters.values())  # what ranks hold is gathered by this, each once
+        device = parameters[0].device
+        flat = self._data if device == self._data.device else torch.empty_like(self._data, device=device)
+        parts = torch.split(flat, [p.numel() for p in parameters])
+        torch._foreach_copy_([part.view(p.shape) for part, p in zip(parts, parameters, strict=True)], parameters)
+        if flat is not self._data:
+            self._data.copy_(flat)
         path = self._directory / f"policy-v{version}"
         path.mkdir(parents=True)
-        tensors = {plain(name): p.detach().to("cpu", self._dtype) for name, p in self._parameters.items()}
-        self._write(path / "adapter_model.safetensors", save({name: t.contiguous() for name, t in tensors.items()}))
-        self._write(path / "adapter_config.json", json.dumps(self._config).encode())
+        for name, (_, memory) in self._files.items():
+            (path / name).symlink_to(memory)
         return {"version": version, "path": str(path.resolve())}
-
-    def _write(self, path: Path, data: bytes) -> None:
-        handle, memory = allocate(len(data))
-        self._memory.append((handle, memory))
-        with open(handle, "wb", closefd=False) as file:
-            file.write(data)
-        path.symlink_to(memory)
 
     def release(self, ticket: Ticket) -> None:
         """Engines have read it: they keep adapters themselves."""
         shutil.rmtree(self._directory, ignore_errors=True)
-        for handle, memory in self._memory:
-            free(handle, memory)
-        self._memory = []
 
     def close(self) -> None:
         self.release({})
+        for handle, memory in self._files.values():
+            free(handle, memory)
 
 
 class Adapters:
@@ -77,7 +93,37 @@ def plain(name: str) -> str:
     return name.replace(".default.", ".")
 
 
-def loaded(path: Path) -> dict[str, torch.Tensor]:
-    """A version's parameters by the trainer's names."""
-    tensors = load_file(path / "adapter_model.safetensors")
-    return {name.replace(".weight", ".default.weight"): tensor for name, tensor in tensors.items()}
+def head_of(shapes: dict[str, list[int]], dtype: torch.dtype) -> tuple[bytes, int]:
+    """How a safetensors file of tensors of these shapes starts, and the bytes of tensors that follow, without gaps.
+
+    It starts with the length of a JSON text, 8 bytes of it, and that text, which ends at a multiple of 8 bytes
+    (https://github.com/huggingface/safetensors#format).
+    """
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + prod(shape) * dtype.itemsize
+        described[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
+
+
+def _file(start: bytes, room: int = 0) -> tuple[int, str]:
+    """Memory that starts so, with room for so many bytes more, as `allocate` gives it."""
+    handle, path = allocate(len(start) + room)
+    os.write(handle, start)
+    return handle, path
+
+
+def loaded(path: Path, device: torch.device) -> dict[str, Tensor]:
+    """A version's adapters by their names in its file, which gets to the device by one copy."""
+    file = path / "adapter_model.safetensors"
+    data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+    start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
+    described = json.loads(data[8:start].numpy().tobytes())
+    described.pop("__metadata__")
+    dtype = next(dtype for dtype, name in NAMES.items() if name == next(iter(described.values()))["dtype"])
+    there = data[start:].to(device, copy=True).view(dtype)
+    parts = torch.split(there, [prod(one["shape"]) for one in described.values()])
+    return {name: part.view(one["shape"]) for (name, one), part in zip(described.items(), parts, strict=True)}

@@ -1,0 +1,165 @@
+"""Real vLLM on a CPU, in this process: adapters that come while it draws, and those that can't be loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.config import load_config
+from slipstream.models import load_model, trained_parameters
+from slipstream.rollout import Completion, Sampling
+from tests.conftest import build_model, build_tokenizer
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(240),
+]
+BOUND = 1e-4
+LONG = 200
+
+
+class Served:
+    """An engine and a trainer's adapters, without the processes around them."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        from slipstream.generators.vllm import VllmEngine
+        from slipstream.sync.adapters import AdapterSender
+
+        flags = ["--sync.link=lora", "--lora.rank=4", "--generator.slots=8", "--loop.max_lag=1"]
+        named = [f"--model.path={model}", "--environment.name=addition", "--generator.kind=vllm"]
+        config = load_config(None, [*named, *flags])
+        self.policy = load_model(config.model, config.lora, device=torch.device("cpu"), dtype=torch.float32)
+        self.engine = VllmEngine(config)
+        self.sender = AdapterSender(trained_parameters(self.policy), config, directory, 1)
+        self.weights = self.engine.open_weights("lora", self.sender.offer(), 1)
+        self.version = 0
+
+    def change(self) -> dict[str, Any]:
+        """Other adapters. Returns the ticket of their version."""
+        self.version += 1
+        torch.manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in trained_parameters(self.policy).values():
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+        return self.sender.stage(self.version)
+
+    def prepare(self, ticket: dict[str, Any]) -> None:
+        self.weights.prepare(ticket)
+        while not self.weights.prepared():
+            time.sleep(0.001)
+
+    def publish(self) -> None:
+        ticket = self.change()
+        self.prepare(ticket)
+        self.engine.swap(self.version, self.weights.apply)
+        self.sender.release(ticket)
+
+    def finish(self) -> dict[Any, Completion]:
+        found = {}
+        while self.engine.busy:
+            found.update(self.engine.step())
+        return found
+
+    def drew(self, completion: Completion) -> bool:
+        """Whether the adapters as they are now drew this."""
+        ids = torch.tensor([completion.prompt_ids + completion.token_ids[:-1]])
+        with torch.no_grad():
+            logits = self.policy(ids).logits[0, len(completion.prompt_ids) - 1 :]
+        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        return bool((wanted - torch.tensor(completion.logprobs)).abs().max() < BOUND)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("adapters")
+    build_model(head_dim=32).save_pretrained(path / "model")  # one that never ends a completion by itself
+    build_tokenizer().save_pretrained(path / "model")
+    one = Served(path / "model", path / "run")
+    yield one
+    one.sender.close()
+
+
+def test_the_engine_draws_while_an_adapter_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes. Who is in flight then ends on the old adapter, who starts after the swap on the new."""
+    from slipstream.generators import vllm_loader
+
+    served.publish()
+    served.engine.submit("old", [5, 6, 7], Sampling(max_tokens=LONG))
+    going_on, read = threading.Event(), vllm_loader.loaded
+
+    def slow(*arguments: Any) -> Any:
+        assert going_on.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(vllm_loader, "loaded", slow)
+    old = {name: p.clone() for name, p in trained_parameters(served.policy).items()}
+    ticket = served.change()
+    served.weights.prepare(ticket)
+    for drawn in range(20):
+        assert not served.weights.prepared()
+        assert served.engine.drawn() == drawn, "a step draws a token"
+        served.engine.step()
+    going_on.set()
+    while not served.weights.prepared():
+        served.engine.step()
+    served.engine.swap(served.version, served.weights.apply)
+    served.sender.release(ticket)
+    served.engine.submit("new", [5, 6, 7], Sampling(max_tokens=LONG))
+    found = served.finish()
+    assert served.drew(found["new"]) and not served.drew(found["old"])
+    assert (found["old"].versions, found["new"].versions) == ((served.version - 1,) * 2, (served.version,) * 2)
+    with torch.no_grad():
+        for name, parameter in trained_parameters(served.policy).items():
+            parameter.copy_(old[name])
+    assert served.drew(found["old"])
+
+
+def test_an_adapter_that_can_not_be_read_is_told_and_the_old_one_serves_on(served: Served) -> None:
+    served.publish()
+    served.engine.submit("before", [5, 6, 7], Sampling(max_tokens=LONG))
+    old = {name: p.clone() for name, p in trained_parameters(served.policy).items()}
+    ticket = served.change()
+    (Path(ticket["path"]) / "adapter_config.json").unlink()
+    with pytest.raises(Exception, match=r"adapter_config|policy-v"):
+        served.prepare(ticket)
+    served.engine.submit("after", [5, 6, 8], Sampling(max_tokens=LONG))
+    found = served.finish()
+    with torch.no_grad():
+        for name, parameter in trained_parameters(served.policy).items():
+            parameter.copy_(old[name])
+    assert served.drew(found["before"]) and served.drew(found["after"])
+    served.publish()
+    served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=LONG))
+    assert served.drew(served.finish()["next"])
+
+
+def test_a_version_that_was_loaded_and_not_taken_may_come_again_with_other_values(served: Served) -> None:
+    """As after a publish that failed at another generator."""
+    served.prepare(served.change())
+    served.version -= 1
+    torch.manual_seed(0)
+    served.publish()
+    served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=LONG))
+    assert served.drew(served.finish()["next"])
+
+
+def test_no_adapter_in_use_is_moved(served: Served) -> None:
+    """There is a slot for the one that comes, as many as are in use; they are read once, and never from their files."""
+    manager: Any = served.engine._llm.model_executor.driver_worker.worker.model_runner.lora_manager._adapter_manager
+    slots: list[set[tuple[int, int]]] = []
+    for number in range(5):
+        served.publish()
+        served.engine.submit(number, [5, 6, 7 + number], Sampling(max_tokens=LONG))
+        served.engine.step()
+        slots.append({(i, adapter) for i, adapter in enumerate(manager.lora_index_to_id) if adapter})
+    assert all(len({adapter for _, adapter in now}) == len(now) == 3 for now in slots[2:])
+    assert all(len(before & after) == 2 for before, after in itertools.pairwise(slots[2:]))
+    served.finish()
