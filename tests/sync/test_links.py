@@ -25,6 +25,7 @@ from slipstream.trainers.precision import compute_on
 from tests.conftest import build_model
 
 LINKS = ("shared", "checkpoint", "nccl")
+DEVICE = torch.device("cpu")
 
 
 def config_of(dtype: torch.dtype) -> Config:
@@ -321,11 +322,50 @@ def test_adapters_lie_in_memory_that_goes_with_its_process(tmp_path: Path) -> No
     assert set(Path("/dev/shm").iterdir()) <= before
     sender = AdapterSender(parameters, config, tmp_path, 1)
     ticket = sender.stage(4)
-    there = loaded(Path(ticket["path"]), torch.device("cpu"))
+    there = loaded(Path(ticket["path"]), DEVICE)
     assert torch.equal(there["a.lora_A.weight"], next(iter(parameters.values())))
     assert json.loads((Path(ticket["path"]) / "adapter_config.json").read_text())["r"] == 4
     sender.release(ticket)
     assert not (tmp_path / "adapters").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_staged_adapters_are_a_file_of_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of sizes that nothing divides, over several versions; each parameter is read once, since ranks gather it then."""
+    from safetensors.torch import load_file
+
+    from slipstream.sync.adapters import AdapterSender, loaded
+
+    class Read(dict[str, torch.Tensor]):
+        def values(self) -> Any:
+            return [self[name] for name in self]
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            read.append(name)
+            return super().__getitem__(name)
+
+    read: list[str] = []
+    shapes = {"b": (3, 5), "a": (5, 3), "c": (1, 7)}
+    parameters = Read({f"m.{n}.lora_A.default.weight": torch.randn(shape) for n, shape in shapes.items()})
+    flags = ["--lora.rank=4", "--sync.link=lora", "--generator.kind=vllm", f"--model.dtype={str(dtype)[6:]}"]
+    config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])
+    sender = AdapterSender(parameters, config, tmp_path, 1)
+    for version in range(3):
+        for parameter in dict(parameters).values():
+            parameter.normal_()
+        read.clear()
+        ticket = sender.stage(version)
+        assert sorted(read) == sorted(parameters)
+        assert Path(ticket["path"]).name == f"policy-v{version}"
+        wanted = {name.replace(".default", ""): p.to(dtype) for name, p in dict(parameters).items()}
+        files = load_file(Path(ticket["path"]) / "adapter_model.safetensors"), loaded(Path(ticket["path"]), DEVICE)
+        for found in files:
+            assert found.keys() == wanted.keys()
+            assert all(found[n].dtype == dtype and torch.equal(found[n], wanted[n]) for n in wanted)
+        sender.release(ticket)
+        assert not Path(ticket["path"]).exists()
+        assert all(torch.equal(files[1][n], wanted[n]) for n in wanted), "what an engine has loaded is its own"
+    sender.close()
 
 
 def test_adapters_alone_travel(tmp_path: Path) -> None:
