@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import os
 import signal
@@ -33,6 +34,8 @@ class Echo:
             self._later.append((reply, arguments[0]))
         elif method == "raise":
             raise KeyError("lost")
+        elif method == "at the end":
+            reply(atexit.register(print, arguments[0]) and None)
         elif method == "die":
             print("last words", flush=True)
             os._exit(7)
@@ -66,6 +69,18 @@ def run(body: Any, tmp_path: Path, prefix: str = "> ") -> Any:
             await actor.stop(grace=5.0)
 
     return asyncio.run(main())
+
+
+def test_a_process_that_ends_has_said_all_and_done_what_others_left_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+    async def body(actor: Actor) -> None:
+        await actor.call("at the end", "asked for")
+
+    run(body, tmp_path)
+    assert (tmp_path / "logs" / "echo.log").read_text() == "closed\nasked for\n"
 
 
 def alive(pid: int) -> bool:

@@ -7,7 +7,8 @@ tokens times vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class _HeadLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Sequence[Any], fuse: bool
     ) -> tuple[Tensor, Tensor]:
-        describe = _fused_describe if fuse else _describe
+        describe = _fused(_describe) if fuse else _describe
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, normaliser, entropy = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
         for chunk in _chunks(hidden, weight):
@@ -48,7 +49,7 @@ class _HeadLogprobs(torch.autograd.Function):
             described = describe(logits, targets[chunk], temperatures[chunk].to(exact), outside)
             logprobs[chunk], normaliser[chunk], entropy[chunk] = described
         ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser)
-        ctx.kept, ctx.slope = kept, _fused_slope if fuse else _slope
+        ctx.kept, ctx.slope = kept, _fused(_slope) if fuse else _slope
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -98,8 +99,11 @@ def _slope(
     return slope.to(logits.dtype)
 
 
-_fused_describe: Any = torch.compile(_describe, dynamic=True)
-_fused_slope: Any = torch.compile(_slope, dynamic=True)
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled, where it is asked for: the compiler takes a second to import."""
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
+    return compiled
 
 
 def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
