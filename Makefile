@@ -14,7 +14,7 @@ calculator guessing: $(VENV)/installed  ## a tiny model learns a game of several
 	$(BIN)/python examples/$@.py --seed $(SEED)
 
 test: $(VENV)/installed-dev lint ## all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 lint: $(VENV)/installed-dev      ## style, types and the contract between rooms
 	$(BIN)/ruff check .

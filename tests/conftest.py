@@ -14,6 +14,11 @@ settings.register_profile("slipstream", deadline=None, derandomize=True, max_exa
 settings.load_profile("slipstream")
 torch.set_num_threads(1)
 
+# The files that take longest, which workers are given first: the short ones fill up what time is left.
+LONG = (
+    "e2e/test_runs.py", "generators/test_vllm.py", "runtime/test_faults.py", "runtime/test_servers.py",
+    "e2e/test_verify.py", "e2e/test_scoring.py", "trainers/test_ranks.py", "e2e/test_study.py",
+)  # fmt: skip
 VOCABULARY = 97
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -21,6 +26,14 @@ COMMON: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 FAMILIES = ("qwen3", "llama", "gemma3", "qwen3_moe")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(Path(__file__).parent).as_posix()
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place)
 
 
 def build_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:

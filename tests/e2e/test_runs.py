@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import kill
 from work import save_model
 
+from slipstream.cli import main
 from tests.processes import descendants, lives
 
 pytestmark = pytest.mark.e2e
@@ -69,6 +70,13 @@ def slipstream(*arguments: Any, status: int = 0, cwd: Path | None = None) -> sub
     return end(start(*arguments, cwd=cwd), status)
 
 
+def refused(capfd: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """What a command says that can't be carried out, in this process."""
+    capfd.readouterr()
+    assert main([*map(str, arguments)]) == 2
+    return capfd.readouterr().err
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -81,7 +89,7 @@ def train(model: Path, directory: Path, **more: Any) -> dict[str, Any]:
     return summary
 
 
-def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path) -> None:
+def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory = tmp_path / "run"
@@ -115,7 +123,7 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path) -> None
     assert json.loads(said)["tasks"] == 5
     said = slipstream("generate", directory / "policy", "--prompt", "w1 w2", "--max-tokens", 4).stdout
     assert said.startswith("w1 w2") and said.count("w") == 6
-    again = slipstream("train", tmp_path / "empty.toml", *options(model, directory), status=2).stderr
+    again = refused(capfd, "train", tmp_path / "empty.toml", *options(model, directory))
     assert "holds a run; go on with" in again
     config = (directory / "config.toml").read_text()
     for flags, said in (
@@ -123,7 +131,7 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path) -> None
         (["--generator.device", "cuda:9"], "cuda:9"),
         (["--model.path", "gone"], "model.path = 'gone'"),
     ):
-        assert said in slipstream("train", "--resume", directory, *flags, status=2).stderr
+        assert said in refused(capfd, "train", "--resume", directory, *flags)
         assert (directory / "config.toml").read_text() == config, "a run that did not go on has another configuration"
 
 
@@ -141,26 +149,30 @@ def test_killed_and_resumed_runs_lose_nothing(model: Path, tmp_path: Path, seed:
         assert not kill.same_bits(kill.weights(tmp_path / "killed"), dict(kill.load_file(model / "model.safetensors")))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path) -> None:
+    """By either signal: the first stops a new run, the second one that went on."""
     directory, config = tmp_path / "run", tmp_path / "empty.toml"
     config.write_text("")
+    metrics, steps, version = directory / "metrics.jsonl", 0, 0
     endless = {"loop__steps": 2000, "sync__every": 3, "checkpoint__every": 2001, "evaluation__every": 0}
-    process = start("train", config, *options(model, directory, **endless))
-    metrics = directory / "metrics.jsonl"
-    last = time.monotonic() + 60
-    while kill.steps_done(directory) < 5 and time.monotonic() < last:
-        time.sleep(0.02)
-    os.kill(process.pid, number)
-    done = end(process, seconds=60)
-    assert f"{number.name}: stopping after this step" in done.stderr
-    assert f"slipstream train --resume {directory}" in done.stdout
-    summary = json.loads((directory / "summary.json").read_text())
-    assert summary["stopped"] == number.name
-    steps = summary["steps"]
-    saved = json.loads((directory / "checkpoints" / f"step_{steps}" / "run.json").read_text())
-    # The weights of a step between two publishes are published, so that the version saved with them is theirs.
-    assert saved["version"] == summary["version"] == summary["publish"]["count"] == -(-steps // 3)
+    command: list[Any] = ["train", config, *options(model, directory, **endless)]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = start(*command)
+        last = time.monotonic() + 60
+        while kill.steps_done(directory) < steps + 5 and time.monotonic() < last:
+            time.sleep(0.02)
+        os.kill(process.pid, number)
+        done = end(process, seconds=60)
+        assert f"{number.name}: stopping after this step" in done.stderr
+        assert f"slipstream train --resume {directory}" in done.stdout
+        summary = json.loads((directory / "summary.json").read_text())
+        assert summary["stopped"] == number.name
+        before, steps = steps, summary["steps"]
+        saved = json.loads((directory / "checkpoints" / f"step_{steps}" / "run.json").read_text())
+        # The weights of a step between two publishes are published, so that the version saved with them is theirs.
+        version += steps // 3 - before // 3 + (steps % 3 > 0)
+        assert saved["version"] == summary["version"] == summary["publish"]["count"] == version
+        command = ["train", "--resume", directory]
 
     slipstream("train", "--resume", directory, "--loop.steps", steps + 4, "--loop.max_lag", 0)
     resumed = json.loads((directory / "summary.json").read_text())
@@ -172,13 +184,18 @@ def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path, number:
 @pytest.mark.parametrize(
     "more",
     [
-        {"sync__link": "checkpoint", "sync__every": 2, "loop__steps": 5},
+        {"sync__link": "checkpoint", "sync__every": 2, "loop__steps": 5, "model__dtype": "bfloat16"},
         {"sync__link": "checkpoint", "sync__restart": "true", "sync__interruption": "drain", "loop__steps": 2},
         {"lora__rank": 4, "algorithm__kl": 0.1, "model__dtype": "bfloat16"},
-        {"sampling__top_p": 0.8, "sampling__top_k": 20, "loop__max_lag": 3},
-        {"generator__count": 2, "algorithm__filter_equal": "true", "model__dtype": "bfloat16"},
+        {
+            "generator__count": 2,
+            "algorithm__filter_equal": "true",
+            "loop__max_lag": 3,
+            "sampling__top_p": 0.8,
+            "sampling__top_k": 20,
+        },
     ],
-    ids=["checkpoint", "restarted engines", "lora", "truncated sampling", "two generators in bfloat16"],
+    ids=["checkpoint in bfloat16", "restarted engines", "lora", "two generators, truncated sampling"],
 )
 def test_the_modes_of_the_table(model: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     directory = tmp_path / "run"
@@ -336,13 +353,31 @@ def test_an_agent_that_knows_nothing_but_a_url_is_trained(model: Path, tmp_path:
         ),
     ],
 )
-def test_a_users_mistake_is_one_line(model: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_a_users_mistake_is_one_line(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
     (tmp_path / "empty.toml").write_text("")
     (tmp_path / "taken" / "lock").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     swapped = [a.replace("MODEL", str(model)).replace("WORK", WORK) for a in arguments]
-    shown = slipstream(*swapped, status=2, cwd=tmp_path).stderr
+    shown = refused(capfd, *swapped)
     assert shown.startswith("slipstream: ") and said in shown
     assert shown.strip().count("\n") == 0, shown
+
+
+def test_a_mistake_found_late_is_all_that_a_process_says(model: Path, tmp_path: Path) -> None:
+    """By then everything has been imported, and nothing of that is to be seen."""
+    (tmp_path / "empty.toml").write_text("")
+    done = slipstream(
+        "train", "empty.toml", *options(model, tmp_path / "run", generator__device="cuda:9"), status=2, cwd=tmp_path
+    )
+    assert done.stderr.startswith("slipstream: ") and "cuda:9" in done.stderr and not done.stdout
+    assert done.stderr.strip().count("\n") == 0, done.stderr
 
 
 def test_help_and_config_are_for_people() -> None:

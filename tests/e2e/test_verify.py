@@ -1,15 +1,15 @@
-"""`slipstream verify` as a user runs it: exact where it has to be, and a failure where it can't be."""
+"""`slipstream verify`, its trainers and engines: exact where it has to be, and a failure where it can't be."""
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from slipstream.cli import main
 from tests.conftest import save_model
+from tests.e2e.test_runs import slipstream
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -19,6 +19,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verify") / "model"
     save_model(path, head_dim=32)
     return path
+
+
+@pytest.mark.e2e
+def test_a_command_of_its_own_says_so(model: Path) -> None:
+    done = slipstream("verify", model, "--sync.link=shared")
+    assert done.stdout.strip().endswith("EXACT") and "NOT EXACT" not in done.stdout
 
 
 @pytest.mark.e2e
@@ -33,15 +39,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "EXACT",
             marks=needs_vllm,
         ),
-        (["--sync.link=shared"], 0, "EXACT"),
         (["--sync.link=checkpoint", "--sync.interruption=continue"], 1, "NOT EXACT"),
         (["--tokens", "4", "--after", "400"], 1, "raise --tokens"),
     ],
 )
-def test_verify(flags: list[str], status: int, said: str, model: Path) -> None:
+def test_verify(flags: list[str], status: int, said: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Sequences that keep old keys under new weights are not what a fresh engine draws: a verifier has to see that."""
-    command = [sys.executable, "-m", "slipstream.cli", "verify", str(model), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert said in done.stdout
-    assert ("NOT EXACT" in done.stdout) == bool(status)
+    found = main(["verify", str(model), *flags])
+    shown = capfd.readouterr()
+    assert found == status, shown.out + shown.err
+    assert said in shown.out
+    assert ("NOT EXACT" in shown.out) == bool(status)

@@ -64,7 +64,7 @@ Found = dict[str, Any]
 
 def batch_of(step: int) -> Any:
     """One teaches nothing, and the last is small: a rank of four has nothing to do in it."""
-    batch = random_batch(38, groups=1 if step == STEPS - 1 else 5, seed=step)
+    batch = random_batch(38, groups=1 if step == STEPS - 1 else 3, seed=step)
     return replace(batch, advantages=tuple((0.0,) * len(a) for a in batch.advantages)) if step == SILENT else batch
 
 
@@ -153,8 +153,8 @@ def start_ranks(size: int, models: Path, folder: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
     """By number of ranks."""
     folder, models = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("models")
-    save_model(models / "dense", vocab_size=38)
-    save_model(models / "mixture", family="qwen3_moe", vocab_size=38)
+    save_model(models / "dense", vocab_size=38, num_hidden_layers=2)
+    save_model(models / "mixture", family="qwen3_moe", vocab_size=38, num_hidden_layers=2)
     alone = measure(models, folder, 1)
     for size in (2, 4):
         start_ranks(size, models, folder)
