@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # an idle server keeps looking for work
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a vLLM server, started as docs/vllm-servers.md shows."""
     directory = tmp_path_factory.mktemp("server")
