@@ -280,7 +280,7 @@ def leave() -> None:
     """End now: to free what every module holds piece by piece takes a second, and the system does it at once."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(hasattr(sys, "last_value"))  # of an exception that nobody caught
 
 
 def main() -> None:
