@@ -104,7 +104,7 @@ async def measure(model: Path, folder: Path, link: str, publishes: int, memory: 
             began, ended = await pools.trainer.actor.call("last_sent")
             both = max(began, await actor.call("began_to_receive"))  # the clock is one for all processes of a host
             row = describe(await actor.call("ends"), start, end, stats)
-            rows.append(row | {"transfer_ms": 1000 * (ended - both)})
+            rows.append(row | {"transfer_ms": max(0.0, 1000 * (ended - both))})
         assert not any(task.done() for task in running), "sequences ended before the last publish"
         for task in running:
             task.cancel()
@@ -113,7 +113,8 @@ async def measure(model: Path, folder: Path, link: str, publishes: int, memory: 
         await pools.close()
     size = sum(p.stat().st_size for p in model.glob("*.safetensors"))  # of all weights, in the format published
     found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    found["transfer_gb_per_s"] = size / found["transfer_ms"] / 1e6
+    if found["transfer_ms"] > 0:  # else the link sends nothing, and generators fetch it
+        found["transfer_gb_per_s"] = size / found["transfer_ms"] / 1e6
     described = {"link": link, "bytes": size, "trainer_bytes_beside_masters": beside, "start_s": started}
     return {**described, "publishes": publishes, **found, "each": rows}
 

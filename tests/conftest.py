@@ -30,7 +30,7 @@ FAMILIES = ("qwen3", "llama", "gemma3", "qwen3_moe")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
-        name = item.path.relative_to(Path(__file__).parent).as_posix()
+        name = item.path.as_posix().rpartition("/tests/")[2]
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=place)

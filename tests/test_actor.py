@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
+import multiprocessing.util
 import os
 import signal
 import time
@@ -35,6 +36,7 @@ class Echo:
         elif method == "raise":
             raise KeyError("lost")
         elif method == "at the end":
+            multiprocessing.util.Finalize(None, print, (arguments[0], "by", "multiprocessing"), exitpriority=1)
             reply(atexit.register(print, arguments[0]) and None)
         elif method == "die":
             print("last words", flush=True)
@@ -80,7 +82,8 @@ def test_a_process_that_ends_has_said_all_and_done_what_others_left_for_its_end(
         await actor.call("at the end", "asked for")
 
     run(body, tmp_path)
-    assert (tmp_path / "logs" / "echo.log").read_text() == "closed\nasked for\n"
+    said = (tmp_path / "logs" / "echo.log").read_text()
+    assert said == "closed\nasked for\nasked for by multiprocessing\n"
 
 
 def alive(pid: int) -> bool:

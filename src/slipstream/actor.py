@@ -12,6 +12,8 @@ import atexit
 import contextlib
 import gc
 import itertools
+import logging
+import multiprocessing.util
 import os
 import pickle
 import queue
@@ -277,14 +279,19 @@ def be_guest(visitor: socket.socket) -> None:
 
 
 def leave() -> None:
-    """End now: to free what every module holds piece by piece takes a second, and the system does it at once."""
+    """End now: to free what every module holds piece by piece takes a second, and the system does it at once.
+
+    What this file's own imports have registered for the end comes after it, and is done here.
+    """
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(hasattr(sys, "last_value"))  # of an exception that nobody caught
 
 
 def main() -> None:
-    atexit.register(leave)  # the first that is registered runs last
+    atexit.register(leave)  # before services register what is done at the end, which is done in the opposite order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(Connection(int(sys.argv[1])))

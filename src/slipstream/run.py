@@ -116,6 +116,7 @@ class Run:
         self._saving: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._failures_in_a_row = 0
+        self._aside = False  # whether the heap is, until the end of the run
 
     async def train(self) -> dict[str, Any]:
         """The story of a run."""
@@ -223,7 +224,8 @@ class Run:
     async def _step(self, batch: Batch) -> StepStats:
         """Let the trainer take a step. What the step before left to be recorded was in this one's way until now."""
         step = asyncio.ensure_future(self.pools.trainer.step(batch))
-        await asyncio.sleep(0)  # the batch is on its way
+        for _ in range(2):  # the batch is told, and with all else of this turn sent
+            await asyncio.sleep(0)
         self.recorder.write()
         return await step
 
@@ -331,6 +333,8 @@ class Run:
         if not self.environment.test[: self.config.evaluation.tasks]:
             return
         step = self.state.step
+        if self.config.loop.max_lag == 0:
+            self.recorder.write()  # no step is about to begin
         result = await evaluate(
             self.config, self.environment, self.pools.generator, self.codec, self.endpoint, self.scoring
         )
@@ -346,6 +350,7 @@ class Run:
         # No batch has been cut since the step, so what the ledger says now fits the weights of the step.
         known = self.state.snapshot() | {"tally": self.tally.snapshot()}
         if (written := self.directory.checkpoint(self.state.step)).exists():
+            await self.recorder.flush()  # what is known to be recorded
             write_json(written / "run.json", known)  # the weights are these; what is known about them may have grown
             return
         with self.directory.new_checkpoint(self.state.step, self.config.checkpoint.keep) as path:
@@ -374,6 +379,7 @@ class Run:
         if not self.tally.evaluations and not self.stopped:
             await self._evaluate()
         self.tally.open(await self.pools.generator.stats())
+        self._aside = not gc.get_freeze_count()  # else it is another's to undo
         set_heap_aside()
 
     async def _start_pools(self) -> None:
@@ -411,6 +417,7 @@ class Run:
 
     async def _settle(self) -> None:
         """No more batches: put what is still being generated back to pending, and let a running evaluation end."""
+        self.recorder.write()
         await self._published()
         self.tally.close(await self.pools.generator.stats())
         for task in self._groups:
@@ -450,14 +457,17 @@ class Run:
 
     async def close(self) -> None:
         """Stop every process, whatever happened."""
-        await self.endpoint.close()
-        if self.scoring:
-            await self.scoring.close()
-        if self._started:
-            await self._started.close()
-        await close_environment(self.environment)
-        gc.unfreeze()
-        self.recorder.close()
+        try:
+            await self.endpoint.close()
+            if self.scoring:
+                await self.scoring.close()
+            if self._started:
+                await self._started.close()
+            await close_environment(self.environment)
+        finally:
+            if self._aside:
+                gc.unfreeze()
+            self.recorder.close()
 
     @property
     def pools(self) -> Pools:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,18 +39,19 @@ class AdapterWeights:
 
     def prepared(self) -> bool:
         """Whether every worker has it in its slot. Raises what went wrong."""
-        return bool(done(self._asked, self._llm) and self._loaded.get())
+        waits = self._loaded.get() if done(self._asked, self._llm) else None
+        self._held = max(waits) if waits else 0.0
+        return waits is not None
 
     def apply(self) -> Callable[[], dict[str, int]]:
         """New sequences take the new adapter from here on. Nothing waits, and no sequence in flight changes."""
-        began = time.perf_counter()
         old, (self.current, self._file) = self.current, self._coming
         if old:
             self._unload_unused(old.lora_int_id)
-        self._held = time.perf_counter() - began
         return dict
 
     def held(self) -> float:
+        """Seconds for which passes waited while the newest adapter was copied into its slot."""
         return self._held
 
     def check(self, names: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -40,19 +41,20 @@ class AdapterLoader:
         work = (lambda: self._load(ticket), self._read)
         threading.Thread(target=answer, args=work, name="adapter", daemon=True).start()
 
-    def prepared(self) -> bool:
-        """Whether it is in its slot, where it goes as soon as it was read. Raises what went wrong."""
+    def prepared(self) -> float | None:
+        """The seconds for which passes waited until it was in its slot, where it goes as soon as it was read; None
+        before. Raises what went wrong."""
         assert self._read is not None
         if not self._read.done():
-            return False
-        adapter = self._read.result()
+            return None
+        adapter, began = self._read.result(), time.perf_counter()
         if self._slots.get_adapter(adapter.id) is not adapter:
             self._slots.remove_adapter(adapter.id)  # of a publish that failed elsewhere
             self._slots._registered_adapters[adapter.id] = adapter
             self._slots.activate_adapter(adapter.id)
             if self._stream:
                 self._copied = torch.cuda.current_stream().record_event()
-        return True
+        return time.perf_counter() - began
 
     def _load(self, ticket: Ticket) -> LoRAModel:
         """All of `add_lora` before an adapter is known to vLLM: read, checked, and in the form that slots want."""

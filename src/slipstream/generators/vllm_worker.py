@@ -116,9 +116,9 @@ class WorkerExtension:
             self._loader = AdapterLoader(self.model_runner.lora_manager)
         self._loader.prepare(ticket)
 
-    def slipstream_loaded(self) -> bool | None:
-        """True once it is in its slot."""
-        return self._loader.prepared() or None
+    def slipstream_loaded(self) -> float | None:
+        """Once it is in its slot, how long passes waited for that."""
+        return self._loader.prepared()
 
     def slipstream_apply(self) -> None:
         """Swap the weights, and count what each request has drawn by all passes before this."""

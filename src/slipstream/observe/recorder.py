@@ -52,22 +52,22 @@ class Recorder:
         self._rollouts = directory / "rollouts"
         self._decode = decode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
-        self._queued: list[Callable[[], None]] = []
+        self._jobs: list[Callable[[], None]] = []
         self._failure: Exception | None = None
 
     def step(self, record: Mapping[str, Any], batch: Batch) -> None:
         """Queue a step's line and its rollouts. Raises `RecordError` if an earlier write failed."""
-        self._queue(self._write_step, record["step"], batch, _line(record))
+        self._queue(partial(self._write_step, record["step"], batch, _line(record)))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Queue an evaluation's line. Raises `RecordError` if an earlier write failed."""
-        self._queue(_append, self._evaluations, _line(record))
+        self._queue(partial(_append, self._evaluations, _line(record)))
 
     def write(self) -> None:
-        """Write what is queued from now on. It competes with the event loop for the interpreter."""
-        for write in self._queued:
-            self._thread.submit(self._try, write)
-        self._queued.clear()
+        """Begin to write what is queued. It competes with the event loop for the interpreter."""
+        for job in self._jobs:
+            self._thread.submit(self._try, job)
+        self._jobs.clear()
 
     async def flush(self) -> None:
         """Wait until all that was queued is in its files. Raises `RecordError` if it is not."""
@@ -91,15 +91,15 @@ class Recorder:
         if sys.exception() is None:
             self._raise_failure()
 
-    def _queue(self, write: Callable[..., None], *arguments: Any) -> None:
+    def _queue(self, job: Callable[[], None]) -> None:
         self._raise_failure()
-        self._queued.append(partial(write, *arguments))
+        self._jobs.append(job)
 
-    def _try(self, write: Callable[[], None]) -> None:
+    def _try(self, job: Callable[[], None]) -> None:
         """In the thread: write, unless an earlier write failed, which would leave a hole in the record."""
         if self._failure is None:
             try:
-                write()
+                job()
             except Exception as error:
                 self._failure = error
 

@@ -102,15 +102,18 @@ def _fill(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | No
 
 
 def _even_out(bins: list[list[int]], sizes: Sequence[int]) -> None:
-    """Trade items between the fullest bin and others as long as that leaves both of them less full than it was."""
+    """Trade items between the fullest bin and others as long as that leaves both of them less full than it was. One
+    that no trade makes less full is left out of it, and the next fullest goes on."""
     loads = [sum(sizes[i] for i in items) for items in bins]
-    while True:
-        fullest = max(range(len(bins)), key=loads.__getitem__)
-        others = sorted((i for i in range(len(bins)) if i != fullest), key=loads.__getitem__)
+    left = set(range(len(bins)))
+    while left:
+        fullest = max(left, key=loads.__getitem__)
+        others = sorted(left - {fullest}, key=loads.__getitem__)
         traded = ((other, _trade(bins[fullest], bins[other], sizes)) for other in others)
         found = next(((other, trade) for other, trade in traded if trade), None)
         if not found:
-            return
+            left.remove(fullest)
+            continue
         other, (given, taken) = found
         for target, items in ((fullest, taken), (other, given)):
             bins[target] = [i for i in bins[target] if i not in (*given, *taken)] + items

@@ -27,8 +27,8 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # that safetensors has f
 class AdapterSender(Sender):
     """The trainer's end. On disk there are links to its memory, which goes with the process however that ends.
 
-    All versions lie in the same memory, one after the other: a version that was released has been read by every engine,
-    and its links are gone.
+    All versions lie in the same memory, one after the other: none is staged before every engine has read the one before
+    and its checksums were compared.
     """
 
     lets_go = True
