@@ -52,7 +52,9 @@ def test_options_belong_to_their_environment(tmp_path: Path) -> None:
     assert _config_of(str(tmp_path), "addition", digits).environment.options == {"digits": 1}
 
 
-def test_the_window_ends_before_a_running_evaluation_is_waited_for() -> None:
+def test_the_window_ends_and_the_last_step_is_recorded_before_a_running_evaluation_is_waited_for() -> None:
+    written: list[bool] = []
+
     async def stats() -> dict[str, float]:
         return {"tokens": 0.0, "busy": 0.0}
 
@@ -63,8 +65,10 @@ def test_the_window_ends_before_a_running_evaluation_is_waited_for() -> None:
         run.tally = Tally()
         run.tally.open(await stats())
         run._evaluation = asyncio.create_task(asyncio.sleep(0.5))
+        run.recorder = SimpleNamespace(write=lambda: written.append(run._evaluation.done()))
         await run._settle()
         assert run._evaluation.done()
         return float(run.tally.window_seconds)
 
     assert asyncio.run(main()) < 0.4
+    assert written == [False]
