@@ -30,7 +30,6 @@ from slipstream.rollout import Sampling
 from slipstream.runtime.local import SERVICES, Pools
 from slipstream.runtime.services import TrainerService
 from slipstream.runtime.vllm import VllmService
-from slipstream.sync.link import Ticket
 
 MORE = {"single_copy": ["--generator.memory=0.4"], "lora": ["--lora.rank=32", "--loop.max_lag=4"]}
 SEQUENCES, TOKENS, QUIET, AFTER = 256, 3000, 1.0, 0.25
@@ -63,10 +62,11 @@ class MeasuredTrainer(TrainerService):
 
     sent = (0.0, 0.0)
 
-    def send(self, ticket: Ticket) -> None:
+    def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         began = time.monotonic()
-        self._at_link(lambda: self._sender and self._sender.send(ticket))
-        self.sent = began, time.monotonic()
+        super().handle(method, arguments, reply)
+        if method == "send":
+            self.sent = began, time.monotonic()
 
     def last_sent(self) -> tuple[float, float]:
         return self.sent

@@ -321,6 +321,7 @@ class Run:
             else:
                 self._evaluation = self._tasks.create_task(self._evaluate())
                 if self.config.loop.max_lag == 0:
+                    self.recorder.write()  # no step is about to begin
                     await self._evaluation
         if step % self.config.checkpoint.every == 0:
             if self._saving:
@@ -333,8 +334,6 @@ class Run:
         if not self.environment.test[: self.config.evaluation.tasks]:
             return
         step = self.state.step
-        if self.config.loop.max_lag == 0:
-            self.recorder.write()  # no step is about to begin
         result = await evaluate(
             self.config, self.environment, self.pools.generator, self.codec, self.endpoint, self.scoring
         )

@@ -27,7 +27,7 @@ from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.vllm_adapters import AdapterWeights
 from slipstream.generators.vllm_adapters import arguments as adapter_arguments
-from slipstream.generators.vllm_calls import Answer, done, post
+from slipstream.generators.vllm_calls import Answer, post
 from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
 from slipstream.models import end_of_sequence, generation_config, has_experts
 from slipstream.rollout import Completion, Sampling
@@ -272,21 +272,22 @@ class WorkerWeights:
         llm.collective_rpc("slipstream_connect", args=(link, offer, rank))
 
     def prepare(self, ticket: Ticket) -> None:
-        self._asked = post(self._llm, "slipstream_prepare", ticket)
-        self._prepared = Answer(self._llm, "slipstream_prepared")
+        asked = post(self._llm, "slipstream_prepare", ticket)
+        self._prepared = Answer(self._llm, "slipstream_prepared", asked)
 
     def prepared(self) -> bool:
-        return bool(done(self._asked, self._llm) and self._prepared.get())
+        return bool(self._prepared.get())
 
     def apply(self) -> Counts:
         """Swap. The result tells how many tokens each request had drawn before, by vLLM's own names, or None as long
         as the workers' devices are not that far; it raises if a worker could not swap, whose weights are undefined."""
-        applied, swapped = post(self._llm, "slipstream_apply"), Answer(self._llm, "slipstream_swapped")
+        applied = post(self._llm, "slipstream_apply")
+        swapped = Answer(self._llm, "slipstream_swapped", applied)
         if self._at_once:  # the weights arrive now, and may fail to
             applied.result()
 
         def drawn_before() -> dict[str, int] | None:
-            answers = swapped.get() if done(applied, self._llm) else None
+            answers = swapped.get()
             if answers is None:
                 return None
             self._held = max(held for held, _ in answers)
@@ -301,11 +302,11 @@ class WorkerWeights:
 
     def check(self, names: Sequence[str]) -> None:
         self._names = list(names)
-        self._asked = post(self._llm, "slipstream_check", self._names)
-        self._sums = Answer(self._llm, "slipstream_checked")
+        asked = post(self._llm, "slipstream_check", self._names)
+        self._sums = Answer(self._llm, "slipstream_checked", asked)
 
     def checked(self) -> dict[str, int] | None:
-        sums = self._sums.get() if done(self._asked, self._llm) else None
+        sums = self._sums.get()
         return None if sums is None else added(sums, self._names)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 
 from slipstream.config import Config
-from slipstream.generators.vllm_calls import Answer, done, post
+from slipstream.generators.vllm_calls import Answer, post
 from slipstream.sync.adapters import plain
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket
@@ -33,13 +33,13 @@ class AdapterWeights:
         """Begin to load a version beside those that are served: workers read it while they go on."""
         from slipstream.generators.vllm_loader import request_of
 
-        self._asked = post(self._llm, "slipstream_load", ticket)
-        self._loaded = Answer(self._llm, "slipstream_loaded")
+        asked = post(self._llm, "slipstream_load", ticket)
+        self._loaded = Answer(self._llm, "slipstream_loaded", asked)
         self._coming = (request_of(ticket), safe_open(Path(ticket["path"]) / "adapter_model.safetensors", "pt"))
 
     def prepared(self) -> bool:
         """Whether every worker has it in its slot. Raises what went wrong."""
-        waits = self._loaded.get() if done(self._asked, self._llm) else None
+        waits = self._loaded.get()
         self._held = max(waits) if waits else 0.0
         return waits is not None
 

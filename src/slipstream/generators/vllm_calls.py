@@ -11,20 +11,23 @@ POLL = 0.002  # seconds from one question to the workers to the same again
 
 
 class Answer:
-    """What the workers answer to a question that is put again until each of them knows. Nothing waits for it."""
+    """What the workers answer to a question that is put, once they have answered the call before it, again and again
+    until each of them knows. Nothing waits for it."""
 
-    def __init__(self, llm: Any, method: str) -> None:
-        self._llm, self._method = llm, method
+    def __init__(self, llm: Any, method: str, before: Future[list[Any]]) -> None:
+        self._llm, self._method, self._before = llm, method, before
         self._pending: Future[list[Any]] | None = None
         self._asked = 0.0
 
     def get(self) -> list[Any] | None:
-        """The answers, or None as long as one is missing."""
+        """The answers, or None as long as one is missing. Raises what went wrong."""
+        if not _done(self._before, self._llm):
+            return None
         if self._pending is None:
             if time.perf_counter() - self._asked < POLL:
                 return None
             self._pending, self._asked = post(self._llm, self._method), time.perf_counter()
-        if not done(self._pending, self._llm):
+        if not _done(self._pending, self._llm):
             return None
         answers, self._pending = self._pending.result(), None
         return None if any(answer is None for answer in answers) else answers
@@ -49,7 +52,7 @@ def post(llm: Any, method: str, *arguments: Any) -> Future[list[Any]]:
     return answer
 
 
-def done(answer: Future[list[Any]], llm: Any) -> bool:
+def _done(answer: Future[list[Any]], llm: Any) -> bool:
     """Whether it is there. Raises what went wrong; vLLM itself answers nothing once its core is dead."""
     if not answer.done() and getattr(getattr(llm.engine_core, "resources", None), "engine_dead", False):
         raise RuntimeError("vLLM's engine core died")

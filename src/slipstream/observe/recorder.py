@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,11 @@ class Recorder:
 
     def step(self, record: Mapping[str, Any], batch: Batch) -> None:
         """Queue a step's line and its rollouts. Raises `RecordError` if an earlier write failed."""
-        self._queue(partial(self._write_step, record["step"], batch, _line(record)))
+        self._queue(functools.partial(self._write_step, record["step"], batch, _line(record)))
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Queue an evaluation's line. Raises `RecordError` if an earlier write failed."""
-        self._queue(partial(_append, self._evaluations, _line(record)))
+        self._queue(functools.partial(_append, self._evaluations, _line(record)))
 
     def write(self) -> None:
         """Begin to write what is queued. It competes with the event loop for the interpreter."""

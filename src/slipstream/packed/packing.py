@@ -105,11 +105,12 @@ def _even_out(bins: list[list[int]], sizes: Sequence[int]) -> None:
     """Trade items between the fullest bin and others as long as that leaves both of them less full than it was. One
     that no trade makes less full is left out of it, and the next fullest goes on."""
     loads = [sum(sizes[i] for i in items) for items in bins]
-    left = set(range(len(bins)))
+    left = list(range(len(bins)))
     while left:
         fullest = max(left, key=loads.__getitem__)
-        others = sorted(left - {fullest}, key=loads.__getitem__)
-        traded = ((other, _trade(bins[fullest], bins[other], sizes)) for other in others)
+        gaps = [(other, loads[fullest] - loads[other]) for other in sorted(left, key=loads.__getitem__)]
+        uneven = [(other, gap) for other, gap in gaps if gap > EVEN * loads[fullest]]
+        traded = ((other, _trade(bins[fullest], bins[other], gap, sizes)) for other, gap in uneven)
         found = next(((other, trade) for other, trade in traded if trade), None)
         if not found:
             left.remove(fullest)
@@ -120,11 +121,11 @@ def _even_out(bins: list[list[int]], sizes: Sequence[int]) -> None:
             loads[target] = sum(sizes[i] for i in bins[target])
 
 
-def _trade(fuller: Sequence[int], emptier: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """The item to give away, and the one to take for it if any, that make two bins most alike; None if none does."""
-    gap = sum(sizes[i] for i in fuller) - sum(sizes[i] for i in emptier)
-    if gap <= EVEN * sum(sizes[i] for i in fuller):
-        return None
+def _trade(
+    fuller: Sequence[int], emptier: Sequence[int], gap: int, sizes: Sequence[int]
+) -> tuple[list[int], list[int]] | None:
+    """The item to give away, and the one to take for it if any, that make two bins most alike, of which one has `gap`
+    more; None if none does."""
     takes: list[list[int]] = [[], *([i] for i in emptier)]
     trades = ((sizes[given] - sum(sizes[i] for i in taken), [given], taken) for given in fuller for taken in takes)
     moved, given, taken = min(trades, key=lambda trade: abs(gap - 2 * trade[0]))

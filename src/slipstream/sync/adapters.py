@@ -1,7 +1,7 @@
 """The `lora` link: adapters alone, each version under a name of its own, into an engine that serves several at once.
 
 A version is a PEFT directory whose files lie in memory. Sequences in flight finish on the adapter that they began with,
-new ones take the newest, and no publish holds an engine. This is the trainer's end; the engine's is
+new ones take the newest, and no sequence waits for a publish to be read. This is the trainer's end; the engine's is
 `generators.vllm_adapters`.
 """
 
