@@ -180,6 +180,9 @@ class TrainerConfig(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = option(
         "selective", "What the backward pass computes again: nothing, all but matrix products, or whole layers."
     )
+    compute_copy: bool = option(
+        True, "Keep a copy of the weights in model.dtype; false makes it layer by layer, for less memory (one rank)."
+    )
     compile: bool = option(True, "Compile the layers on a GPU: faster after the first steps.")
     probe_bound: float = option(
         0.0, "Largest log-probability difference to the generator at start; 0 means 1e-3 (float32) or 0.5.", ge=0
@@ -508,6 +511,13 @@ class Config(Section):
                 f'sync.placement = "colocated" needs trainer.ranks = 1, not {trainer.ranks}; use one rank, or '
                 '"disaggregated"'
             )
+        if not trainer.compute_copy:
+            _refuse_beside("trainer.compute_copy = false", (
+                (trainer.ranks > 1, f'trainer.ranks = {trainer.ranks}, which keep none with "fsdp"', "leave it out"),
+                (self.lora.rank > 0, f"lora.rank = {self.lora.rank}, whose base has no other copy", "leave it out"),
+                (sync.link == "single_copy", 'sync.link = "single_copy", which is that copy', "leave it out"),
+                (sync.placement == "colocated", 'sync.placement = "colocated"', 'use "disaggregated"'),
+            ))  # fmt: skip
         if trainer.parallel == "tensor" and trainer.ranks > 1 and self.lora.rank:
             raise ConfigError('trainer.parallel = "tensor" can\'t train adapters; use "fsdp", or set lora.rank = 0')
         for name in ("context_parallel", "expert_parallel"):

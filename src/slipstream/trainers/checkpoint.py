@@ -51,7 +51,7 @@ def state_of(
 def save(path: Path, state: State, ranks: Ranks) -> Future[Any]:
     """Copy the state and write it into `path`; all is there with the result."""
     path.mkdir(parents=True, exist_ok=True)
-    writing = async_save(state, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.size == 1)
+    writing = async_save(state, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.files is None)
     return cast(Future[Any], writing)
 
 
@@ -73,7 +73,7 @@ def restore(path: Path, state: State, ranks: Ranks) -> dict[str, int]:
     read = state | {"average": state["average"] if kept else {}, "counts": dict.fromkeys(names["counts."], 0)}
     if "random_cuda" not in written:
         read.pop("random_cuda", None)
-    load(read, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.size == 1)
+    load(read, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.files is None)
     for name, value in state["average"].items():
         if not kept:
             value.copy_(state["parameters"][name])

@@ -37,6 +37,7 @@ def naming_remedies(options: TrainerConfig) -> Iterator[None]:
         remedies = {
             f"lower trainer.tokens_per_microbatch = {options.tokens_per_microbatch}": True,
             'set trainer.activation_checkpointing = "full"': options.activation_checkpointing != "full",
+            "set trainer.compute_copy = false": options.compute_copy and options.ranks == 1,
             "train adapters (lora.rank)": True,
             'spread the weights over more GPUs (trainer.ranks, trainer.parallel = "fsdp")': True,
         }

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -42,14 +43,16 @@ class Ranks:
         self.context: Context | None = None
         self.mesh: DeviceMesh | None = None
         self._experts: DeviceMesh | None = None
-        if self.size == 1:
+        if self.size == 1 and options.compute_copy:
             return
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) != self.size:
             raise ConfigError(f"trainer.ranks = {self.size}, but {started} ranks were started; make them the same")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            # One rank is sharded, too, to have a layer's weights in the lower format only while it is computed.
+            alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if self.size == 1 else {}
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **alone)
         self.rank = dist.get_rank()
         self.files, self.calls = (dist.new_group(backend="gloo") for _ in range(2))
         if self.tensor:
