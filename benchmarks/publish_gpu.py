@@ -5,7 +5,8 @@
 Every link runs in an engine of its own, one after the other in the same run. The gap is the time between two
 consecutive tokens of all sequences, seen where they arrive; the hold of a publish is the largest gap from its start to
 a quarter of a second after its end, less the median gap. Undisturbed is the second before each publish. Sending takes
-from the call of the trainer to its answer; the transfer, from when both sides are at it.
+from the call of the trainer to its answer; the transfer, from when both sides are at it. Ready is an engine that draws
+by the new weights; a publish ends when their checksums have been compared.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ def describe(ends: list[float], start: float, end: float, stats: Any) -> dict[st
         "largest_gap_ms": max(near),
         "hold_ms": max(near) - usual,
         "sending_ms": 1000 * stats.sending,
+        "ready_ms": 1000 * stats.ready,
         "publish_ms": 1000 * stats.total,
         "tokens_per_s": SEQUENCES * len(quiet) / (sum(quiet) / 1000),
         # Of what would have come in that time, how much came.

@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 BOUND = 1e-5
+LONG = 500
 TRAINER = "slipstream.verification:ChangingTrainer"
 
 
@@ -36,6 +38,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("vllm") / "model"
     save_model(path, head_dim=32)
     return path
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of long sequences, which are still being drawn when something is done to them on a busy machine."""
+    path = tmp_path_factory.mktemp("vllm") / "patient"
+    save_model(path, head_dim=32, max_position_embeddings=1024)
+    return path
+
+
+async def begun(pools: Pools, drawing: Sequence[asyncio.Future[Completion]]) -> None:
+    """Wait until sequences in flight have ten tokens."""
+    while await pools.generator.drawn() < 10:
+        assert not all(one.done() for one in drawing), "none was in flight"
+        await asyncio.sleep(0.01)
 
 
 def config_of(model: Path, *flags: str) -> Config:
@@ -214,7 +231,7 @@ def test_no_key_of_old_weights_is_read_by_a_new_sequence(model: Path, tmp_path: 
 
 
 def test_a_swap_is_exact_where_the_core_is_a_process(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on GPUs: workers are asked by messages that nobody waits for, and steps go on until they have answered."""
     from vllm.v1.engine.core_client import SyncMPClient
@@ -224,7 +241,7 @@ def test_a_swap_is_exact_where_the_core_is_a_process(
 
     async def main() -> None:
         flags = ["--sync.link=nccl", "--sync.interruption=recompute", "--sync.verify=full"]
-        pools = await Pools.start(config_of(model, *flags), tmp_path)
+        pools = await Pools.start(config_of(patient, *flags), tmp_path)
         trainer, draw = pools.trainer.actor, pools.generator.generate
         try:
             (engine,) = pools.generator.generators
@@ -234,9 +251,8 @@ def test_a_swap_is_exact_where_the_core_is_a_process(
             await trainer.call("store", tmp_path / "0")
             drawing = []
             for version in (1, 2):
-                drawing += [asyncio.ensure_future(draw([5, 6, 7 + i], Sampling(max_tokens=200))) for i in range(12)]
-                while await pools.generator.drawn() < 10:
-                    await asyncio.sleep(0.01)
+                drawing += [asyncio.ensure_future(draw([5, 6, 7 + i], Sampling(max_tokens=LONG))) for i in range(12)]
+                await begun(pools, drawing)
                 await trainer.call("change", version)
                 await pools.link.publish(version)
                 await trainer.call("store", tmp_path / str(version))
@@ -253,19 +269,18 @@ def test_a_swap_is_exact_where_the_core_is_a_process(
 
 
 @pytest.mark.parametrize("how", ["recompute", "retry"])
-def test_a_sleep_is_exact(how: str, model: Path, tmp_path: Path) -> None:
+def test_a_sleep_is_exact(how: str, patient: Path, tmp_path: Path) -> None:
     """Sequences that slept twice, once for nothing and once for new weights, are told as what they are."""
 
     async def main() -> None:
         flags = ["--sync.placement=colocated", f"--sync.interruption={how}", "--sync.verify=full"]
-        pools = await Pools.start(config_of(model, *flags), tmp_path)
+        pools = await Pools.start(config_of(patient, *flags), tmp_path)
         trainer, draw = pools.trainer.actor, pools.generator.generate
         try:
             await pools.link.connect(0)
             await trainer.call("store", tmp_path / "0")
-            running = [asyncio.ensure_future(draw([5, 6, 7 + i], Sampling(max_tokens=200))) for i in range(8)]
-            while await pools.generator.drawn() < 10:
-                await asyncio.sleep(0.01)
+            running = [asyncio.ensure_future(draw([5, 6, 7 + i], Sampling(max_tokens=LONG))) for i in range(8)]
+            await begun(pools, running)
             async with pools.trainers_turn(publishes=False):
                 drawn = await pools.generator.drawn()
             async with pools.trainers_turn(publishes=True):

@@ -93,13 +93,13 @@ def test_the_engine_draws_while_an_adapter_is_read(served: Served, monkeypatch: 
 
     served.publish()
     served.engine.submit("old", [5, 6, 7], Sampling(max_tokens=LONG))
-    going_on, read = threading.Event(), vllm_loader.loaded
+    going_on, read = threading.Event(), vllm_loader.AdapterFile.tensors
 
     def slow(*arguments: Any) -> Any:
         assert going_on.wait(60)
         return read(*arguments)
 
-    monkeypatch.setattr(vllm_loader, "loaded", slow)
+    monkeypatch.setattr(vllm_loader.AdapterFile, "tensors", slow)
     old = {name: p.clone() for name, p in trained_parameters(served.policy).items()}
     ticket = served.change()
     served.weights.prepare(ticket)

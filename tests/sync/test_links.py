@@ -305,7 +305,7 @@ def make_lora(seed: int) -> Any:
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory has a name here")
 def test_adapters_lie_in_memory_that_goes_with_its_process(tmp_path: Path) -> None:
     """An engine reads them as PEFT's files; a killed trainer leaves links to nothing, and the next removes them."""
-    from slipstream.sync.adapters import AdapterSender, loaded
+    from slipstream.sync.adapters import AdapterFile, AdapterSender
 
     vllm = ["--lora.rank=4", "--sync.link=lora", "--generator.kind=vllm"]
     config = load_config(None, ["--model.path=m", "--environment.name=e", *vllm])
@@ -322,7 +322,7 @@ def test_adapters_lie_in_memory_that_goes_with_its_process(tmp_path: Path) -> No
     assert set(Path("/dev/shm").iterdir()) <= before
     sender = AdapterSender(parameters, config, tmp_path, 1)
     ticket = sender.stage(4)
-    there = loaded(Path(ticket["path"]), DEVICE)
+    there = AdapterFile(Path(ticket["path"])).tensors(DEVICE)
     assert torch.equal(there["a.lora_A.weight"], next(iter(parameters.values())))
     assert json.loads((Path(ticket["path"]) / "adapter_config.json").read_text())["r"] == 4
     sender.release(ticket)
@@ -334,7 +334,7 @@ def test_staged_adapters_are_a_file_of_safetensors(dtype: torch.dtype, tmp_path:
     """Of sizes that nothing divides, over several versions; each parameter is read once, since ranks gather it then."""
     from safetensors.torch import load_file
 
-    from slipstream.sync.adapters import AdapterSender, loaded
+    from slipstream.sync.adapters import AdapterFile, AdapterSender
 
     class Read(dict[str, torch.Tensor]):
         def values(self) -> Any:
@@ -358,7 +358,10 @@ def test_staged_adapters_are_a_file_of_safetensors(dtype: torch.dtype, tmp_path:
         assert sorted(read) == sorted(parameters)
         assert Path(ticket["path"]).name == f"policy-v{version}"
         wanted = {name.replace(".default", ""): p.to(dtype) for name, p in dict(parameters).items()}
-        files = load_file(Path(ticket["path"]) / "adapter_model.safetensors"), loaded(Path(ticket["path"]), DEVICE)
+        files = (
+            load_file(Path(ticket["path"]) / "adapter_model.safetensors"),
+            AdapterFile(Path(ticket["path"])).tensors(DEVICE),
+        )
         for found in files:
             assert found.keys() == wanted.keys()
             assert all(found[n].dtype == dtype and torch.equal(found[n], wanted[n]) for n in wanted)

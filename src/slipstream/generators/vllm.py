@@ -81,7 +81,11 @@ class VllmEngine:
         self.draining = self.asleep = False
         self.tokens_generated = 0
         self.tokens_wasted = 0
-        self.busy_seconds = 0.0
+        self.busy_seconds = 0.0  # in which there were sequences to go on with
+        self._beside = hasattr(
+            self._llm.engine_core, "call_utility"
+        )  # whether the core is a process, which does not wait
+        self._went_on: float | None = None  # since when it does
         self._adapters = AdapterWeights(self._llm, config.loop.max_lag + 2) if config.sync.link == "lora" else None
         self._requests: dict[str, _Request] = {}
         self._unsettled: tuple[Counts, Interruption, list[_Request]] | None = None
@@ -128,12 +132,14 @@ class VllmEngine:
         """Let vLLM go on for one step, if it is awake. Returns what finished."""
         while self._waiting and not self.draining:
             self._start(self._waiting.popleft())
-        finished = []
+        finished, began, self._went_on = [], self._went_on, None
         if self._requests and not self.asleep:
-            began = time.perf_counter()
+            began = began or time.perf_counter()
             outputs = [output for output in self._llm.step() if output.finished]
-            self.busy_seconds += time.perf_counter() - began
+            ended = time.perf_counter()
+            self.busy_seconds += ended - began
             finished = [(request, output) for output in outputs if (request := self._pop(output.request_id))]
+            self._went_on = ended if self._requests and self._beside else None
         if self._unsettled:  # asked after the step, whose tokens would have to wait for the answer
             self._late += finished
             finished = self._settle()
@@ -153,8 +159,9 @@ class VllmEngine:
         began = time.perf_counter()
         core = self._llm.engine_core
         recompute = how == "recompute" and not self.asleep  # else all keys and values are gone already
-        paused = recompute and hasattr(core, "call_utility")  # in one process nothing runs between two steps
+        paused = recompute and self._beside  # in one process nothing runs between two steps
         if paused:
+            self._went_on = None
             core.call_utility("pause_scheduler", "keep", False)
         try:
             counts = apply()

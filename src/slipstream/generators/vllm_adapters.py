@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from slipstream.config import Config
 from slipstream.generators.vllm_calls import Answer, post
-from slipstream.sync.adapters import plain
+from slipstream.sync.adapters import WEIGHTS, plain
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket
 
@@ -35,7 +35,7 @@ class AdapterWeights:
 
         asked = post(self._llm, "slipstream_load", ticket)
         self._loaded = Answer(self._llm, "slipstream_loaded", asked)
-        self._coming = (request_of(ticket), safe_open(Path(ticket["path"]) / "adapter_model.safetensors", "pt"))
+        self._coming = (request_of(ticket), safe_open(Path(ticket["path"]) / WEIGHTS, "pt"))
 
     def prepared(self) -> bool:
         """Whether every worker has it in its slot. Raises what went wrong."""
@@ -51,7 +51,7 @@ class AdapterWeights:
         return dict
 
     def held(self) -> float:
-        """Seconds for which passes waited while the newest adapter was copied into its slot."""
+        """Seconds for which passes waited until the newest adapter was known."""
         return self._held
 
     def check(self, names: Sequence[str]) -> None:

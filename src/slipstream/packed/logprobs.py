@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 2**24  # logits held at once: 64 MiB in float32
-CHUNK_ON_GPU = 2**29
+CHUNK_ON_GPU = 2**27
 
 
 def head_logprobs(

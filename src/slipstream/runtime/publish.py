@@ -83,14 +83,14 @@ class WeightLink:
         if self._released:
             await self._released
         try:
-            holds, sending = await self._bring(version, verify or self._sync.verify, free)
+            holds, sending, ready = await self._bring(version, verify or self._sync.verify, free)
         except Exception as error:
             for generator in self._members:
                 if generator.doubted is not None:  # nobody knows by now whether what it serves is right
                     generator.give_up(f"{generator.actor.name} was taken out of the pool: {error}")
             raise
         lost, self._lost = tuple(self._lost), []
-        return PublishStats(version, max(holds), sending, time.perf_counter() - began, lost)
+        return PublishStats(version, max(holds), sending, ready - began, time.perf_counter() - began, lost)
 
     async def close(self) -> None:
         """Both ends close with their processes."""
@@ -105,7 +105,7 @@ class WeightLink:
         await asyncio.gather(*calls)
         self._joined = list(self._members)
 
-    async def _bring(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[float], float]:
+    async def _bring(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[float], float, float]:
         """Publish to all members, and where some of them fail to those that are left. Returns what `_attempt` does.
 
         Once the trainer is free, its weights may be others, and nothing can be sent again.
@@ -123,8 +123,8 @@ class WeightLink:
                     raise
                 self._lose(await self._guilty(error))
 
-    async def _attempt(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[float], float]:
-        """Publish to all members. Returns how long each was held, and how long sending took."""
+    async def _attempt(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[float], float, float]:
+        """Publish to all members. Returns how long each was held, how long sending took, and when all drew by it."""
         names = chosen(self._names, version, verify)
         ticket = await self._trainer.call("stage", version)
         await self._hand_over()
@@ -139,6 +139,7 @@ class WeightLink:
             await _unless(sent, self._each(prepares, lambda: self._collective and not free.is_set()))
             swaps = [self._swap(g, version) for g in self._members]
             holds = await _unless(sent, self._each(swaps, lambda: self._at_swap))
+            ready = time.perf_counter()
             sending = await sent
         finally:
             sent.cancel()
@@ -149,7 +150,7 @@ class WeightLink:
         await self._compare(names, wanted, version)
         for generator in self._members:
             generator.trust()
-        return list(holds.values()), sending
+        return list(holds.values()), sending, ready
 
     async def _each(self, calls: Iterable[Awaitable[Any]], together: Callable[[], bool] = lambda: False) -> Answers:
         """What each member answers. Who fails is lost if others don't; of what they do together, all have failed."""

@@ -59,7 +59,9 @@ class RestartLink:
         for old in sorted(self._directory.iterdir(), key=version_of, reverse=True)[self._keep :]:
             shutil.rmtree(old)
         ended = time.perf_counter()
-        return PublishStats(version, ended - stopped, sending, ended - began, tuple(str(e) for e in failed))
+        return PublishStats(
+            version, ended - stopped, sending, ended - began, ended - began, tuple(str(e) for e in failed)
+        )
 
     async def close(self) -> None:
         """Remove what shall not outlive the run."""

@@ -153,12 +153,12 @@ class GeneratorService:
                 reply(None)
             except Exception as error:
                 reply(error)
-        for key, completion in self._engine.step() if not self._unknown else ():
-            self._replies.pop(key)(completion)
         if self._swapped and self._engine.settled:
             held, reply = self._swapped
             self._swapped = None
             reply((max(held, self._served.held()), self.stats()))
+        for key, completion in self._engine.step() if not self._unknown else ():
+            self._replies.pop(key)(completion)
 
     def _answer_when_known(self, ask: Callable[[], Any], reply: Reply) -> None:
         try:

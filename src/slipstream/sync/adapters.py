@@ -19,8 +19,9 @@ from torch import Tensor
 
 from slipstream.config import Config
 from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
-from slipstream.sync.shared import allocate, free
+from slipstream.sync.shared import allocate, free, page_locked, unlocked
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # that safetensors has for number formats of `model.dtype`
 
 
@@ -45,12 +46,12 @@ class AdapterSender(Sender):
         self._shapes = shapes_of(parameters)
         head, size = head_of({plain(name): shape for name, shape in self._shapes.items()}, self._dtype)
         self._files = {
-            "adapter_config.json": _file(json.dumps(described).encode()),
-            "adapter_model.safetensors": _file(head, size),
+            CONFIG: _file(json.dumps(described).encode()),
+            WEIGHTS: _file(head, size),
         }
-        path = self._files["adapter_model.safetensors"][1]
-        memory = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
-        self._data = memory[len(head) :].view(self._dtype)
+        path = self._files[WEIGHTS][1]
+        self._memory = page_locked(torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8))
+        self._data = self._memory[len(head) :].view(self._dtype)
 
     def offer(self) -> Ticket:
         return {"shapes": self._shapes}
@@ -78,6 +79,7 @@ class AdapterSender(Sender):
 
     def close(self) -> None:
         self.release({})
+        unlocked(self._memory)
         for handle, memory in self._files.values():
             free(handle, memory)
 
@@ -116,14 +118,28 @@ def _file(start: bytes, room: int = 0) -> tuple[int, str]:
     return handle, path
 
 
-def loaded(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """A version's adapters by their names in its file, which gets to the device by one copy."""
-    file = path / "adapter_model.safetensors"
-    data = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-    start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
-    described = json.loads(data[8:start].numpy().tobytes())
-    described.pop("__metadata__")
-    dtype = next(dtype for dtype, name in NAMES.items() if name == next(iter(described.values()))["dtype"])
-    there = data[start:].to(device, copy=True).view(dtype)
-    parts = torch.split(there, [prod(one["shape"]) for one in described.values()])
-    return {name: part.view(one["shape"]) for (name, one), part in zip(described.items(), parts, strict=True)}
+class AdapterFile:
+    """The file of versions that a reader has open: all of them lie in the same memory."""
+
+    def __init__(self, version: Path) -> None:
+        path = version / WEIGHTS
+        self._target = path.readlink()
+        self._data = page_locked(torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8))
+        start = 8 + int.from_bytes(self._data[:8].numpy().tobytes(), "little")
+        self._described = json.loads(self._data[8:start].numpy().tobytes())
+        self._described.pop("__metadata__")
+        self._values = self._data[start:]
+
+    def is_of(self, version: Path) -> bool:
+        """Whether this version lies in the same memory."""
+        return (version / WEIGHTS).readlink() == self._target
+
+    def tensors(self, device: torch.device) -> dict[str, Tensor]:
+        """What lies there now, on a device, by names; one copy brings it."""
+        formats = {name: dtype for dtype, name in NAMES.items()}
+        there = self._values.to(device, copy=True).view(formats[next(iter(self._described.values()))["dtype"]])
+        parts = torch.split(there, [prod(one["shape"]) for one in self._described.values()])
+        return {name: part.view(one["shape"]) for (name, one), part in zip(self._described.items(), parts, strict=True)}
+
+    def close(self) -> None:
+        unlocked(self._data)

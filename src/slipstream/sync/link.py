@@ -88,7 +88,8 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class PublishStats:
-    """One publish in seconds: the longest that a generator was held between two passes, sending, and all of it.
+    """One publish in seconds: the longest that a generator was held between two passes, sending, the time until every
+    generator drew by it, and all of it with the comparison of checksums.
 
     `lost` says of each generator that has left the pool since the last one, why.
     """
@@ -96,6 +97,7 @@ class PublishStats:
     version: int
     hold: float
     sending: float
+    ready: float
     total: float
     lost: tuple[str, ...] = ()
 

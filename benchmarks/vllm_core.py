@@ -1,0 +1,108 @@
+"""Tokens per second of a vLLM generator with vLLM's core in its own process, and in a process beside it.
+
+    python benchmarks/vllm_core.py [--shape 1.7B] [--sequences 768] [--rounds 3] [--json FILE] [config flags]
+
+What the core draws passes to the generator's process as messages, log-probabilities and all, unless both are one. Each
+way has an engine of its own, in a process of its own, one after the other; sequences are all of one length, and there
+are more of them than slots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from work import SHAPES, save_model
+
+from slipstream.config import load_config
+from slipstream.generators.vllm import VllmEngine
+from slipstream.rollout import Sampling
+
+GPU = torch.cuda.is_available()
+WAYS = {"one process": "0", "two processes": "1"}  # of `VLLM_ENABLE_V1_MULTIPROCESSING`
+
+
+def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    config = load_config(None, [
+        f"--model.path={options.model}", f"--model.dtype={'bfloat16' if GPU else 'float32'}",
+        "--environment.name=addition", "--generator.kind=vllm", f"--generator.slots={options.slots}",
+        f"--generator.context={options.prompt + options.completion}",
+        f"--sampling.max_tokens={options.completion}", *flags,
+    ])  # fmt: skip
+    engine = VllmEngine(config)
+    words = SHAPES[options.shape]["vocab_size"]
+    rounds = [drawn(engine, words, options, number) for number in range(options.rounds + 1)][1:]
+    return {"tokens_per_s": statistics.median(rounds), "rounds": rounds}
+
+
+def drawn(engine: VllmEngine, words: int, options: argparse.Namespace, number: int) -> float:
+    """Tokens per second of one round; the first one warms up."""
+    began, tokens = time.perf_counter(), 0
+    for i in range(options.sequences):
+        prompt = [(number * 7919 + i * 31 + place * 17) % words for place in range(options.prompt)]
+        engine.submit((number, i), prompt, Sampling(max_tokens=options.completion))
+    while engine.busy:
+        tokens += sum(len(completion.token_ids) for _, completion in engine.step())
+    return tokens / (time.perf_counter() - began)
+
+
+def last_line(command: list[str], environment: dict[str, str]) -> Any:
+    """What the command has found; it ends with all that it started."""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, start_new_session=True)
+        try:
+            if process.wait():
+                raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        said.seek(0)
+        return json.loads(said.read().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1.7B")
+    parser.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
+    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--sequences", type=int, default=768)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--completion", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--way", choices=WAYS, help="measure one way in this process")
+    parser.add_argument("--json", type=Path)
+    options, flags = parser.parse_known_args()
+    if options.way:
+        print(json.dumps(measure(options, flags)), flush=True)
+        os._exit(0)  # whatever vLLM has left
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.model:
+            save_model(options.shape, Path(folder), torch.bfloat16 if GPU else torch.float32)
+        found = {}
+        for way, value in WAYS.items():
+            command = [sys.executable, *sys.argv, f"--way={way}", f"--model={options.model or folder}"]
+            environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": value}
+            found[way] = last_line(command, environment)
+            print(way, json.dumps(found[way]), flush=True)
+    if options.json:
+        result = {
+            "command": " ".join(["python", *sys.argv]),
+            "device": torch.cuda.get_device_name() if GPU else "CPU",
+            "results": found,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
