@@ -1,13 +1,15 @@
 """The same work in TRL's asynchronous GRPO trainer (1.10), beside ours: trainers alone, or with vLLM generating.
 
-    python benchmarks/peer_trl.py rollouts [--with ours defaults large unchecked] [--json FILE]   # one GPU
+    python benchmarks/peer_trl.py rollouts [--with ours lean defaults large unchecked] [--json FILE]   # one GPU
     python benchmarks/peer_trl.py run [--with defaults unchecked] [--json FILE]                   # two GPUs
 
 `rollouts` trains on rollouts that are ready, the same for all, so that nobody waits. `run` has TRL's own rollout worker
 and weight transfer, with a `vllm serve` started as TRL's documentation says; it is to be set beside
-`benchmarks/end_to_end.py`. Each trainer runs in a process of its own. TRL's settings, all with as many tokens in an
-optimizer step as ours:
+`benchmarks/end_to_end.py`. Each trainer runs in a process of its own. The settings, all with as many tokens in an
+optimizer step, ours and then TRL's:
 
+    ours        our defaults
+    lean        ours with the least memory: layers computed again, no second copy of the weights, small micro-batches
     defaults    its own: activation checkpointing, micro-batches of the server's longest sequence, 4,096 tokens
     large       the same with micro-batches of 40,960 tokens
     unchecked   no activation checkpointing, micro-batches of 10,240 tokens
@@ -49,6 +51,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "large": {"token_budget": 40960},
     "unchecked": {"token_budget": 10240, "gradient_checkpointing": False},
 }
+OURS = {
+    "ours": [],
+    "lean": ["--trainer.compute_copy=false", "--trainer.activation_checkpointing=full",
+             "--trainer.tokens_per_microbatch=6144"],
+}  # fmt: skip
 HERE = Path(__file__).parent
 
 
@@ -73,7 +80,7 @@ def main() -> None:
     if options.what == "one":
         print(json.dumps(train(options)), flush=True)
         os._exit(0)  # whatever threads are left
-    settings = options.settings or (["ours"] if options.what == "rollouts" else []) + list(SETTINGS)
+    settings = options.settings or (list(OURS) if options.what == "rollouts" else []) + list(SETTINGS)
     options.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
         server: Server | None = None
@@ -90,7 +97,7 @@ def main() -> None:
             try:
                 if options.what == "run" and server is None:
                     server = servers.enter_context(Server(options.model, options.logs / "trl_server.log"))
-                found = ours(options) if setting == "ours" else theirs(options, setting, server)
+                found = ours(options, setting) if setting in OURS else theirs(options, setting, server)
             except Exception as error:
                 traceback.print_exc()
                 found, server = {"error": str(error)[-2000:]}, None
@@ -104,14 +111,14 @@ def main() -> None:
 # The processes
 
 
-def ours(options: argparse.Namespace) -> dict[str, Any]:
+def ours(options: argparse.Namespace, setting: str) -> dict[str, Any]:
     """Our trainer on the rollouts of `Ready`, by `benchmarks/trainer.py`."""
     command = [
         sys.executable, str(HERE / "trainer.py"), "--shape", options.shape, "--model", str(options.model), "--lengths",
         str(options.prompt), str(options.completion), "--tokens", str(tokens_a_step(options)),
-        "--warmup", str(options.warmup), "--steps", str(options.steps),
+        "--warmup", str(options.warmup), "--steps", str(options.steps), *OURS[setting],
     ]  # fmt: skip
-    return finish(command, options.logs / "ours.log", options.seconds, own_gpu(0))
+    return finish(command, options.logs / f"{setting}.log", options.seconds, own_gpu(0))
 
 
 def theirs(options: argparse.Namespace, setting: str, server: Server | None) -> dict[str, Any]:
