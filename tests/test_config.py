@@ -89,6 +89,13 @@ def test_every_option_is_documented_once() -> None:
         (["--lora.base=4bit"], "does not go with lora.rank = 0, which trains every weight"),
         (["--lora.base=4bit", "--lora.rank=8", "--trainer.ranks=2"], 'does not go with trainer.parallel = "fsdp"'),
         (["--trainer.ranks=4", "--trainer.context_parallel=3"], "context_parallel = 3 must divide trainer.ranks = 4"),
+        (["--trainer.compute_copy=false"], 'compute_copy = false does not go with model.dtype = "float32"'),
+        (
+            ["--trainer.compute_copy=false", "--trainer.ranks=2"],
+            "compute_copy = false does not go with trainer.ranks = 2",
+        ),
+        (["--trainer.compute_copy=false", "--trainer.parallel=ddp"], 'does not go with trainer.parallel = "ddp"'),
+        (["--trainer.compute_copy=false", "--lora.rank=4", "--model.dtype=bfloat16"], "go with lora.rank = 4"),
         (["--trainer.ranks=2", "--trainer.expert_parallel=2", "--trainer.parallel=ddp"], 'parallel = "ddp"; set it to'),
         (["--trainer.ranks=2", "--trainer.expert_parallel=2", "--lora.experts=true"], "with lora.experts; set it to"),
         (["--trainer.ranks=2", "--trainer.shards=2", "--trainer.parallel=ddp"], 'with trainer.parallel = "fsdp"'),

@@ -514,6 +514,8 @@ class Config(Section):
         if not trainer.compute_copy:
             _refuse_beside("trainer.compute_copy = false", (
                 (trainer.ranks > 1, f'trainer.ranks = {trainer.ranks}, which keep none with "fsdp"', "leave it out"),
+                (trainer.parallel != "fsdp", f'trainer.parallel = "{trainer.parallel}"', 'leave that out'),
+                (self.model.dtype == "float32", 'model.dtype = "float32", which needs none', "leave it out"),
                 (self.lora.rank > 0, f"lora.rank = {self.lora.rank}, whose base has no other copy", "leave it out"),
                 (sync.link == "single_copy", 'sync.link = "single_copy", which is that copy', "leave it out"),
                 (sync.placement == "colocated", 'sync.placement = "colocated"', 'use "disaggregated"'),

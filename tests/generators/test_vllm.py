@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -254,7 +255,8 @@ def test_a_swap_is_exact_where_the_core_is_a_process(
                 drawing += [asyncio.ensure_future(draw([5, 6, 7 + i], Sampling(max_tokens=LONG))) for i in range(12)]
                 await begun(pools, drawing)
                 await trainer.call("change", version)
-                await pools.link.publish(version)
+                published = await pools.link.publish(version)
+                assert 0 < published.ready < published.total
                 await trainer.call("store", tmp_path / str(version))
             completions = await asyncio.gather(*drawing)
             for c in completions:
@@ -262,6 +264,14 @@ def test_a_swap_is_exact_where_the_core_is_a_process(
                 for span in c.spans:
                     assert_drawn_by(tmp_path / str(span.version), c, span.start, span.end)
             assert {(0, 1), (1, 2)} & {c.versions for c in completions}, "none was in flight"
+            before, start = (await engine.stats())["busy"], time.perf_counter()
+            given_up = asyncio.ensure_future(draw([5, 6, 7], Sampling(max_tokens=LONG)))
+            await begun(pools, [given_up])
+            given_up.cancel()
+            await asyncio.sleep(2)
+            await draw([5, 6, 7], Sampling(max_tokens=2))
+            busy, passed = (await engine.stats())["busy"] - before, time.perf_counter() - start
+            assert 0 < busy < passed - 1, "an engine without sequences is not busy"
         finally:
             await pools.close()
 

@@ -322,11 +322,33 @@ def test_adapters_lie_in_memory_that_goes_with_its_process(tmp_path: Path) -> No
     assert set(Path("/dev/shm").iterdir()) <= before
     sender = AdapterSender(parameters, config, tmp_path, 1)
     ticket = sender.stage(4)
-    there = AdapterFile(Path(ticket["path"])).tensors(DEVICE)
+    file = AdapterFile(Path(ticket["path"]))
+    there = file.tensors(DEVICE)
+    file.close()
     assert torch.equal(there["a.lora_A.weight"], next(iter(parameters.values())))
     assert json.loads((Path(ticket["path"]) / "adapter_config.json").read_text())["r"] == 4
     sender.release(ticket)
     assert not (tmp_path / "adapters").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory has a name here")
+def test_a_reader_of_adapters_knows_their_memory_from_other_memory_of_that_name(tmp_path: Path) -> None:
+    """The next sender of a process may get the same number for its file."""
+    from slipstream.sync.adapters import AdapterFile, AdapterSender
+
+    vllm = ["--lora.rank=4", "--sync.link=lora", "--generator.kind=vllm"]
+    config = load_config(None, ["--model.path=m", "--environment.name=e", *vllm])
+    parameters = {"a.lora_A.default.weight": torch.nn.Parameter(torch.randn(4, 8))}
+    sender = AdapterSender(parameters, config, tmp_path, 1)
+    version = Path(sender.stage(1)["path"])
+    file, name = AdapterFile(version), (version / "adapter_model.safetensors").readlink()
+    version = Path(sender.stage(2)["path"])
+    assert file.is_of(version)
+    sender.close()
+    version = Path(AdapterSender(parameters, config, tmp_path, 1).stage(3)["path"])
+    assert (version / "adapter_model.safetensors").readlink() == name
+    assert not file.is_of(version)
+    file.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -358,10 +380,9 @@ def test_staged_adapters_are_a_file_of_safetensors(dtype: torch.dtype, tmp_path:
         assert sorted(read) == sorted(parameters)
         assert Path(ticket["path"]).name == f"policy-v{version}"
         wanted = {name.replace(".default", ""): p.to(dtype) for name, p in dict(parameters).items()}
-        files = (
-            load_file(Path(ticket["path"]) / "adapter_model.safetensors"),
-            AdapterFile(Path(ticket["path"])).tensors(DEVICE),
-        )
+        file = AdapterFile(Path(ticket["path"]))
+        files = load_file(Path(ticket["path"]) / "adapter_model.safetensors"), file.tensors(DEVICE)
+        file.close()
         for found in files:
             assert found.keys() == wanted.keys()
             assert all(found[n].dtype == dtype and torch.equal(found[n], wanted[n]) for n in wanted)

@@ -82,10 +82,8 @@ class VllmEngine:
         self.tokens_generated = 0
         self.tokens_wasted = 0
         self.busy_seconds = 0.0  # in which there were sequences to go on with
-        self._beside = hasattr(
-            self._llm.engine_core, "call_utility"
-        )  # whether the core is a process, which does not wait
-        self._went_on: float | None = None  # since when it does
+        self._beside = hasattr(self._llm.engine_core, "call_utility")  # whether vLLM's core is a process of its own
+        self._went_on: float | None = None  # since when that has drawn on, while nobody was in `step`
         self._adapters = AdapterWeights(self._llm, config.loop.max_lag + 2) if config.sync.link == "lora" else None
         self._requests: dict[str, _Request] = {}
         self._unsettled: tuple[Counts, Interruption, list[_Request]] | None = None
@@ -264,6 +262,8 @@ class VllmEngine:
 
     def _pop(self, name: str) -> _Request | None:
         request = self._requests.pop(name, None)
+        if not self._requests:
+            self._went_on = None
         if request and self._adapters:
             self._adapters.ended(request.adapter)
         return request

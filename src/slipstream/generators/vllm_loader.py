@@ -34,6 +34,8 @@ class AdapterLoader:
 
     def prepare(self, ticket: Ticket) -> None:
         """Begin to read a version, in a thread that keeps no process from its end."""
+        if None not in self._slots.lora_index_to_id:
+            raise RuntimeError("vLLM has no free slot for an adapter: generator.options.max_loras is too low")
         # Nobody else takes a slot: there is one for every version that may be in use, and for this one.
         slot, read = self._slots.lora_index_to_id.index(None), Future[LoRAModel]()
         self._coming = (read, slot)
@@ -64,6 +66,7 @@ class AdapterLoader:
             if self._file is None or not self._file.is_of(path):
                 if self._file:
                     self._file.close()
+                self._file = None
                 self._file = AdapterFile(path)
             reader = copy.copy(self._worker_manager)
             reader._lora_model_cls = _adapter_of(self._file.tensors(reader.device))

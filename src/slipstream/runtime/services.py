@@ -133,8 +133,8 @@ class GeneratorService:
         """Swap weights or fall asleep if that is asked for, and the engine drained where it has to be; then take one
         step, if it is awake. After a swap that failed none is taken: weights may be in place in part."""
         how = self._config.sync.interruption
-        if self._awaited:
-            self._answer_when_known(*self._awaited)
+        if (self._awaited and self._answer_when_known(*self._awaited)) or self._answer_a_swap():
+            return  # who asked is told before the next step ends
         if self._swap or self._sleep:
             self._engine.draining = how == "drain" and self._engine.running > 0
         if self._swap and not self._engine.draining:
@@ -153,14 +153,20 @@ class GeneratorService:
                 reply(None)
             except Exception as error:
                 reply(error)
-        if self._swapped and self._engine.settled:
-            held, reply = self._swapped
-            self._swapped = None
-            reply((max(held, self._served.held()), self.stats()))
-        for key, completion in self._engine.step() if not self._unknown else ():
+        for key, completion in self._engine.step() if not self._unknown and not self._answer_a_swap() else ():
             self._replies.pop(key)(completion)
 
-    def _answer_when_known(self, ask: Callable[[], Any], reply: Reply) -> None:
+    def _answer_a_swap(self) -> bool:
+        """Tell who asked for a swap what it cost, once it is known which version drew which token."""
+        if not self._swapped or not self._engine.settled:
+            return False
+        held, reply = self._swapped
+        self._swapped = None
+        reply((max(held, self._served.held()), self.stats()))
+        return True
+
+    def _answer_when_known(self, ask: Callable[[], Any], reply: Reply) -> bool:
+        """Tell who asked, if it is known. Returns whether it was."""
         try:
             answer = ask()
         except Exception as error:
@@ -170,6 +176,7 @@ class GeneratorService:
             reply(answer)
         elif not self._engine.busy:
             time.sleep(0.001)
+        return answer is not None
 
     def lend(self, shapes: dict[str, list[int]]) -> list[dict[str, str]]:
         """Handles of the served weights of each rank, for a trainer that computes on them (`sync.single_copy`)."""

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from slipstream.config import Config
 from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
-from slipstream.sync.shared import allocate, free, page_locked, unlocked
+from slipstream.sync.pages import PageLock
+from slipstream.sync.shared import allocate, free
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # that safetensors has for number formats of `model.dtype`
@@ -50,8 +51,8 @@ class AdapterSender(Sender):
             WEIGHTS: _file(head, size),
         }
         path = self._files[WEIGHTS][1]
-        self._memory = page_locked(torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8))
-        self._data = self._memory[len(head) :].view(self._dtype)
+        memory = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
+        self._data, self._locked = memory[len(head) :].view(self._dtype), PageLock(memory)
 
     def offer(self) -> Ticket:
         return {"shapes": self._shapes}
@@ -79,7 +80,7 @@ class AdapterSender(Sender):
 
     def close(self) -> None:
         self.release({})
-        unlocked(self._memory)
+        self._locked.release()
         for handle, memory in self._files.values():
             free(handle, memory)
 
@@ -123,16 +124,17 @@ class AdapterFile:
 
     def __init__(self, version: Path) -> None:
         path = version / WEIGHTS
-        self._target = path.readlink()
-        self._data = page_locked(torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8))
+        self._identity = identity(path)
+        self._data = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
         start = 8 + int.from_bytes(self._data[:8].numpy().tobytes(), "little")
         self._described = json.loads(self._data[8:start].numpy().tobytes())
         self._described.pop("__metadata__")
         self._values = self._data[start:]
+        self._locked = PageLock(self._data)
 
     def is_of(self, version: Path) -> bool:
         """Whether this version lies in the same memory."""
-        return (version / WEIGHTS).readlink() == self._target
+        return identity(version / WEIGHTS) == self._identity
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         """What lies there now, on a device, by names; one copy brings it."""
@@ -142,4 +144,10 @@ class AdapterFile:
         return {name: part.view(one["shape"]) for (name, one), part in zip(self._described.items(), parts, strict=True)}
 
     def close(self) -> None:
-        unlocked(self._data)
+        self._locked.release()
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """Of what a path leads to, as long as that is open: names of memory are given again."""
+    found = path.stat()
+    return found.st_dev, found.st_ino

@@ -124,19 +124,3 @@ def free(handle: int, path: str) -> None:
     os.close(handle)
     with contextlib.suppress(OSError):  # in memory it has no name
         Path(path).unlink()
-
-
-def page_locked(memory: Tensor) -> Tensor:
-    """The same memory, kept where a GPU can copy from and to it by itself; where the system refuses, copies are slower.
-
-    It has to be `unlocked` before it goes.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
-    return memory
-
-
-def unlocked(memory: Tensor) -> None:
-    """Let go of memory that was `page_locked`."""
-    if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -91,7 +91,12 @@ class Ranks:
         The weights may lie on the CPU: a layer goes to the device to be cut up, one at a time.
         """
         if not policy.packs:  # each rank would gather a layer as often as it has sequences
-            raise ConfigError('trainer.parallel = "fsdp" can\'t train a model whose layers carry a state; use "ddp"')
+            what, remedy = (
+                ('trainer.parallel = "fsdp"', 'use "ddp"')
+                if self.size > 1
+                else ("trainer.compute_copy = false", "leave it out")
+            )
+            raise ConfigError(f"{what} can't train a model whose layers carry a state; {remedy}")
         mixed = MixedPrecisionPolicy(
             param_dtype=None if compute == torch.float32 else compute,
             reduce_dtype=torch.float32,

@@ -87,6 +87,8 @@ class Trainer:
         elif self.ranks.tensor:
             parts = {name: part_here(p.detach()) for name, p in self.parameters.items()}
             compute_on(self.model, self.parameters, parts)
+        full, apart = not config.lora.rank, config.sync.placement != "colocated" and config.sync.link != "single_copy"
+        self._spare_copy = bool(self._lowered) and full and apart and options.ranks == 1 and options.parallel == "fsdp"
         self._optimizer = torch.optim.AdamW(
             [{"params": group} for group in by_mesh(self.parameters.values())],
             lr=options.learning_rate,
@@ -129,7 +131,7 @@ class Trainer:
         chosen = [i for i, s in enumerate(every) if any(s.advantages) or not passes]
         summed = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         highest = torch.full((), -math.inf, device=self.device)
-        with naming_remedies(self._options):
+        with naming_remedies(self._options, self._spare_copy):
             for micro in self._micro_batches([every[i] for i in chosen], batch.version):
                 found = self._learn(micro, weights[[chosen[i] for i in micro.order]])
                 if self.ranks.counts and not micro.filler:
