@@ -10,6 +10,7 @@ optimizer step, ours and then TRL's:
 
     ours        our defaults
     lean        ours with the least memory: layers computed again, no second copy of the weights, small micro-batches
+                (bfloat16, so on a GPU alone)
     defaults    its own: activation checkpointing, micro-batches of the server's longest sequence, 4,096 tokens
     large       the same with micro-batches of 40,960 tokens
     unchecked   no activation checkpointing, micro-batches of 10,240 tokens
@@ -80,7 +81,7 @@ def main() -> None:
     if options.what == "one":
         print(json.dumps(train(options)), flush=True)
         os._exit(0)  # whatever threads are left
-    settings = options.settings or (list(OURS) if options.what == "rollouts" else []) + list(SETTINGS)
+    settings = options.settings or (list(OURS) if options.what == "rollouts" and GPU else []) + list(SETTINGS)
     options.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as servers:
         server: Server | None = None

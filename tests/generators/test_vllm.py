@@ -22,7 +22,7 @@ from slipstream.config import Config, load_config
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.local import Pools
-from tests.conftest import build_tokenizer, save_model
+from tests.conftest import build_model, build_tokenizer, save_model
 from tests.processes import descendants
 
 pytestmark = [
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 BOUND = 1e-5
-LONG = 500
+LONG = 300
 TRAINER = "slipstream.verification:ChangingTrainer"
 
 
@@ -43,9 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of long sequences, which are still being drawn when something is done to them on a busy machine."""
+    """A model that never ends a sequence by itself: they are still drawn when something is done to them."""
     path = tmp_path_factory.mktemp("vllm") / "patient"
-    save_model(path, head_dim=32, max_position_embeddings=1024)
+    build_model(head_dim=32, max_position_embeddings=1024).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
     return path
 
 
@@ -312,8 +313,6 @@ def test_a_sleep_is_exact(how: str, patient: Path, tmp_path: Path) -> None:
 
 def test_experts_that_vllm_has_packed_are_refused_by_name(tmp_path: Path) -> None:
     """As on CPUs; where they are a plain stack they are written in place."""
-    from tests.conftest import build_model
-
     moe = tmp_path / "moe"
     build_model("qwen3_moe", head_dim=32, eos_token_id=1, pad_token_id=0).save_pretrained(moe)
     build_tokenizer().save_pretrained(moe)

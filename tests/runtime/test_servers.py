@@ -362,7 +362,7 @@ async def hang(body: dict[str, Any]) -> Any:
 @pytest.fixture(autouse=True)
 def short_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "server" not in request.fixturenames:
-        monkeypatch.setattr(servers, "LIMIT", 0.6)
+        monkeypatch.setattr(servers, "LIMIT", 2.0)
         monkeypatch.setattr(servers, "WATCH", 0.2)
         monkeypatch.setattr(servers, "PAUSE", 0.01)
 
@@ -389,7 +389,7 @@ def test_a_server_that_would_lie_is_refused(facts: dict[str, Any], named: str, m
     ("complete_as", "rpc", "said"),
     [
         (fail, None, r"/v1/completions answered 500: out of memory$"),
-        (hang, hang, r"/collective_rpc did not answer within 0.6 s$"),
+        (hang, hang, r"/collective_rpc did not answer within 2 s$"),
         (hang, fail, r"/collective_rpc answered 500: out of memory$"),
     ],
 )
