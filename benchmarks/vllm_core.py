@@ -10,10 +10,8 @@ are more of them than slots.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -57,20 +55,6 @@ def drawn(engine: VllmEngine, words: int, options: argparse.Namespace, number: i
     return tokens / (time.perf_counter() - began)
 
 
-def last_line(command: list[str], environment: dict[str, str]) -> Any:
-    """What the command has found; it ends with all that it started."""
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, env=environment, stdout=said, start_new_session=True)
-        try:
-            if process.wait():
-                raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        said.seek(0)
-        return json.loads(said.read().splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1.7B")
@@ -80,20 +64,28 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--completion", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--way", choices=WAYS, help="measure one way in this process")
+    parser.add_argument("--way", choices=WAYS, help="measure one way in this process, for --json")
     parser.add_argument("--json", type=Path)
     options, flags = parser.parse_known_args()
     if options.way:
-        print(json.dumps(measure(options, flags)), flush=True)
-        os._exit(0)  # whatever vLLM has left
+        options.json.write_text(json.dumps(measure(options, flags)))  # vLLM says things of its own
+        return
     with tempfile.TemporaryDirectory() as folder:
         if not options.model:
             save_model(options.shape, Path(folder), torch.bfloat16 if GPU else torch.float32)
         found = {}
         for way, value in WAYS.items():
-            command = [sys.executable, *sys.argv, f"--way={way}", f"--model={options.model or folder}"]
+            told = Path(folder) / "found.json"
+            command = [
+                sys.executable,
+                *sys.argv,
+                f"--way={way}",
+                f"--model={options.model or folder}",
+                f"--json={told}",
+            ]
             environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": value}
-            found[way] = last_line(command, environment)
+            subprocess.run(command, env=environment, check=True)
+            found[way] = json.loads(told.read_text())
             print(way, json.dumps(found[way]), flush=True)
     if options.json:
         result = {

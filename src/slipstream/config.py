@@ -512,14 +512,7 @@ class Config(Section):
                 '"disaggregated"'
             )
         if not trainer.compute_copy:
-            _refuse_beside("trainer.compute_copy = false", (
-                (trainer.ranks > 1, f'trainer.ranks = {trainer.ranks}, which keep none with "fsdp"', "leave it out"),
-                (trainer.parallel != "fsdp", f'trainer.parallel = "{trainer.parallel}"', 'leave that out'),
-                (self.model.dtype == "float32", 'model.dtype = "float32", which needs none', "leave it out"),
-                (self.lora.rank > 0, f"lora.rank = {self.lora.rank}, whose base has no other copy", "leave it out"),
-                (sync.link == "single_copy", 'sync.link = "single_copy", which is that copy', "leave it out"),
-                (sync.placement == "colocated", 'sync.placement = "colocated"', 'use "disaggregated"'),
-            ))  # fmt: skip
+            _refuse_beside("trainer.compute_copy = false", self._wrong_without_copy())
         if trainer.parallel == "tensor" and trainer.ranks > 1 and self.lora.rank:
             raise ConfigError('trainer.parallel = "tensor" can\'t train adapters; use "fsdp", or set lora.rank = 0')
         for name in ("context_parallel", "expert_parallel"):
@@ -553,6 +546,23 @@ class Config(Section):
                     f'sync.link = "single_copy" with generator.tensor_parallel = {spread} needs {needed}: a rank of '
                     "the trainer computes on the weights of a rank of the engine"
                 )
+
+    @property
+    def spare_copy(self) -> bool:
+        """Whether there is a copy of the weights that `trainer.compute_copy = false` would save."""
+        return self.trainer.compute_copy and not any(wrong for wrong, *_ in self._wrong_without_copy())
+
+    def _wrong_without_copy(self) -> tuple[tuple[bool, str, str], ...]:
+        """What `trainer.compute_copy = false` does not go with, for `_refuse_beside`."""
+        trainer, sync, rank = self.trainer, self.sync, self.lora.rank
+        return (
+            (trainer.ranks > 1, f'trainer.ranks = {trainer.ranks}, which keep none with "fsdp"', "leave it out"),
+            (trainer.parallel != "fsdp", f'trainer.parallel = "{trainer.parallel}"', "leave that out"),
+            (self.model.dtype == "float32", 'model.dtype = "float32", which needs none', "leave it out"),
+            (rank > 0, f"lora.rank = {rank}, whose base has no other copy", "leave it out"),
+            (sync.link == "single_copy", 'sync.link = "single_copy", which is that copy', "leave it out"),
+            (sync.placement == "colocated", 'sync.placement = "colocated"', 'use "disaggregated"'),
+        )
 
     def _refuse_servers(self) -> None:
         """Raise `ConfigError` for `generator.servers` that can't be, or not with these other options."""

@@ -302,14 +302,18 @@ def make_lora(seed: int) -> Any:
     return get_peft_model(build_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
+def lora_config(*flags: str) -> Config:
+    """Of a run that sends adapters to vLLM."""
+    lora = ["--lora.rank=4", "--sync.link=lora", "--generator.kind=vllm"]
+    return load_config(None, ["--model.path=m", "--environment.name=e", *lora, *flags])
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory has a name here")
 def test_adapters_lie_in_memory_that_goes_with_its_process(tmp_path: Path) -> None:
     """An engine reads them as PEFT's files; a killed trainer leaves links to nothing, and the next removes them."""
     from slipstream.sync.adapters import AdapterFile, AdapterSender
 
-    vllm = ["--lora.rank=4", "--sync.link=lora", "--generator.kind=vllm"]
-    config = load_config(None, ["--model.path=m", "--environment.name=e", *vllm])
-    parameters = {"a.lora_A.default.weight": torch.nn.Parameter(torch.randn(4, 8))}
+    config, parameters = lora_config(), {"a.lora_A.default.weight": torch.nn.Parameter(torch.randn(4, 8))}
     before = set(Path("/dev/shm").iterdir())
     if not (child := os.fork()):
         try:
@@ -336,9 +340,7 @@ def test_a_reader_of_adapters_knows_their_memory_from_other_memory_of_that_name(
     """The next sender of a process may get the same number for its file."""
     from slipstream.sync.adapters import AdapterFile, AdapterSender
 
-    vllm = ["--lora.rank=4", "--sync.link=lora", "--generator.kind=vllm"]
-    config = load_config(None, ["--model.path=m", "--environment.name=e", *vllm])
-    parameters = {"a.lora_A.default.weight": torch.nn.Parameter(torch.randn(4, 8))}
+    config, parameters = lora_config(), {"a.lora_A.default.weight": torch.nn.Parameter(torch.randn(4, 8))}
     sender = AdapterSender(parameters, config, tmp_path, 1)
     version = Path(sender.stage(1)["path"])
     file, name = AdapterFile(version), (version / "adapter_model.safetensors").readlink()
@@ -369,9 +371,7 @@ def test_staged_adapters_are_a_file_of_safetensors(dtype: torch.dtype, tmp_path:
     read: list[str] = []
     shapes = {"b": (3, 5), "a": (5, 3), "c": (1, 7)}
     parameters = Read({f"m.{n}.lora_A.default.weight": torch.randn(shape) for n, shape in shapes.items()})
-    flags = ["--lora.rank=4", "--sync.link=lora", "--generator.kind=vllm", f"--model.dtype={str(dtype)[6:]}"]
-    config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])
-    sender = AdapterSender(parameters, config, tmp_path, 1)
+    sender = AdapterSender(parameters, lora_config(f"--model.dtype={str(dtype)[6:]}"), tmp_path, 1)
     for version in range(3):
         for parameter in dict(parameters).values():
             parameter.normal_()

@@ -63,10 +63,10 @@ class AdapterLoader:
         request = request_of(ticket)
         path = Path(request.lora_path)
         with torch.cuda.stream(self._stream):
-            if self._file is None or not self._file.is_of(path):
-                if self._file:
-                    self._file.close()
+            if self._file and not self._file.is_of(path):
+                self._file.close()
                 self._file = None
+            if self._file is None:
                 self._file = AdapterFile(path)
             reader = copy.copy(self._worker_manager)
             reader._lora_model_cls = _adapter_of(self._file.tensors(reader.device))

@@ -153,7 +153,9 @@ class GeneratorService:
                 reply(None)
             except Exception as error:
                 reply(error)
-        for key, completion in self._engine.step() if not self._unknown and not self._answer_a_swap() else ():
+        if self._unknown or self._answer_a_swap():
+            return
+        for key, completion in self._engine.step():
             self._replies.pop(key)(completion)
 
     def _answer_a_swap(self) -> bool:

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Config
+from slipstream.models import ADAPTER
 from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
 from slipstream.sync.pages import PageLock
 from slipstream.sync.shared import allocate, free
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # that safetensors has for number formats of `model.dtype`
 
 
@@ -47,7 +48,7 @@ class AdapterSender(Sender):
         self._shapes = shapes_of(parameters)
         head, size = head_of({plain(name): shape for name, shape in self._shapes.items()}, self._dtype)
         self._files = {
-            CONFIG: _file(json.dumps(described).encode()),
+            ADAPTER: _file(json.dumps(described).encode()),
             WEIGHTS: _file(head, size),
         }
         path = self._files[WEIGHTS][1]
@@ -125,12 +126,14 @@ class AdapterFile:
     def __init__(self, version: Path) -> None:
         path = version / WEIGHTS
         self._identity = identity(path)
-        self._data = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
-        start = 8 + int.from_bytes(self._data[:8].numpy().tobytes(), "little")
-        self._described = json.loads(self._data[8:start].numpy().tobytes())
-        self._described.pop("__metadata__")
-        self._values = self._data[start:]
-        self._locked = PageLock(self._data)
+        data = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+        start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
+        described = json.loads(data[8:start].numpy().tobytes())
+        described.pop("__metadata__")
+        self._shapes = {name: one["shape"] for name, one in described.items()}
+        kind = next(iter(described.values()))["dtype"]
+        self._values = data[start:].view(next(dtype for dtype, name in NAMES.items() if name == kind))
+        self._locked = PageLock(data)
 
     def is_of(self, version: Path) -> bool:
         """Whether this version lies in the same memory."""
@@ -138,10 +141,8 @@ class AdapterFile:
 
     def tensors(self, device: torch.device) -> dict[str, Tensor]:
         """What lies there now, on a device, by names; one copy brings it."""
-        formats = {name: dtype for dtype, name in NAMES.items()}
-        there = self._values.to(device, copy=True).view(formats[next(iter(self._described.values()))["dtype"]])
-        parts = torch.split(there, [prod(one["shape"]) for one in self._described.values()])
-        return {name: part.view(one["shape"]) for (name, one), part in zip(self._described.items(), parts, strict=True)}
+        parts = torch.split(self._values.to(device, copy=True), [prod(shape) for shape in self._shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
     def close(self) -> None:
         self._locked.release()

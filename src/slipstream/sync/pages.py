@@ -25,10 +25,6 @@ class PageLock:
         refused = driver.cuMemHostRegister_v2(memory.data_ptr(), memory.nbytes, FOR_ALL_GPUS) if driver else 1
         self._driver, self._locked = driver, memory if refused == 0 else None
 
-    @property
-    def locked(self) -> bool:
-        return self._locked is not None
-
     def release(self) -> None:
         if self._driver and self._locked is not None:
             self._driver.cuMemHostUnregister(self._locked.data_ptr())

@@ -29,10 +29,10 @@ def refuse_to_go_on(skipped: int, options: TrainerConfig) -> None:
 
 
 @contextmanager
-def naming_remedies(options: TrainerConfig, copies: bool) -> Iterator[None]:
+def naming_remedies(options: TrainerConfig, spare_copy: bool) -> Iterator[None]:
     """Name the options that lower what a step needs if there is not enough memory for it.
 
-    `copies` says whether there is a copy of the weights that can be done without.
+    `spare_copy` says whether there is a copy of the weights that can be done without.
     """
     try:
         yield
@@ -40,7 +40,7 @@ def naming_remedies(options: TrainerConfig, copies: bool) -> Iterator[None]:
         remedies = {
             f"lower trainer.tokens_per_microbatch = {options.tokens_per_microbatch}": True,
             'set trainer.activation_checkpointing = "full"': options.activation_checkpointing != "full",
-            "set trainer.compute_copy = false": copies,
+            "set trainer.compute_copy = false": spare_copy,
             "train adapters (lora.rank)": True,
             'spread the weights over more GPUs (trainer.ranks, trainer.parallel = "fsdp")': True,
         }

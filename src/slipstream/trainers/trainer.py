@@ -87,8 +87,7 @@ class Trainer:
         elif self.ranks.tensor:
             parts = {name: part_here(p.detach()) for name, p in self.parameters.items()}
             compute_on(self.model, self.parameters, parts)
-        full, apart = not config.lora.rank, config.sync.placement != "colocated" and config.sync.link != "single_copy"
-        self._spare_copy = bool(self._lowered) and full and apart and options.ranks == 1 and options.parallel == "fsdp"
+        self._spare_copy = config.spare_copy
         self._optimizer = torch.optim.AdamW(
             [{"params": group} for group in by_mesh(self.parameters.values())],
             lr=options.learning_rate,
