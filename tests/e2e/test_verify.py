@@ -31,7 +31,7 @@ def test_a_command_of_its_own_says_so(model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        pytest.param(["--generator.kind=vllm", "--sync.link=nccl"], 0, "EXACT", marks=needs_vllm),
+        pytest.param(["--generator.kind=vllm", "--sync.link=nccl", "--tokens=200"], 0, "EXACT", marks=needs_vllm),
         (["--sync.placement=colocated", "--tokens=60"], 0, "EXACT"),
         pytest.param(
             ["--generator.kind=vllm", "--sync.link=lora", "--lora.rank=8", "--sync.interruption=continue"],

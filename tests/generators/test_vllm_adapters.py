@@ -93,13 +93,13 @@ def test_the_engine_draws_while_an_adapter_is_read(served: Served, monkeypatch: 
 
     served.publish()
     served.engine.submit("old", [5, 6, 7], Sampling(max_tokens=LONG))
-    going_on, read = threading.Event(), vllm_loader.AdapterFile.tensors
+    going_on, read = threading.Event(), vllm_loader.AdapterFile.is_of
 
     def slow(*arguments: Any) -> Any:
         assert going_on.wait(60)
         return read(*arguments)
 
-    monkeypatch.setattr(vllm_loader.AdapterFile, "tensors", slow)
+    monkeypatch.setattr(vllm_loader.AdapterFile, "is_of", slow)
     old = {name: p.clone() for name, p in trained_parameters(served.policy).items()}
     ticket = served.change()
     served.weights.prepare(ticket)
@@ -122,14 +122,22 @@ def test_the_engine_draws_while_an_adapter_is_read(served: Served, monkeypatch: 
     assert served.drew(found["old"])
 
 
-def test_an_adapter_that_can_not_be_read_is_told_and_the_old_one_serves_on(served: Served) -> None:
+def test_an_adapter_that_can_not_be_read_is_told_and_the_old_one_serves_on(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.generators import vllm_loader
+
+    def fails(*_: Any) -> Any:
+        raise OSError("no memory to read from")
+
     served.publish()
     served.engine.submit("before", [5, 6, 7], Sampling(max_tokens=LONG))
     old = {name: p.clone() for name, p in trained_parameters(served.policy).items()}
     ticket = served.change()
-    (Path(ticket["path"]) / "adapter_config.json").unlink()
-    with pytest.raises(Exception, match=r"adapter_config|policy-v"):
-        served.prepare(ticket)
+    with monkeypatch.context() as broken:
+        broken.setattr(vllm_loader.AdapterFile, "is_of", fails)
+        with pytest.raises(OSError, match="no memory to read from"):
+            served.prepare(ticket)
     served.engine.submit("after", [5, 6, 8], Sampling(max_tokens=LONG))
     found = served.finish()
     with torch.no_grad():
@@ -149,6 +157,35 @@ def test_a_version_that_was_loaded_and_not_taken_may_come_again_with_other_value
     served.publish()
     served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=LONG))
     assert served.drew(served.finish()["next"])
+
+
+def test_only_the_first_adapter_goes_by_vllms_own_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies that it made are made again, into every slot, and leave there what it would have left."""
+    from slipstream.generators import vllm_loader
+
+    served.publish()
+    worker = served.engine._llm.model_executor.driver_worker.worker
+    monkeypatch.setattr(vllm_loader.AdapterLoader, "_first", None)
+    for _ in range(worker._loader._slots.lora_slots + 1):
+        served.publish()
+        served.engine.submit("one", [5, 6, 7], Sampling(max_tokens=20))
+        assert served.drew(served.finish()["one"])
+
+
+def test_what_can_not_be_done_again_goes_by_vllms_own_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As experts, whose tensors vLLM puts together."""
+    from slipstream.generators import vllm_loader
+
+    worker = served.engine._llm.model_executor.driver_worker.worker
+    monkeypatch.setattr(vllm_loader.AdapterLoader, "_copies_of", lambda *_: None)
+    worker._loader._copies = None
+    for number in range(3):
+        served.publish()
+        served.engine.submit(number, [5, 6, 7], Sampling(max_tokens=LONG))
+        served.engine.step()
+        assert worker._loader._copies is None
+    found = served.finish()
+    assert served.drew(found[2]) and not served.drew(found[1])
 
 
 def test_no_adapter_in_use_is_moved(served: Served) -> None:

@@ -327,7 +327,7 @@ def test_adapters_lie_in_memory_that_goes_with_its_process(tmp_path: Path) -> No
     sender = AdapterSender(parameters, config, tmp_path, 1)
     ticket = sender.stage(4)
     file = AdapterFile(Path(ticket["path"]))
-    there = file.tensors(DEVICE)
+    there = file.named(file.values.clone())
     file.close()
     assert torch.equal(there["a.lora_A.weight"], next(iter(parameters.values())))
     assert json.loads((Path(ticket["path"]) / "adapter_config.json").read_text())["r"] == 4
@@ -381,7 +381,7 @@ def test_staged_adapters_are_a_file_of_safetensors(dtype: torch.dtype, tmp_path:
         assert Path(ticket["path"]).name == f"policy-v{version}"
         wanted = {name.replace(".default", ""): p.to(dtype) for name, p in dict(parameters).items()}
         file = AdapterFile(Path(ticket["path"]))
-        files = load_file(Path(ticket["path"]) / "adapter_model.safetensors"), file.tensors(DEVICE)
+        files = load_file(Path(ticket["path"]) / "adapter_model.safetensors"), file.named(file.values.clone())
         file.close()
         for found in files:
             assert found.keys() == wanted.keys()

@@ -121,7 +121,8 @@ def _file(start: bytes, room: int = 0) -> tuple[int, str]:
 
 
 class AdapterFile:
-    """The file of versions that a reader has open: all of them lie in the same memory."""
+    """The file of versions that a reader has open: all of them lie in the same memory. `values` are its tensors' own,
+    one after the other, as they are now."""
 
     def __init__(self, version: Path) -> None:
         path = version / WEIGHTS
@@ -132,16 +133,16 @@ class AdapterFile:
         described.pop("__metadata__")
         self._shapes = {name: one["shape"] for name, one in described.items()}
         kind = next(iter(described.values()))["dtype"]
-        self._values = data[start:].view(next(dtype for dtype, name in NAMES.items() if name == kind))
+        self.values = data[start:].view(next(dtype for dtype, name in NAMES.items() if name == kind))
         self._locked = PageLock(data)
 
     def is_of(self, version: Path) -> bool:
         """Whether this version lies in the same memory."""
         return identity(version / WEIGHTS) == self._identity
 
-    def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """What lies there now, on a device, by names; one copy brings it."""
-        parts = torch.split(self._values.to(device, copy=True), [prod(shape) for shape in self._shapes.values()])
+    def named(self, values: Tensor) -> dict[str, Tensor]:
+        """The tensors in `values`, which is this file's or a copy of them, by their names."""
+        parts = torch.split(values, [prod(shape) for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
     def close(self) -> None:
