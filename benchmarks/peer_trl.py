@@ -57,6 +57,12 @@ OURS = {
     "lean": ["--trainer.compute_copy=false", "--trainer.activation_checkpointing=full",
              "--trainer.tokens_per_microbatch=6144"],
 }  # fmt: skip
+# What vLLM's transfer engine is told on both sides: TRL leaves it all to vLLM, packed into buffers of 1 GiB.
+TRANSFERS: dict[str, dict[str, Any]] = {
+    "own": {"packed": True},
+    "one_buffer": {"packed": True, "packed_buffer_size_bytes": 1 << 40},
+    "one_by_one": {"packed": False},
+}
 HERE = Path(__file__).parent
 
 
@@ -73,6 +79,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=300.0, help="that one trainer may take")
+    parser.add_argument("--transfer", choices=[*TRANSFERS], default="own", help="how TRL sends weights")
     parser.add_argument("--url", default="", help="of a server, for the process of a trainer")
     parser.add_argument("--logs", type=Path, default=Path(), help="folder for what trainers and servers print")
     parser.add_argument("--json", type=Path)
@@ -124,9 +131,10 @@ def ours(options: argparse.Namespace, setting: str) -> dict[str, Any]:
 
 def theirs(options: argparse.Namespace, setting: str, server: Server | None) -> dict[str, Any]:
     """TRL's trainer with one of its settings, with a server or on the rollouts of `Ready`."""
+    passed_on = ("groups", "prompt", "completion", "warmup", "steps", "transfer")
     command = [
         sys.executable, str(HERE / "peer_trl.py"), "one", "--with", setting, "--model", str(options.model),
-        *(f"--{name}={getattr(options, name)}" for name in ("groups", "prompt", "completion", "warmup", "steps")),
+        *(f"--{name}={getattr(options, name)}" for name in passed_on),
         *(["--set", *options.changes] if options.changes else []),
     ]  # fmt: skip
     log = options.logs / f"trl_{options.what}_{setting}.log"
@@ -254,6 +262,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     use_varlen_attention()
+    if options.transfer != "own":
+        use_transfer(TRANSFERS[options.transfer])
     (setting,) = options.settings
     changes = SETTINGS[setting] | {
         name: json.loads(value) for name, _, value in (change.partition("=") for change in options.changes)
@@ -319,6 +329,22 @@ def use_varlen_attention() -> None:
 
     ALL_ATTENTION_FUNCTIONS.register("torch_varlen", varlen)
     async_grpo_trainer.AutoModelForCausalLM = WithVarlen
+
+
+def use_transfer(settings: dict[str, Any]) -> None:
+    """Have TRL send weights with these settings of vLLM's engine."""
+    from trl.experimental.async_grpo import async_grpo_trainer, weight_transfer
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs
+
+    class Client(weight_transfer.WeightTransferClient):  # type: ignore[misc]
+        def __init__(self, *, weight_update_info: dict[str, Any], **others: Any) -> None:
+            super().__init__(weight_update_info=weight_update_info | settings, **others)
+
+    def arguments(group: Any, packed: bool) -> Any:
+        return NCCLTrainerSendWeightsArgs(group=group, **settings)
+
+    weight_transfer.NCCLTrainerSendWeightsArgs = arguments
+    async_grpo_trainer.WeightTransferClient = Client
 
 
 def measured_trainer() -> Any:
