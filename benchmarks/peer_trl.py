@@ -332,13 +332,17 @@ def use_varlen_attention() -> None:
 
 
 def use_transfer(settings: dict[str, Any]) -> None:
-    """Have TRL send weights with these settings of vLLM's engine."""
+    """Have TRL send weights with these settings of vLLM's engine, and only when its step is over on the device."""
     from trl.experimental.async_grpo import async_grpo_trainer, weight_transfer
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs
 
     class Client(weight_transfer.WeightTransferClient):  # type: ignore[misc]
         def __init__(self, *, weight_update_info: dict[str, Any], **others: Any) -> None:
             super().__init__(weight_update_info=weight_update_info | settings, **others)
+
+        def send_weights(self, iterator: Any) -> None:
+            torch.cuda.synchronize()  # vLLM reads in streams of its own, which wait for no step
+            super().send_weights(iterator)
 
     def arguments(group: Any, packed: bool) -> Any:
         return NCCLTrainerSendWeightsArgs(group=group, **settings)
@@ -352,14 +356,15 @@ def measured_trainer() -> Any:
     from transformers import TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-    from slipstream.trainers.speed import Meter
+    from slipstream.trainers.speed import Operations, matrix_rate
 
     class Measured(AsyncGRPOTrainer):  # type: ignore[misc]
         def measure(self) -> None:
             self.notes: list[dict[str, Any]] = []
             self.waiting = Waiting(self.rollout_queue)
             self.rollout_queue = self.waiting
-            self.meter = Meter(self.model, self.accelerator.device)
+            self.operations, device = Operations.of(self.model), self.accelerator.device
+            self.most = matrix_rate(device) if GPU else 0.0
             self.counts = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
             self.syncing = 0.0
             self.add_callback(Note(self))
@@ -382,6 +387,7 @@ def measured_trainer() -> Any:
             tokens, trained, pairs = self.counts.tolist()
             note = {"time": time.time(), "tokens": tokens, "trained": trained, "pairs": pairs}
             note |= {"waited": self.waiting.seconds, "synced": self.syncing, "memory_gb": 0.0}
+            note["finite"] = all(bool(p.isfinite().all()) for p in self.model.parameters())
             if GPU:
                 note["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
                 torch.cuda.reset_peak_memory_stats()
@@ -391,16 +397,16 @@ def measured_trainer() -> Any:
             """From the end of the last step of the warm-up to that of the last one."""
             first, last = self.notes[warmup - 1], self.notes[-1]
             done = {name: last[name] - first[name] for name in first}
+            assert all(note["finite"] for note in self.notes), "weights are not finite"
             seconds, steps = done["time"], len(self.notes) - warmup
-            meter, head = self.meter, done["trained"]
-            operations = meter._token * done["tokens"] + meter._predicted * head + meter._pairs * done["pairs"]
+            operations = self.operations.count(done["tokens"], done["trained"], done["pairs"])
             said = [entry for entry in self.state.log_history if "weight_sync_time_s" in entry][warmup:]
             names = ("weight_sync_time_s", "training_tok/s", "iteration_time_s", "ratio", "kl", "queue_wait_time_s")
             return {
                 "steps": steps, "seconds": seconds, "step_s": seconds / steps,
                 "trained_tokens_per_s": done["trained"] / seconds, "tokens_per_s": done["tokens"] / seconds,
                 "tokens_a_step": done["trained"] / steps,
-                "utilisation": operations / seconds / meter._most if meter._most else None,
+                "utilisation": operations / seconds / self.most if self.most else None,
                 "memory_gb": max(note["memory_gb"] for note in self.notes[warmup:]),
                 "trainer_busy": 1 - (done["waited"] + done["synced"]) / seconds,
                 "waited_s": done["waited"] / steps, "sync_s": done["synced"] / steps,

@@ -18,11 +18,11 @@ COPIES = {aten.copy_.default}
 SCALINGS = {aten.mul_.Tensor, aten.mul_.Scalar}
 
 
-class Watched(TorchDispatchMode):
+class Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, notes what is done with `values`: scaled in place, and copied to other tensors."""
 
     def __init__(self, values: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._values = values
         self.scaled: list[tuple[Tensor, float]] = []
         self.copied: list[tuple[Tensor, Tensor]] = []  # to, from

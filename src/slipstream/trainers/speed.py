@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +16,40 @@ from slipstream.trainers.parallel import Ranks
 SIZE, ROUNDS = 8192, 10  # of the matrix product that tells what a GPU can do
 
 
-class Meter:
-    """Counts the arithmetic of forward and backward passes, as if nothing was computed twice.
+@dataclass(frozen=True)
+class Operations:
+    """The arithmetic of forward and backward passes, as if nothing was computed twice: for each token, predicted token,
+    and pair of a query and a key that it sees.
 
     6 operations for each weight of a matrix and token (2 forward, 4 backward), 12 for each query, key that it sees and
     element of a head (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, without the pairs that a causal mask leaves
     out). Frozen weights take 4. The head counts for the tokens that it predicts, experts for those that use them.
     """
 
-    def __init__(self, policy: Policy, device: torch.device) -> None:
-        self._device, self._routing, model = device, policy.routing, policy.model
+    token: float
+    predicted: float
+    pair: float
+
+    @classmethod
+    def of(cls, model: Any) -> Operations:
         config, head = model.config, model.get_output_embeddings()
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._pairs = 12 * config.num_hidden_layers * config.num_attention_heads * size
         linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        self._token: float = sum(_operations(m.weight, m.in_features * m.out_features) for m in linear if m is not head)
+        token: float = sum(_operations(m.weight, m.in_features * m.out_features) for m in linear if m is not head)
         used = getattr(config, "num_experts_per_tok", None) or 0  # of the matrices of all experts, which are one tensor
-        self._token += sum(_operations(p, p.numel()) * used / len(p) for p in model.parameters() if p.ndim == 3)
-        self._predicted = _operations(head.weight, head.weight.numel())
+        token += sum(_operations(p, p.numel()) * used / len(p) for p in model.parameters() if p.ndim == 3)
+        pair = 12 * config.num_hidden_layers * config.num_attention_heads * size
+        return cls(token, _operations(head.weight, head.weight.numel()), pair)
+
+    def count(self, tokens: float, predicted: float, pairs: float) -> float:
+        return self.token * tokens + self.predicted * predicted + self.pair * pairs
+
+
+class Meter:
+    """Counts the arithmetic of a policy's passes, and times what a device reaches."""
+
+    def __init__(self, policy: Policy, device: torch.device) -> None:
+        self._device, self._routing, self._each = device, policy.routing, Operations.of(policy.model)
         self._most = matrix_rate(device) if device.type == "cuda" else None
         self._operations, self._tokens = 0.0, 0
 
@@ -42,11 +59,8 @@ class Meter:
         self._routing.count()
         if not counts:
             return
-        tokens = len(micro.input_ids)
-        self._tokens += tokens
-        self._operations += (
-            self._token * tokens + self._predicted * len(micro.predicts) + self._pairs * micro.segments.pairs
-        )
+        self._tokens += len(micro.input_ids)
+        self._operations += self._each.count(len(micro.input_ids), len(micro.predicts), micro.segments.pairs)
 
     def read(self, seconds: float, ranks: Ranks) -> dict[str, Any]:
         """What all ranks counted since the last reading, in a step of so many seconds; names are those of `StepStats`.
