@@ -29,7 +29,7 @@ from slipstream.actor import Reply
 from slipstream.config import load_config
 from slipstream.rollout import Sampling
 from slipstream.runtime.local import SERVICES, Pools
-from slipstream.runtime.services import TrainerService
+from slipstream.runtime.training import TrainerService
 from slipstream.runtime.vllm import VllmService
 
 MORE = {"single_copy": ["--generator.memory=0.4"], "lora": ["--lora.rank=32", "--loop.max_lag=4"]}

@@ -24,7 +24,7 @@ from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.local import Pools, gpus_here, start_generators
 from slipstream.runtime.placement import place
 from slipstream.runtime.pool import GeneratorPool
-from slipstream.runtime.services import TrainerService
+from slipstream.runtime.training import TrainerService
 from slipstream.sync.gathered import part_of, whole
 
 SHORT = 128  # tokens of a pass

@@ -17,7 +17,7 @@ from slipstream.generators import torch as engines
 from slipstream.generators.base import Interruption
 from slipstream.generators.torch import Engine
 from slipstream.rollout import Completion, Sampling
-from slipstream.runtime.services import GeneratorService
+from slipstream.runtime.generating import GeneratorService
 from tests.conftest import FAMILIES, build_model
 from tests.generators.test_engine import BOUND, assert_true, drain, kept_by_hand, replay, requests
 

@@ -26,10 +26,10 @@ from slipstream.actor import ActorDied, ActorError
 from slipstream.config import SyncConfig, load_config
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime import publish
+from slipstream.runtime.generating import GeneratorService
 from slipstream.runtime.local import Pools, ProcessTrainer
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import PublishError, WeightLink
-from slipstream.runtime.services import GeneratorService
 from slipstream.sync.nccl import NcclSender
 from slipstream.sync.nccl_direct import NativeSender
 from slipstream.sync.shared import SharedSender

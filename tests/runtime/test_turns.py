@@ -27,7 +27,8 @@ RECORDING = """
 import json, os, time
 from pathlib import Path
 from slipstream.environments.base import Task
-from slipstream.runtime.services import GeneratorService, TrainerService
+from slipstream.runtime.generating import GeneratorService
+from slipstream.runtime.training import TrainerService
 
 def record(side, began):
     with (Path(__file__).parent / f"{side} {os.getpid()}").open("a") as file:

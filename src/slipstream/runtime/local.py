@@ -22,9 +22,9 @@ from slipstream.runtime.turns import Turns
 
 # What `generator.kind` and `trainer.kind` name; anything else is a user's own `runtime.actor.Service`.
 SERVICES = {
-    "torch": "slipstream.runtime.services:GeneratorService",
+    "torch": "slipstream.runtime.generating:GeneratorService",
     "vllm": "slipstream.runtime.vllm:VllmService",
-    "pytorch": "slipstream.runtime.services:TrainerService",
+    "pytorch": "slipstream.runtime.training:TrainerService",
 }
 
 

@@ -1,4 +1,4 @@
-"""Which GPUs each process of a run uses: arithmetic, before anything is started."""
+"""Which GPUs, and how many threads, each process of a run uses: arithmetic, before anything is started."""
 
 from __future__ import annotations
 
@@ -84,3 +84,14 @@ def _chosen(device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple
         first = int(device.removeprefix("cuda:"))
         return tuple(range(first, first + count))
     return found if device == "auto" else tuple(range(count))
+
+
+def threads(option: int, config: Config) -> int:
+    """CPU threads of one process: as asked, or all cores where sides take turns, else an equal share."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if option:
+        return option
+    turns = config.loop.max_lag == 0 or config.sync.placement == "colocated"
+    ranks = config.trainer.ranks
+    sides = max(config.generator.count, ranks) if turns else config.generator.count + ranks
+    return max(1, cores // sides)

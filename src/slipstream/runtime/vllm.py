@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.generators.vllm import VllmEngine
-from slipstream.runtime.services import Engine, GeneratorService, OpenWeights
+from slipstream.runtime.generating import Engine, GeneratorService, OpenWeights
 
 
 class VllmService(GeneratorService):
