@@ -9,6 +9,7 @@ import multiprocessing.util
 import os
 import signal
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ class Echo:
         elif method == "sleep":
             time.sleep(600)
         elif method == "pid":
+            reply(os.getpid())
+        elif method == "named memory":
+            self._memory = SharedMemory(create=True, size=64)
+            reply(self._memory.name)
+        elif method == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             reply(os.getpid())
         elif method == "aside":
             reply(gc.is_tracked(self._later) and not any(found is self._later for found in gc.get_objects()))
@@ -185,3 +192,31 @@ def test_no_process_outlives_its_controller(tmp_path: Path) -> None:
     while alive(pid) and time.monotonic() < end:
         time.sleep(0.02)
     assert not alive(pid)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="memory has a name elsewhere")
+@pytest.mark.parametrize("deaf", [False, True])
+def test_who_is_given_up_leaves_neither_process_nor_named_memory(
+    deaf: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at once it would leave the memory, as engines over several GPUs have it. The loop waits for nothing."""
+    monkeypatch.setattr("slipstream.actor.ENDS", 1.0 if deaf else 20.0)
+
+    async def body(actor: Actor) -> tuple[int, str]:
+        pid, name = await actor.call("pid"), await actor.call("named memory")
+        if deaf:
+            await actor.call("deaf")
+            actor.post("sleep")
+            await asyncio.sleep(0.2)
+        began = time.monotonic()
+        assert "of no use" in str(actor.give_up("of no use"))
+        assert time.monotonic() - began < 0.2
+        return pid, name
+
+    pid, name = run(body, tmp_path)
+    memory, last = Path("/dev/shm") / name, time.monotonic() + 20
+    while (alive(pid) or (memory.exists() and not deaf)) and time.monotonic() < last:
+        time.sleep(0.02)
+    assert not alive(pid)
+    assert deaf or not memory.exists()
+    memory.unlink(missing_ok=True)

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -32,6 +33,7 @@ from typing import Any, Protocol
 
 Reply = Callable[[Any], None]
 LOG_LINES = 15
+ENDS = 5.0  # seconds that a process is given to end when it is of no more use
 READY = "ready"  # answered for every service once it is built
 
 
@@ -139,14 +141,28 @@ class Actor:
         if self._process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, grace)
-            self.kill()
+            await asyncio.to_thread(self._end)
 
     def give_up(self, why: str) -> ActorDied:
-        """End a process that is of no more use. Returns what its callers are told, which is that it died if it did."""
+        """Begin to end a process that is of no more use. Returns what its callers are told, which is that it died if it
+        did."""
         self._die(why)
-        self.kill()
+        if self._process:
+            threading.Thread(target=self._end, name=f"end of {self.name}").start()
         assert self.dead
         return self.dead
+
+    def _end(self) -> None:
+        """Ask the process, and what it has started, to end: memory that has a name is freed so. Then make it."""
+        assert self._process
+        last = time.monotonic() + ENDS
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            while self._process.poll() is None or group_lives(self._process.pid):
+                if time.monotonic() > last:
+                    break
+                time.sleep(0.02)
+        self.kill()
 
     def kill(self) -> None:
         """End the process now; a guest ends when it sees that nobody is here."""
@@ -205,6 +221,21 @@ class Actor:
     def _log_tail(self) -> str:
         text = self._log.read_text(errors="replace") if self._log else ""
         return "\n".join(text.splitlines()[-LOG_LINES:])
+
+
+def group_lives(group: int) -> bool:
+    """Whether a process of this group is left that does more than wait for somebody to see that it has ended."""
+    if not Path("/proc/self/stat").exists():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, 0)
+            return True
+        return False
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it is gone by now
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False
 
 
 def serve(connection: Connection) -> None:
