@@ -78,7 +78,7 @@ class VllmEngine:
         self._vocabulary: int = self._llm.model_config.get_vocab_size()
         self.context: int = self._llm.model_config.max_model_len
         self.version = version
-        self.draining = self.asleep = False
+        self._draining = self.asleep = False
         self.tokens_generated = 0
         self.tokens_wasted = 0
         self.busy_seconds = 0.0  # in which there were sequences to go on with
@@ -96,6 +96,20 @@ class VllmEngine:
     @property
     def busy(self) -> bool:
         return bool(self._requests or self._waiting or not self.settled)
+
+    @property
+    def draining(self) -> bool:
+        """Whether sequences in flight are finished and no other is begun."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        if value and not self._draining and self._requests:  # what has drawn nothing waits here, not in vLLM's queue
+            drawn = self._llm.collective_rpc("slipstream_drawn")[0]
+            for request in [r for r in self._requests.values() if not drawn.get(r.internal)]:
+                self._stop(request)
+                self._waiting.append(request)
+        self._draining = value
 
     @property
     def running(self) -> int:
@@ -128,7 +142,7 @@ class VllmEngine:
 
     def step(self) -> list[tuple[Hashable, Completion]]:
         """Let vLLM go on for one step, if it is awake. Returns what finished."""
-        while self._waiting and not self.draining:
+        while self._waiting and not (self.draining or self.asleep):
             self._start(self._waiting.popleft())
         finished, began, self._went_on = [], self._went_on, None
         if self._requests and not self.asleep:
