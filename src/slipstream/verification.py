@@ -17,14 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from slipstream.config import Config, ConfigError, validate
+from slipstream.generators.vllm import VllmEngine
 from slipstream.models import load_tokenizer
 from slipstream.rollout import Completion, Sampling, VersionSpan
+from slipstream.runtime.generating import Engine, GeneratorService, OpenWeights
 from slipstream.runtime.local import Pools, gpus_here, start_generators
 from slipstream.runtime.placement import place
 from slipstream.runtime.pool import GeneratorPool
 from slipstream.runtime.training import TrainerService
+from slipstream.runtime.vllm import VllmService
+from slipstream.sync.adapters import WEIGHTS
 from slipstream.sync.gathered import part_of, whole
 
 SHORT = 128  # tokens of a pass
@@ -108,6 +113,24 @@ class ChangingTrainer(TrainerService):
         load_tokenizer(self._config.model.path).save_pretrained(path)
 
 
+class FromFiles(VllmService):
+    """A generator that reads an adapter from files, as its engine does without Slipstream."""
+
+    def _load(self) -> tuple[Engine, OpenWeights]:
+        kind = VllmService if self._config.generator.kind == "vllm" else GeneratorService
+        return kind._load(self)
+
+    def load_adapter(self, path: str) -> None:
+        """Draw by the adapter in a PEFT directory from now on."""
+        if isinstance(self._engine, VllmEngine):
+            self._engine.load_adapter(path)
+            return
+        engine: Any = self._engine
+        for name, tensor in load_file(Path(path) / WEIGHTS).items():
+            inner = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+            engine.model.get_parameter(inner).data.copy_(tensor)
+
+
 async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: int = 16, seed: int = 0) -> Verdict:
     """Publish B once a sequence of A has drawn `after` tokens, and compare. See the module."""
     if gpus_here() and config.generator.kind == "vllm":
@@ -124,7 +147,7 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
     with tempfile.TemporaryDirectory(prefix="slipstream-verify-") as folder:
         stores = [Path(folder) / name for name in "AB"]
         completions, hold, met = await _publish_midway(config, Path(folder), stores, asked, tokens, after, seed)
-        again = [await _fresh(config, Path(folder), version, stores[version], completions, seed) for version in (0, 1)]
+        again = [await _fresh(config, Path(folder), version, stores[version], completions) for version in (0, 1)]
     return _verdict(completions, again, hold, met)
 
 
@@ -154,34 +177,22 @@ async def _publish_midway(
 
 
 async def _fresh(
-    config: Config, folder: Path, version: int, store: Path, completions: Sequence[Completion], seed: int
+    config: Config, folder: Path, version: int, store: Path, completions: Sequence[Completion]
 ) -> list[tuple[int, ...]]:
     """What an engine that has loaded `store` draws in the place of each completion's tokens of `version`."""
     wanted = [(c, span) for c in completions for span in c.spans if span.version == version]
     if not wanted:
         return []
-    if config.lora.rank:  # a fresh engine with the same base, whose first adapter is that version's
-        return await _fresh_adapter(config, folder, version, seed, wanted)
-    fresh = with_options(config, model={**config.model.model_dump(), "path": str(store)})
-    pool = await start_generators(fresh, folder, place(fresh, gpus_here()))
+    files = "" if config.lora.rank else str(store)  # the base is the same, and the adapter is loaded into it
+    fresh = with_options(config, model={**config.model.model_dump(), "path": files or config.model.path})
+    service = f"{FromFiles.__module__}:{FromFiles.__qualname__}" if config.lora.rank else ""
+    pool = await start_generators(fresh, folder, place(fresh, gpus_here()), service)
     try:
+        if config.lora.rank:
+            await pool.ask("load_adapter", str(store))
         return await _drawn_again(pool, wanted)
     finally:
         await pool.close()
-
-
-async def _fresh_adapter(
-    config: Config, folder: Path, version: int, seed: int, wanted: Wanted
-) -> list[tuple[int, ...]]:
-    pools = await Pools.start(config, folder)
-    try:
-        if version:
-            async with pools.trainers_turn(publishes=False):
-                await pools.trainer.actor.call("change", seed)
-        await pools.link.connect(0)
-        return await _drawn_again(pools.generator, wanted)
-    finally:
-        await pools.close()
 
 
 async def _drawn_again(pool: GeneratorPool, wanted: Wanted) -> list[tuple[int, ...]]:

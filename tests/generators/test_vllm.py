@@ -279,6 +279,28 @@ def test_a_swap_is_exact_where_the_core_is_a_process(
     asyncio.run(main())
 
 
+def test_what_waits_in_vllm_is_not_drained(patient: Path) -> None:
+    """Only sequences in flight are finished; those that vLLM had no slot for are begun after the swap."""
+    from slipstream.generators.vllm import VllmEngine
+
+    engine = VllmEngine(config_of(patient, "--generator.slots=4"))
+    for number in range(12):
+        engine.submit(number, [5, 6, 7 + number], Sampling(max_tokens=40))
+    while engine.drawn() < 5:
+        assert not engine.step()
+    engine.draining = True
+    drained = []
+    while engine.running:
+        drained += [key for key, _ in engine.step()]
+    assert len(drained) == 4 and engine.busy
+    engine.swap(1, lambda: dict)
+    found: dict[Any, Completion] = {}
+    while engine.busy:
+        found.update(engine.step())
+    assert {*found, *drained} == set(range(12)) and len(found) == 8
+    assert all(c.versions == (1, 1) and len(c.token_ids) == 40 for c in found.values())
+
+
 @pytest.mark.parametrize("how", ["recompute", "retry"])
 def test_a_sleep_is_exact(how: str, patient: Path, tmp_path: Path) -> None:
     """Sequences that slept twice, once for nothing and once for new weights, are told as what they are."""

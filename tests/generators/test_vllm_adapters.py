@@ -159,33 +159,124 @@ def test_a_version_that_was_loaded_and_not_taken_may_come_again_with_other_value
     assert served.drew(served.finish()["next"])
 
 
-def test_only_the_first_adapter_goes_by_vllms_own_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def loader_of(served: Served) -> Any:
+    return served.engine._llm.model_executor.driver_worker.worker._loader
+
+
+def test_no_adapter_but_one_by_chance_goes_by_vllms_own_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies that it made are made again, into every slot, and leave there what it would have left."""
     from slipstream.generators import vllm_loader
 
     served.publish()
-    worker = served.engine._llm.model_executor.driver_worker.worker
-    monkeypatch.setattr(vllm_loader.AdapterLoader, "_first", None)
-    for _ in range(worker._loader._slots.lora_slots + 1):
+    monkeypatch.setattr(vllm_loader.AdapterLoader, "_own_way", None)
+    for _ in range(loader_of(served)._slots.lora_slots + 1):
         served.publish()
         served.engine.submit("one", [5, 6, 7], Sampling(max_tokens=20))
         assert served.drew(served.finish()["one"])
 
 
-def test_what_can_not_be_done_again_goes_by_vllms_own_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As experts, whose tensors vLLM puts together."""
+def forget_to_scale(copies: Any, slot: int) -> None:
+    torch._foreach_copy_(copies._places[slot], copies._sources)
+
+
+def forget_a_copy(copies: Any, slot: int) -> None:
+    torch._foreach_copy_(copies._places[slot][1:], copies._sources[1:])
+    for number, factor in zip(copies._scaled, copies._factors, strict=True):
+        copies._places[slot][number].mul_(factor)
+
+
+@pytest.mark.parametrize("broken", [None, forget_to_scale, forget_a_copy])
+def test_what_does_not_come_out_the_same_goes_by_vllms_own_way(
+    broken: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every version, and the first as well, though its adapters are zeros still."""
     from slipstream.generators import vllm_loader
 
-    worker = served.engine._llm.model_executor.driver_worker.worker
-    monkeypatch.setattr(vllm_loader.AdapterLoader, "_copies_of", lambda *_: None)
-    worker._loader._copies = None
+    served.publish()
+    loader = loader_of(served)
+    if broken:
+        monkeypatch.setattr(vllm_loader.Copies, "make", broken)
+        loader._opened = None
+    else:  # as where vLLM casts on the way
+        loader._copies = None
     for number in range(3):
-        served.publish()
+        ticket = served.change()
+        if not number:
+            with torch.no_grad():
+                for name, parameter in trained_parameters(served.policy).items():
+                    parameter.mul_("lora_A" in name)
+            ticket = served.sender.stage(served.version)
+        served.prepare(ticket)
+        served.engine.swap(served.version, served.weights.apply)
         served.engine.submit(number, [5, 6, 7], Sampling(max_tokens=LONG))
         served.engine.step()
-        assert worker._loader._copies is None
+        assert loader._copies is None
+        assert check(served) == published(served)
     found = served.finish()
     assert served.drew(found[2]) and not served.drew(found[1])
+    monkeypatch.undo()
+    loader._opened = None
+    served.publish()
+    assert loader._copies
+
+
+def check(served: Served) -> dict[str, int]:
+    """The checksums that the engine tells of all that is published."""
+    served.weights.check(list(trained_parameters(served.policy)))
+    while (found := served.weights.checked()) is None:
+        time.sleep(0.001)
+    return found
+
+
+def published(served: Served) -> dict[str, int]:
+    from slipstream.sync.checksum import checksum
+
+    return {name: checksum(parameter.detach()) for name, parameter in trained_parameters(served.policy).items()}
+
+
+def test_checksums_are_those_of_what_is_served(served: Served) -> None:
+    """What came to the worker is added up, and its slot has the same values; else that is told."""
+    served.publish()
+    assert check(served) == published(served)
+    loader = loader_of(served)
+    _, slot = loader._coming
+    loader._copies._places[slot][-1][0, 0] += 1
+    with pytest.raises(RuntimeError, match="other values in its slot"):
+        check(served)
+    loader._copies.make(slot)
+    loader._opened[1][0] += 1
+    with pytest.raises(RuntimeError, match="other values in its slot"):
+        check(served)
+    loader._copies.make(slot)
+    assert check(served) != published(served)
+
+
+def test_adapters_in_other_memory_are_refused(served: Served, tmp_path: Path) -> None:
+    from slipstream.sync.adapters import AdapterSender
+
+    served.publish()
+    flags = [f"--model.path={tmp_path}", "--environment.name=addition", "--generator.kind=vllm", "--sync.link=lora"]
+    other = AdapterSender(trained_parameters(served.policy), load_config(None, [*flags, "--lora.rank=4"]), tmp_path, 1)
+    with pytest.raises(RuntimeError, match="other memory than before"):
+        served.prepare(other.stage(served.version + 1))
+    other.close()
+    served.publish()
+    served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=20))
+    assert served.drew(served.finish()["next"])
+
+
+def test_what_verify_compares_with_vllm_has_read_itself(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.generators import vllm_loader
+
+    served.publish()
+    served.change()
+    served.policy.save_pretrained(tmp_path / "B")
+    monkeypatch.setattr(vllm_loader, "AdapterLoader", None)
+    served.engine.load_adapter(str(tmp_path / "B"))
+    served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=20))
+    assert served.drew(served.finish()["next"])
 
 
 def test_no_adapter_in_use_is_moved(served: Served) -> None:

@@ -233,6 +233,11 @@ class VllmEngine:
         self._late, self._aborted = [], set()
         return kept_back
 
+    def load_adapter(self, path: str) -> None:
+        """Draw new sequences by the adapter in a PEFT directory, in the place of one that a link brought."""
+        assert self._adapters
+        self._adapters.load(path)
+
     def lend(self, shapes: dict[str, list[int]]) -> list[dict[str, str]]:
         """Handles of the tensors that serve parameters of these shapes, of each worker."""
         handles: list[dict[str, str]] = self._llm.collective_rpc("slipstream_lend", args=(shapes,))

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-from safetensors import safe_open
 
 from slipstream.config import Config
 from slipstream.generators.vllm_calls import Answer, post
-from slipstream.sync.adapters import WEIGHTS, plain
-from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
@@ -24,8 +19,7 @@ class AdapterWeights:
     def __init__(self, llm: Any, limit: int) -> None:
         self._llm, self._limit = llm, limit
         self._users: Counter[int] = Counter()
-        self._coming: tuple[Any, Any] = (None, None)  # a `LoRARequest`, and the file that it names
-        self._file: Any = None
+        self._coming: Any = None  # a `LoRARequest`
         self._held = 0.0
         self.current: Any = None
 
@@ -35,7 +29,7 @@ class AdapterWeights:
 
         asked = post(self._llm, "slipstream_load", ticket)
         self._loaded = Answer(self._llm, "slipstream_loaded", asked)
-        self._coming = (request_of(ticket), safe_open(Path(ticket["path"]) / WEIGHTS, "pt"))
+        self._coming = request_of(ticket)
 
     def prepared(self) -> bool:
         """Whether every worker has it in its slot. Raises what went wrong."""
@@ -45,21 +39,35 @@ class AdapterWeights:
 
     def apply(self) -> Callable[[], dict[str, int]]:
         """New sequences take the new adapter from here on. Nothing waits, and no sequence in flight changes."""
-        old, (self.current, self._file) = self.current, self._coming
-        if old:
-            self._unload_unused(old.lora_int_id)
+        self._serve(self._coming)
         return dict
+
+    def load(self, path: str) -> None:
+        """Have vLLM itself load an adapter, for new sequences."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest("from files", 1, path)
+        self._llm.add_lora(request)
+        self._serve(request)
 
     def held(self) -> float:
         """Seconds for which passes waited until the newest adapter was known."""
         return self._held
 
     def check(self, names: Sequence[str]) -> None:
-        self._found = {name: checksum(self._file.get_tensor(plain(name))) for name in names}
+        """Begin to add up parameters of the newest adapter as they lie on the workers' devices."""
+        asked = post(self._llm, "slipstream_check_adapter", list(names))
+        self._checked = Answer(self._llm, "slipstream_adapter_checked", asked)
 
-    def checked(self) -> dict[str, int]:
-        """Checksums of the adapter as vLLM was given it."""
-        return self._found
+    def checked(self) -> dict[str, int] | None:
+        """The checksums, once they are there. Raises if a worker has other values in the slot than on its device, or
+        than another has."""
+        answers = self._checked.get()
+        if answers is None:
+            return None
+        if any(answer != answers[0] for answer in answers):
+            raise RuntimeError("vLLM's workers have different adapters")
+        return {name: int(value) for name, value in answers[0].items()}
 
     def close(self) -> None: ...
 
@@ -78,6 +86,11 @@ class AdapterWeights:
         """A sequence that drew by this adapter has ended."""
         self._users[number] -= 1
         self._unload_unused(number)
+
+    def _serve(self, request: Any) -> None:
+        old, self.current = self.current, request
+        if old:
+            self._unload_unused(old.lora_int_id)
 
     def _unload_unused(self, number: int) -> None:
         if not self._users[number] and number != self.current.lora_int_id:

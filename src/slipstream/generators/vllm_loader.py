@@ -1,9 +1,9 @@
 """A worker's end of the `lora` link: an adapter is read, and copied into a slot that is free, beside the passes.
 
-vLLM's own `add_lora` does that between two passes, which nothing is drawn in meanwhile. For the first adapter this is
-what it does, in its parts and by its own code, watched; for all further ones the copies alone are made again. Between
-two passes an adapter is only made known. All that is used of vLLM beyond what it documents is in this file. vLLM then
-finds the adapter there and does no more than count it as used.
+vLLM's own `add_lora` does that between two passes, which nothing is drawn in meanwhile. What it does is done once, by
+its own code, with values by chance, and watched; for every version the copies alone are made again. Between two passes
+an adapter is only made known. All that is used of vLLM beyond what it documents is in this file. vLLM then finds the
+adapter there and does no more than count it as used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from vllm.lora.request import LoRARequest
 
 from slipstream.generators.watched import Copies, Watched
 from slipstream.generators.weights import answer, side_stream
-from slipstream.sync.adapters import AdapterFile
+from slipstream.sync.adapters import AdapterFile, plain
+from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket
 
 
@@ -32,18 +34,20 @@ class AdapterLoader:
         self._worker_manager, self._slots = worker_manager, worker_manager._adapter_manager
         self._stream = side_stream(worker_manager.device)
         self._opened: tuple[AdapterFile, torch.Tensor] | None = None
-        self._copies: Copies | None = None
+        self._copies: Copies | None = None  # None: vLLM's own way cannot be gone again so
         self._coming: tuple[Future[LoRAModel], int] | None = None  # and its slot
+        self._sums: Future[dict[str, int]] | None = None
 
     def prepare(self, ticket: Ticket) -> None:
         """Begin to read a version, in a thread that keeps no process from its end."""
+        request = request_of(ticket)
+        self._slots.remove_adapter(request.lora_int_id)  # of a publish that failed elsewhere
         if None not in self._slots.lora_index_to_id:
             raise RuntimeError("vLLM has no free slot for an adapter: generator.options.max_loras is too low")
         # Nobody else takes a slot: there is one for every version that may be in use, and for this one.
         slot, read = self._slots.lora_index_to_id.index(None), Future[LoRAModel]()
         self._coming = (read, slot)
-        work = (lambda: self._load(ticket, slot), read)
-        threading.Thread(target=answer, args=work, name="adapter", daemon=True).start()
+        self._beside(lambda: self._load(request, slot), read)
 
     def prepared(self) -> float | None:
         """The seconds for which passes waited until it was known, which it is as soon as it is in its slot; None
@@ -54,71 +58,89 @@ class AdapterLoader:
             return None
         adapter, began = read.result(), time.perf_counter()
         if self._slots.get_adapter(adapter.id) is not adapter:
-            self._slots.remove_adapter(adapter.id)  # of a publish that failed elsewhere
             self._slots._registered_adapters[adapter.id] = adapter
             self._slots._active_adapters[adapter.id] = None
             self._slots.lora_index_to_id[slot] = adapter.id
         return time.perf_counter() - began
 
-    def _load(self, ticket: Ticket, slot: int) -> LoRAModel:
+    def check(self, names: Sequence[str]) -> None:
+        """Begin to add up the tensors of these names of the newest version, as they lie on the device."""
+        self._sums = Future[dict[str, int]]()
+        self._beside(lambda: self._checksums(names), self._sums)
+
+    def checked(self) -> dict[str, int] | None:
+        """The checksums, once they are there. Raises if the slot has other values."""
+        assert self._sums is not None
+        return self._sums.result() if self._sums.done() else None
+
+    def _beside(self, job: Callable[[], Any], future: Future[Any]) -> None:
+        def work() -> Any:
+            with torch.cuda.stream(self._stream):
+                return job()
+
+        threading.Thread(target=answer, args=(work, future), name="adapter", daemon=True).start()
+
+    def _load(self, request: LoRARequest, slot: int) -> LoRAModel:
         """All of `add_lora` before an adapter is known to vLLM."""
-        request = request_of(ticket)
-        with torch.cuda.stream(self._stream):
-            file, values = self._open(Path(request.lora_path))
-            values.copy_(file.values, non_blocking=True)
-            if self._copies:
-                self._copies.make(slot)
-                adapter: LoRAModel = _InSlot(request.lora_int_id, self._worker_manager.lora_config.max_lora_rank, {})
-            else:
-                adapter = self._first(request, slot, file, values)
+        path = Path(request.lora_path)
+        if self._opened is None:
+            file = AdapterFile(path)
+            self._opened = file, torch.empty_like(file.values, device=self._worker_manager.device)
+            self._copies = self._watch(request, slot, *self._opened)
+        file, values = self._opened
+        if not file.is_of(path):
+            raise RuntimeError("the trainer's adapters lie in other memory than before: start the engine anew")
+        values.copy_(file.values, non_blocking=True)
+        if self._copies:
+            self._copies.make(slot)
+            adapter: LoRAModel = _InSlot(request.lora_int_id, self._worker_manager.lora_config.max_lora_rank, {})
+        else:
+            adapter = self._own_way(request, slot, file.named(values.clone()))
         if self._stream:
             self._stream.synchronize()
         return adapter
 
-    def _open(self, path: Path) -> tuple[AdapterFile, torch.Tensor]:
-        """The file of this version, and room on the device for what is in it."""
-        if self._opened and not self._opened[0].is_of(path):
-            self._opened[0].close()
-            self._opened = self._copies = None
-        if self._opened is None:
-            file = AdapterFile(path)
-            self._opened = file, torch.empty_like(file.values, device=self._worker_manager.device)
-        return self._opened
-
-    def _first(self, request: LoRARequest, slot: int, file: AdapterFile, values: torch.Tensor) -> LoRAModel:
+    def _own_way(self, request: LoRARequest, slot: int, named: dict[str, torch.Tensor]) -> LoRAModel:
         """Read, checked, in the form that slots want, and in one, by vLLM's own code."""
         reader = copy.copy(self._worker_manager)
-        reader._lora_model_cls = _adapter_of(file.named(values))
-        with Watched(values) as watched:
-            adapter: LoRAModel = reader._load_adapter(request)
-            self._slots._create_merged_loras_inplace(adapter)
-            for name, module in self._slots.modules.items():
-                weights = self._slots._get_lora_layer_weights(adapter, name)
-                if weights:
-                    module.set_lora(slot, weights.lora_a, weights.lora_b)
-                else:
-                    module.reset_lora(slot)
-        self._copies = self._copies_of(watched, slot, file, values)
-        if self._copies:
-            return _InSlot(adapter.id, adapter.rank, {})
-        self._opened = file, torch.empty_like(values)  # what was read is the adapter's own
+        reader._lora_model_cls = _adapter_of(named)
+        adapter: LoRAModel = reader._load_adapter(request)
+        self._slots._create_merged_loras_inplace(adapter)
+        for name, module in self._slots.modules.items():
+            weights = self._slots._get_lora_layer_weights(adapter, name)
+            if weights:
+                module.set_lora(slot, weights.lora_a, weights.lora_b)
+            else:
+                module.reset_lora(slot)
         return adapter
 
-    def _copies_of(self, watched: Watched, slot: int, file: AdapterFile, values: torch.Tensor) -> Copies | None:
-        """What was watched, if doing it again leaves in the slot what vLLM left there; else None, as for experts, whose
-        tensors vLLM puts together on the way."""
+    def _watch(self, request: LoRARequest, slot: int, file: AdapterFile, values: torch.Tensor) -> Copies | None:
+        """The copies that vLLM makes on its own way, if they leave in a slot all that it leaves there; else None, as
+        where slots are of another number format than the policy, so that it casts on the way."""
+        chance = torch.randn(values.shape, generator=torch.Generator().manual_seed(0)).to(values)
+        with Watched(values.copy_(chance)) as watched:
+            self._own_way(request, slot, file.named(values))
         try:
             copies = Copies(watched, slot, self._slots.lora_slots)
         except ValueError:
             return None
-        wanted = [place.clone() for place in copies.places(slot)]
+        wanted = [whole.clone() for whole in copies.wholes(slot)]
         for free in [number for number, user in enumerate(self._slots.lora_index_to_id) if user is None]:
             for module in self._slots.modules.values():
                 module.reset_lora(free)
-        values.copy_(file.values)
+        values.copy_(chance)
         copies.make(slot)
-        same = all(torch.equal(*pair) for pair in zip(wanted, copies.places(slot), strict=True))
+        same = all(torch.equal(*pair) for pair in zip(wanted, copies.wholes(slot), strict=True))
         return copies if same else None
+
+    def _checksums(self, names: Sequence[str]) -> dict[str, int]:
+        assert self._opened and self._coming
+        (file, values), (_, slot) = self._opened, self._coming
+        named = file.named(values)
+        for name in names:
+            if self._copies and not self._copies.holds(slot, named[plain(name)]):
+                raise RuntimeError(f"{name} has other values in its slot than the trainer published")
+        return {name: checksum(named[plain(name)]) for name in names}
 
 
 class _InSlot(LoRAModel):  # type: ignore[misc]

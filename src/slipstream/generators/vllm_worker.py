@@ -120,6 +120,13 @@ class WorkerExtension:
         """Once it is in its slot, how long passes waited for that."""
         return self._loader.prepared()
 
+    def slipstream_check_adapter(self, names: list[str]) -> None:
+        self._loader.check(names)
+
+    def slipstream_adapter_checked(self) -> dict[str, str] | None:
+        """As `slipstream_checked`, of the newest adapter."""
+        return as_text(self._loader.checked())
+
     def slipstream_apply(self) -> None:
         """Swap the weights, and count what each request has drawn by all passes before this."""
         self._slipstream.apply()
@@ -138,12 +145,15 @@ class WorkerExtension:
 
     def slipstream_checked(self) -> dict[str, str] | None:
         """The checksums that were asked for, as text: they have more bits than a message may carry."""
-        sums = self._slipstream.checked()
-        return None if sums is None else {name: str(value) for name, value in sums.items()}
+        return as_text(self._slipstream.checked())
 
     def slipstream_close(self) -> None:
         self._slipstream.close()
         del self._slipstream  # with what it holds for the next version
+
+
+def as_text(sums: dict[str, int] | None) -> dict[str, str] | None:
+    return None if sums is None else {name: str(value) for name, value in sums.items()}
 
 
 def _drawn(runner: Any) -> Callable[[], dict[str, int]]:

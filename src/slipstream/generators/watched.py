@@ -1,11 +1,12 @@
 """Copies that others' code makes, watched once and then made again at one go.
 
 vLLM brings an adapter into a slot by a thousand small operations. In a thread beside the passes each of them has to
-have Python's lock back from the engine; made again, they are three.
+have Python's lock back from the engine; made again, they are two.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Copies:
-    """What was watched, for any of `slots` places of the kind that was copied to.
+    """What was watched, for any of `slots` places of the kind that was copied to; the values stay as they are.
 
     Each tensor that was copied to has to lie in memory of equal parts, one for each slot. Raises `ValueError` for what
     can't be made again so.
@@ -53,23 +54,45 @@ class Copies:
     def __init__(self, watched: Watched, slot: int, slots: int) -> None:
         if not watched.understood or not watched.copied:
             raise ValueError("more was done with the values than can be done again")
-        self._scaled = [tensor for tensor, _ in watched.scaled]
-        self._factors = [factor for _, factor in watched.scaled]
-        self._sources = [source for _, source in watched.copied]
         places = [place for place, _ in watched.copied]
         if any(place.storage_offset() // part_size(place, slots) != slot for place in places):
             raise ValueError("a copy went to another place than the slot")
+        self._sources = [source for _, source in watched.copied]
         self._places = [[in_slot(place, number - slot, slots) for place in places] for number in range(slots)]
+        factors = [prod(f for whole, f in watched.scaled if holds(whole, source)) for source in self._sources]
+        self._scaled = [number for number, factor in enumerate(factors) if factor != 1]
+        self._factors = [factors[number] for number in self._scaled]
 
     @torch.no_grad()
     def make(self, slot: int) -> None:
-        """What `watched` did to that slot, with the values as they are now."""
+        """What `watched` saw done to that slot, with the values as they are now."""
+        places = self._places[slot]
+        torch._foreach_copy_(places, self._sources)
         if self._scaled:
-            torch._foreach_mul_(self._scaled, self._factors)
-        torch._foreach_copy_(self._places[slot], self._sources)
+            torch._foreach_mul_([places[number] for number in self._scaled], self._factors)
 
-    def places(self, slot: int) -> list[Tensor]:
-        return self._places[slot]
+    def wholes(self, slot: int) -> list[Tensor]:
+        """All of a slot's memory that something is copied to, with what is around those places."""
+        firsts = {place.untyped_storage().data_ptr(): place for place in self._places[slot]}.values()
+        return [
+            torch.as_strided(place, (size,), (1,), slot * size)
+            for place in firsts
+            for size in (part_size(place, len(self._places)),)
+        ]
+
+    def holds(self, slot: int, values: Tensor) -> bool:
+        """Whether in that slot lies what was copied there of `values`, which is one of the tensors in them."""
+        factors = dict(zip(self._scaled, self._factors, strict=True))
+        return all(
+            torch.equal(self._places[slot][number], source * factors[number] if number in factors else source)
+            for number, source in enumerate(self._sources)
+            if holds(values, source)
+        )
+
+
+def holds(whole: Tensor, part: Tensor) -> bool:
+    """Whether a tensor without gaps has the first value of another of the same memory."""
+    return whole.storage_offset() <= part.storage_offset() < whole.storage_offset() + whole.numel()
 
 
 def in_slot(place: Tensor, further: int, slots: int) -> Tensor:

@@ -109,13 +109,14 @@ class Pools:
         await self.link.close()
 
 
-async def start_generators(config: Config, directory: Path, placement: Placement) -> GeneratorPool:
-    """The generators alone, each with the model's own weights. Raises `ConfigError` for what they refuse."""
+async def start_generators(config: Config, directory: Path, placement: Placement, service: str = "") -> GeneratorPool:
+    """The generators alone, each with the model's own weights; `service` is in the place of the one that
+    `generator.kind` names. Raises `ConfigError` for what they refuse."""
     if config.generator.servers:
         servers = [Server(url, config) for url in config.generator.servers]
         await _start(servers, [server.start() for server in servers])
         return GeneratorPool([ProcessGenerator(server, server.ranks) for server in servers])
-    kind = SERVICES.get(config.generator.kind, config.generator.kind)
+    kind = service or SERVICES.get(config.generator.kind, config.generator.kind)
 
     def begin(number: int, config: Config) -> tuple[Actor, Coroutine[Any, Any, None]]:
         log = directory / "logs" / f"generator_{number}.log"
