@@ -49,12 +49,21 @@ class TimedService(VllmService):
     def began_to_receive(self) -> float:
         return self.receiving
 
-    def tick(self) -> None:
-        super().tick()
-        self.__dict__.setdefault("_ends", []).append(time.perf_counter())
+    def _load(self) -> Any:
+        engine, opened = super()._load()
+        self._ends: list[float] = []
+        step = engine.step
+
+        def timed() -> Any:
+            found = step()
+            self._ends.append(time.perf_counter())
+            return found
+
+        engine.step = timed  # type: ignore[method-assign]
+        return engine, opened
 
     def ends(self) -> list[float]:
-        ends: list[float] = self.__dict__.pop("_ends", [])
+        ends, self._ends = self._ends, []
         return ends
 
 

@@ -162,6 +162,7 @@ async def _publish_midway(
         sampling = Sampling(temperature=0.0, max_tokens=tokens)
         drawn = [asyncio.ensure_future(pools.generator.generate(prompt, sampling)) for prompt in asked]
         drawing = asyncio.gather(*drawn)
+        drawing.add_done_callback(lambda done: done.cancelled() or done.exception())  # else raised below
         while not drawing.done() and await pools.generator.drawn() < after:
             await asyncio.sleep(POLL)
         async with pools.trainers_turn(publishes=True):
