@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -16,6 +18,7 @@ from slipstream.config import SyncConfig, load_config
 from slipstream.generators import torch as engines
 from slipstream.generators.base import Interruption
 from slipstream.generators.torch import Engine
+from slipstream.generators.vllm import VllmEngine
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.generating import GeneratorService
 from tests.conftest import FAMILIES, build_model
@@ -170,6 +173,32 @@ def test_a_failed_swap_changes_nothing(how: Interruption) -> None:
     for key, completion in finished.items():
         assert completion.token_ids == undisturbed[key].token_ids and completion.spans == undisturbed[key].spans
         assert completion.logprobs == pytest.approx(undisturbed[key].logprobs, abs=BOUND if how == "drain" else 0)
+
+
+@pytest.mark.parametrize("failing", ["", "apply", "reset"])
+def test_vllm_goes_on_whatever_becomes_of_a_swap(failing: str) -> None:
+    told: list[str] = []
+
+    def apply() -> Any:
+        told.append("apply")
+        if failing == "apply":
+            raise OSError("file is gone")
+        return dict
+
+    def reset(reset_running_requests: bool) -> bool:
+        told.append("reset")
+        return failing != "reset"
+
+    core = SimpleNamespace(call_utility=lambda method, *_: told.append(method))
+    engine = object.__new__(VllmEngine)  # which has no vLLM of its own
+    engine._llm = SimpleNamespace(engine_core=core, reset_prefix_cache=reset)
+    engine._beside, engine.asleep, engine._draining, engine._adapters = True, False, False, None
+    engine._requests, engine._salt, engine.version = {}, 0, 0
+    with pytest.raises((OSError, RuntimeError), match=r"gone|did not drop") if failing else nullcontext():
+        engine.swap(1, apply, "recompute")
+    calls = ["apply"] if failing == "apply" else ["apply", "reset"]
+    assert told == ["pause_scheduler", *calls, "resume_scheduler"]
+    assert engine.version == (failing != "apply")
 
 
 ACTIONS = st.one_of(

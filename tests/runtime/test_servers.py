@@ -38,6 +38,7 @@ from tests.generators.test_engine import assert_true, reference_logits
 from tests.trainers.test_trainer import random_batch
 
 CONTEXT = 256
+LONG = [5 + n % 80 for n in range(200)]  # more than a block, whose keys vLLM keeps for who begins alike
 MODES = [("shared", "recompute"), *(("checkpoint", how) for how in get_args(Interruption))]
 
 
@@ -210,9 +211,9 @@ def test_a_swap_in_mid_sequence_tags_every_token(
                 models[version] = await trained(pools, tmp_path / f"policy {version}")
                 prompts = [[5, 6, 7], *random_prompts(11)]
                 busy = [asyncio.create_task(keep_busy(pools, prompt, version)) for prompt in prompts]
-                await pools.generator.generate([5, 6, 7], Sampling(max_tokens=60))  # by then all of them have begun
+                await pools.generator.generate(LONG, Sampling(max_tokens=50))  # by then all of them have begun
                 assert (await pools.link.publish(version)).version == version
-                late = await pools.generator.generate([5, 6, 7], Sampling(max_tokens=9))  # reads no old keys
+                late = await pools.generator.generate(LONG, Sampling(max_tokens=9))  # reads no old keys
                 drawn = [completion for completions in await asyncio.gather(*busy) for completion in completions]
                 totals = await pools.generator.generators[0].stats()
                 assert [span.version for span in late.spans] == [version]
@@ -255,6 +256,27 @@ def test_who_goes_away_leaves_nothing_running(server: str, model: Path, tmp_path
             pytest.fail(running[0])
 
     asyncio.run(main())
+
+
+def test_a_server_that_a_killed_run_left_paused_draws(server: str, model: Path) -> None:
+    def order(path: str) -> None:
+        urllib.request.urlopen(urllib.request.Request(f"{server}{path}", method="POST"), timeout=20).close()
+
+    async def main() -> None:
+        attached = Server(server, configured(model, server))
+        try:
+            await attached.start()
+            async with asyncio.timeout(20):
+                drawn = await attached.call("generate", 0, (5, 6, 7), Sampling(max_tokens=4))
+            assert len(drawn.token_ids) == 4
+        finally:
+            await attached.stop()
+
+    order("/pause?mode=keep&clear_cache=false")
+    try:
+        asyncio.run(main())
+    finally:
+        order("/resume")
 
 
 def refusal(config: Config) -> str:
@@ -312,8 +334,10 @@ Answer = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
 @asynccontextmanager
-async def fake(complete: Answer, facts: dict[str, Any], rpc: Answer | None = None) -> AsyncIterator[str]:
-    """A server that describes itself so and answers completions, and calls of its workers, as it is told to."""
+async def fake(
+    complete: Answer, facts: dict[str, Any], rpc: Answer | None = None, order: Answer | None = None
+) -> AsyncIterator[str]:
+    """A server that describes itself so and answers completions, calls of its workers and orders as it is told to."""
 
     async def models(request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "policy-a"}]})
@@ -327,6 +351,9 @@ async def fake(complete: Answer, facts: dict[str, Any], rpc: Answer | None = Non
     async def completions(request: web.Request) -> web.Response:
         return web.json_response(await complete(await request.json()))
 
+    async def ordered(request: web.Request) -> web.Response:
+        return web.json_response(await order({"path": request.path}) if order else {})
+
     async def health(request: web.Request) -> web.Response:
         return web.Response()
 
@@ -334,6 +361,7 @@ async def fake(complete: Answer, facts: dict[str, Any], rpc: Answer | None = Non
     app.add_routes([
         web.get("/health", health), web.get("/v1/models", models),
         web.post("/collective_rpc", call), web.post("/v1/completions", completions),
+        *(web.post(path, ordered) for path in ("/pause", "/resume", "/reset_prefix_cache")),
     ])  # fmt: skip
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -475,6 +503,134 @@ def test_an_answer_is_not_taken_while_a_swap_is_under_way(model: Path) -> None:
             spans = [(await task).spans for task in drawing]
             assert spans == [((0, 0, 3), (1, 3, 5)), ((1, 0, 5),)]
             assert len(salts) == 3 and salts[0] == salts[1] != salts[2]
+            await server.stop()
+
+    asyncio.run(main())
+
+
+class Orders:
+    """A server with one worker and what it was told, in order. `broken` names what does not go well."""
+
+    def __init__(self, *broken: str) -> None:
+        self.told: list[str] = []
+        self._broken = broken
+        self.applying = asyncio.Event()
+
+    async def order(self, body: dict[str, Any]) -> Any:
+        self.told.append(body["path"])
+        if self.told == ["/resume"]:  # at the start
+            return {}
+        return await self._answer(body["path"], {})
+
+    async def rpc(self, body: dict[str, Any]) -> Any:
+        what = body["method"].removeprefix("slipstream_")
+        if what == "apply":
+            self.applying.set()
+        return await self._answer(what, [0.001, {}] if what == "swapped" else None)
+
+    async def _answer(self, what: str, well: Any) -> Any:
+        if f"{what} is late" in self._broken:
+            await asyncio.sleep(0.3)
+        if f"{what} is silent" in self._broken:
+            await hang({})
+        if f"{what} fails" in self._broken:
+            await fail({})
+        return None if f"{what} is never over" in self._broken else well
+
+
+@asynccontextmanager
+async def swapping(model: Path, *broken: str) -> AsyncIterator[tuple[Server, asyncio.Future[Any], list[str]]]:
+    """A server in the middle of a swap that recomputes, the swap, and what it was told since the start."""
+    orders = Orders(*broken)
+    async with fake(complete, {}, orders.rpc, orders.order) as url:
+        server = Server(url, configured(model, url, sampling__max_tokens=4, sync__interruption="recompute"))
+        await server.start()
+        assert orders.told == ["/resume"]
+        orders.told.clear()
+        swap = server.call("swap", 1)
+        await orders.applying.wait()
+        try:
+            yield server, swap, orders.told
+        finally:
+            await server.stop()
+            await asyncio.gather(swap, return_exceptions=True)
+
+
+@pytest.mark.parametrize("broken", ["apply fails", "apply is silent", "swapped is never over", "swapped fails"])
+def test_a_server_whose_swap_fails_is_resumed(broken: str, model: Path) -> None:
+    async def main() -> None:
+        async with swapping(model, broken) as (server, swap, told):
+            with pytest.raises(ActorDied):
+                await swap
+            assert told == ["/pause", "/resume"] and server.dead
+
+    asyncio.run(main())
+
+
+def test_a_server_whose_swap_is_cancelled_is_resumed(model: Path) -> None:
+    async def main() -> None:
+        async with swapping(model, "apply is silent") as (server, swap, told):
+            swap.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await swap
+            assert told == ["/pause", "/resume"] and server.dead
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_who_leaves_a_server_waits_for_the_swap_that_is_under_way(cancelled: bool, model: Path) -> None:
+    """What a run does that is stopped at once, or whose trainer has died."""
+
+    async def main() -> None:
+        async with swapping(model, "apply is late", "/resume is late") as (server, swap, told):
+            if cancelled:
+                swap.cancel()
+            await server.stop()
+            assert swap.done() and swap.cancelled() == cancelled
+            assert told == ["/pause", *([] if cancelled else ["/reset_prefix_cache"]), "/resume"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("broken", ["apply is silent", "/resume fails"])
+def test_who_leaves_a_server_resumes_it_if_the_swap_does_not(broken: str, model: Path) -> None:
+    async def main() -> None:
+        async with swapping(model, broken) as (server, swap, told):
+            if broken == "/resume fails":
+                with pytest.raises(ActorDied, match="/resume answered 500"):
+                    await swap
+                told.clear()
+            await server.stop(grace=0.2)
+            assert told[-1] == "/resume"
+
+    asyncio.run(main())
+
+
+def test_no_swap_begins_on_a_server_that_is_being_left(model: Path) -> None:
+    orders = Orders("close is late")
+
+    async def main() -> None:
+        async with fake(complete, {}, orders.rpc, orders.order) as url:
+            server = Server(url, configured(model, url, sampling__max_tokens=4, sync__interruption="recompute"))
+            await server.start()
+            await server.call("connect", {}, 1)
+            leaving = asyncio.ensure_future(server.stop())
+            await asyncio.sleep(0.1)
+            with pytest.raises(ActorDied, match="was left"):
+                await server.call("swap", 1)
+            await leaving
+            assert orders.told == ["/resume"]  # at the start
+
+    asyncio.run(main())
+
+
+def test_a_server_that_can_not_be_resumed_is_refused(model: Path) -> None:
+    async def main() -> None:
+        async with fake(complete, {"context": 512}, order=fail) as url:
+            server = Server(url, configured(model, url))
+            with pytest.raises(ConfigError, match=r"/resume answered 500: out of memory; see its log$"):
+                await server.start()
             await server.stop()
 
     asyncio.run(main())

@@ -56,6 +56,7 @@ class Server:
         self._open, self._settled = asyncio.Event(), asyncio.Event()  # for new requests; no swap is under way
         self._open.set()
         self._settled.set()
+        self._paused = False  # or may be: it was told to pause, and has not yet said that it goes on
         self._requests: dict[VllmRequest, asyncio.Future[Any]] = {}
         self._salt = uuid4().hex  # of prefix caches: new with each version, and never one of an earlier run
         self._version = 0
@@ -83,6 +84,10 @@ class Server:
             }
             raise ConfigError(f"{failure}; {remedy.get(failure.status, 'see its log')}") from None
         refuse_unfit(self.name, facts[0], self._config)
+        try:  # a run that was killed in the middle of a swap has left it paused; to another this says nothing
+            await self._ask("POST", "/resume")
+        except _Failed as failure:
+            raise ConfigError(f"{failure}; see its log") from None
         self.ranks, self._facts = len(facts), facts[0]
         self._context: int = self._config.generator.context or facts[0]["context"]
         self._watching = asyncio.create_task(self._watch())
@@ -96,13 +101,18 @@ class Server:
         """Only "abort" is posted, and a call that was cancelled has dropped its connection: vLLM aborts by that."""
 
     async def stop(self, grace: float = 10.0) -> None:
-        """Leave the server as it is, with the last weights that it got."""
+        """Leave the server as it is, with the last weights that it got, and never paused."""
         if self._watching:
             self._watching.cancel()
-        if self._connected and not self.dead:
-            with contextlib.suppress(_Failed):  # nothing more is asked of it
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._settled.wait(), grace)
+        well = self._connected and not self.dead
+        self.give_up(f"{self.name} was left")  # from here on no swap begins
+        with contextlib.suppress(_Failed):  # nothing more is asked of it
+            if self._paused:  # a swap took too long, or could not resume it
+                await self._ask("POST", "/resume", limit=grace)
+            if well:
                 await self._ask("POST", "/collective_rpc", {"method": "slipstream_close"}, limit=grace)
-        self.give_up(f"{self.name} was left")
         if self._http:
             await self._http.close()
 
@@ -175,6 +185,7 @@ class Server:
 
     async def _swap(self, version: int) -> tuple[float, dict[str, float]]:
         how = self._config.sync.interruption
+        self._refuse_dead()
         self._open.clear()
         try:
             while how == "drain" and self._requests:
@@ -210,6 +221,7 @@ class Server:
         return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
 
     async def _recompute(self) -> dict[str, int]:
+        self._paused = True
         try:
             await self._order("/pause?mode=keep&clear_cache=false")
             counts = await self._apply()
@@ -218,6 +230,7 @@ class Server:
                 raise self.give_up(f"{self.name} did not drop its keys and values")
         finally:
             await self._order("/resume")
+            self._paused = False
         return counts
 
     async def _checksums(self, names: Sequence[str]) -> dict[str, int]:
@@ -277,7 +290,7 @@ class Server:
                 answer = json.loads(text or "{}") if status == 200 else None
         except TimeoutError:
             raise _Failed(f"{self.name}{path} did not answer within {limit:g} s") from None
-        except (aiohttp.ClientError, ValueError, OSError) as error:
+        except (aiohttp.ClientError, ValueError, OSError, RuntimeError) as error:  # the last: `stop` has closed it
             raise _Failed(f"{self.name}{path} did not answer: {error}") from None
         if status != 200:
             raise _Failed(f"{self.name}{path} answered {status}: {_message(text)}", status)
