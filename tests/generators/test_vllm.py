@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from slipstream.config import Config, load_config
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.local import Pools
+from slipstream.sync import nccl_direct
 from tests.conftest import build_model, build_tokenizer, save_model
 from tests.processes import descendants
 
@@ -390,3 +392,24 @@ def test_what_vllm_can_not_do_is_said_in_one_line(model: Path, tmp_path: Path) -
     ):
         with pytest.raises(Exception, match=said):
             asyncio.run(Pools.start(config_of(model, *flags), tmp_path))
+
+
+def test_a_port_that_is_held_for_vllm_is_opened_by_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By vLLM's own rendezvous, of one process here, while nobody else gets it."""
+
+    class Engine:
+        @staticmethod
+        def trainer_init(address: dict[str, Any]) -> Any:
+            from vllm.distributed.utils import StatelessProcessGroup
+
+            return StatelessProcessGroup.create(address["master_address"], address["master_port"], 0, 1)
+
+    monkeypatch.setattr(nccl_direct, "transfer_engine", lambda: Engine)
+    config = load_config(None, ["--model.path=m", "--environment.name=e"])
+    sender = nccl_direct.NativeSender({}, config, tmp_path, 0)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((nccl_direct.HOST, sender._port))
+    port = sender.offer()["master_port"]
+    assert sender._group.result(60).store.port == port
+    sender.connecting()
+    sender.close()

@@ -486,6 +486,30 @@ def test_a_group_that_broke_is_joined_anew(monkeypatch: pytest.MonkeyPatch) -> N
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("sender", [NativeSender, NcclSender])
+def test_generators_do_not_wait_for_a_trainer_that_can_not_connect(
+    monkeypatch: pytest.MonkeyPatch, sender: type[Any]
+) -> None:
+    """Its reason is told in seconds, and one that can is waited for."""
+    monkeypatch.setattr(publish, "find_link", lambda name: (sender, None))
+    monkeypatch.setattr(publish, "ASKED", 0.1)
+
+    async def main() -> None:
+        called: list[str] = []
+        waits: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        answers: dict[str, Any] = {"open_link": {"shapes": {}}, "connect": waits}
+        link, _ = link_of(Recorded("trainer", called, answers.get), Recorded("one", called, answers.get))
+        connecting = asyncio.ensure_future(link.connect(0))
+        await asyncio.sleep(0.5)
+        assert not connecting.done() and called.count("trainer connecting") > 1
+        answers["connecting"] = ActorError("address already in use", "RuntimeError", "")
+        with pytest.raises(ActorError, match="address already in use"):
+            await asyncio.wait_for(connecting, 5)
+        assert "trainer stage" not in called
+
+    asyncio.run(main())
+
+
 class Recorded:
     """An actor that answers at once, and keeps in what order it was called; `answer` may return a future instead."""
 

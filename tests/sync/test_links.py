@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import torch
 from slipstream.config import Config, ConfigError, TrainerConfig, load_config
 from slipstream.generators.weights import Place, ServedWeights, local_places
 from slipstream.models import trained_parameters
+from slipstream.sync import nccl_direct
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket, find_link
 from slipstream.trainers.parallel import Ranks
@@ -404,3 +406,35 @@ def test_adapters_alone_travel(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(trained(ids).logits, served(ids).logits)
     sending.close()
+
+
+def test_a_port_that_is_taken_is_told_while_receivers_connect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`nccl_direct` holds its port; who gets it all the same, by the option that vLLM has, is not waited for."""
+
+    class Engine:
+        @staticmethod
+        def trainer_init(address: dict[str, Any]) -> socket.socket:
+            return listen(address["master_port"])  # as vLLM's does
+
+    def listen(port: int) -> socket.socket:
+        door = socket.socket()
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        door.bind((nccl_direct.HOST, port))
+        door.listen()
+        return door
+
+    monkeypatch.setattr(nccl_direct, "transfer_engine", lambda: Engine)
+    senders = [nccl_direct.NativeSender({}, config_of(torch.float32), tmp_path, 1) for _ in range(2)]
+    good, bad = senders
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((nccl_direct.HOST, good._port))
+    with listen(bad._port):
+        offers = [sender.offer() for sender in senders]
+        assert offers[0]["master_port"] != offers[1]["master_port"]
+        good._group.result(10).close()
+        good.connecting()
+        bad._group.exception(10)
+        with pytest.raises(RuntimeError, match=f"nccl_direct.* at 127.0.0.1:{bad._port}: .*in use"):
+            bad.connecting()
+    for sender in senders:
+        sender.close()

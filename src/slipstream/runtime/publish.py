@@ -23,6 +23,7 @@ from slipstream.sync.checksum import chosen
 from slipstream.sync.link import PublishStats, find_link
 
 DEATH_SHOWS = 1.0  # seconds after a failed publish in which a process that died at its other end is known to have
+ASKED = 1.0  # seconds after which the trainer is asked whether its end can be what generators wait for
 
 Answers = dict[ProcessGenerator, Any]
 
@@ -102,7 +103,14 @@ class WeightLink:
         self._names = list(offer["shapes"])
         firsts = itertools.accumulate(ranks, initial=1)
         calls = [g.actor.call("connect", offer, first) for g, first in zip(self._members, firsts, strict=False)]
-        await asyncio.gather(*calls)
+        connecting = asyncio.gather(*calls)
+        connecting.add_done_callback(_went_well)  # the trainer's failure may be told
+        try:
+            while self._collective and not (await asyncio.wait((connecting,), timeout=ASKED))[0]:
+                await self._trainer.call("connecting")
+            await connecting
+        finally:
+            connecting.cancel()
         self._joined = list(self._members)
 
     async def _bring(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[float], float, float]:

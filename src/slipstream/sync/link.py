@@ -58,6 +58,10 @@ class Sender(Protocol):
         """What a receiver needs to connect, as plain data."""
         ...
 
+    def connecting(self) -> None:
+        """Called now and then while receivers of a `collective` link connect. Raises what keeps this end from it: they
+        may wait for it far longer than anybody should for the reason."""
+
     def before_update(self) -> None:
         """Called before parameters change in place."""
         ...

@@ -19,6 +19,8 @@ from torch import Tensor
 from slipstream.config import Config, ConfigError
 from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
 
+HOST = "127.0.0.1"
+
 
 class NativeSender(Sender):
     """The trainer's end, rank 0 of vLLM's communicator."""
@@ -28,17 +30,24 @@ class NativeSender(Sender):
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._engine = transfer_engine()
         self._parameters, self._dtype = parameters, dtype_of(config)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
         self._ranks = receivers + 1
+        # Nobody else gets a port that is bound here, but vLLM, which binds by the same option, listens at it.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind((HOST, 0))
+        self._port = self._held.getsockname()[1]
         self._thread = ThreadPoolExecutor(1)
 
     def offer(self) -> Ticket:
-        address = {"master_address": "127.0.0.1", "master_port": self._port, "world_size": self._ranks}
+        address = {"master_address": HOST, "master_port": self._port, "world_size": self._ranks}
         # Both ends wait for each other in there.
         self._group = self._thread.submit(self._engine.trainer_init, address)
         return {**address, "shapes": shapes_of(self._parameters), "dtype": str(self._dtype).removeprefix("torch.")}
+
+    def connecting(self) -> None:
+        if self._group.done() and (error := self._group.exception()):
+            where = f'its end of sync.link = "nccl_direct" at {HOST}:{self._port}'
+            raise RuntimeError(f"the trainer can't open {where}: {error}") from error
 
     def stage(self, version: int) -> Ticket:
         return {"version": version}
@@ -48,6 +57,7 @@ class NativeSender(Sender):
         torch.cuda.synchronize()
 
     def close(self) -> None:
+        self._held.close()
         self._thread.shutdown(wait=False)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
