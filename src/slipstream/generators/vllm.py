@@ -37,6 +37,14 @@ KEEP = 1  # vLLM's level of sleep in which weights are kept in the host's memory
 EXTENSION = "slipstream.generators.vllm_worker.WorkerExtension"
 FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
 SHOWN = 300  # characters of why vLLM does not start
+REMEDIES = {  # by what vLLM says
+    "less than desired GPU memory utilization": "lower generator.memory, or end what else is on the GPU",
+    "out of memory": "lower generator.memory or generator.slots, end what else is on the GPU, or spread the model by "
+    "generator.tensor_parallel",
+    "No available memory for the cache": "raise generator.memory, or spread the model by generator.tensor_parallel",
+    "larger than the available KV cache memory": "raise generator.memory, or lower generator.context",
+    "address already in use": "another program took this port in this moment; start again",
+}
 CPU_CACHE = 2**28  # bytes of keys and values on a CPU, where vLLM would take a share of all memory
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -385,14 +393,22 @@ def _refuse_unrecorded(on_cpu: bool) -> None:
 
 
 def cause(error: Exception, log: Path | None, start: int) -> str:
-    """Why vLLM did not start. What fails in a process of its own is told in the log alone, from byte `start` on."""
+    """Why vLLM did not start, and what to change.
+
+    What fails in a process of its own is told in the log alone, from byte `start` on.
+    """
     said = str(error)
     if log and "root cause" in said:
         lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
         named = [found[1] for line in lines if (found := FAILURE.search(line)) and "root cause" not in line]
-        said = named[0] if named else said
-    said = " ".join(said.split())
-    return f"{said if len(said) <= SHOWN else said[:SHOWN] + '...'} (log: {log})"
+        said = next(filter(_remedy, named), named[0]) if named else said
+    said, remedy = " ".join(said.split()), _remedy(said)
+    return f"{said if len(said) <= SHOWN else said[:SHOWN] + '...'}{remedy and f'; {remedy}'} (log: {log})"
+
+
+def _remedy(said: str) -> str:
+    """What to change where vLLM says this, if that is known."""
+    return next((todo for words, todo in REMEDIES.items() if words in said), "")
 
 
 def _completion(request: _Request, output: Any) -> Completion:

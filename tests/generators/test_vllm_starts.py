@@ -1,0 +1,84 @@
+"""What a user reads where vLLM does not start: vLLM 0.25's own words, of its processes in the log alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from slipstream.generators.vllm import cause
+
+CORE = "(EngineCore pid=4242) ERROR 07-01 12:00:00 [core.py:1231] "
+FULL = (
+    "Free memory on device cuda:0 (10.52/139.8 GiB) on startup is less than desired GPU memory utilization (0.85, "
+    "118.83 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+)
+LARGE = (
+    "CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.20 GiB is "
+    "free. Process 4242 has 138.60 GiB memory in use. Of the allocated memory 137.90 GiB is allocated by PyTorch, and "
+    "12.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+NO_CACHE = (
+    "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine "
+    "(this flag also controls CPU memory reservation on the CPU backend, despite its name)."
+)
+LONG = (
+    "To serve at least one request with the model's max seq len (40960), (4.38 GiB KV cache is needed, which is larger "
+    "than the available KV cache memory (1.2 GiB). Based on the available memory, the estimated maximum model length "
+    "is 11216. Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU backend) or "
+    "decreasing `max_model_len` when initializing the engine."
+)
+CASES = {
+    "full": (f"ValueError: {FULL}", "10.52/139.8 GiB", "lower generator.memory"),
+    "large": (f"torch.OutOfMemoryError: {LARGE}", "Tried to allocate 2.32 GiB", "lower generator.memory or"),
+    "no cache": (f"ValueError: {NO_CACHE}", "No available memory for the cache", "raise generator.memory"),
+    "long": (f"ValueError: {LONG}", "max seq len (40960)", "raise generator.memory, or lower generator.context"),
+}
+SUMMARY = RuntimeError(
+    "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"
+)
+
+
+def log_of(failure: str, before: str = "") -> str:
+    """A start that failed in a process of its own, as vLLM logs it."""
+    lines = [
+        "EngineCore failed to start.",
+        "Traceback (most recent call last):",
+        '  File "/vllm/v1/engine/core.py", line 1205, in run_engine_core',
+        "    raise ValueError(",
+        failure,
+    ]
+    summary = f"Traceback (most recent call last):\n  ...\nRuntimeError: {SUMMARY}\n"
+    return before + "".join(f"{CORE}{line}\n" for line in lines) + summary
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_full_gpu_is_one_line_that_names_the_option(case: str, tmp_path: Path) -> None:
+    failure, said, remedy = CASES[case]
+    log, last = tmp_path / "generator_0.log", f"{CORE}ValueError: of the start before this\n"
+    warned = "WARNING 07-01 12:00:00 [registry.py:1] ImportError: no flash_attn_3\n"
+    log.write_text(last + log_of(failure, warned))
+    in_one_process = ValueError(failure.partition(": ")[2])
+    for line in (cause(SUMMARY, log, len(last)), cause(in_one_process, log, 0), cause(in_one_process, None, 0)):
+        assert said in line and f"; {remedy}" in line and "\n" not in line
+        assert "before this" not in line and "flash_attn" not in line and len(line) < 600
+    assert f"(log: {log})" in cause(SUMMARY, log, len(last))
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    """Workers of an engine meet at a port that vLLM picks; torch says what becomes of that."""
+    taken = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RuntimeError) as raised:
+        TCPStore("127.0.0.1", taken.port, is_master=True, wait_for_workers=False)
+    log = tmp_path / "generator_0.log"
+    log.write_text(log_of(f"torch.distributed.DistNetworkError: {raised.value}"))
+    for line in (cause(raised.value, log, 0), cause(SUMMARY, log, 0)):
+        assert f"port: {taken.port}" in line and "address already in use" in line and "; another program" in line
+
+
+def test_what_is_not_known_is_told_as_it_is(tmp_path: Path) -> None:
+    log = tmp_path / "generator_0.log"
+    log.write_text(log_of("ValueError: this shape is not known"))
+    assert cause(SUMMARY, log, 0) == f"ValueError: this shape is not known (log: {log})"
