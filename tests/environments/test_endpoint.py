@@ -183,6 +183,15 @@ def test_episodes_at_the_same_time_do_not_mix() -> None:
     asyncio.run(main())
 
 
+def test_runs_at_the_same_time_have_ports_of_their_own() -> None:
+    async def main() -> None:
+        async with served() as one, served() as other:
+            urls = [await it.policy().base_url() for it in (one, other)]
+            assert len({url.split("/")[2] for url in urls}) == 2
+
+    asyncio.run(main())
+
+
 def test_content_in_parts_and_tools_reach_the_template() -> None:
     async def main() -> None:
         async with served() as it:

@@ -21,7 +21,8 @@ from slipstream.actor import ActorDied, ActorError
 from slipstream.config import ConfigError, load_config
 from slipstream.rollout import Sampling
 from slipstream.run import train
-from slipstream.runtime.ranks import Ranks
+from slipstream.runtime.placement import Placement
+from slipstream.runtime.ranks import Ranks, trainer_actor
 from tests.runtime.test_faults import pid_of, started
 from tests.trainers.test_trainer import random_batch
 
@@ -84,9 +85,9 @@ class Rank:
     async def stop(self, grace: float) -> None: ...
 
 
-def torchrun(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m",
-               "slipstream", *arguments]  # fmt: skip
+def torchrun(count: int, *arguments: str, where: str = "--standalone") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", where, f"--nproc-per-node={count}", "-m", "slipstream",
+               *arguments]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environment)
 
@@ -111,6 +112,21 @@ def test_torchrun_with_another_number_is_refused(tiny: Path, monkeypatch: pytest
     for ranks, said in ((2, r"started 4 processes, but trainer\.ranks = 2"), (4, "2 processes on other hosts")):
         with pytest.raises(ConfigError, match=said):
             train(load_config(None, [*flags, f"--trainer.ranks={ranks}"]))
+
+
+def test_a_port_that_is_taken_is_named_or_another_is_used(tmp_path: Path) -> None:
+    """torchrun's is the user's to choose, and it tells by itself; a trainer's ranks meet at one that is free."""
+
+    async def meeting() -> tuple[Any, str]:
+        ranks = await trainer_actor(tmp_path, Placement(((),), ()), 2)
+        return ranks, ranks.actors[0]._environment["MASTER_PORT"]
+
+    (_one, port), (_other, another) = asyncio.run(meeting()), asyncio.run(meeting())
+    assert port != another
+    began = time.monotonic()
+    done = torchrun(2, "train", "none.toml", where=f"--master-port={port}")
+    assert done.returncode and time.monotonic() - began < 30
+    assert f"port: {port}" in done.stderr and "address already in use" in done.stderr
 
 
 def test_rank_0_answers() -> None:

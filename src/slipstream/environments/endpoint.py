@@ -111,11 +111,11 @@ class _Episode(NamedTuple):
 
 
 class Endpoint:
-    """One server on the loopback interface for all episodes of a run; starts when the first asks for its URL."""
+    """One server on the loopback interface, at a free port, for all episodes of a run; starts when the first asks for
+    its URL."""
 
-    def __init__(self, codec: Codec, port: int = 0) -> None:
+    def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._port = port
         self._episodes: dict[str, _Episode] = {}
         self._server: asyncio.Task[web.AppRunner] | None = None
 
@@ -150,7 +150,7 @@ class Endpoint:
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self._port).start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner
 
     async def _answer(self, request: web.Request) -> web.Response:
