@@ -142,7 +142,7 @@ def theirs(options: argparse.Namespace, setting: str, server: Server | None) -> 
         return finish(command, log, options.seconds, own_gpu(0))
     address = {"VLLM_HOST_IP": "127.0.0.1"}
     found = finish([*command, "--url", server.url], log, options.seconds, own_gpu(1) | address)
-    return found | server.describe(*found["window"])
+    return found | {"transfer": options.transfer} | server.describe(*found["window"])
 
 
 def own_gpu(number: int) -> dict[str, str]:
@@ -387,7 +387,6 @@ def measured_trainer() -> Any:
             tokens, trained, pairs = self.counts.tolist()
             note = {"time": time.time(), "tokens": tokens, "trained": trained, "pairs": pairs}
             note |= {"waited": self.waiting.seconds, "synced": self.syncing, "memory_gb": 0.0}
-            note["finite"] = all(bool(p.isfinite().all()) for p in self.model.parameters())
             if GPU:
                 note["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
                 torch.cuda.reset_peak_memory_stats()
@@ -397,7 +396,8 @@ def measured_trainer() -> Any:
             """From the end of the last step of the warm-up to that of the last one."""
             first, last = self.notes[warmup - 1], self.notes[-1]
             done = {name: last[name] - first[name] for name in first}
-            assert all(note["finite"] for note in self.notes), "weights are not finite"
+            finite = torch.stack([p.isfinite().all() for p in self.model.parameters()]).all()
+            assert finite, "weights are not finite"  # asked here, and not within the time that is measured
             seconds, steps = done["time"], len(self.notes) - warmup
             operations = self.operations.count(done["tokens"], done["trained"], done["pairs"])
             said = [entry for entry in self.state.log_history if "weight_sync_time_s" in entry][warmup:]
