@@ -301,6 +301,8 @@ def test_what_waits_in_vllm_is_not_drained(patient: Path) -> None:
         found.update(engine.step())
     assert {*found, *drained} == set(range(12)) and len(found) == 8
     assert all(c.versions == (1, 1) and len(c.token_ids) == 40 for c in found.values())
+    engine.submit(12, [5, 6, 7], Sampling(max_tokens=40))
+    assert engine.drawn() == 0, "those before have ended"
 
 
 @pytest.mark.parametrize("how", ["recompute", "retry"])

@@ -112,9 +112,8 @@ class VllmEngine:
 
     @draining.setter
     def draining(self, value: bool) -> None:
-        if value and not self._draining and self._requests:  # what has drawn nothing waits here, not in vLLM's queue
-            drawn = self._llm.collective_rpc("slipstream_drawn")[0]
-            for request in [r for r in self._requests.values() if not drawn.get(r.internal)]:
+        if value and not self._draining:  # what has drawn nothing waits here, not in vLLM's queue
+            for request in [request for request, drawn in self._drawn().items() if not drawn]:
                 self._stop(request)
                 self._waiting.append(request)
         self._draining = value
@@ -146,7 +145,14 @@ class VllmEngine:
 
     def drawn(self) -> int:
         """Tokens that the furthest sequence in flight has drawn."""
-        return max(self._llm.collective_rpc("slipstream_drawn")[0].values(), default=0) if self._requests else 0
+        return max(self._drawn().values(), default=0)
+
+    def _drawn(self) -> dict[_Request, int]:
+        """Tokens that each sequence in flight has drawn; workers remember those that ended until the next pass."""
+        if not self._requests:
+            return {}
+        drawn = self._llm.collective_rpc("slipstream_drawn")[0]
+        return {request: drawn.get(request.internal, 0) for request in self._requests.values()}
 
     def step(self) -> list[tuple[Hashable, Completion]]:
         """Let vLLM go on for one step, if it is awake. Returns what finished."""
