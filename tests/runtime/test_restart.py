@@ -17,24 +17,34 @@ from slipstream.runtime import pool, restart
 from slipstream.runtime.local import Pools
 from slipstream.runtime.pool import ProcessGenerator
 from slipstream.runtime.restart import RestartLink
+from tests.conftest import build_model, build_tokenizer
 from tests.processes import lives, module_for_processes
 
 TRAINER = "slipstream.verification:ChangingTrainer"
 
 
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that never ends a sequence by itself: they are still drawn when something is done to them."""
+    path = tmp_path_factory.mktemp("restart") / "patient"
+    build_model(max_position_embeddings=2048).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+    return path
+
+
 @pytest.mark.parametrize(("how", "keep"), [("retry", 0), ("drain", 2)])
-def test_engines_start_again_on_each_version(how: str, keep: int, tiny: Path, tmp_path: Path) -> None:
+def test_engines_start_again_on_each_version(how: str, keep: int, patient: Path, tmp_path: Path) -> None:
     """Sequences in flight are drawn again or finished first, and told as of the version that drew them; the newest
     files stay, and as many older ones as is wanted."""
     from transformers import AutoModelForCausalLM
 
     flags = [f"--sync.interruption={how}", f"--sync.keep={keep}", "--trainer.threads=1", "--generator.threads=1"]
-    named = [f"--model.path={tiny}", "--environment.name=addition", f"--trainer.kind={TRAINER}"]
+    named = [f"--model.path={patient}", "--environment.name=addition", f"--trainer.kind={TRAINER}"]
     config = load_config(None, [*named, *flags, "--sync.link=checkpoint", "--sync.restart=true"])
 
     async def main() -> None:
         pools = await Pools.start(config, tmp_path)
-        trainer, sampling = pools.trainer.actor, Sampling(max_tokens=150)
+        trainer, sampling = pools.trainer.actor, Sampling(max_tokens=600)
         try:
             await pools.link.connect(0)
             running = [asyncio.ensure_future(pools.generator.generate([5, 6, 7 + i], sampling)) for i in range(4)]
