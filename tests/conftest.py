@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from slipstream.rollout import Completion, Sampling
+from slipstream.runtime.pool import GeneratorPool
 
 settings.register_profile("slipstream", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("slipstream")
@@ -84,6 +89,19 @@ def save_model(path: Path, **changes: Any) -> None:
     build_tokenizer().save_pretrained(path)
 
 
+async def in_flight(
+    pool: GeneratorPool, prompts: Sequence[Sequence[int]], sampling: Sampling, tokens: int = 10
+) -> list[asyncio.Task[Completion]]:
+    """Sequences of which one was seen to have drawn `tokens`; begun anew if all have ended before anybody looked."""
+    running: list[asyncio.Task[Completion]] = []
+    while not running or await pool.drawn() < tokens:
+        if all(one.done() for one in running):
+            await asyncio.gather(*running)  # raises what they raised
+            running = [asyncio.create_task(pool.generate(prompt, sampling)) for prompt in prompts]
+        await asyncio.sleep(0.001)
+    return running
+
+
 def random_prompts(count: int, seed: int = 0, longest: int = 24) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(2, VOCABULARY) for _ in range(rng.randint(1, longest))] for _ in range(count)]
@@ -94,4 +112,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model and tokenizer of 16 symbols, as a run loads it."""
     path = tmp_path_factory.mktemp("tiny")
     save_model(path, vocab_size=len(build_tokenizer()))
+    return path
+
+
+@pytest.fixture(scope="session")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that never ends a sequence by itself: they are still drawn when something is done to them."""
+    path = tmp_path_factory.mktemp("patient")
+    build_model(head_dim=32, max_position_embeddings=2048).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
     return path

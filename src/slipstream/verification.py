@@ -184,12 +184,14 @@ async def _fresh(
     wanted = [(c, span) for c in completions for span in c.spans if span.version == version]
     if not wanted:
         return []
-    files = "" if config.lora.rank else str(store)  # the base is the same, and the adapter is loaded into it
-    fresh = with_options(config, model={**config.model.model_dump(), "path": files or config.model.path})
-    service = f"{FromFiles.__module__}:{FromFiles.__qualname__}" if config.lora.rank else ""
-    pool = await start_generators(fresh, folder, place(fresh, gpus_here()), service)
+    service, adapted = "", bool(config.lora.rank)
+    if adapted:  # the base is the same, and the adapter is loaded into it
+        service = f"{FromFiles.__module__}:{FromFiles.__qualname__}"
+    else:
+        config = with_options(config, model={**config.model.model_dump(), "path": str(store)})
+    pool = await start_generators(config, folder, place(config, gpus_here()), service)
     try:
-        if config.lora.rank:
+        if adapted:
             await pool.ask("load_adapter", str(store))
         return await _drawn_again(pool, wanted)
     finally:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.local import Pools
 from slipstream.sync import nccl_direct
-from tests.conftest import build_model, build_tokenizer, save_model
+from tests.conftest import build_model, build_tokenizer, in_flight, save_model
 from tests.processes import descendants
 
 pytestmark = [
@@ -32,7 +31,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 BOUND = 1e-5
-LONG = 300
+LONG = 600
 TRAINER = "slipstream.verification:ChangingTrainer"
 
 
@@ -41,22 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("vllm") / "model"
     save_model(path, head_dim=32)
     return path
-
-
-@pytest.fixture(scope="module")
-def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that never ends a sequence by itself: they are still drawn when something is done to them."""
-    path = tmp_path_factory.mktemp("vllm") / "patient"
-    build_model(head_dim=32, max_position_embeddings=1024).save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
-    return path
-
-
-async def begun(pools: Pools, drawing: Sequence[asyncio.Future[Completion]]) -> None:
-    """Wait until sequences in flight have ten tokens."""
-    while await pools.generator.drawn() < 10:
-        assert not all(one.done() for one in drawing), "none was in flight"
-        await asyncio.sleep(0.01)
 
 
 def config_of(model: Path, *flags: str) -> Config:
@@ -169,9 +152,7 @@ def test_a_swap_is_exact(link: str, how: str, model: Path, tmp_path: Path) -> No
             await trainer.call("store", tmp_path / "0")
             for version in (1, 2):
                 sampling = Sampling(max_tokens=200)
-                running = [asyncio.ensure_future(draw([5, 6, 7 + i], sampling)) for i in range(12)]
-                while await pools.generator.drawn() < 10:
-                    await asyncio.sleep(0.01)
+                running = await in_flight(pools.generator, [[5, 6, 7 + i] for i in range(12)], sampling)
                 running.pop().cancel()
                 await trainer.call("change", version)
                 publishing = asyncio.ensure_future(pools.link.publish(version))
@@ -253,10 +234,9 @@ def test_a_swap_is_exact_where_the_core_is_a_process(
             assert descendants(engine.actor._process.pid), "vLLM's core has no process of its own"
             await pools.link.connect(0)
             await trainer.call("store", tmp_path / "0")
-            drawing = []
+            drawing, prompts = [], [[5, 6, 7 + i] for i in range(12)]
             for version in (1, 2):
-                drawing += [asyncio.ensure_future(draw([5, 6, 7 + i], Sampling(max_tokens=LONG))) for i in range(12)]
-                await begun(pools, drawing)
+                drawing += await in_flight(pools.generator, prompts, Sampling(max_tokens=LONG))
                 await trainer.call("change", version)
                 published = await pools.link.publish(version)
                 assert 0 < published.ready < published.total
@@ -268,8 +248,7 @@ def test_a_swap_is_exact_where_the_core_is_a_process(
                     assert_drawn_by(tmp_path / str(span.version), c, span.start, span.end)
             assert {(0, 1), (1, 2)} & {c.versions for c in completions}, "none was in flight"
             before, start = (await engine.stats())["busy"], time.perf_counter()
-            given_up = asyncio.ensure_future(draw([5, 6, 7], Sampling(max_tokens=LONG)))
-            await begun(pools, [given_up])
+            (given_up,) = await in_flight(pools.generator, [[5, 6, 7]], Sampling(max_tokens=LONG))
             given_up.cancel()
             await asyncio.sleep(2)
             await draw([5, 6, 7], Sampling(max_tokens=2))
@@ -316,8 +295,8 @@ def test_a_sleep_is_exact(how: str, patient: Path, tmp_path: Path) -> None:
         try:
             await pools.link.connect(0)
             await trainer.call("store", tmp_path / "0")
-            running = [asyncio.ensure_future(draw([5, 6, 7 + i], Sampling(max_tokens=LONG))) for i in range(8)]
-            await begun(pools, running)
+            prompts = [[5, 6, 7 + i] for i in range(8)]
+            running = await in_flight(pools.generator, prompts, Sampling(max_tokens=LONG))
             async with pools.trainers_turn(publishes=False):
                 drawn = await pools.generator.drawn()
             async with pools.trainers_turn(publishes=True):

@@ -16,7 +16,6 @@ import torch
 from slipstream.config import load_config
 from slipstream.models import load_model, trained_parameters
 from slipstream.rollout import Completion, Sampling
-from tests.conftest import build_model, build_tokenizer
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -78,11 +77,8 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    path = tmp_path_factory.mktemp("adapters")
-    build_model(head_dim=32).save_pretrained(path / "model")  # one that never ends a completion by itself
-    build_tokenizer().save_pretrained(path / "model")
-    one = Served(path / "model", path / "run")
+def served(patient: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    one = Served(patient, tmp_path_factory.mktemp("adapters"))
     yield one
     one.sender.close()
 
@@ -160,7 +156,7 @@ def test_a_version_that_was_loaded_and_not_taken_may_come_again_with_other_value
 
 
 def loader_of(served: Served) -> Any:
-    return served.engine._llm.model_executor.driver_worker.worker._loader
+    return served.engine._llm.model_executor.driver_worker.worker._slipstream
 
 
 def test_no_adapter_but_one_by_chance_goes_by_vllms_own_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +177,7 @@ def forget_to_scale(copies: Any, slot: int) -> None:
 
 def forget_a_copy(copies: Any, slot: int) -> None:
     torch._foreach_copy_(copies._places[slot][1:], copies._sources[1:])
-    for number, factor in zip(copies._scaled, copies._factors, strict=True):
+    for number, factor in copies._factors.items():
         copies._places[slot][number].mul_(factor)
 
 

@@ -33,6 +33,7 @@ from slipstream.runtime.publish import PublishError, WeightLink
 from slipstream.sync.nccl import NcclSender
 from slipstream.sync.nccl_direct import NativeSender
 from slipstream.sync.shared import SharedSender
+from tests.conftest import in_flight
 from tests.processes import descendants, lives, module_for_processes
 
 LIMIT = 60.0  # seconds in which everything has an end
@@ -325,9 +326,7 @@ def test_a_trainer_that_dies_leaves_generators_that_serve_and_end(
             orders.hold(held)
             publishing = asyncio.ensure_future(pools.link.publish(1) if joined else pools.link.connect(0))
             await orders.reached(held)
-            running = [asyncio.ensure_future(draw([5, 6, 7 + i], sampling)) for i in range(4)]
-            while not await pools.generator.drawn():
-                await asyncio.sleep(0.001)
+            running = await in_flight(pools.generator, [[5, 6, 7 + i] for i in range(4)], sampling, tokens=1)
             began = time.monotonic()
             pools.trainer.actor._process.kill()  # type: ignore[union-attr]
             orders.go(held)

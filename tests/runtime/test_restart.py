@@ -17,19 +17,10 @@ from slipstream.runtime import pool, restart
 from slipstream.runtime.local import Pools
 from slipstream.runtime.pool import ProcessGenerator
 from slipstream.runtime.restart import RestartLink
-from tests.conftest import build_model, build_tokenizer
+from tests.conftest import in_flight
 from tests.processes import lives, module_for_processes
 
 TRAINER = "slipstream.verification:ChangingTrainer"
-
-
-@pytest.fixture(scope="module")
-def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that never ends a sequence by itself: they are still drawn when something is done to them."""
-    path = tmp_path_factory.mktemp("restart") / "patient"
-    build_model(max_position_embeddings=2048).save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize(("how", "keep"), [("retry", 0), ("drain", 2)])
@@ -47,9 +38,7 @@ def test_engines_start_again_on_each_version(how: str, keep: int, patient: Path,
         trainer, sampling = pools.trainer.actor, Sampling(max_tokens=600)
         try:
             await pools.link.connect(0)
-            running = [asyncio.ensure_future(pools.generator.generate([5, 6, 7 + i], sampling)) for i in range(4)]
-            while await pools.generator.drawn() < 5:
-                await asyncio.sleep(0.001)
+            running = await in_flight(pools.generator, [[5, 6, 7 + i] for i in range(4)], sampling, tokens=5)
             tokens = (await pools.generator.stats())["tokens"]
             await trainer.call("change", 1)
             await pools.link.publish(1)

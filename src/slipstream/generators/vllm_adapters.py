@@ -56,8 +56,8 @@ class AdapterWeights:
 
     def check(self, names: Sequence[str]) -> None:
         """Begin to add up parameters of the newest adapter as they lie on the workers' devices."""
-        asked = post(self._llm, "slipstream_check_adapter", list(names))
-        self._checked = Answer(self._llm, "slipstream_adapter_checked", asked)
+        asked = post(self._llm, "slipstream_check", list(names))
+        self._checked = Answer(self._llm, "slipstream_checked", asked)
 
     def checked(self) -> dict[str, int] | None:
         """The checksums, once they are there. Raises if a worker has other values in the slot than on its device, or

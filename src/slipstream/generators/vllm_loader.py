@@ -9,9 +9,8 @@ adapter there and does no more than count it as used.
 from __future__ import annotations
 
 import copy
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
 from slipstream.generators.watched import Copies, Watched
-from slipstream.generators.weights import answer, side_stream
+from slipstream.generators.weights import Beside, side_stream
 from slipstream.sync.adapters import AdapterFile, plain
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import Ticket
@@ -33,21 +32,21 @@ class AdapterLoader:
     def __init__(self, worker_manager: Any) -> None:
         self._worker_manager, self._slots = worker_manager, worker_manager._adapter_manager
         self._stream = side_stream(worker_manager.device)
+        self._beside = Beside("adapter")
         self._opened: tuple[AdapterFile, torch.Tensor] | None = None
         self._copies: Copies | None = None  # None: vLLM's own way cannot be gone again so
         self._coming: tuple[Future[LoRAModel], int] | None = None  # and its slot
         self._sums: Future[dict[str, int]] | None = None
 
     def prepare(self, ticket: Ticket) -> None:
-        """Begin to read a version, in a thread that keeps no process from its end."""
+        """Begin to read a version."""
         request = request_of(ticket)
         self._slots.remove_adapter(request.lora_int_id)  # of a publish that failed elsewhere
         if None not in self._slots.lora_index_to_id:
             raise RuntimeError("vLLM has no free slot for an adapter: generator.options.max_loras is too low")
         # Nobody else takes a slot: there is one for every version that may be in use, and for this one.
-        slot, read = self._slots.lora_index_to_id.index(None), Future[LoRAModel]()
-        self._coming = (read, slot)
-        self._beside(lambda: self._load(request, slot), read)
+        slot = self._slots.lora_index_to_id.index(None)
+        self._coming = (self._beside.do(lambda: self._load(request, slot)), slot)
 
     def prepared(self) -> float | None:
         """The seconds for which passes waited until it was known, which it is as soon as it is in its slot; None
@@ -65,23 +64,22 @@ class AdapterLoader:
 
     def check(self, names: Sequence[str]) -> None:
         """Begin to add up the tensors of these names of the newest version, as they lie on the device."""
-        self._sums = Future[dict[str, int]]()
-        self._beside(lambda: self._checksums(names), self._sums)
+        self._sums = self._beside.do(lambda: self._checksums(names))
 
     def checked(self) -> dict[str, int] | None:
         """The checksums, once they are there. Raises if the slot has other values."""
         assert self._sums is not None
         return self._sums.result() if self._sums.done() else None
 
-    def _beside(self, job: Callable[[], Any], future: Future[Any]) -> None:
-        def work() -> Any:
-            with torch.cuda.stream(self._stream):
-                return job()
-
-        threading.Thread(target=answer, args=(work, future), name="adapter", daemon=True).start()
-
     def _load(self, request: LoRARequest, slot: int) -> LoRAModel:
         """All of `add_lora` before an adapter is known to vLLM."""
+        with torch.cuda.stream(self._stream):
+            adapter = self._into_slot(request, slot)
+        if self._stream:
+            self._stream.synchronize()
+        return adapter
+
+    def _into_slot(self, request: LoRARequest, slot: int) -> LoRAModel:
         path = Path(request.lora_path)
         if self._opened is None:
             file = AdapterFile(path)
@@ -93,12 +91,8 @@ class AdapterLoader:
         values.copy_(file.values, non_blocking=True)
         if self._copies:
             self._copies.make(slot)
-            adapter: LoRAModel = _InSlot(request.lora_int_id, self._worker_manager.lora_config.max_lora_rank, {})
-        else:
-            adapter = self._own_way(request, slot, file.named(values.clone()))
-        if self._stream:
-            self._stream.synchronize()
-        return adapter
+            return _InSlot(request.lora_int_id, self._worker_manager.lora_config.max_lora_rank, {})
+        return self._own_way(request, slot, file.named(values.clone()))
 
     def _own_way(self, request: LoRARequest, slot: int, named: dict[str, torch.Tensor]) -> LoRAModel:
         """Read, checked, in the form that slots want, and in one, by vLLM's own code."""
@@ -136,11 +130,14 @@ class AdapterLoader:
     def _checksums(self, names: Sequence[str]) -> dict[str, int]:
         assert self._opened and self._coming
         (file, values), (_, slot) = self._opened, self._coming
-        named = file.named(values)
-        for name in names:
-            if self._copies and not self._copies.holds(slot, named[plain(name)]):
-                raise RuntimeError(f"{name} has other values in its slot than the trainer published")
-        return {name: checksum(named[plain(name)]) for name in names}
+        named, sums = file.named(values), {}
+        with torch.cuda.stream(self._stream):
+            for name in names:
+                here = named[plain(name)]
+                if self._copies and not self._copies.holds(slot, here):
+                    raise RuntimeError(f"{name} has other values in its slot than the trainer published")
+                sums[name] = checksum(here)
+        return sums
 
 
 class _InSlot(LoRAModel):  # type: ignore[misc]

@@ -63,6 +63,7 @@ class WorkerExtension:
     model_runner: Any
     rank: int
     vllm_config: Any
+    _slipstream: Any  # `ServedWeights`, or the `AdapterLoader`
 
     def slipstream_describe(self) -> dict[str, Any]:
         """What a run has to know of a server that it did not start."""
@@ -96,7 +97,7 @@ class WorkerExtension:
             _refuse_other_values(self.model_runner, places)
             self._checked = True
         if link == "nccl_direct":
-            self._slipstream: ServedWeights = HeldWeights(NativeReceiver(offer, self, rank), places)
+            self._slipstream = HeldWeights(NativeReceiver(offer, self, rank), places)
         else:
             staged = not self.vllm_config.model_config.enable_sleep_mode
             self._slipstream = ServedWeights(link, offer, places, rank + self.rank % size, rebind=False, staged=staged)
@@ -109,23 +110,17 @@ class WorkerExtension:
         return self._slipstream.prepared() or None
 
     def slipstream_load(self, ticket: Ticket) -> None:
-        """Begin to read a version's adapter."""
+        """Begin to read a version's adapter; what is to be checked is then of that."""
         from slipstream.generators.vllm_loader import AdapterLoader
 
-        if not hasattr(self, "_loader"):
-            self._loader = AdapterLoader(self.model_runner.lora_manager)
-        self._loader.prepare(ticket)
+        if not hasattr(self, "_slipstream"):
+            self._slipstream = AdapterLoader(self.model_runner.lora_manager)
+        self._slipstream.prepare(ticket)
 
     def slipstream_loaded(self) -> float | None:
         """Once it is in its slot, how long passes waited for that."""
-        return self._loader.prepared()
-
-    def slipstream_check_adapter(self, names: list[str]) -> None:
-        self._loader.check(names)
-
-    def slipstream_adapter_checked(self) -> dict[str, str] | None:
-        """As `slipstream_checked`, of the newest adapter."""
-        return as_text(self._loader.checked())
+        seconds: float | None = self._slipstream.prepared()
+        return seconds
 
     def slipstream_apply(self) -> None:
         """Swap the weights, and count what each request has drawn by all passes before this."""
@@ -145,15 +140,12 @@ class WorkerExtension:
 
     def slipstream_checked(self) -> dict[str, str] | None:
         """The checksums that were asked for, as text: they have more bits than a message may carry."""
-        return as_text(self._slipstream.checked())
+        sums = self._slipstream.checked()
+        return None if sums is None else {name: str(value) for name, value in sums.items()}
 
     def slipstream_close(self) -> None:
         self._slipstream.close()
         del self._slipstream  # with what it holds for the next version
-
-
-def as_text(sums: dict[str, int] | None) -> dict[str, str] | None:
-    return None if sums is None else {name: str(value) for name, value in sums.items()}
 
 
 def _drawn(runner: Any) -> Callable[[], dict[str, int]]:

@@ -59,32 +59,26 @@ class Copies:
             raise ValueError("a copy went to another place than the slot")
         self._sources = [source for _, source in watched.copied]
         self._places = [[in_slot(place, number - slot, slots) for place in places] for number in range(slots)]
-        factors = [prod(f for whole, f in watched.scaled if holds(whole, source)) for source in self._sources]
-        self._scaled = [number for number, factor in enumerate(factors) if factor != 1]
-        self._factors = [factors[number] for number in self._scaled]
+        factors = (prod(f for whole, f in watched.scaled if holds(whole, source)) for source in self._sources)
+        self._factors = {number: factor for number, factor in enumerate(factors) if factor != 1}
 
     @torch.no_grad()
     def make(self, slot: int) -> None:
         """What `watched` saw done to that slot, with the values as they are now."""
         places = self._places[slot]
         torch._foreach_copy_(places, self._sources)
-        if self._scaled:
-            torch._foreach_mul_([places[number] for number in self._scaled], self._factors)
+        if self._factors:
+            torch._foreach_mul_([places[number] for number in self._factors], [*self._factors.values()])
 
     def wholes(self, slot: int) -> list[Tensor]:
         """All of a slot's memory that something is copied to, with what is around those places."""
         firsts = {place.untyped_storage().data_ptr(): place for place in self._places[slot]}.values()
-        return [
-            torch.as_strided(place, (size,), (1,), slot * size)
-            for place in firsts
-            for size in (part_size(place, len(self._places)),)
-        ]
+        return [whole_slot(place, slot, len(self._places)) for place in firsts]
 
     def holds(self, slot: int, values: Tensor) -> bool:
         """Whether in that slot lies what was copied there of `values`, which is one of the tensors in them."""
-        factors = dict(zip(self._scaled, self._factors, strict=True))
         return all(
-            torch.equal(self._places[slot][number], source * factors[number] if number in factors else source)
+            torch.equal(self._places[slot][number], source * self._factors.get(number, 1))
             for number, source in enumerate(self._sources)
             if holds(values, source)
         )
@@ -93,6 +87,12 @@ class Copies:
 def holds(whole: Tensor, part: Tensor) -> bool:
     """Whether a tensor without gaps has the first value of another of the same memory."""
     return whole.storage_offset() <= part.storage_offset() < whole.storage_offset() + whole.numel()
+
+
+def whole_slot(place: Tensor, slot: int, slots: int) -> Tensor:
+    """All of the part of its memory that belongs to a slot."""
+    size = part_size(place, slots)
+    return torch.as_strided(place, (size,), (1,), slot * size)
 
 
 def in_slot(place: Tensor, further: int, slots: int) -> Tensor:

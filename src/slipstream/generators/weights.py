@@ -64,6 +64,35 @@ class DeviceClock:
             self._events[which].record(torch.cuda.current_stream())
 
 
+class Beside:
+    """A thread beside an engine that does one job after the other, until it is closed.
+
+    Unlike an executor's, it keeps no process from its end while it waits for a trainer that is gone.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def do(self, job: Callable[[], Any]) -> Future[Any]:
+        """Have a job done. Its result, or failure, is in the future."""
+        future: Future[Any] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while asked := self._jobs.get():
+            job, future = asked
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+            del asked, job, future  # a version must not outlive its place here until the next one comes
+
+
 class ServedWeights:
     """A generator's end of a link, and the places that it fills. `rebind` allows to swap memory instead of copying.
 
@@ -84,24 +113,11 @@ class ServedWeights:
         self._next: Future[list[tuple[Tensor, Tensor]]] | None = None
         self._sums: Future[dict[str, int]] | None = None
         self._clock = DeviceClock(self._device)
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        # Unlike an executor's, it keeps no process from its end while it waits for a trainer that is gone.
-        threading.Thread(target=self._work, name="weights", daemon=True).start()
-
-    def _beside(self, job: Callable[[], Any]) -> Future[Any]:
-        """Have a job done in the thread beside the engine."""
-        future: Future[Any] = Future()
-        self._jobs.put((job, future))
-        return future
-
-    def _work(self) -> None:
-        while asked := self._jobs.get():
-            answer(*asked)
-            del asked  # a version must not outlive its place here until the next one comes
+        self._beside = Beside("weights")
 
     def prepare(self, ticket: Ticket) -> None:
         """Begin to bring a version beside the running engine."""
-        self._next = self._beside(lambda: self._prepare(ticket))
+        self._next = self._beside.do(lambda: self._prepare(ticket))
 
     def _prepare(self, ticket: Ticket) -> list[tuple[Tensor, Tensor]]:
         """Each tensor that is served, and what is to be in its place."""
@@ -146,7 +162,7 @@ class ServedWeights:
 
     def check(self, names: Sequence[str]) -> None:
         """Begin to add up the part of each parameter that is served here; parts add up to the whole's checksum."""
-        self._sums = self._beside(lambda: self._checksums(names))
+        self._sums = self._beside.do(lambda: self._checksums(names))
 
     def checked(self) -> dict[str, int] | None:
         """The checksums, once they are there."""
@@ -160,21 +176,13 @@ class ServedWeights:
             return {n: checksum(p.tensor, p.index) if p.counted else 0 for n, p in places.items()}
 
     def close(self) -> None:
-        self._jobs.put(None)
+        self._beside.close()
         self._receiver.close()
 
 
 def side_stream(device: torch.device) -> Any:
     """A stream beside that of the passes; None where there are none."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-
-def answer(job: Callable[[], Any], future: Future[Any]) -> None:
-    """Do a job whose result, or failure, others see in the future."""
-    try:
-        future.set_result(job())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def local_places(parameters: Mapping[str, Tensor]) -> dict[str, Place]:
