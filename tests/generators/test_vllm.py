@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 BOUND = 1e-5
-LONG = 600
+LONG = 300
 TRAINER = "slipstream.verification:ChangingTrainer"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from slipstream.generators.vllm import cause
+from slipstream.generators.vllm_start import cause
 
 CORE = "(EngineCore pid=4242) ERROR 07-01 12:00:00 [core.py:1231] "
 FULL = (
@@ -61,10 +62,21 @@ def test_a_full_gpu_is_one_line_that_names_the_option(case: str, tmp_path: Path)
     warned = "WARNING 07-01 12:00:00 [registry.py:1] ImportError: no flash_attn_3\n"
     log.write_text(last + log_of(failure, warned))
     in_one_process = ValueError(failure.partition(": ")[2])
-    for line in (cause(SUMMARY, log, len(last)), cause(in_one_process, log, 0), cause(in_one_process, None, 0)):
+    for line in (
+        cause("generator", SUMMARY, log, len(last)),
+        cause("generator", in_one_process, log, 0),
+        cause("generator", in_one_process, None, 0),
+    ):
         assert said in line and f"; {remedy}" in line and "\n" not in line
         assert "before this" not in line and "flash_attn" not in line and len(line) < 600
-    assert f"(log: {log})" in cause(SUMMARY, log, len(last))
+    assert f"(log: {log})" in cause("generator", SUMMARY, log, len(last))
+
+
+def test_of_a_teacher_its_own_options_are_named() -> None:
+    out_of_memory = RuntimeError(CASES["large"][0])
+    options = "lower teacher.memory or max_num_seqs in teacher.options, .* tensor_parallel_size in teacher.options$"
+    assert re.search(options, cause("teacher", out_of_memory, None, 0))
+    assert "generator." not in cause("teacher", RuntimeError(CASES["full"][0]), None, 0)
 
 
 def test_a_taken_port_is_named(tmp_path: Path) -> None:
@@ -74,11 +86,11 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         TCPStore("127.0.0.1", taken.port, is_master=True, wait_for_workers=False)
     log = tmp_path / "generator_0.log"
     log.write_text(log_of(f"torch.distributed.DistNetworkError: {raised.value}"))
-    for line in (cause(raised.value, log, 0), cause(SUMMARY, log, 0)):
+    for line in (cause("generator", raised.value, log, 0), cause("generator", SUMMARY, log, 0)):
         assert f"port: {taken.port}" in line and "address already in use" in line and "; another program" in line
 
 
 def test_what_is_not_known_is_told_as_it_is(tmp_path: Path) -> None:
     log = tmp_path / "generator_0.log"
     log.write_text(log_of("ValueError: this shape is not known"))
-    assert cause(SUMMARY, log, 0) == f"ValueError: this shape is not known (log: {log})"
+    assert cause("generator", SUMMARY, log, 0) == f"ValueError: this shape is not known (log: {log})"

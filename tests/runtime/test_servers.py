@@ -567,6 +567,22 @@ def test_a_server_whose_swap_fails_is_resumed(broken: str, model: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_server_that_falls_silent_in_a_swap_costs_its_limit_once(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not once more for the order that resumes it: who waits is told within a minute."""
+    monkeypatch.setattr(servers, "LIMIT", 3.0)
+
+    async def main() -> None:
+        async with swapping(model, "apply is silent", "/resume is silent") as (_, swap, told):
+            began = time.monotonic()
+            with pytest.raises(ActorDied):
+                await swap
+            assert time.monotonic() - began < 5.5 and told == ["/pause", "/resume"]
+
+    asyncio.run(main())
+
+
 def test_a_server_whose_swap_is_cancelled_is_resumed(model: Path) -> None:
     async def main() -> None:
         async with swapping(model, "apply is silent") as (server, swap, told):
@@ -579,8 +595,11 @@ def test_a_server_whose_swap_is_cancelled_is_resumed(model: Path) -> None:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_who_leaves_a_server_waits_for_the_swap_that_is_under_way(cancelled: bool, model: Path) -> None:
+def test_who_leaves_a_server_waits_for_the_swap_that_is_under_way(
+    cancelled: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a run does that is stopped at once, or whose trainer has died."""
+    monkeypatch.setattr(servers, "LIMIT", 45.0)
 
     async def main() -> None:
         async with swapping(model, "apply is late", "/resume is late") as (server, swap, told):

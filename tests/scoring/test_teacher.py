@@ -161,6 +161,15 @@ def test_vllm_gives_the_same_log_probabilities(tmp_path: Path) -> None:
         assert row == pytest.approx(expected(tmp_path, one), abs=1e-4)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_why_vllm_does_not_start_is_one_line(tmp_path: Path) -> None:
+    save_model(tmp_path, vocab_size=SIZE, head_dim=32)
+    flags = ["--environment.name=addition", "--teacher.kind=vllm", "--teacher.options.max_model_len=100000"]
+    config = load_config(None, [f"--model.path={tmp_path}", f"--teacher.path={tmp_path}", *flags])
+    with pytest.raises(ConfigError, match=r"^vLLM does not start: .*100000"):
+        TeacherService(config, None)
+
+
 def test_snapshots_are_so_many_versions_behind_and_no_more_are_kept(tmp_path: Path) -> None:
     def publish(version: int) -> int:
         snapshots.new(version)

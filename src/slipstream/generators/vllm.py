@@ -11,9 +11,6 @@ so that no new sequence reads keys that old weights have written.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -29,28 +26,13 @@ from slipstream.generators.vllm_adapters import AdapterWeights
 from slipstream.generators.vllm_adapters import arguments as adapter_arguments
 from slipstream.generators.vllm_calls import Answer, post
 from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
+from slipstream.generators.vllm_start import CPU_ARGUMENTS, start_vllm
 from slipstream.models import end_of_sequence, generation_config, has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 
 KEEP = 1  # vLLM's level of sleep in which weights are kept in the host's memory
 EXTENSION = "slipstream.generators.vllm_worker.WorkerExtension"
-FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
-SHOWN = 300  # characters of why vLLM does not start
-REMEDIES = {  # by what vLLM says
-    "less than desired GPU memory utilization": "lower generator.memory, or end what else is on the GPU",
-    "out of memory": "lower generator.memory or generator.slots, end what else is on the GPU, or spread the model by "
-    "generator.tensor_parallel",
-    "No available memory for the cache": "raise generator.memory, or spread the model by generator.tensor_parallel",
-    "larger than the available KV cache memory": "raise generator.memory, or lower generator.context",
-    "address already in use": "another program took this port in this moment; start again",
-}
-CPU_CACHE = 2**28  # bytes of keys and values on a CPU, where vLLM would take a share of all memory
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process could not use the GPU
-}
 
 
 @dataclass(eq=False)
@@ -69,18 +51,7 @@ class VllmEngine:
     """One vLLM engine with the methods of `generators.torch.Engine`. Raises `ConfigError` for what it can't run."""
 
     def __init__(self, config: Config, version: int = 0, shared_gpu: bool = False, log: Path | None = None) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise ConfigError('generator.kind = "vllm" needs vLLM: pip install vllm')
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        arguments = engine_arguments(config, shared_gpu)
-        from vllm import EngineArgs, LLMEngine
-
-        logged = log.stat().st_size if log else 0
-        try:
-            self._llm: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        except (RuntimeError, ValueError, TypeError, OSError) as error:
-            raise ConfigError(f"vLLM does not start: {cause(error, log, logged)}") from error
+        self._llm: Any = start_vllm("generator", lambda: _new_engine(engine_arguments(config, shared_gpu)), log)
         self._eos = end_of_sequence(generation_config(config.model.path), self._llm.model_config.hf_config)
         self._seeded = config.loop.max_lag == 0
         self._vocabulary: int = self._llm.model_config.get_vocab_size()
@@ -353,6 +324,12 @@ class WorkerWeights:
         self._llm.collective_rpc("slipstream_close")
 
 
+def _new_engine(arguments: dict[str, Any]) -> Any:
+    from vllm import EngineArgs, LLMEngine
+
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
 def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
     """vLLM's engine arguments for a configuration; `generator.options` has the last word."""
     generator, on_cpu = config.generator, not torch.cuda.is_available()
@@ -381,8 +358,7 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
         _refuse_unrecorded(on_cpu)
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # starts in seconds
-        arguments |= {"enforce_eager": True, "async_scheduling": False, "kv_cache_memory_bytes": CPU_CACHE}
+        arguments |= CPU_ARGUMENTS | {"async_scheduling": False}
     return arguments | generator.options
 
 
@@ -396,25 +372,6 @@ def _refuse_unrecorded(on_cpu: bool) -> None:
             f"algorithm.keep_routing = true can't be: vLLM {where} does not tell which experts it chose; set it to "
             'false, or generator.kind = "torch"'
         )
-
-
-def cause(error: Exception, log: Path | None, start: int) -> str:
-    """Why vLLM did not start, and what to change.
-
-    What fails in a process of its own is told in the log alone, from byte `start` on.
-    """
-    said = str(error)
-    if log and "root cause" in said:
-        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
-        named = [found[1] for line in lines if (found := FAILURE.search(line)) and "root cause" not in line]
-        said = next(filter(_remedy, named), named[0]) if named else said
-    said, remedy = " ".join(said.split()), _remedy(said)
-    return f"{said if len(said) <= SHOWN else said[:SHOWN] + '...'}{remedy and f'; {remedy}'} (log: {log})"
-
-
-def _remedy(said: str) -> str:
-    """What to change where vLLM says this, if that is known."""
-    return next((todo for words, todo in REMEDIES.items() if words in said), "")
 
 
 def _completion(request: _Request, output: Any) -> Completion:

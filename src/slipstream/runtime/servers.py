@@ -229,7 +229,7 @@ class Server:
             if answer.get("success", True) is not True:  # vLLM 0.25 does not say
                 raise self.give_up(f"{self.name} did not drop its keys and values")
         finally:
-            await self._order("/resume")
+            await self._order("/resume", limit=LIMIT / 3)  # of one that has said nothing to what came before, too
             self._paused = False
         return counts
 
@@ -258,10 +258,10 @@ class Server:
         results: list[Any] = answer["results"]
         return results
 
-    async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def _order(self, path: str, body: Mapping[str, Any] | None = None, limit: float | None = None) -> Any:
         """A request whose failure leaves the server in a state that nobody knows."""
         try:
-            return await self._ask("POST", path, body)
+            return await self._ask("POST", path, body, limit)
         except _Failed as failure:
             raise self.give_up(str(failure)) from None
 

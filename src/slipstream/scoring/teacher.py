@@ -18,7 +18,6 @@ from slipstream.config import Config, ConfigError
 from slipstream.rollout import Completion, samples_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-CPU_CACHE = 2**28  # bytes of keys and values of vLLM on a CPU
 
 
 class Teacher:
@@ -26,12 +25,12 @@ class Teacher:
 
     def __init__(self, config: Config, log: Path | None) -> None:
         teacher, mine = config.teacher, os.environ.get(VISIBLE)
-        self._config = config
+        self._config, self._log = config, log
         self._actor = Actor("teacher", log, gpu_of(teacher.device, mine) if teacher.kind == "vllm" else {})
 
     async def start(self) -> None:
         """Load the model. Raises what the process raises as `ActorError`."""
-        await self._actor.start("slipstream.scoring.teacher:TeacherService", self._config)
+        await self._actor.start("slipstream.scoring.teacher:TeacherService", self._config, self._log)
 
     async def score(self, completions: Sequence[Completion]) -> tuple[tuple[float, ...], ...]:
         """Log-probabilities of the drawn tokens, a row a completion, at the temperature that they were drawn with."""
@@ -86,8 +85,8 @@ class Reader(Protocol):
 class TeacherService:
     """What runs in the process: questions are collected, and all that have arrived are answered together."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, log: Path | None = None) -> None:
+        self._config, self._log = config, log
         self._waiting: list[tuple[Sequence[Completion], Reply]] = []
         self._reader = self._read(config.teacher.path or config.model.path)
 
@@ -118,7 +117,9 @@ class TeacherService:
 
     def _read(self, path: str) -> Reader:
         try:
-            return (VllmReader if self._config.teacher.kind == "vllm" else TorchReader)(self._config, path)
+            if self._config.teacher.kind == "vllm":
+                return VllmReader(self._config, path, self._log)
+            return TorchReader(self._config, path)
         except ConfigError as error:
             raise ConfigError(str(error).replace("model.path", "teacher.path", 1)) from None
 
@@ -166,21 +167,10 @@ class TorchReader:
 class VllmReader:
     """vLLM, asked for the log-probabilities of prompts, which it gives at temperature 1 alone."""
 
-    def __init__(self, config: Config, path: str) -> None:
-        import torch
+    def __init__(self, config: Config, path: str, log: Path | None) -> None:
+        from slipstream.generators.vllm_start import start_vllm
 
-        try:
-            from vllm import LLM
-        except ImportError:
-            raise ConfigError('teacher.kind = "vllm" needs vLLM: pip install vllm') from None
-        arguments: dict[str, Any] = {
-            "model": path, "dtype": config.model.dtype, "gpu_memory_utilization": config.teacher.memory or 0.4,
-            "max_model_len": config.generator.context or None, "seed": config.loop.seed, "disable_log_stats": True,
-        }  # fmt: skip
-        if not torch.cuda.is_available():
-            os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
-        self._llm: Any = LLM(**arguments | config.teacher.options)
+        self._llm: Any = start_vllm("teacher", lambda: _new_engine(config, path), log)
         refuse_other_vocabulary(config, path, self._llm.llm_engine.model_config.get_vocab_size())
 
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
@@ -190,6 +180,21 @@ class VllmReader:
         prompts = [{"prompt_token_ids": [*c.prompt_ids, *c.token_ids]} for c in completions]
         outputs = self._llm.generate(prompts, asked, use_tqdm=False)
         return [_tail(output.prompt_logprobs, c.token_ids) for output, c in zip(outputs, completions, strict=True)]
+
+
+def _new_engine(config: Config, path: str) -> Any:
+    import torch
+    from vllm import LLM
+
+    from slipstream.generators.vllm_start import CPU_ARGUMENTS
+
+    arguments: dict[str, Any] = {
+        "model": path, "dtype": config.model.dtype, "gpu_memory_utilization": config.teacher.memory or 0.4,
+        "max_model_len": config.generator.context or None, "seed": config.loop.seed, "disable_log_stats": True,
+    }  # fmt: skip
+    if not torch.cuda.is_available():
+        arguments |= CPU_ARGUMENTS
+    return LLM(**arguments | config.teacher.options)
 
 
 def _tail(positions: Any, token_ids: Sequence[int]) -> list[float]:
