@@ -36,6 +36,8 @@ class Echo:
             self._later.append((reply, arguments[0]))
         elif method == "raise":
             raise KeyError("lost")
+        elif method == "answer with an interrupt":
+            reply(KeyboardInterrupt("of a library's thread"))
         elif method == "at the end":
             multiprocessing.util.Finalize(None, print, (arguments[0], "by", "multiprocessing"), exitpriority=1)
             reply(atexit.register(print, arguments[0]) and None)
@@ -122,6 +124,8 @@ def test_an_exception_is_the_callers_and_the_process_lives_on(tmp_path: Path) ->
     async def body(actor: Actor) -> None:
         with pytest.raises(ActorError, match="lost") as error:
             await actor.call("raise")
+        with pytest.raises(ActorError, match="of a library's thread"):
+            await actor.call("answer with an interrupt")
         assert error.value.kind == "KeyError" and "Traceback" in error.value.details
         assert await actor.call("echo", "still here") == "> still here"
 

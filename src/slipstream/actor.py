@@ -243,7 +243,7 @@ def serve(connection: Connection) -> None:
     replies: list[tuple[int, bool, Any]] = []
 
     def answer(number: int, value: Any) -> None:
-        if isinstance(value, Exception):
+        if isinstance(value, BaseException):
             details = "".join(traceback.format_exception(value))
             print(details, file=sys.stderr, flush=True)
             replies.append((number, True, (str(value), type(value).__name__, details)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import copy
 import math
 import random
@@ -23,6 +24,7 @@ from slipstream.packed import logprobs as logprobs_module
 from slipstream.packed.packing import plan
 from slipstream.packed.policy import Policy
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
+from slipstream.trainers.checkpoint import CheckpointFailed
 from slipstream.trainers.guards import NotFinite, OutOfMemory
 from slipstream.trainers.trainer import Trainer
 
@@ -289,10 +291,29 @@ def test_adapters_learn_over_a_base_in_4_bits(tiny: Path) -> None:
     assert any(not torch.equal(p, before[n]) for n, p in trainer.parameters.items())
 
 
-def test_other_parameters_are_refused(tiny: Path, tmp_path: Path) -> None:
-    make_trainer(tiny).save(tmp_path / "full").result()
+@pytest.mark.parametrize("rank", [0, 8])
+def test_other_parameters_are_refused(rank: int, tiny: Path, tmp_path: Path) -> None:
+    """Other names, or other shapes."""
+    make_trainer(tiny, f"--lora.rank={rank}").save(tmp_path / "saved").result()
     with pytest.raises(ValueError, match="other parameters"):
-        make_trainer(tiny, "--lora.rank=4").restore(tmp_path / "full")
+        make_trainer(tiny, "--lora.rank=4").restore(tmp_path / "saved")
+
+
+def test_what_the_disk_does_not_take_is_told(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it does not give back. Torch tells neither by an `Exception`."""
+    trainer = make_trainer(tiny)
+    trainer.save(tmp_path / "whole").result()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch.distributed.checkpoint.filesystem, "_write_item", full)
+    with pytest.raises(CheckpointFailed, match=r"saved could not be written by rank 0: .*No space left on device$"):
+        trainer.save(tmp_path / "saved").result()
+    (written,) = (tmp_path / "whole").glob("*.distcp")
+    written.write_bytes(written.read_bytes()[:100])
+    with pytest.raises(CheckpointFailed, match="whole could not be read by rank 0: "):
+        trainer.restore(tmp_path / "whole")
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120), st.integers(1, 4))

@@ -6,14 +6,20 @@ read it. The caller makes a checkpoint atomic: its directory gets its name only 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, async_save, load  # type: ignore[attr-defined]
+from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
+    CheckpointException,
+    FileSystemReader,
+    async_save,
+    load,
+)
 
 from slipstream.models import save_policy
 from slipstream.sync.gathered import whole
@@ -48,39 +54,66 @@ def state_of(
     }
 
 
-def save(path: Path, state: State, ranks: Ranks) -> Future[Any]:
-    """Copy the state and write it into `path`; all is there with the result."""
-    path.mkdir(parents=True, exist_ok=True)
-    writing = async_save(state, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.files is None)
-    return cast(Future[Any], writing)
+class CheckpointFailed(RuntimeError):
+    """A checkpoint, or a rank's part of it, was not written or read."""
+
+
+def save(path: Path, state: State, ranks: Ranks) -> Future[None]:
+    """Copy the state and write it into `path`; all is there with the result, which raises `CheckpointFailed` if it
+    is not."""
+    saved: Future[None] = Future()
+
+    def settle(writing: Any) -> None:
+        try:
+            with telling_causes(f"{path} could not be written"):
+                writing.result()
+            saved.set_result(None)
+        except Exception as error:
+            saved.set_exception(error)
+
+    with telling_causes(f"{path} could not be written"):
+        path.mkdir(parents=True, exist_ok=True)
+        writing: Any = async_save(state, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.files is None)
+    writing.add_done_callback(settle)
+    return saved
+
+
+@contextmanager
+def telling_causes(what: str) -> Iterator[None]:
+    """Raise `CheckpointFailed` with the first cause for torch's `CheckpointException`, which is no `Exception`."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointFailed(f"{what} by rank {rank}: {cause}") from cause
 
 
 def restore(path: Path, state: State, ranks: Ranks) -> dict[str, int]:
     """Load what `save` wrote into the tensors of `state`, and return the counts. Raises `ValueError` for another
-    model's state.
+    model's state, and `CheckpointFailed` for files that can't be read.
 
     An average that was not kept until now starts from the present parameters.
     """
     if not (path / ".metadata").exists():
         raise ValueError(f"{path} was written by another release of slipstream; start the run again")
     written = FileSystemReader(path).read_metadata().state_dict_metadata
-    names = {
-        table: {n.removeprefix(table) for n in written if n.startswith(table)} for table in ("parameters.", "counts.")
-    }
-    if names["parameters."] != state["parameters"].keys():
+    shapes = {n.removeprefix("parameters."): tuple(written[n].size) for n in written if n.startswith("parameters.")}
+    if shapes != {name: tuple(parameter.shape) for name, parameter in state["parameters"].items()}:
         raise ValueError(f"{path} holds other parameters than the model; was model.path or lora changed?")
+    counts = {n.removeprefix("counts."): 0 for n in written if n.startswith("counts.")}
     kept = any(name.startswith("average.") for name in written)
-    read = state | {"average": state["average"] if kept else {}, "counts": dict.fromkeys(names["counts."], 0)}
+    read = state | {"average": state["average"] if kept else {}, "counts": counts}
     if "random_cuda" not in written:
         read.pop("random_cuda", None)
-    load(read, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.files is None)
+    with telling_causes(f"{path} could not be read"):
+        load(read, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.files is None)
     for name, value in state["average"].items():
         if not kept:
             value.copy_(state["parameters"][name])
     torch.set_rng_state(read["random"])
     if "random_cuda" in read:
         torch.cuda.set_rng_state(read["random_cuda"])
-    counts: dict[str, int] = read["counts"]
+    counts = read["counts"]
     return counts
 
 
