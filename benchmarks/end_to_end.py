@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from work import save_model
+from work import at_least_one, save_model
 
 from slipstream.config import dump, load_config
 
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--completion", type=int, default=512, help="tokens, or their median with a spread")
     parser.add_argument("--spread", type=float, default=0.0, help="of the logarithm of the lengths; 0: all are equal")
-    parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument("--warmup", type=at_least_one, default=8)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=0.0, help="end after so many, even before all steps")
     parser.add_argument("--log", type=Path, help="keep what the run and its processes print")

@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 from trainer import DTYPE, GPU, make_rollouts
-from work import prompts, rewards, save_model
+from work import at_least_one, prompts, rewards, save_model
 
 GROUP, LONGEST = 8, 4096
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--completion", type=int, default=512)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--warmup", type=at_least_one, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=300.0, help="that one trainer may take")
     parser.add_argument("--transfer", choices=[*TRANSFERS], default="own", help="how TRL sends weights")

@@ -87,12 +87,14 @@ def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[
         stats = trainer.step(batch)
         synchronize()
         seconds = time.perf_counter() - began
+        share = stats.seconds / seconds  # in which the optimizer's work on a GPU may not have ended
         steps.append(
             {
                 "seconds": seconds, "tokens": sequence_tokens, "trained_tokens": batch.tokens,
                 "packed_tokens": stats.tokens_packed, "tokens_per_s": sequence_tokens / seconds,
-                "trained_tokens_per_s": batch.tokens / seconds, "tflops": stats.tflops,
-                "utilisation": stats.utilisation, "memory_gb": stats.memory_gb, "loss": stats.loss,
+                "trained_tokens_per_s": batch.tokens / seconds, "tflops": stats.tflops * share,
+                "utilisation": stats.utilisation and stats.utilisation * share,
+                "memory_gb": stats.memory_gb, "loss": stats.loss,
             }
         )  # fmt: skip
         if FIRST:

@@ -42,6 +42,13 @@ SHAPES |= MIXTURES
 QWEN_HEADS = {"num_key_value_heads": 8, "head_dim": 128}
 
 
+def at_least_one(text: str) -> int:
+    """For argparse: a count of steps that are measured from the end of the last one."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def build_model(shape: str) -> Any:
     """A Qwen3 of random weights in float32 that never ends a completion by itself."""
     torch.manual_seed(0)

@@ -101,6 +101,10 @@ def test_every_option_is_documented_once() -> None:
         (["--trainer.ranks=2", "--trainer.shards=2", "--trainer.parallel=ddp"], 'with trainer.parallel = "fsdp"'),
         (["--trainer.ranks=2", "--sync.placement=colocated", "--sync.interruption=retry"], "needs trainer.ranks = 1"),
         (["--trainer.ranks=2", "--trainer.parallel=tensor", "--lora.rank=4"], "can't train adapters"),
+        (
+            ["--trainer.ranks=2", "--trainer.parallel=fsdp", "--trainer.shards=1"],
+            'which is trainer.parallel = "ddp"',
+        ),
         (["--sync.link=single_copy", "--model.dtype=bfloat16", "--trainer.ranks=2"], "needs trainer.ranks = 1"),
         (
             [

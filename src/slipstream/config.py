@@ -501,6 +501,10 @@ class Config(Section):
     def _refuse_ranks(self) -> None:
         """Raise `ConfigError` for ranks of the trainer that can't be, or not with these other options."""
         trainer, sync = self.trainer, self.sync
+        if trainer.shards == 1:
+            raise ConfigError(
+                'trainer.shards = 1 leaves each rank all weights, which is trainer.parallel = "ddp"; set that'
+            )
         if trainer.shards and (trainer.ranks % trainer.shards or trainer.parallel != "fsdp"):
             raise ConfigError(
                 f"trainer.shards = {trainer.shards} must divide trainer.ranks = {trainer.ranks}, with trainer.parallel "

@@ -98,6 +98,17 @@ def check_path(path: str, option: str = "model.path") -> None:
         raise ConfigError(f"{option} = {path!r}: no such directory, and not a Hub name (owner/name)")
 
 
+def refuse_adapter(path: str) -> None:
+    """Raise `ConfigError` for an adapter where a whole model has to be: training begins with adapters of its own."""
+    adapter = Path(path) / ADAPTER
+    if adapter.exists() and not (Path(path) / "config.json").exists():
+        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        raise ConfigError(
+            f"model.path = {path!r} is an adapter of {base!r}; merge it into that (peft's merge_and_unload) and give "
+            "the directory of the merged model"
+        )
+
+
 def pick_device(option: str, name: str) -> torch.device:
     """The device that `auto` means here, or the one named by the option `name`. Raises `ConfigError`."""
     if option == "auto":

@@ -87,8 +87,9 @@ class Routing:
             used = router.chosen
             if router.recorded is not None:
                 used = _filled(router.recorded, router.chosen)
+                row[-2] += (router.recorded >= 0).sum()
                 row[-1] += (used[:, :, None] != router.chosen[:, None]).all(-1).sum()
-            row[:-1] += torch.bincount(used.flatten(), minlength=len(row) - 1)
+            row[:-2] += torch.bincount(used.flatten(), minlength=len(row) - 2)
 
     def read(self, add: Callable[[Tensor], Tensor] = lambda counts: counts) -> dict[str, Any]:
         """What was counted since the last reading, by all ranks whose counts are summed by `add`: means over layers.
@@ -97,7 +98,7 @@ class Routing:
         """
         counts, self._load = self._counts(), None
         summed = add(counts) if len(counts) else counts
-        load, changed = summed[:, :-1], summed[:, -1]
+        load, replayed, changed = summed[:, :-2], summed[:, -2].sum(), summed[:, -1].sum()
         if not load.any():
             return dict.fromkeys(("expert_busiest", "expert_entropy", "experts_idle", "experts_changed"))
         share = load / load.sum(-1, keepdim=True)
@@ -106,15 +107,15 @@ class Routing:
             "expert_busiest": share.amax(-1).mean().item(),
             "expert_entropy": entropy.mean().item(),
             "experts_idle": (load == 0).double().mean().item(),
-            "experts_changed": float(changed.sum() / load.sum()),
+            "experts_changed": float(changed / replayed) if replayed else 0.0,
         }
 
     def _counts(self) -> Tensor:
-        """Tokens of each expert, and last the choices that were changed, `[layers, experts + 1]`."""
+        """Tokens of each expert, then choices that were replayed, and changed by that: `[layers, experts + 2]`."""
         known = [router.weight.device for router in self._routers.values() if router.rule]
         if self._load is None:
             device = known[0] if known else None
-            self._load = torch.zeros(len(known), self.experts + 1, dtype=torch.float64, device=device)
+            self._load = torch.zeros(len(known), self.experts + 2, dtype=torch.float64, device=device)
         return self._load
 
 

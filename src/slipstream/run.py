@@ -26,7 +26,7 @@ from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt, epi
 from slipstream.environments.load import load_environment
 from slipstream.evaluation import close_environment, evaluate
 from slipstream.ledger import Entry
-from slipstream.models import check_path, has_experts, load_tokenizer, pick_device
+from slipstream.models import check_path, has_experts, load_tokenizer, pick_device, refuse_adapter
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
@@ -75,6 +75,7 @@ def _check(config: Config) -> None:
     if under_torchrun():
         refuse_torchrun(config.trainer.ranks)
     check_path(config.model.path)
+    refuse_adapter(config.model.path)
     if config.algorithm.kl and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")
     pick_device(config.generator.device, "generator.device")

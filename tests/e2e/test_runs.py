@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from slipstream.cli import main
 from tests.processes import descendants, lives
 
 pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
 WORK = f"{kill.WORK}:Work"
 
 
@@ -103,6 +105,8 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path, capfd: 
     metrics = lines(directory / "metrics.jsonl")
     assert metrics[-1]["trainer_busy_seconds"] == pytest.approx(sum(m["step_seconds"] for m in metrics))
     assert 0 < metrics[0]["generator_busy_seconds"] < metrics[-1]["generator_busy_seconds"] <= summary["window_seconds"]
+    table = (ROOT / "docs" / "run-directory.md").read_text().partition("## metrics.jsonl")[2].partition("## ")[0]
+    assert {*metrics[0]} <= set(re.findall(r"`([a-z_/]+)`", table)), "records have names that are not documented"
     assert summary["publish"]["count"] == 6 and summary["publish"]["hold_ms"]["median"] > 0
     assert 0 <= summary["eval"]["initial"] <= 1 and 0 <= summary["eval"]["final"] <= 1
     assert [e["step"] for e in summary["eval"]["history"]] == [0, 2, 4, 6]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import copy
+import errno
 import math
 import random
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from slipstream.packed import logprobs as logprobs_module
 from slipstream.packed.packing import plan
 from slipstream.packed.policy import Policy
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
+from slipstream.runtime.training import TrainerService
 from slipstream.trainers.checkpoint import CheckpointFailed
 from slipstream.trainers.guards import NotFinite, OutOfMemory
 from slipstream.trainers.trainer import Trainer
@@ -223,15 +225,71 @@ def test_a_resumed_run_remembers_steps_skipped_in_a_row(tiny: Path, tmp_path: Pa
         again.step(broken)
 
 
-def test_too_little_memory_names_what_lowers_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(tiny, "--trainer.tokens_per_microbatch=77")
+def test_too_little_memory_names_what_lowers_it(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the trainer was asked for, and not what is done already."""
 
-    def exhausted(*_: Any) -> None:
+    def exhausted(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trainer, "_learn", exhausted)
-    with pytest.raises(OutOfMemory, match=r"tokens_per_microbatch = 77.*activation_checkpointing"):
-        trainer.step(random_batch(38))
+    def service(*flags: str) -> TrainerService:
+        named = [f"--model.path={tiny}", "--environment.name=addition", "--trainer.tokens_per_microbatch=77", *flags]
+        return TrainerService(configuration.load_config(None, named), str(tmp_path))
+
+    full, adapted = service("--algorithm.kl=0.1"), service("--lora.rank=4", "--algorithm.kl=0.1")
+    monkeypatch.setattr(Policy, "forward", exhausted)
+    with pytest.raises(OutOfMemory, match=r"to step: .*tokens_per_microbatch = 77.*activation_checkpointing") as error:
+        full.handle("step", (random_batch(38),), print)
+    assert "algorithm.kl = 0" in str(error.value) and "lora.rank" in str(error.value)
+    drawn = random_batch(38).groups[0].rollouts[0].completions
+    with pytest.raises(OutOfMemory, match=r"to score: .*lora.base") as error:
+        adapted.handle("score", (drawn,), print)
+    assert "algorithm.kl" not in str(error.value) and "lora.rank" not in str(error.value)
+    monkeypatch.setattr("slipstream.trainers.trainer.load_model", exhausted)
+    with pytest.raises(OutOfMemory, match="has not enough memory to start: "):
+        service()
+
+
+def test_dropout_changes_no_probability(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)).save_pretrained(tmp_path)
+    trainer, batch = make_trainer(tmp_path), random_batch()
+    drawn = [c for group in batch.groups for rollout in group.rollouts for c in rollout.completions]
+    assert trainer.score(drawn) == trainer.score(drawn)
+    assert trainer.model.transformer.drop.p > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "refused"),
+    [
+        ("Granite", {"logits_scaling": 8.0}, "scaled or capped"),
+        ("Granite", {"logits_scaling": 1.0}, ""),
+        ("Cohere", {"logit_scale": 0.25}, "scaled or capped"),
+        ("Gemma2", {"attn_logit_softcapping": None}, "scaled or capped"),
+        ("Gemma2", {"final_logit_softcapping": None}, "attn_logit_softcapping"),
+        ("OPT", {}, ""),
+        ("Mamba", {}, ""),
+    ],
+)
+def test_logits_that_are_not_the_heads_are_refused(kind: str, change: dict[str, Any], refused: str) -> None:
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **change
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    if not refused:
+        Policy(model)
+        return
+    with pytest.raises(ValueError, match=f"can't train a {config.model_type}.*{refused}"):
+        Policy(model)
+
+
+def test_an_adapter_where_a_model_has_to_be_is_refused(tiny: Path, tmp_path: Path) -> None:
+    """Also with adapters of the run's own: those that lie there would be dropped without a word."""
+    make_trainer(tiny, "--lora.rank=4").export(tmp_path)
+    for flags in ([], ["--lora.rank=4"]):
+        with pytest.raises(ConfigError, match=r"is an adapter of .*; merge it into that"):
+            make_trainer(tmp_path, *flags)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream.config import ConfigError
@@ -17,6 +18,8 @@ from slipstream.packed.context import Context, joined
 from slipstream.packed.logprobs import head_logprobs
 from slipstream.packed.packing import MicroBatch
 from slipstream.routing import Routing
+
+LARGE = 100.0  # logits that every cap would change
 
 ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
 
@@ -92,11 +95,37 @@ def _own(batch: MicroBatch, context: Context) -> tuple[MicroBatch, Tensor]:
 
 def _refuse_untrainable(model: Any) -> None:
     kind, head = model.config.model_type, model.get_output_embeddings()
-    for option in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(model.config, option, None) not in (None, 1, 1.0):
-            raise ValueError(f"the trainer can't train a {kind} with {option}")
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    if getattr(model.config, "attn_logit_softcapping", None):
+        raise ValueError(f"the trainer can't train a {kind} with attn_logit_softcapping")
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         raise ValueError(f"the trainer can't train a {kind}: its head is not a linear layer without bias")
+    if not head.weight.is_meta and not _ends_in_its_head(model, head):
+        raise ValueError(
+            f"the trainer can't train a {kind}: its logits are not what its head gives, but scaled or capped"
+        )
+
+
+class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
+    """What a backbone returns, with nothing but its last layer's output."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@torch.no_grad()
+def _ends_in_its_head(model: Any, head: nn.Linear) -> bool:
+    """Whether the model's logits are its head's outputs, tried on a last layer's output by chance."""
+    hidden = torch.randn(1, 2, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
+    hidden *= LARGE / head(hidden).abs().amax().float().item()
+    backbone = model.get_decoder()  # what its forward pass calls
+    own = vars(backbone).pop("forward", None)
+    backbone.forward = lambda *_, **__: _Hidden(last_hidden_state=hidden)
+    try:
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=hidden.device)).logits
+    finally:
+        del backbone.forward
+        vars(backbone).update({"forward": own} if own else {})
+    return bool((logits - head(hidden)).abs().amax() < LARGE / 100)
 
 
 def _refuse_context(size: int, config: Any, packs: bool) -> None:

@@ -17,6 +17,7 @@ from slipstream.sync.checksum import checksum
 from slipstream.sync.gathered import Gathered
 from slipstream.sync.link import Sender, Ticket, dtype_of, find_link, shapes_of
 from slipstream.sync.single_copy import borrow
+from slipstream.trainers.guards import naming_remedies
 from slipstream.trainers.trainer import Trainer
 
 Result = TypeVar("Result")
@@ -29,7 +30,8 @@ class TrainerService:
     def __init__(self, config: Config, run: str) -> None:
         torch.set_num_threads(threads(config.trainer.threads, config))
         self._config, self._run = config, Path(run)
-        self._trainer = Trainer(config)
+        with naming_remedies(config, "start"):
+            self._trainer = Trainer(config)
         ranks = self._trainer.ranks
         parameters = self._trainer.parameters
         self._weights = Gathered(parameters, dtype_of(config), ranks.calls) if ranks.sharded else parameters
@@ -43,12 +45,13 @@ class TrainerService:
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         """Answer what this service, its trainer or its end of the link does."""
-        if method == "save":
-            self._saving.append((self._trainer.save(*arguments), reply))
-        elif owner := next((o for o in (self, self._trainer) if hasattr(o, method)), None):
-            reply(getattr(owner, method)(*arguments))
-        else:
-            reply(self._at_link(lambda: getattr(self._sender, method)(*arguments)))
+        with naming_remedies(self._config, method.replace("_", " ")):
+            if method == "save":
+                self._saving.append((self._trainer.save(*arguments), reply))
+            elif owner := next((o for o in (self, self._trainer) if hasattr(o, method)), None):
+                reply(getattr(owner, method)(*arguments))
+            else:
+                reply(self._at_link(lambda: getattr(self._sender, method)(*arguments)))
 
     def tick(self) -> None:
         """Say what has been saved."""

@@ -96,7 +96,7 @@ def restore(path: Path, state: State, ranks: Ranks) -> dict[str, int]:
     """
     if not (path / ".metadata").exists():
         raise ValueError(f"{path} was written by another release of slipstream; start the run again")
-    written = FileSystemReader(path).read_metadata().state_dict_metadata
+    written: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     shapes = {n.removeprefix("parameters."): tuple(written[n].size) for n in written if n.startswith("parameters.")}
     if shapes != {name: tuple(parameter.shape) for name, parameter in state["parameters"].items()}:
         raise ValueError(f"{path} holds other parameters than the model; was model.path or lora changed?")
@@ -113,8 +113,8 @@ def restore(path: Path, state: State, ranks: Ranks) -> dict[str, int]:
     torch.set_rng_state(read["random"])
     if "random_cuda" in read:
         torch.cuda.set_rng_state(read["random_cuda"])
-    counts = read["counts"]
-    return counts
+    restored: dict[str, int] = read["counts"]
+    return restored
 
 
 def export(path: Path, model: Any, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:

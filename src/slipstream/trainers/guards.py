@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from slipstream.config import TrainerConfig
+from slipstream.config import Config, TrainerConfig
 
 
 class NotFinite(RuntimeError):
@@ -15,7 +15,7 @@ class NotFinite(RuntimeError):
 
 
 class OutOfMemory(RuntimeError):
-    """A step needs more memory than the trainer's device has."""
+    """The trainer's device has less memory than is needed."""
 
 
 def refuse_to_go_on(skipped: int, options: TrainerConfig) -> None:
@@ -29,20 +29,38 @@ def refuse_to_go_on(skipped: int, options: TrainerConfig) -> None:
 
 
 @contextmanager
-def naming_remedies(options: TrainerConfig, spare_copy: bool) -> Iterator[None]:
-    """Name the options that lower what a step needs if there is not enough memory for it.
-
-    `spare_copy` says whether there is a copy of the weights that can be done without.
-    """
+def naming_remedies(config: Config, what: str) -> Iterator[None]:
+    """Raise `OutOfMemory` that names the options which lower the need, if there is not enough memory to do `what`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        remedies = {
-            f"lower trainer.tokens_per_microbatch = {options.tokens_per_microbatch}": True,
-            'set trainer.activation_checkpointing = "full"': options.activation_checkpointing != "full",
-            "set trainer.compute_copy = false": spare_copy,
-            "train adapters (lora.rank)": True,
-            'spread the weights over more GPUs (trainer.ranks, trainer.parallel = "fsdp")': True,
-        }
-        said = ", ".join(remedy for remedy, helps in remedies.items() if helps)
-        raise OutOfMemory(f"the trainer has not enough memory for a step: {said}\n{error}") from error
+        said = "; ".join(_remedies(config))
+        raise OutOfMemory(f"the trainer has not enough memory to {what}: {said}\n{error}") from error
+
+
+def _remedies(config: Config) -> list[str]:
+    trainer, algorithm, lora = config.trainer, config.algorithm, config.lora
+    # A reference that is no more than the base below adapters takes no memory.
+    refers = algorithm.kl > 0 and not (lora.rank and algorithm.reference == "start")
+    remedies = {
+        f"lower trainer.tokens_per_microbatch = {trainer.tokens_per_microbatch}": True,
+        'set trainer.activation_checkpointing = "full"': trainer.activation_checkpointing != "full",
+        "set trainer.compute_copy = false": config.spare_copy,
+        "do without the reference policy (algorithm.kl = 0)": refers,
+        "train adapters (lora.rank)": not lora.rank,
+        'hold their base in 4 bits (lora.base = "4bit")': lora.rank > 0 and lora.base != "4bit",
+        'spread the weights over more GPUs (trainer.ranks, trainer.parallel = "fsdp")': True,
+        "share long sequences between ranks (trainer.context_parallel)": trainer.ranks > 1,
+        **_others_here(config),
+    }
+    return [remedy for remedy, helps in remedies.items() if helps]
+
+
+def _others_here(config: Config) -> dict[str, bool]:
+    """What to do about other processes on the trainer's GPU, which an engine may be."""
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
+    option = "generator.memory" if config.generator.kind == "vllm" else "generator.slots"
+    return {f"leave it more of its GPU, of which others hold {others / 1e9:.0f} GB ({option})": others > total / 10}

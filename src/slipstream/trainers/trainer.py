@@ -24,14 +24,14 @@ from slipstream.algorithms.schedule import learning_rate
 from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config import AlgorithmConfig, Config, ConfigError, TrainerConfig
-from slipstream.models import device_here, load_model, trained_parameters
+from slipstream.models import device_here, load_model, refuse_adapter, trained_parameters
 from slipstream.packed.packing import MicroBatch, bundle, bundle_length, length, pack, plan
 from slipstream.packed.policy import Policy
 from slipstream.rollout import Batch, Completion, Sample, StepStats, samples_of
 from slipstream.rule import Rule, load_rule
 from slipstream.sync.gathered import part_here
 from slipstream.trainers import checkpoint
-from slipstream.trainers.guards import naming_remedies, refuse_to_go_on
+from slipstream.trainers.guards import refuse_to_go_on
 from slipstream.trainers.memory import checkpoint_activations, compile_layers
 from slipstream.trainers.offload import move
 from slipstream.trainers.parallel import Ranks, by_mesh, clip_gradients
@@ -48,13 +48,14 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         torch.manual_seed(config.loop.seed)
+        refuse_adapter(config.model.path)
         self.device = device_here()
         options, compute = config.trainer, getattr(torch, config.model.dtype)
         self.ranks = Ranks(options, self.device)
         frozen = compute if config.lora.rank else torch.float32  # adapters are float32 over any base
         home = torch.device("cpu") if self.ranks.gathers else self.device  # until it is cut up
         self.model = load_model(config.model, config.lora, device=home, dtype=frozen)
-        self.model.train()
+        self.model.eval()  # without dropout: tokens keep the probabilities that they were drawn with
         self.step_count = self.token_count = self.skipped_count = self.skipped_in_a_row = 0
         self.before_update: Callable[[], None] = lambda: None
         self._offloaded = False
@@ -87,7 +88,6 @@ class Trainer:
         elif self.ranks.tensor:
             parts = {name: part_here(p.detach()) for name, p in self.parameters.items()}
             compute_on(self.model, self.parameters, parts)
-        self._spare_copy = config.spare_copy
         self._optimizer = torch.optim.AdamW(
             [{"params": group} for group in by_mesh(self.parameters.values())],
             lr=options.learning_rate,
@@ -130,16 +130,15 @@ class Trainer:
         chosen = [i for i, s in enumerate(every) if any(s.advantages) or not passes]
         summed = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         highest = torch.full((), -math.inf, device=self.device)
-        with naming_remedies(self._options, self._spare_copy):
-            for micro in self._micro_batches([every[i] for i in chosen], batch.version):
-                found = self._learn(micro, weights[[chosen[i] for i in micro.order]])
-                if self.ranks.counts and not micro.filler:
-                    summed, highest = summed + found[0], torch.maximum(highest, found[1].max())
-            if chosen:
-                self.ranks.sum_gradients(self.parameters)
-            totals = dict(zip(SUMS, self.ranks.add(summed).tolist(), strict=True))
-            described = means(totals, self.ranks.most(highest.item()))
-            grad_norm = self._update(described["loss"])
+        for micro in self._micro_batches([every[i] for i in chosen], batch.version):
+            found = self._learn(micro, weights[[chosen[i] for i in micro.order]])
+            if self.ranks.counts and not micro.filler:
+                summed, highest = summed + found[0], torch.maximum(highest, found[1].max())
+        if chosen:
+            self.ranks.sum_gradients(self.parameters)
+        totals = dict(zip(SUMS, self.ranks.add(summed).tolist(), strict=True))
+        described = means(totals, self.ranks.most(highest.item()))
+        grad_norm = self._update(described["loss"])
         self.token_count += batch.tokens
         seconds = time.perf_counter() - began
         return StepStats(
