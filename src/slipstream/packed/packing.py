@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.packed.attention import Run, Segments, tensor
+from slipstream.packed.kept import Kept
 from slipstream.rollout import Sample
 
 Bundle = list[int]  # indices of samples behind one copy of their prompt
@@ -30,7 +31,7 @@ class MicroBatch:
 
     `input_ids` and `positions` `[tokens]`. `predicts` are the tokens whose output predicts a drawn one; `targets`,
     `temperatures`, `behaviour`, `advantages`, `lags` (in versions) and `sequences` (which sample it is of) `[drawn]` go
-    with them, `teacher` `[drawn]` if all have one, and `kept` lists the ids that top-k/top-p left there (None: all).
+    with them, `teacher` `[drawn]` if all have one, and `kept` are the ids that top-k/top-p left there (None: all).
     `experts` `[tokens, layers, experts per token]` are those that generation chose, -1 where they are not known (None:
     nowhere). `order[i]` is the index in the step of the i-th sample here. A `filler` keeps a rank in step with
     others and counts nothing.
@@ -46,7 +47,7 @@ class MicroBatch:
     advantages: Tensor
     lags: Tensor
     sequences: Tensor
-    kept: Sequence[Any]
+    kept: Kept | None
     experts: Tensor | None
     order: Sequence[int]
     teacher: Tensor | None = None
@@ -192,7 +193,7 @@ def pack(
         advantages=tensor(of("advantages"), torch.float32, device),
         lags=version - tensor(of("versions"), torch.long, device),
         sequences=tensor([[n] * len(s.drawn) for n, s in enumerate(chosen)], torch.long, device),
-        kept=list(chain.from_iterable(of("kept"))),
+        kept=Kept.of(list(chain.from_iterable(of("kept"))), device),
         experts=_packed_experts(pieces, left, device),
         order=order,
         teacher=tensor(of("teacher"), torch.float32, device) if all(of("teacher")) else None,
