@@ -119,6 +119,10 @@ class Actor:
 
         Calls reach the process in the order in which they are made, whether they are awaited or not.
         """
+        return self.call_pickled(method, pickle.dumps(arguments))  # here, where what can't be is the caller's error
+
+    def call_pickled(self, method: str, arguments: bytes) -> asyncio.Future[Any]:
+        """As `call`, with a tuple of arguments that is pickled already, once for many actors."""
         future = self._loop.create_future()
         if self.dead:
             future.set_exception(self.dead)
@@ -132,7 +136,7 @@ class Actor:
     def post(self, method: str, *arguments: Any) -> None:
         """Call a method whose answer nobody needs."""
         if not self.dead:
-            self._send(next(self._numbers), method, arguments)
+            self._send(next(self._numbers), method, pickle.dumps(arguments))
 
     async def stop(self, grace: float = 10.0) -> None:
         """Let the process end by itself, or end it after `grace` seconds; a guest ends by itself."""
@@ -173,11 +177,10 @@ class Actor:
                 os.killpg(self._process.pid, signal.SIGKILL)  # with whatever it has started itself
             self._process.wait()
 
-    def _send(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
-        pickled = pickle.dumps(arguments)  # here, where what can't be is an error of the caller
+    def _send(self, number: int, method: str, arguments: bytes) -> None:
         if not self._outgoing:
             self._loop.call_soon(self._flush)
-        self._outgoing.append((number, method, pickled))
+        self._outgoing.append((number, method, arguments))
 
     def _flush(self) -> None:
         calls, self._outgoing = self._outgoing, []

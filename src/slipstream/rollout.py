@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -271,12 +272,13 @@ def samples_of(
     it, any other begins a sequence of its own. `advantage` is one number, or one for each token that was drawn;
     `teacher` as a rollout has it."""
     counts = [len(c.token_ids) for c in completions]
-    each = [advantage] * sum(counts) if isinstance(advantage, int | float) else list(advantage)
+    each = (advantage,) * sum(counts) if isinstance(advantage, int | float) else tuple(advantage)
     if len(each) != sum(counts):
         raise ValueError(f"{len(each)} advantages for {sum(counts)} drawn tokens")
     samples: list[Sample] = []
-    for completion, count, taught in zip(completions, counts, teacher or [()] * len(counts), strict=True):
-        turn, each = tuple(each[:count]), each[count:]
+    ends = accumulate(counts)
+    for completion, count, end, taught in zip(completions, counts, ends, teacher or [()] * len(counts), strict=True):
+        turn = each[end - count : end]
         if not count:
             continue
         begun = [n for n, s in enumerate(samples) if completion.prompt_ids[: len(s.token_ids)] == s.token_ids]
@@ -297,7 +299,7 @@ def _sample(
         token_ids=completion.prompt_ids + completion.token_ids,
         drawn=tuple(range(first, first + count)),
         logprobs=completion.logprobs,
-        versions=tuple(s.version for s in completion.spans for _ in range(s.start, s.end)),
+        versions=tuple(chain.from_iterable((s.version,) * (s.end - s.start) for s in completion.spans)),
         temperatures=(completion.temperature or 1.0,) * count,
         advantages=advantages,
         kept=completion.kept or (None,) * count,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -71,7 +72,8 @@ class Rank:
     def __init__(self, outcome: Any) -> None:
         self.name, self.dead, self.killed, self._outcome = "trainer", None, False, outcome
 
-    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+    def call_pickled(self, method: str, arguments: bytes) -> asyncio.Future[Any]:
+        self.told = pickle.loads(arguments)
         future = asyncio.get_running_loop().create_future()
         if isinstance(self._outcome, Exception):
             future.set_exception(self._outcome)
@@ -135,6 +137,26 @@ def test_rank_0_answers() -> None:
         assert await ranks.call("step") == "zero"
         await ranks.stop()
         assert not any(actor.killed for actor in ranks.actors)  # type: ignore[attr-defined]
+
+    asyncio.run(main())
+
+
+class Told:
+    """What counts how often it is told."""
+
+    times = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        Told.times += 1
+        return str, ("a batch",)
+
+
+def test_ranks_are_told_the_same_at_the_cost_of_telling_one() -> None:
+    async def main() -> None:
+        ranks = Ranks([Rank(number) for number in range(8)])  # type: ignore[list-item]
+        await ranks.call("step", Told(), 3)
+        assert [rank.told for rank in ranks.actors] == [("a batch", 3)] * 8  # type: ignore[attr-defined]
+        assert Told.times == 1
 
     asyncio.run(main())
 

@@ -180,4 +180,4 @@ def _blocks(runs: Sequence[Run]) -> tuple[Block, ...]:
 def tensor(parts: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Sequences of numbers, one after the other, as a tensor that a GPU fetches while it computes."""
     joined = torch.from_numpy(np.concatenate([np.asarray(part) for part in parts])).to(dtype)
-    return joined.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else joined
+    return joined.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else joined.to(device)

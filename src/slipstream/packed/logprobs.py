@@ -7,24 +7,26 @@ tokens times vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.packed.kept import Kept
+
 CHUNK = 2**24  # logits held at once: 64 MiB in float32
 CHUNK_ON_GPU = 2**27  # four times as many are 1 % faster at 1.7 B, and take 2 GB more
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Sequence[Any], fuse: bool = False
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Kept | None, fuse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden weight^T / temperature) over its kept tokens, and entropy.
 
     `hidden` `[tokens, size]` and `weight` `[vocabulary, size]` are of one format, `targets` and `temperatures`
-    `[tokens]`; `kept[i]` lists the ids that top-k/top-p left (None: all). Both results are `[tokens]` in float32, or
+    `[tokens]`; `kept` are the ids that top-k/top-p left at each (None: all). Both results are `[tokens]` in float32, or
     float64 for float64; the entropy carries no gradient. `fuse` compiles what is not a matrix product.
     """
     result: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -38,13 +40,13 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Sequence[Any], fuse: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Kept | None, fuse: bool
     ) -> tuple[Tensor, Tensor]:
         describe = _fused(_describe) if fuse else _describe
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, normaliser, entropy = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
         for chunk in _chunks(hidden, weight):
-            outside = _outside(kept[chunk], weight)
+            outside = kept.outside(chunk, len(weight)) if kept else None
             logits = hidden[chunk] @ weight.T
             described = describe(logits, targets[chunk], temperatures[chunk].to(exact), outside)
             logprobs[chunk], normaliser[chunk], entropy[chunk] = described
@@ -61,7 +63,7 @@ class _HeadLogprobs(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(weight.shape, dtype=normaliser.dtype, device=weight.device)
         for chunk in _chunks(hidden, weight):
-            outside = _outside(ctx.kept[chunk], weight)
+            outside = ctx.kept.outside(chunk, len(weight)) if ctx.kept else None
             logits = hidden[chunk] @ weight.T
             heat = temperatures[chunk].to(normaliser.dtype)
             slope = ctx.slope(logits, targets[chunk], heat, outside, normaliser[chunk], grads[0][chunk] / heat)
@@ -119,16 +121,3 @@ def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     size = max(64, (CHUNK_ON_GPU if hidden.is_cuda else CHUNK) // weight.shape[0])
     return [slice(at, at + size) for at in range(0, len(hidden), size)]
-
-
-def _outside(kept: Sequence[Any], weight: Tensor) -> Tensor | None:
-    """Which tokens top-k/top-p left out `[tokens, vocabulary]`; None if none anywhere."""
-    if all(ids is None for ids in kept):
-        return None
-    rows = [row for row, ids in enumerate(kept) if ids is not None]
-    outside = torch.zeros(len(kept), weight.shape[0], dtype=torch.bool)
-    outside[rows] = True
-    flat = [torch.as_tensor(kept[row], dtype=torch.long) for row in rows]
-    lengths = torch.tensor([len(ids) for ids in flat])
-    outside[torch.repeat_interleave(torch.tensor(rows), lengths), torch.cat(flat)] = False
-    return outside.to(weight.device)

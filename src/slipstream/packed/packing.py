@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.packed.attention import Run, Segments, tensor
+from slipstream.packed.kept import Kept
 from slipstream.rollout import Sample
 
 Bundle = list[int]  # indices of samples behind one copy of their prompt
@@ -30,7 +31,7 @@ class MicroBatch:
 
     `input_ids` and `positions` `[tokens]`. `predicts` are the tokens whose output predicts a drawn one; `targets`,
     `temperatures`, `behaviour`, `advantages`, `lags` (in versions) and `sequences` (which sample it is of) `[drawn]` go
-    with them, `teacher` `[drawn]` if all have one, and `kept` lists the ids that top-k/top-p left there (None: all).
+    with them, `teacher` `[drawn]` if all have one, and `kept` are the ids that top-k/top-p left there (None: all).
     `experts` `[tokens, layers, experts per token]` are those that generation chose, -1 where they are not known (None:
     nowhere). `order[i]` is the index in the step of the i-th sample here. A `filler` keeps a rank in step with
     others and counts nothing.
@@ -46,7 +47,7 @@ class MicroBatch:
     advantages: Tensor
     lags: Tensor
     sequences: Tensor
-    kept: Sequence[Any]
+    kept: Kept | None
     experts: Tensor | None
     order: Sequence[int]
     teacher: Tensor | None = None
@@ -71,19 +72,23 @@ def bundle(samples: Sequence[Sample], budget: int, share: bool = True) -> list[B
     return bundles
 
 
-def plan(sizes: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
+def plan(
+    sizes: Sequence[int], budget: int, ranks: int = 1, costs: Sequence[int] | None = None
+) -> list[list[list[int]]]:
     """Which items go into which micro-batch of which rank: `[rank][micro-batch]` lists of indices.
 
     Every rank gets the same number of micro-batches, of at most `budget` tokens each unless one item alone is longer,
-    and about the same work. A rank may get empty micro-batches.
+    and about the same work: `costs` are what an item of so many tokens takes, in any unit (None: its tokens). A rank
+    may get empty micro-batches.
     """
+    costs = sizes if costs is None else costs
     count = max(1, -(-sum(sizes) // (budget * ranks)))
     while True:
         bins = _fill(sizes, budget, count * ranks)
         if bins:
-            _even_out(bins, sizes)
-            bins.sort(key=lambda items: -sum(sizes[i] for i in items))
-            # Neighbours in size go to different ranks, so that ranks wait little for each other in any round.
+            _even_out(bins, costs, sizes, budget)
+            bins.sort(key=lambda items: -sum(costs[i] for i in items))
+            # Neighbours in cost go to different ranks, so that ranks wait little for each other in any round.
             return [bins[rank::ranks] for rank in range(ranks)]
         count += 1
 
@@ -101,35 +106,43 @@ def _fill(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | No
     return bins
 
 
-def _even_out(bins: list[list[int]], sizes: Sequence[int]) -> None:
-    """Trade items between the fullest bin and others as long as that leaves both of them less full than it was. One
-    that no trade makes less full is left out of it, and the next fullest goes on."""
-    loads = [sum(sizes[i] for i in items) for items in bins]
+def _even_out(bins: list[list[int]], costs: Sequence[int], sizes: Sequence[int], budget: int) -> None:
+    """Trade items between the dearest bin and others as long as that leaves both of them less dear than it was. One
+    that no trade makes less dear is left out of it, and the next dearest goes on."""
+    loads = [sum(costs[i] for i in items) for items in bins]
     left = list(range(len(bins)))
     while left:
-        fullest = max(left, key=loads.__getitem__)
-        gaps = [(other, loads[fullest] - loads[other]) for other in sorted(left, key=loads.__getitem__)]
-        uneven = [(other, gap) for other, gap in gaps if gap > EVEN * loads[fullest]]
-        traded = ((other, _trade(bins[fullest], bins[other], gap, sizes)) for other, gap in uneven)
+        dearest = max(left, key=loads.__getitem__)
+        gaps = [(other, loads[dearest] - loads[other]) for other in sorted(left, key=loads.__getitem__)]
+        uneven = [(other, gap) for other, gap in gaps if gap > EVEN * loads[dearest]]
+        traded = ((other, _trade(bins[dearest], bins[other], gap, costs, sizes, budget)) for other, gap in uneven)
         found = next(((other, trade) for other, trade in traded if trade), None)
         if not found:
-            left.remove(fullest)
+            left.remove(dearest)
             continue
         other, (given, taken) = found
-        for target, items in ((fullest, taken), (other, given)):
+        for target, items in ((dearest, taken), (other, given)):
             bins[target] = [i for i in bins[target] if i not in (*given, *taken)] + items
-            loads[target] = sum(sizes[i] for i in bins[target])
+            loads[target] = sum(costs[i] for i in bins[target])
 
 
 def _trade(
-    fuller: Sequence[int], emptier: Sequence[int], gap: int, sizes: Sequence[int]
+    dearer: Sequence[int], cheaper: Sequence[int], gap: int, costs: Sequence[int], sizes: Sequence[int], budget: int
 ) -> tuple[list[int], list[int]] | None:
-    """The item to give away, and the one to take for it if any, that make two bins most alike, of which one has `gap`
-    more; None if none does."""
-    takes: list[list[int]] = [[], *([i] for i in emptier)]
-    trades = ((sizes[given] - sum(sizes[i] for i in taken), [given], taken) for given in fuller for taken in takes)
-    moved, given, taken = min(trades, key=lambda trade: abs(gap - 2 * trade[0]))
-    return (given, taken) if 0 < moved < gap else None
+    """The item to give away, and the one to take for it if any, that make two bins most alike, of which one costs `gap`
+    more, and keep both within the budget; None if none does."""
+    rooms = [budget - sum(sizes[i] for i in items) for items in (dearer, cheaper)]
+    takes: list[list[int]] = [[], *([i] for i in cheaper)]
+    best: tuple[int, list[int], list[int]] | None = None
+    for given in dearer:
+        for taken in takes:
+            moved = costs[given] - sum(costs[i] for i in taken)
+            tokens = sizes[given] - sum(sizes[i] for i in taken)
+            if 0 < moved < gap and -rooms[0] <= tokens <= rooms[1]:
+                uneven = abs(gap - 2 * moved)
+                if best is None or uneven < best[0]:
+                    best = uneven, [given], taken
+    return best and best[1:]
 
 
 def length(sample: Sample) -> int:
@@ -141,6 +154,13 @@ def bundle_length(samples: Sequence[Sample], members: Bundle) -> int:
     """Tokens of a bundle in the forward pass."""
     prompt = len(samples[members[0]].prompt_ids)
     return prompt + sum(length(samples[i]) - prompt for i in members)
+
+
+def bundle_pairs(samples: Sequence[Sample], members: Bundle) -> int:
+    """Pairs of a query and a key that it sees, of a bundle in the forward pass."""
+    prompt = len(samples[members[0]].prompt_ids)
+    own = (length(samples[i]) - prompt for i in members)
+    return prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in own)
 
 
 def pack(
@@ -192,7 +212,7 @@ def pack(
         advantages=tensor(of("advantages"), torch.float32, device),
         lags=version - tensor(of("versions"), torch.long, device),
         sequences=tensor([[n] * len(s.drawn) for n, s in enumerate(chosen)], torch.long, device),
-        kept=list(chain.from_iterable(of("kept"))),
+        kept=Kept.of(list(chain.from_iterable(of("kept"))), device),
         experts=_packed_experts(pieces, left, device),
         order=order,
         teacher=tensor(of("teacher"), torch.float32, device) if all(of("teacher")) else None,

@@ -89,7 +89,7 @@ def _own(batch: MicroBatch, context: Context) -> tuple[MicroBatch, Tensor]:
         predicts=batch.predicts[places] - first,
         targets=batch.targets[places],
         temperatures=batch.temperatures[places],
-        kept=[batch.kept[place] for place in places.tolist()],
+        kept=batch.kept.at(places.tolist()) if batch.kept else None,
     ), places
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import shutil
 import socket
 import tempfile
@@ -46,7 +47,8 @@ class Ranks:
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         """As `Actor.call`; calls reach all ranks in the same order."""
-        return asyncio.ensure_future(self._answer([actor.call(method, *arguments) for actor in self.actors]))
+        pickled = pickle.dumps(arguments)  # once: a batch takes long enough
+        return asyncio.ensure_future(self._answer([actor.call_pickled(method, pickled) for actor in self.actors]))
 
     async def _answer(self, calls: Sequence[asyncio.Future[Any]]) -> Any:
         try:

@@ -14,6 +14,9 @@ from slipstream.models import layers_of
 # What is dear to compute again, by name: which operation stands behind attention depends on torch's release.
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm", "aten._scaled_dot_product",
             "aten._flash_attention", "torch_attn.")  # fmt: skip
+# Programs that layers may share. There is one for each kind of layer, with and without gradients, for adapters and for
+# the reference, with shared prompts and without. Beyond torch's own limit of 8 it would go on uncompiled, in silence.
+PROGRAMS = 64
 
 
 def checkpoint_activations(model: Any, how: str) -> None:
@@ -26,8 +29,9 @@ def checkpoint_activations(model: Any, how: str) -> None:
 
 
 def compile_layers(model: Any) -> None:
-    """Compile each layer; all of them share one program, for any number of tokens."""
+    """Compile each layer; those of one kind share a program, for any number of tokens."""
     compiler: Any = torch._dynamo.config
+    compiler.recompile_limit = max(PROGRAMS, compiler.recompile_limit)
     if hasattr(compiler, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
         # A router notes what it chose: the forward pass may, and what is computed again need not.
         compiler.skip_fwd_side_effects_in_bwd_under_checkpoint = True

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.packed.packing import MicroBatch
+from slipstream.packed.packing import Bundle, MicroBatch, bundle_length, bundle_pairs
 from slipstream.packed.policy import Policy
+from slipstream.rollout import Sample
 from slipstream.trainers.parallel import Ranks
 
 SIZE, ROUNDS = 8192, 10  # of the matrix product that tells what a GPU can do
@@ -52,6 +54,11 @@ class Meter:
         self._device, self._routing, self._each = device, policy.routing, Operations.of(policy.model)
         self._most = matrix_rate(device) if device.type == "cuda" else None
         self._operations, self._tokens = 0.0, 0
+
+    def cost(self, samples: Sequence[Sample], members: Bundle) -> int:
+        """The arithmetic of a bundle of these samples, in operations."""
+        drawn = sum(len(samples[i].drawn) for i in members)
+        return round(self._each.count(bundle_length(samples, members), drawn, bundle_pairs(samples, members)))
 
     def count(self, micro: MicroBatch, counts: bool) -> None:
         """Add the passes over a micro-batch, of which the first was the policy's last: the load of experts, and what is

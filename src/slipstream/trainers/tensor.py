@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from slipstream.config import ConfigError
 from slipstream.models import causal_lm
 from slipstream.packed.context import joined
+from slipstream.packed.kept import Kept
 from slipstream.packed.logprobs import head_logprobs
 from slipstream.packed.policy import Policy
 
@@ -130,15 +131,16 @@ def _embedded(group: Any, module: Any, arguments: Any, output: Tensor) -> Any:
 
 
 def _predict(
-    group: Any, rank: int, size: int, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, kept: Any,
-    fuse: bool = False,
+    group: Any, rank: int, size: int, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor,
+    kept: Kept | None, fuse: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`head_logprobs` with a part of the head each: it is gathered, and each rank takes a share of the tokens."""
     count = len(hidden)
     own = slice(count * rank // size, count * (rank + 1) // size)
     entered = _Enter.apply(hidden, group)[own]  # type: ignore[no-untyped-call]
     whole = all_gather_tensor_autograd(weight, 0, group)
-    found = head_logprobs(entered, whole, targets[own], temperatures[own], kept[own], fuse)
+    left = kept.at(range(count)[own]) if kept else None
+    found = head_logprobs(entered, whole, targets[own], temperatures[own], left, fuse)
     places = torch.arange(count, device=hidden.device)[own]
     logprobs, entropy = (joined(values, places, count, group) for values in found)
     return logprobs, entropy.detach()

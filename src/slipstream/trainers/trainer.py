@@ -160,9 +160,10 @@ class Trainer:
         budget = self._options.tokens_per_microbatch
         bundles = bundle(samples, budget, share=self._policy.packs)
         sizes = [bundle_length(samples, members) for members in bundles]
+        costs = [self._meter.cost(samples, members) for members in bundles]
         context = self.ranks.context
         packed = partial(pack, samples, device=self.device, version=version, multiple=context.size if context else 1)
-        for items in plan(sizes, budget, self.ranks.shares)[self.ranks.share]:
+        for items in plan(sizes, budget, self.ranks.shares, costs)[self.ranks.share]:
             if items:
                 yield packed([bundles[i] for i in items])
             elif samples and self.ranks.gathers:
