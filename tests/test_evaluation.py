@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.cli import _config_of
-from slipstream.config import dump, load_config
+from slipstream.cli import _config_to_draw, _config_to_verify
+from slipstream.config import LoraConfig, dump, load_config
 from slipstream.evaluation import close_environment
 from slipstream.observe.tally import Tally
 from slipstream.run import Run
@@ -45,11 +45,67 @@ def test_options_belong_to_their_environment(tmp_path: Path) -> None:
     run = load_config(None, ["--model.path=m", "--environment.name=gsm8k", "--environment.options.shots=2"])
     (tmp_path / "config.toml").write_text(dump(run))
     (tmp_path / "policy").mkdir()
-    assert _config_of(str(tmp_path), None, []).environment.options == {"shots": 2}
-    assert _config_of(str(tmp_path), "gsm8k", []).environment.options == {"shots": 2}
-    assert _config_of(str(tmp_path), "addition", []).environment.options == {}
+    assert _config_to_draw(str(tmp_path), None, []).environment.options == {"shots": 2}
+    assert _config_to_draw(str(tmp_path), "gsm8k", []).environment.options == {"shots": 2}
+    assert _config_to_draw(str(tmp_path), "addition", []).environment.options == {}
     digits = ["--environment.options.digits", "1"]
-    assert _config_of(str(tmp_path), "addition", digits).environment.options == {"digits": 1}
+    assert _config_to_draw(str(tmp_path), "addition", digits).environment.options == {"digits": 1}
+
+
+def finished(directory: Path, *flags: str) -> str:
+    """The directory of a run of these options that is over."""
+    run = load_config(None, ["--model.path=m", "--environment.name=mine.py:Mine", *flags])
+    (directory / "config.toml").write_text(dump(run))
+    (directory / "policy").mkdir()
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--generator.kind=vllm", "--sync.link=lora", "--lora.targets=['q_proj']"],
+        ["--generator.kind=vllm", "--sync.link=lora", "--sync.placement=colocated", "--sync.interruption=retry"],
+        ["--lora.base=4bit", "--lora.alpha=16"],
+        ["--lora.experts=true"],
+        ["--sync.link=checkpoint", "--sync.keep=2"],
+    ],
+    ids=["vllm", "in turns", "4bit", "experts", "kept files"],
+)
+def test_what_adapters_have_learned_is_drawn_from(flags: list[str], tmp_path: Path) -> None:
+    """They are read with the policy: no fresh ones lie over them, and no link brings others."""
+    target = finished(tmp_path, "--lora.rank=8", *flags)
+    config = _config_to_draw(target, None, [])
+    assert config.lora == LoraConfig() and config.sync.link != "lora"
+    assert config.model.path == str(tmp_path / "policy")
+    assert _config_to_draw(target, None, ["--generator.kind=torch"]).generator.kind == "torch"
+    assert _config_to_draw(target, "addition", []).environment.name == "addition"
+
+
+def test_rewards_of_steps_belong_to_their_environment(tmp_path: Path) -> None:
+    target = finished(tmp_path, "--algorithm.process=0.5")
+    assert _config_to_draw(target, "addition", []).algorithm.process == 0
+    assert _config_to_draw(target, None, [], default="addition").environment.name == "mine.py:Mine"
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "how"),
+    [
+        (["--lora.rank=8", "--generator.kind=vllm", "--sync.link=lora"], "m", "continue"),
+        (["--lora.rank=8", "--lora.alpha=16"], "m", "recompute"),
+        (["--sync.link=checkpoint", "--sync.restart=true", "--sync.interruption=drain"], "policy", "drain"),
+        (["--sync.link=nccl"], "policy", "recompute"),
+    ],
+    ids=["adapters by vLLM", "adapters", "engines that start again", "weights"],
+)
+def test_what_is_verified_is_the_engine_and_the_link_of_the_run(
+    flags: list[str], path: str, how: str, tmp_path: Path
+) -> None:
+    """A link for adapters brings them to a model without any."""
+    target = finished(tmp_path, *flags)
+    run, config = load_config(tmp_path / "config.toml"), _config_to_verify(target, [])
+    assert (config.lora, config.generator, config.sync.link) == (run.lora, run.generator, run.sync.link)
+    assert (Path(config.model.path).name, config.sync.interruption) == (path, how)
+    assert _config_to_verify(target, ["--sync.interruption=retry"]).sync.interruption == "retry"
 
 
 def test_the_window_ends_and_the_last_step_is_recorded_before_a_running_evaluation_is_waited_for() -> None:

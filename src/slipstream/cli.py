@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream import __version__
-from slipstream.config import Config, ConfigError, dump, join_flags, load_config, parse_flags
+from slipstream.config import Config, ConfigError, LoraConfig, dump, join_flags, load_config, parse_flags
 
 # Failures whose message is all that a user needs; their classes live in modules that are slow to import.
 FAILURES = ("RunError", "RecordError", "ActorDied", "ActorError", "GenerationError", "EngineFailed", "PublishError")
@@ -66,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--quiet", action="store_true", help="print warnings and the final report only")
     train.set_defaults(command=_train)
 
-    evaluate = commands.add_parser("eval", help="measure a policy on held-out tasks")
+    embedded = "Tokens are drawn by the embedded engine, whatever generator.kind says."
+    evaluate = commands.add_parser("eval", help="measure a policy on held-out tasks", epilog=embedded)
     evaluate.add_argument("target", metavar="RUN_DIR|MODEL", help="a run's directory, a model's, or a Hub name")
     evaluate.add_argument("--environment", metavar="NAME", help="gsm8k, addition, or your own (default: the run's)")
     tasks = "held-out tasks to play (default: 100, or the run's)"
@@ -74,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print the whole result as JSON")
     evaluate.set_defaults(command=_evaluate)
 
-    generate = commands.add_parser("generate", help="complete a prompt")
+    generate = commands.add_parser("generate", help="complete a prompt", epilog=embedded)
     generate.add_argument("target", metavar="MODEL|RUN_DIR", help="a model's directory, a run's, or a Hub name")
     generate.add_argument("--prompt", action="append", required=True, help="text to complete; may be given repeatedly")
     for flag, name, default, meaning in (
@@ -129,7 +130,7 @@ def _train(options: argparse.Namespace, flags: list[str]) -> None:
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.evaluation import evaluate_model
 
-    config = _config_of(options.target, options.environment, flags)
+    config = _config_to_draw(options.target, options.environment, flags)
     result = asyncio.run(evaluate_model(config))
     if options.json:
         print(json.dumps(result, indent=1))
@@ -141,7 +142,8 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
 def _generate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.evaluation import generate_texts
 
-    completions = asyncio.run(generate_texts(_config_of(options.target, "addition", flags), options.prompt))
+    config = _config_to_draw(options.target, None, flags, default="addition")
+    completions = asyncio.run(generate_texts(config, options.prompt))
     for prompt, completion in zip(options.prompt, completions, strict=True):
         print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")
 
@@ -149,7 +151,7 @@ def _generate(options: argparse.Namespace, flags: list[str]) -> None:
 def _verify(options: argparse.Namespace, flags: list[str]) -> int:
     from slipstream.verification import verify
 
-    config = _config_of(options.target, "addition", ["--sync.interruption=recompute", *flags])
+    config = _config_to_verify(options.target, flags)
     found = asyncio.run(verify(config, prompts=options.prompts, tokens=options.tokens, after=options.after))
     print(found.describe(config))
     return 0 if found.exact else 1
@@ -180,19 +182,37 @@ def _config(options: argparse.Namespace, flags: list[str]) -> None:
     print(dump(load_config(options.config, flags)))
 
 
-def _config_of(target: str, environment: str | None, flags: list[str]) -> Config:
-    """The configuration of a run whose policy is asked for, or the defaults around a model."""
+def _config_to_draw(target: str, environment: str | None, flags: list[str], default: str | None = None) -> Config:
+    """The configuration of a run whose policy is asked for, or the defaults around a model, which has no environment of
+    its own: `default` is in its place."""
     run, policy = Path(target) / "config.toml", Path(target) / "policy"
     if not run.exists():
-        if environment is None:
+        if not (environment := environment or default):
             raise ConfigError(f"{target} is no run's directory; name an environment: --environment NAME")
         return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
     if not policy.is_dir():
         raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
-    changes = [f"--model.path={policy}", "--lora.rank=0"]
-    if environment and environment != load_config(run).environment.name:  # the options are the other environment's
-        changes += [f"--environment.name={environment}", "--environment.options={}"]
+    trained = load_config(run)
+    changes = [f"--model.path={policy}"]
+    if trained.lora.rank:  # the adapters are the policy's own, and no others are added to them
+        changes += [f"--lora.{name}={json.dumps(option.default)}" for name, option in LoraConfig.model_fields.items()]
+    if trained.sync.link == "lora":
+        changes += ["--sync.link=shared"]
+    if environment and environment != trained.environment.name:  # options and rewards of steps are the other's
+        changes += [f"--environment.name={environment}", "--environment.options={}", "--algorithm.process=0"]
     return load_config(run, [*changes, *flags])
+
+
+def _config_to_verify(target: str, flags: list[str]) -> Config:
+    """The engine and the link of a run, or the defaults, around its policy; around the model below if that is adapters,
+    since those are what the link brings."""
+    run = Path(target) / "config.toml"
+    trained = load_config(run) if run.exists() else None
+    if not trained or not (trained.sync.link == "lora" or trained.sync.restart):  # else nothing can be computed again
+        flags = ["--sync.interruption=recompute", *flags]
+    if trained and trained.lora.rank:
+        return load_config(run, flags)
+    return _config_to_draw(target, None, flags, default="addition")
 
 
 if __name__ == "__main__":

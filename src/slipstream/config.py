@@ -137,7 +137,7 @@ class GeneratorConfig(Section):
     servers: list[str] = option([], "URLs of vLLM servers that you started, to attach to instead (vllm).")
     tensor_parallel: int = option(1, "GPUs that one generator's weights are spread over (vllm).", ge=1)
     memory: float = option(
-        0.0, "Share of a GPU's memory for one generator (vllm); 0 means 0.85, or 0.4 beside the trainer.", ge=0, le=1
+        0.0, "Share of a GPU's memory for one generator (vllm); 0 means 0.85, or 0.4 where others use it.", ge=0, le=1
     )
     options: dict[str, Any] = option({}, "Further engine arguments, passed on as they are (vllm).")
     slots: int = option(64, "Sequences that one generator decodes at once.", ge=1)

@@ -217,6 +217,23 @@ def test_the_modes_of_the_table(model: Path, tmp_path: Path, more: dict[str, Any
     assert not list(directory.glob("weights*"))
 
 
+def test_adapters_that_a_run_has_trained_are_evaluated(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By their own scale, and as the run itself has measured them at its end."""
+    directory = tmp_path / "run"
+    lora = {"lora__rank": 4, "lora__alpha": 16.0, "trainer__learning_rate": 0.05}
+    trained = train(model, directory, loop__steps=2, evaluation__every=0, **lora)
+    capfd.readouterr()
+    assert main(["eval", str(directory), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    last = lines(directory / "evaluations.jsonl")[-1]
+    assert found["score"] == trained["eval"]["final"] and found["samples"] == last["samples"]
+    assert last["samples"] != lines(directory / "evaluations.jsonl")[0]["samples"], "nothing was learned to be seen"
+    assert main(["generate", str(directory), "--prompt", "w1 w2", "--max-tokens", "4"]) == 0
+    assert capfd.readouterr().out.count("w") == 6
+
+
 def test_the_last_checkpoint_holds_the_last_version_and_evaluation(model: Path, tmp_path: Path) -> None:
     """Whether one of that step was written before (4, of 4) or not (5); going on from it (5 again) repeats nothing."""
     directory = tmp_path / "run"

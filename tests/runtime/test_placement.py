@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from slipstream.config import Config, ConfigError, load_config
-from slipstream.runtime.placement import place, visible
+from slipstream.runtime import placement
+from slipstream.runtime.placement import place, threads, visible
+
+SINGLE_COPY = ["--sync.link=single_copy", "--model.dtype=bfloat16"]
+SERVER = ["--generator.servers=['http://far:1']", "--sync.link=checkpoint"]
+LOCAL = ["--generator.servers=['http://localhost:1', 'http://localhost:2']", "--sync.link=nccl"]
+IN_TURNS = ["--sync.placement=colocated", "--sync.interruption=retry"]
 
 
 def config_of(*flags: str) -> Config:
@@ -29,23 +35,32 @@ def config_of(*flags: str) -> Config:
         (["--generator.device=cuda:0", "--trainer.device=cuda:0"], 2, ((0,),), (0,)),
         (["--sync.link=single_copy", "--model.dtype=bfloat16"], 4, ((0,),), (0,)),
         (
-            [
-                "--sync.link=single_copy",
-                "--model.dtype=bfloat16",
-                "--generator.tensor_parallel=2",
-                "--trainer.ranks=2",
-                "--trainer.parallel=tensor",
-            ],
+            [*SINGLE_COPY, "--generator.tensor_parallel=2", "--trainer.ranks=2", "--trainer.parallel=tensor"],
             2,
             ((0, 1),),
             (0, 1),
         ),
+        ([*SINGLE_COPY, "--generator.device=cuda:1"], 2, ((1,),), (1,)),
+        ([*SINGLE_COPY, "--trainer.device=cuda:1"], 2, ((1,),), (1,)),
+        ([*SINGLE_COPY, "--generator.device=cuda:1", "--trainer.device=cuda:1"], 2, ((1,),), (1,)),
+        (["--generator.device=cuda:1"], 2, ((1,),), (0,)),
+        (["--generator.device=cuda:1", "--trainer.ranks=2"], 4, ((1,),), (0, 2)),
+        (["--generator.device=cpu", "--trainer.ranks=2"], 2, ((),), (0, 1)),
+        (["--generator.device=cuda:1", *IN_TURNS], 2, ((1,),), (1,)),
+        (["--generator.count=2", "--generator.device=cuda:1"], 4, ((1,), (1,)), (0,)),
+        (["--generator.count=2", "--trainer.device=cpu"], 1, ((0,), (0,)), ()),
+        (SERVER, 0, (), ()),
+        (SERVER, 2, (), (0,)),
+        ([*SERVER, "--trainer.ranks=8"], 8, (), tuple(range(8))),
+        ([*SERVER, "--trainer.device=cuda:1"], 2, (), (1,)),
+        (LOCAL, 1, (), (0,)),
     ],
 )
 def test_places(flags: list[str], gpus: int, generators: tuple[tuple[int, ...], ...], trainer: tuple[int, ...]) -> None:
-    placement = place(config_of(*flags), gpus)
-    assert (placement.generators, placement.trainer) == (generators, trainer)
-    assert placement.shared == any(g in trainer for each in generators for g in each)
+    found = place(config_of(*flags), gpus)
+    assert (found.generators, found.trainer) == (generators, trainer)
+    taken = [*trainer, *(gpu for each in generators for gpu in each)]
+    assert found.shared == any(taken.count(gpu) > 1 for gpu in taken)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +72,29 @@ def test_places(flags: list[str], gpus: int, generators: tuple[tuple[int, ...], 
         (["--trainer.ranks=4"], 4, "trainer.ranks = 4 need 5 GPUs, but there are 4"),
         (["--trainer.ranks=2"], 1, "trainer.ranks = 2, but there are 1 GPUs"),
         (["--sync.link=nccl"], 1, "can't connect a GPU with itself"),
+        (
+            ["--sync.link=nccl", "--generator.count=2", "--generator.device=cuda:0"],
+            4,
+            "can't connect a GPU with itself",
+        ),
+        ([*SERVER, "--trainer.ranks=9"], 8, "trainer.ranks = 9, but there are 8 GPUs"),
+        (
+            ["--generator.device=cuda:1", "--generator.tensor_parallel=2", "--trainer.device=cuda:0"],
+            2,
+            'generator.device = "cuda:1" with generator.tensor_parallel = 2 needs 3 GPUs, .* there are 2 here',
+        ),
+        (
+            ["--trainer.device=cuda:1", "--trainer.ranks=2"],
+            2,
+            'trainer.device = "cuda:1" with trainer.ranks = 2 needs 3',
+        ),
+        (["--generator.device=cuda:0", "--trainer.ranks=2"], 2, "need 3 GPUs, but there are 2"),
+        (["--generator.device=cuda:0"], 0, "needs 1 GPUs, .* there are 0"),
+        ([*SINGLE_COPY, "--generator.device=cuda:1"], 1, "needs 2 GPUs, .* there are 1 here"),
+        ([*SINGLE_COPY, "--generator.device=cpu"], 1, "needs a GPU"),
+        ([*SINGLE_COPY, "--generator.device=cuda:1", "--trainer.device=cuda:0"], 2, "on the same GPUs"),
+        ([*SINGLE_COPY, "--generator.device=cuda:0", "--trainer.device=cpu"], 2, "on the same GPUs"),
+        ([*IN_TURNS, "--generator.count=2", "--generator.device=cuda:0"], 2, "puts 2 generators on the same GPU"),
     ],
 )
 def test_too_few_are_refused(flags: list[str], gpus: int, said: str) -> None:
@@ -70,3 +108,11 @@ def test_a_process_sees_its_own_of_those_that_this_one_may_see(monkeypatch: pyte
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
     assert visible((1, 2)) == {"CUDA_VISIBLE_DEVICES": "5,7"}
     assert visible(()) == {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_cores_are_shared_with_generators_of_this_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: range(12), raising=False)
+    assert threads(0, config_of("--generator.count=2")) == 4
+    assert threads(0, config_of(*LOCAL)) == 12
+    assert threads(0, config_of(*LOCAL, "--trainer.ranks=2")) == 6
+    assert threads(3, config_of(*LOCAL)) == 3

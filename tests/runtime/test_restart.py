@@ -63,7 +63,8 @@ def test_engines_start_again_on_each_version(how: str, keep: int, patient: Path,
 
 
 def test_versions_that_shall_stay_outlive_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of those before the checkpoint's; none of those that a kill has taken back, and nothing that is not whole."""
+    """Two of those before the checkpoint's; none of those that a kill has taken back, and nothing that is not whole.
+    Files of a sitting that did not restart engines are such versions, too."""
     flags = ["--sync.link=checkpoint", "--sync.restart=true", "--sync.interruption=retry", "--sync.keep=3"]
     config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])
     monkeypatch.setattr(restart, "load_tokenizer", lambda path: SimpleNamespace(save_pretrained=lambda path: None))
@@ -89,12 +90,17 @@ def test_versions_that_shall_stay_outlive_a_resume(tmp_path: Path, monkeypatch: 
         for name in ("version_4", "version_9", "version_10", "version_11", "version_12", "version_12.partial"):
             (tmp_path / "weights" / name).mkdir(parents=True)
             (tmp_path / "weights" / name / "model").write_text("of an earlier sitting")
+        for name in ("version_8.safetensors", "version_11.safetensors", "version_11.partial"):
+            (tmp_path / "weights" / name).write_bytes(b"")
         await link.connect(11)
         assert left() == ["version_10", "version_11", "version_9"]
         texts = [(tmp_path / "weights" / name / "model").read_text() for name in left()]
         assert texts == ["of an earlier sitting", "of this sitting, version_11.partial", "of an earlier sitting"]
         await link.publish(12)
         assert left() == ["version_10", "version_11", "version_12"]
+        (tmp_path / "weights" / "version_9.safetensors").write_bytes(b"")
+        await link.publish(13)
+        assert left() == ["version_11", "version_12", "version_13"]
 
     asyncio.run(main())
 

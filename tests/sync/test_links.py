@@ -149,22 +149,38 @@ def test_old_checkpoints_go_and_the_newest_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_as_many_checkpoints_as_wanted_outlive_a_run(keep: int, tmp_path: Path) -> None:
-    """The newest above all; what a sitting that was killed had published later is gone with the first publish."""
+    """The newest above all; what a sitting that was killed had published later is gone with the first publish.
+    Directories are of a sitting that restarted engines."""
     config = load_config(
         None, ["--model.path=m", "--environment.name=e", "--sync.link=checkpoint", f"--sync.keep={keep}"]
     )
     sender, _ = find_link("checkpoint")
     weights = tmp_path / "weights"
     weights.mkdir()
-    for left in ("version_19.safetensors", "version_9.partial"):
+    for left in ("version_19.safetensors", "version_10.partial"):
         (weights / left).write_bytes(b"")
+    for left in ("version_6", "version_7", "version_8", "version_20", "version_8.partial"):
+        (weights / left).mkdir()
+        (weights / left / "model").write_bytes(b"")
     sending = sender(trained_parameters(build_model()), config, tmp_path, 1)
     for version in range(8, 13):
         sending.release(sending.stage(version))
-        files = {path.name for path in weights.iterdir()} - {"version_9.partial"}
-        assert files == {f"version_{v}.safetensors" for v in range(max(8, version - keep + 1), version + 1)}
+        files = {path.name for path in weights.iterdir()}
+        kept = range(version - keep + 1, version + 1)
+        assert files == {f"version_{v}.safetensors" if v >= 8 else f"version_{v}" for v in kept}
     sending.close()
     assert {path.name for path in weights.iterdir()} == files
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_run_that_ends_at_once_leaves_no_more_than_wanted(keep: int, tmp_path: Path) -> None:
+    flags = ["--model.path=m", "--environment.name=e", "--sync.link=checkpoint", f"--sync.keep={keep}"]
+    sender, _ = find_link("checkpoint")
+    for left in ("version_6", "version_7", "version_8"):
+        (tmp_path / "weights" / left).mkdir(parents=True)
+    sender(trained_parameters(build_model()), load_config(None, flags), tmp_path, 1).close()
+    kept = sorted(path.name for path in tmp_path.glob("weights/*"))
+    assert kept == ["version_7", "version_8"][2 - keep :]
 
 
 @pytest.mark.parametrize("link", LINKS)

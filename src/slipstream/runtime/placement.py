@@ -13,61 +13,77 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 @dataclass(frozen=True)
 class Placement:
     """GPUs by number for each generator, and for the trainer's ranks one each; none on a host without, or for a side on
-    the CPU."""
+    the CPU. Servers are no generators here."""
 
     generators: tuple[tuple[int, ...], ...]
     trainer: tuple[int, ...]
 
     @property
     def shared(self) -> bool:
-        """Whether a generator and the trainer use the same GPU."""
-        return any(gpu in self.trainer for gpus in self.generators for gpu in gpus)
+        """Whether a generator uses the same GPU as the trainer or another generator."""
+        taken = [gpu for gpus in (*self.generators, self.trainer) for gpu in gpus]
+        return len(set(taken)) < len(taken)
 
 
 def place(config: Config, gpus: int) -> Placement:
     """Generators on the first GPUs, `tensor_parallel` each, the trainer's ranks on the next; on one GPU all share it,
-    and in a colocated run the trainer has one of theirs.
+    and in a colocated run the trainer has one of theirs. Beside servers the trainer has the first.
 
-    `generator.device` and `trainer.device` have the last word. Raises `ConfigError` where there are too few.
+    `generator.device` and `trainer.device` have the last word: the first GPU of each generator, and of the ranks.
+    Raises `ConfigError` where there are too few.
     """
     generator, colocated = config.generator, config.sync.placement == "colocated"
-    wanted = generator.count * generator.tensor_parallel
+    each, ranks = generator.tensor_parallel, config.trainer.ranks
+    count = 0 if generator.servers else generator.count
+    asked = f"generator.count = {count} with generator.tensor_parallel = {each}"
+    wanted = count * each
     if gpus and colocated and wanted > gpus:
-        raise ConfigError(
-            f"generator.count = {generator.count} with generator.tensor_parallel = {generator.tensor_parallel} need "
-            f"{wanted} GPUs, but there are {gpus}; lower one of them"
-        )
-    ranks = config.trainer.ranks
-    together = colocated or config.sync.link == "single_copy"
-    needed = wanted + (0 if config.trainer.device != "auto" or together else ranks)
-    if gpus > 1 and generator.device == "auto" and needed > gpus:
-        raise ConfigError(
-            f"generator.count = {generator.count} with generator.tensor_parallel = {generator.tensor_parallel} and "
-            f"trainer.ranks = {ranks} need {wanted + ranks} GPUs, but there are {gpus}; lower one of them, or name "
-            "generator.device and trainer.device to share"
-        )
+        raise ConfigError(f"{asked} need {wanted} GPUs, but there are {gpus}; lower one of them")
     if 0 < gpus < ranks and config.trainer.device != "cpu":
         raise ConfigError(f"trainer.ranks = {ranks}, but there are {gpus} GPUs here, and each rank needs its own")
-    if generator.tensor_parallel > max(1, gpus):
-        raise ConfigError(f"generator.tensor_parallel = {generator.tensor_parallel}, but there are {gpus} GPUs here")
-    each = generator.tensor_parallel
+    if each > max(1, gpus):
+        raise ConfigError(f"generator.tensor_parallel = {each}, but there are {gpus} GPUs here")
     if config.sync.link == "single_copy":
-        if not gpus:
-            raise ConfigError('sync.link = "single_copy" needs a GPU, and there is none here; use "shared"')
-        both = tuple(range(each))
-        return Placement((both,), both)
-    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.count)]
-    first = wanted if gpus > 1 and not colocated else 0
-    placement = Placement(
-        tuple(_chosen(generator.device, found, gpus, each) for found in spread),
-        _chosen(config.trainer.device, tuple(range(first, first + ranks)), gpus, ranks),
-    )
+        return _on_the_same(config, gpus)
+    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(count)]
+    generators = tuple(_chosen("generator", generator.device, found, gpus, each) for found in spread)
+    used = sorted({gpu for found in generators for gpu in found})
+    if colocated and len(used) < sum(map(len, generators)):
+        raise ConfigError(
+            f'generator.device = "{generator.device}" puts {count} generators on the same GPU, and each takes most of '
+            'its memory where sync.placement = "colocated"; leave it out, or set generator.count = 1'
+        )
+    left = [gpu for gpu in range(gpus) if gpus == 1 or gpu not in used]
+    if colocated:
+        left = used or left
+    short = (generator.device == "auto" and wanted > gpus) or (config.trainer.device == "auto" and len(left) < ranks)
+    if gpus > 1 and short:
+        raise ConfigError(
+            f"{asked} and trainer.ranks = {ranks} need {wanted + ranks} GPUs, but there are {gpus}; lower one of them, "
+            "or name generator.device and trainer.device to share"
+        )
+    placement = Placement(generators, _chosen("trainer", config.trainer.device, tuple(left[:ranks]), gpus, ranks))
     if placement.shared and config.sync.link.startswith("nccl"):
         raise ConfigError(
-            f'sync.link = "{config.sync.link}" can\'t connect a GPU with itself, and generator and trainer share one '
+            f'sync.link = "{config.sync.link}" can\'t connect a GPU with itself, and generators and trainer share one '
             'here; use "single_copy" or "shared"'
         )
     return placement
+
+
+def _on_the_same(config: Config, gpus: int) -> Placement:
+    """The one generator and the trainer on the same GPUs. Raises `ConfigError` where their devices are others."""
+    devices, each = (config.generator.device, config.trainer.device), config.generator.tensor_parallel
+    named = [device for device in devices if device != "auto"] or ["auto"]
+    both = _chosen("generator", named[0], tuple(range(each)), gpus, each)
+    if not both:
+        raise ConfigError('sync.link = "single_copy" needs a GPU, and there is none for it here; use "shared"')
+    if both != _chosen("trainer", named[-1], both, gpus, each):
+        raise ConfigError(
+            'sync.link = "single_copy" needs generator and trainer on the same GPUs, and generator.device = '
+            f'"{devices[0]}" and trainer.device = "{devices[1]}" are others; leave one of them out'
+        )
+    return Placement((both,), both)
 
 
 def visible(gpus: tuple[int, ...]) -> dict[str, str]:
@@ -77,21 +93,28 @@ def visible(gpus: tuple[int, ...]) -> dict[str, str]:
     return {VISIBLE: ",".join(names[gpu] if names else str(gpu) for gpu in gpus)}
 
 
-def _chosen(device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple[int, ...]:
-    if not gpus or device == "cpu":
+def _chosen(side: str, device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple[int, ...]:
+    """So many GPUs from the one that a side's device names, or those found for it. Raises `ConfigError`."""
+    if device == "auto" and gpus:
+        return found
+    if not device.startswith("cuda"):
         return ()
-    if device.startswith("cuda:"):
-        first = int(device.removeprefix("cuda:"))
-        return tuple(range(first, first + count))
-    return found if device == "auto" else tuple(range(count))
+    first = int(device.partition(":")[2] or 0)
+    if first + count > gpus:
+        each = {"generator": "tensor_parallel", "trainer": "ranks"}[side]
+        raise ConfigError(
+            f'{side}.device = "{device}" with {side}.{each} = {count} needs {first + count} GPUs, but there are {gpus} '
+            "here; name an earlier one, or leave it out"
+        )
+    return tuple(range(first, first + count))
 
 
 def threads(option: int, config: Config) -> int:
-    """CPU threads of one process: as asked, or all cores where sides take turns, else an equal share."""
+    """CPU threads of one process: as asked, or all cores where sides take turns, else an equal share. Servers have
+    their own."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if option:
         return option
     turns = config.loop.max_lag == 0 or config.sync.placement == "colocated"
-    ranks = config.trainer.ranks
-    sides = max(config.generator.count, ranks) if turns else config.generator.count + ranks
-    return max(1, cores // sides)
+    engines, ranks = 0 if config.generator.servers else config.generator.count, config.trainer.ranks
+    return max(1, cores // (max(engines, ranks) if turns else engines + ranks))

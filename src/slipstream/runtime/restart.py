@@ -16,6 +16,7 @@ from slipstream.config import Config, ConfigError
 from slipstream.models import load_tokenizer
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.ranks import Ranks
+from slipstream.sync.checkpoint import newest_first, remove, version_of
 from slipstream.sync.link import PublishStats
 
 POLL = 0.02  # seconds between two looks whether all has been drawn
@@ -36,7 +37,7 @@ class RestartLink:
         """
         for path in self._directory.glob("*"):
             if not 0 <= version_of(path) < version:
-                shutil.rmtree(path)
+                remove(path)
         await self.publish(version)
 
     async def publish(self, version: int, verify: str = "", free: asyncio.Event | None = None) -> PublishStats:
@@ -56,8 +57,8 @@ class RestartLink:
         if len(failed) == len(renewed):
             raise failed[0]
         self._pool.resume()
-        for old in sorted(self._directory.iterdir(), key=version_of, reverse=True)[self._keep :]:
-            shutil.rmtree(old)
+        for old in newest_first(self._directory.iterdir())[self._keep :]:
+            remove(old)
         ended = time.perf_counter()
         return PublishStats(
             version, ended - stopped, sending, ended - began, ended - began, tuple(str(e) for e in failed)
@@ -84,9 +85,3 @@ class RestartLink:
             return error
         generator.version = version
         return None
-
-
-def version_of(path: Path) -> int:
-    """The version whose directory this is, or -1 for one that is not whole."""
-    number = path.name.removeprefix("version_")
-    return int(number) if number.isdecimal() else -1

@@ -7,6 +7,7 @@ holds it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ class CheckpointSender(Sender):
         self._parameters, self._dtype, self._keep = parameters, dtype, config.sync.keep
         self._directory = directory / "weights"
         self._directory.mkdir(parents=True, exist_ok=True)
+        for path in self._directory.iterdir():  # of an earlier sitting, which may have restarted engines
+            if version_of(path) < 0:
+                remove(path)
 
     def offer(self) -> Ticket:
         return {"shapes": shapes_of(self._parameters)}
@@ -42,15 +46,16 @@ class CheckpointSender(Sender):
         return {"version": version, "path": str(path.resolve())}
 
     def release(self, ticket: Ticket) -> None:
-        served = ticket["version"]
-        files = [path for path in self._directory.iterdir() if version_of(path) <= served]
-        later = set(self._directory.iterdir()) - set(files)  # of an earlier sitting that was killed
-        for path in (*newest_first(files)[max(1, self._keep) :], *later):
-            path.unlink()
+        served = Path(ticket["path"])
+        others = [path for path in self._directory.iterdir() if path.name != served.name]
+        # What is not older is of an earlier sitting, and a kill took it back.
+        older = newest_first(path for path in others if version_of(path) < ticket["version"])
+        for path in set(others) - set(older[: max(1, self._keep) - 1]):
+            remove(path)
 
     def close(self) -> None:
         for path in newest_first(self._directory.iterdir())[self._keep :]:
-            path.unlink()
+            remove(path)
         if not self._keep:
             self._directory.rmdir()
 
@@ -78,10 +83,18 @@ class Checkpoint:
 
 
 def version_of(path: Path) -> int:
-    """The version that a file holds, or -1 for one that is not whole."""
-    number = path.stem.removeprefix("version_")
-    return int(number) if path.suffix == ".safetensors" and number.isdecimal() else -1
+    """The version that a file holds, or a model's directory (`sync.restart`), or -1 for what is not whole."""
+    number = path.name.removeprefix("version_").removesuffix(".safetensors")
+    return int(number) if number.isdecimal() else -1
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=version_of, reverse=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a published version, whichever it is, a file or a model's directory."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
