@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.config import Config
@@ -15,9 +16,12 @@ from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.servers import Server
 
 SLACK = 8  # requests that a session's generator may have above the one with the fewest
+QUIET = 45.0  # seconds for which one that owes an answer may use no processor: any work or wait of an engine uses some
+LOOK = 1.5  # seconds between two looks at that; they are counted, so that time for which all stood still does not
 GRACE = 20.0  # seconds in which an engine ends, with the processes that it has started
 REFUSALS = {kind.__name__: kind for kind in (GenerationError, ContextFull)}  # what an engine says of a request
 
+Result = TypeVar("Result")
 Begin = Callable[[Config], tuple[Actor, Coroutine[Any, Any, None]]]
 
 
@@ -54,6 +58,32 @@ class ProcessGenerator:
         finally:
             self.outstanding -= 1
         return completion
+
+    async def answer(
+        self, call: Awaitable[Result], doing: str, limit: float = math.inf, quiet: float | None = None
+    ) -> Result:
+        """What `call` returns. Gives the generator up, and raises `ActorDied`, if it does not do so in `limit` seconds,
+        or its processes use no processor for `quiet` seconds (by default `QUIET`), as those that are stopped.
+        """
+        answered, quiet = asyncio.ensure_future(call), QUIET if quiet is None else quiet
+        answered.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised here, if still wanted
+        looks, since, worked = 0, 0, self._worked()
+        try:
+            while not (await asyncio.wait((answered,), timeout=LOOK))[0]:
+                looks, before, worked = looks + 1, worked, self._worked()
+                if worked is None or worked != before:
+                    since = looks
+                if looks * LOOK >= limit or (looks - since) * LOOK >= quiet:
+                    self.give_up(f"{self.actor.name} did not {doing} within {looks * LOOK:.3g} s")
+                    assert self.actor.dead
+                    raise self.actor.dead
+            return await answered
+        finally:
+            answered.cancel()
+
+    def _worked(self) -> int | None:
+        """Processor time used so far. None for a server, which has limits of its own."""
+        return self.actor.worked() if isinstance(self.actor, Actor) else None
 
     def doubt(self, version: int) -> None:
         """Keep back what this version draws: it is not known yet whether what is served is what was published."""
@@ -171,7 +201,7 @@ class GeneratorPool:
 
     async def ask(self, method: str, *arguments: Any) -> list[Any]:
         """What each that lives answers. One that dies meanwhile does not; raises if none is left, or one refuses."""
-        calls = (g.actor.call(method, *arguments) for g in self.living)
+        calls = (g.answer(g.actor.call(method, *arguments), f"answer `{method}`") for g in self.living)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ActorDied):
