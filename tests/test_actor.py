@@ -224,3 +224,21 @@ def test_who_is_given_up_leaves_neither_process_nor_named_memory(
     assert not alive(pid)
     assert deaf or not memory.exists()
     memory.unlink(missing_ok=True)
+
+
+def test_a_process_that_has_ended_is_sent_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another's by then."""
+    sent: list[int] = []
+
+    async def main() -> None:
+        actor = Actor("echo", tmp_path / "echo.log")
+        await actor.start(SERVICE, "")
+        actor.give_up("of no use")
+        assert actor._process
+        await asyncio.to_thread(actor._end)
+        monkeypatch.setattr("slipstream.actor.os.killpg", lambda group, number: sent.append(group))
+        await actor.stop()
+        actor.kill()
+
+    asyncio.run(main())
+    assert not sent

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -83,6 +83,7 @@ class Actor:
         self._writer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.dead: ActorDied | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._gone = False  # with all that it has started: what has its number now is another
 
     async def start(self, service: str, *arguments: Any) -> None:
         """Start the process, build the service ("module:function") in it, and wait until it is there."""
@@ -158,14 +159,10 @@ class Actor:
 
     def _end(self) -> None:
         """Ask the process, and what it has started, to end: memory that has a name is freed so. Then make it."""
-        assert self._process
         last = time.monotonic() + ENDS
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
-            while self._process.poll() is None or group_lives(self._process.pid):
-                if time.monotonic() > last:
-                    break
-                time.sleep(0.02)
+        self._signal(signal.SIGTERM)
+        while not self._over() and time.monotonic() < last:
+            time.sleep(0.02)
         self.kill()
 
     def kill(self) -> None:
@@ -173,9 +170,26 @@ class Actor:
         if self._process or self._guest:
             self._die(f"{self.name} was killed")
         if self._process:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # with whatever it has started itself
+            self._signal(signal.SIGKILL)
             self._process.wait()
+            self._gone = True
+
+    def _signal(self, number: int) -> None:
+        """Send a signal to the process and whatever it has started itself, if any of them is left."""
+        assert self._process
+        if not self._over():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def _over(self) -> bool:
+        """Whether the process and all that it has started have ended."""
+        assert self._process
+        self._gone = self._gone or (self._process.poll() is not None and not group_lives(self._process.pid))
+        return self._gone
+
+    def worked(self) -> int | None:
+        """Ticks of processor time that the process and what it has started have used. None where that is not told."""
+        return sum(ticks for _, ticks in group_of(self._process.pid)) or None if self._process else None
 
     def _send(self, number: int, method: str, arguments: bytes) -> None:
         if not self._outgoing:
@@ -233,12 +247,16 @@ def group_lives(group: int) -> bool:
             os.killpg(group, 0)
             return True
         return False
+    return any(state != "Z" for state, _ in group_of(group))
+
+
+def group_of(group: int) -> Iterator[tuple[str, int]]:
+    """State, and ticks of processor time used, of each process of a group, where the system tells."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it is gone by now
-            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state != "Z":
-                return True
-    return False
+            state, _, its_group, *more = path.read_text().rpartition(")")[2].split()
+            if int(its_group) == group:
+                yield state, int(more[8]) + int(more[9])
 
 
 def serve(connection: Connection) -> None:

@@ -13,7 +13,7 @@ from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.conversation import Limits
 from slipstream.environments.guard import RolloutFailed, attempt
 from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan
-from slipstream.runtime.pool import GeneratorPool
+from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.turns import Turns
 from tests.conftest import build_tokenizer
 
@@ -43,13 +43,14 @@ def run(monkeypatch: pytest.MonkeyPatch, episode: Coroutine[Any, Any, Any]) -> A
         loop.close()
 
 
-class Engine:
+class Engine(ProcessGenerator):
     """An engine, and its process, that draws a token in so many seconds, of those in which it is awake."""
 
-    ranks, outstanding, version, dead, name = 1, 0, 0, None, "engine"
+    dead, name = None, "engine"
 
     def __init__(self, seconds: float) -> None:
-        self.actor, self._seconds, self._asleep = self, seconds, False
+        super().__init__(self)  # type: ignore[arg-type]
+        self._seconds, self._asleep = seconds, False
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         self._asleep = method in ("sleep", "load", "offload")

@@ -214,6 +214,65 @@ def test_the_others_go_on_where_one_dies_in_a_publish(
     asyncio.run(main())
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processor time is told elsewhere")
+@pytest.mark.parametrize("link", ["shared", "nccl"])
+def test_a_generator_that_hangs_is_ended_by_its_name(
+    link: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, it lives and says nothing; where they receive together, it is not another that is blamed."""
+    monkeypatch.setattr("slipstream.runtime.pool.QUIET", 3.0)
+    monkeypatch.setattr("slipstream.runtime.pool.LOOK", 0.1)
+    monkeypatch.setattr("slipstream.actor.ENDS", 0.5)
+
+    async def main() -> None:
+        async with started(tiny, tmp_path, link, "--generator.count=2") as pools:
+            await pools.link.connect(0)
+            await pools.trainer.actor.call("change", 1)
+            pid = pid_of(pools.generator.generators[1].actor)
+            os.kill(pid, signal.SIGSTOP)
+            (lost,) = (await pools.link.publish(1)).lost
+            assert re.match(r"generator 1 did not receive version 1 within [\d.]+ s; 1 of 2 generators are left$", lost)
+            completion = await pools.generator.generate([5, 6, 7], Sampling(max_tokens=8))
+            assert completion.versions == (1, 1)
+            os.kill(pid_of(pools.generator.generators[0].actor), signal.SIGSTOP)
+            with pytest.raises(ActorDied, match="^generator 0 did not receive version 2 within "):
+                await pools.link.publish(2)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("phase", ["connect", "prepare", "swap", "checksums"])
+def test_every_phase_of_a_publish_has_an_end(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For generators that seem to work, too. One that is drained has the time of a sequence besides."""
+    for name in ("CONNECT", "PASS"):
+        monkeypatch.setattr(publish, name, 0.1)
+    monkeypatch.setattr("slipstream.runtime.pool.LOOK", 0.01)
+    said = {
+        "connect": "connect", "prepare": "receive version 1", "swap": "swap in version 1",
+        "checksums": "tell the checksums of version 1",
+    }  # fmt: skip
+
+    async def main(drained: bool) -> None:
+        called: list[str] = []
+        loop = asyncio.get_running_loop()
+        answers: dict[str, Any] = {"open_link": {"shapes": {}}, "checksums": {"w": 1}, phase: loop.create_future()}
+        trainer = Recorded("trainer", called, {"checksums": {"w": 1}, "open_link": {"shapes": {}}}.get)
+        link, _ = link_of(trainer, Recorded("engine", called, answers.get), verify="full")
+        link._names, link._drain = ["w"], 600.0 * drained
+        publishing = asyncio.ensure_future(link.connect(1) if phase == "connect" else link.publish(1))
+        if drained:
+            loop.call_later(0.5, answers[phase].set_result, (0.001, {"tokens": 0, "busy": 0}))
+            assert (await publishing).lost == ()
+            return
+        async with asyncio.timeout(10):
+            with pytest.raises(ActorDied, match=f"^engine did not {said[phase]} within 0.1 s$"):
+                await publishing
+
+    asyncio.run(main(drained=False))
+    if phase == "swap":
+        asyncio.run(main(drained=True))
+
+
 def test_who_fails_in_a_publish_or_dies_before_it_leaves_the_pool(tmp_path: Path) -> None:
     """Failing to swap, above all: nobody knows what such an engine serves. The trainer's failure is everybody's."""
 

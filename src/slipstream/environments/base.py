@@ -152,7 +152,8 @@ class Policy:
         limits: Limits = UNLIMITED,
     ) -> None:
         """`limits` are those of a conversation that is given none; their seconds count from here, for all of them."""
-        self._generator = generator
+        open_session = getattr(generator, "session", None)  # of a pool: an episode's turns stay on one of its engines
+        self._generator = open_session() if open_session else generator
         self._codec = codec
         self.sampling = sampling
         self._seed = seed

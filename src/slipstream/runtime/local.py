@@ -66,7 +66,7 @@ class Pools:
         self.link: WeightLink | RestartLink = (
             RestartLink(trainer.actor, generator, config, directory)
             if config.sync.restart
-            else WeightLink(trainer.actor, generator, config.sync, hand_over)
+            else WeightLink(trainer.actor, generator, config.sync, hand_over, config.environment.time_limit)
         )
 
     @classmethod

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.config import Config
@@ -15,12 +15,13 @@ from slipstream.generators.clock import Clock
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.servers import Server
 
-BEGINNING = 64  # tokens by which prompts are taken to begin alike
-HOMES = 4096  # beginnings that are remembered
-SLACK = 8
+SLACK = 8  # requests that a session's generator may have above the one with the fewest
+QUIET = 45.0  # seconds for which one that owes an answer may use no processor: any work or wait of an engine uses some
+LOOK = 1.5  # seconds between two looks at that; they are counted, so that time for which all stood still does not
 GRACE = 20.0  # seconds in which an engine ends, with the processes that it has started
 REFUSALS = {kind.__name__: kind for kind in (GenerationError, ContextFull)}  # what an engine says of a request
 
+Result = TypeVar("Result")
 Begin = Callable[[Config], tuple[Actor, Coroutine[Any, Any, None]]]
 
 
@@ -57,6 +58,32 @@ class ProcessGenerator:
         finally:
             self.outstanding -= 1
         return completion
+
+    async def answer(
+        self, call: Awaitable[Result], doing: str, limit: float = math.inf, quiet: float | None = None
+    ) -> Result:
+        """What `call` returns. Gives the generator up, and raises `ActorDied`, if it does not do so in `limit` seconds,
+        or its processes use no processor for `quiet` seconds (by default `QUIET`), as those that are stopped.
+        """
+        answered, quiet = asyncio.ensure_future(call), QUIET if quiet is None else quiet
+        answered.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised here, if still wanted
+        looks, since, worked = 0, 0, self._worked()
+        try:
+            while not (await asyncio.wait((answered,), timeout=LOOK))[0]:
+                looks, before, worked = looks + 1, worked, self._worked()
+                if worked is None or worked != before:
+                    since = looks
+                if looks * LOOK >= limit or (looks - since) * LOOK >= quiet:
+                    self.give_up(f"{self.actor.name} did not {doing} within {looks * LOOK:.3g} s")
+                    assert self.actor.dead
+                    raise self.actor.dead
+            return await answered
+        finally:
+            answered.cancel()
+
+    def _worked(self) -> int | None:
+        """Processor time used so far. None for a server, which has limits of its own."""
+        return self.actor.worked() if isinstance(self.actor, Actor) else None
 
     def doubt(self, version: int) -> None:
         """Keep back what this version draws: it is not known yet whether what is served is what was published."""
@@ -99,30 +126,50 @@ class ProcessGenerator:
         await self.actor.stop()
 
 
-class GeneratorPool:
-    """Several generators as one: each request goes to the one with the fewest outstanding of those that live.
+class Session:
+    """A pool as one episode sees it: what it draws stays on one generator, which has the keys of what was said before.
 
-    Turns of an episode, and rollouts of one task, begin alike, and a generator that saw the beginning has its keys:
-    they stay together as long as that does not pile up more than `SLACK` requests. What a generator was drawing when it
-    died, another draws again; `living` are the others. While the pool is held, requests wait and `clock` stands still.
+    Where that has more than `SLACK` requests above the one with the fewest, and above a quarter more, the session
+    moves there for good. What a generator was drawing when it died, another draws again.
+    """
+
+    def __init__(self, pool: GeneratorPool) -> None:
+        self._pool = pool
+        self._home: ProcessGenerator | None = None
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """As `Generator.generate`."""
+        while True:
+            await self._pool.awake.wait()
+            self._home = self._pool.choose(self._home)
+            try:
+                return await self._home.generate(prompt_ids, sampling)
+            except ActorDied:
+                if self._pool.dead:
+                    raise
+
+
+class GeneratorPool:
+    """Several generators as one: each request goes to the one with the fewest outstanding of those that live, but those
+    of a `session` go to the same. `living` are those that have not died. While the pool is held (not `awake`), requests
+    wait and `clock` stands still.
     """
 
     def __init__(self, generators: Sequence[ProcessGenerator]) -> None:
         self.generators = generators
         self.clock = Clock()
-        self._awake = asyncio.Event()
-        self._awake.set()
-        self._homes: OrderedDict[tuple[int, ...], ProcessGenerator] = OrderedDict()
+        self.awake = asyncio.Event()
+        self.awake.set()
 
     def hold(self) -> None:
         """Let requests wait from now on: generators are going to sleep, or to start anew."""
-        self._awake.clear()
+        self.awake.clear()
         self.clock.stop()
 
     def resume(self) -> None:
         """Generators are there again."""
         self.clock.go_on()
-        self._awake.set()
+        self.awake.set()
 
     @property
     def living(self) -> list[ProcessGenerator]:
@@ -137,29 +184,24 @@ class GeneratorPool:
         """What became of the generator that died first, if none of them lives."""
         return None if self.living else self.generators[0].actor.dead
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        while True:
-            await self._awake.wait()
-            try:
-                return await self._choose(prompt_ids).generate(prompt_ids, sampling)
-            except ActorDied:
-                if self.dead:
-                    raise
+    def session(self) -> Session:
+        """For the requests of one episode."""
+        return Session(self)
 
-    def _choose(self, prompt_ids: Sequence[int]) -> ProcessGenerator:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Draw a completion that belongs to no session."""
+        return await self.session().generate(prompt_ids, sampling)
+
+    def choose(self, home: ProcessGenerator | None) -> ProcessGenerator:
+        """The generator for the next request of a session that has been at `home`."""
         living = self.living or self.generators
-        least, beginning = min(living, key=lambda g: g.outstanding), tuple(prompt_ids[:BEGINNING])
-        home = self._homes.pop(beginning, least)
-        if home not in living or home.outstanding > least.outstanding + SLACK:
-            home = least
-        self._homes[beginning] = home
-        if len(self._homes) > HOMES:
-            self._homes.popitem(last=False)
-        return home
+        least = min(living, key=lambda g: g.outstanding)
+        most = least.outstanding + max(SLACK, least.outstanding // 4)  # loads differ by chance, large ones by more
+        return home if home and home in living and home.outstanding <= most else least
 
     async def ask(self, method: str, *arguments: Any) -> list[Any]:
         """What each that lives answers. One that dies meanwhile does not; raises if none is left, or one refuses."""
-        calls = (g.actor.call(method, *arguments) for g in self.living)
+        calls = (g.answer(g.actor.call(method, *arguments), f"answer `{method}`") for g in self.living)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ActorDied):

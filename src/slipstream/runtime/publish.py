@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -24,6 +25,13 @@ from slipstream.sync.link import PublishStats, find_link
 
 DEATH_SHOWS = 1.0  # seconds after a failed publish in which a process that died at its other end is known to have
 ASKED = 1.0  # seconds after which the trainer is asked whether its end can be what generators wait for
+
+# How long generators may take. One that stands still is noticed sooner, see `pool.QUIET`; these are for one that works
+# for ever, and must not end one that is slow.
+CONNECT = 900.0  # seconds: NCCL meets all ranks, and engines compare all that they serve with the model's files
+PASS = 300.0  # seconds of the pass that any question waits for: on a CPU, one that computes all prompts anew
+WIDEST = 4  # bytes of a number
+RATE = 1e8  # bytes a second of the slowest way that a version goes: files over a network
 
 Answers = dict[ProcessGenerator, Any]
 
@@ -39,7 +47,8 @@ async def nothing() -> None:
 class WeightLink:
     """The controller's view of a link: it carries tickets from one end to the other, and commits a version.
 
-    `hand_over` is called once a version is staged and before any generator takes it.
+    `hand_over` is called once a version is staged and before any generator takes it. No sequence takes longer than
+    `sequence` seconds, which generators that are drained wait for.
     """
 
     def __init__(
@@ -48,6 +57,7 @@ class WeightLink:
         pool: GeneratorPool,
         sync: SyncConfig,
         hand_over: Callable[[], Awaitable[None]] = nothing,
+        sequence: float = 0.0,
     ) -> None:
         self._trainer, self._pool, self._sync, self._hand_over = trainer, pool, sync, hand_over
         sender = find_link(sync.link)[0]
@@ -56,6 +66,8 @@ class WeightLink:
         self._lets_go: bool = getattr(sender, "lets_go", False)
         self._released: asyncio.Future[None] | None = None
         self._names: list[str] = []
+        self._travel = 0.0  # seconds that a version may be under way
+        self._drain = sequence if sync.interruption == "drain" else 0.0
         self._members = list(pool.generators)
         self._joined: list[ProcessGenerator] = []  # those that the ends are connected for; none once that broke
         self._connected = False
@@ -101,9 +113,13 @@ class WeightLink:
         ranks = [g.ranks for g in self._members]
         offer = await self._trainer.call("open_link", sum(ranks))
         self._names = list(offer["shapes"])
+        self._travel = sum(math.prod(shape) for shape in offer["shapes"].values()) * WIDEST / RATE
         firsts = itertools.accumulate(ranks, initial=1)
         calls = [g.actor.call("connect", offer, first) for g, first in zip(self._members, firsts, strict=False)]
-        connecting = asyncio.gather(*calls)
+        quiet = CONNECT if self._at_swap else None  # engines that wait for each other in a library do nothing
+        connecting = asyncio.gather(
+            *(g.answer(call, "connect", CONNECT, quiet) for g, call in zip(self._members, calls, strict=True))
+        )
         connecting.add_done_callback(_went_well)  # the trainer's failure may be told
         try:
             while self._collective and not (await asyncio.wait((connecting,), timeout=ASKED))[0]:
@@ -144,9 +160,11 @@ class WeightLink:
         # All have the whole version beside what they serve before the first of them swaps.
         try:
             prepares = [g.actor.call("prepare", ticket) for g in self._members]
-            await _unless(sent, self._each(prepares, lambda: self._collective and not free.is_set()))
+            receive = f"receive version {version}"
+            await _unless(sent, self._each(prepares, receive, lambda: self._collective and not free.is_set()))
             swaps = [self._swap(g, version) for g in self._members]
-            holds = await _unless(sent, self._each(swaps, lambda: self._at_swap))
+            swap = f"swap in version {version}"
+            holds = await _unless(sent, self._each(swaps, swap, lambda: self._at_swap, self._drain))
             ready = time.perf_counter()
             sending = await sent
         finally:
@@ -160,12 +178,19 @@ class WeightLink:
             generator.trust()
         return list(holds.values()), sending, ready
 
-    async def _each(self, calls: Iterable[Awaitable[Any]], together: Callable[[], bool] = lambda: False) -> Answers:
-        """What each member answers. Who fails is lost if others don't; of what they do together, all have failed."""
+    async def _each(
+        self,
+        calls: Iterable[Awaitable[Any]],
+        doing: str,
+        together: Callable[[], bool] = lambda: False,
+        more: float = 0.0,
+    ) -> Answers:
+        """What each member answers. Who fails is lost if others don't; of what they do together, all have failed. It
+        may take `more` seconds than a pass and the way of a version."""
 
         async def answer(generator: ProcessGenerator, call: Awaitable[Any]) -> Any:
             try:
-                return await call
+                return await generator.answer(call, doing, PASS + self._travel + more)
             except (ActorError, ActorDied) as error:
                 self._failed[generator] = error
                 if together():
@@ -223,10 +248,11 @@ class WeightLink:
         """See that what is served is what the trainer published, parameter by parameter."""
         if not names:
             return
-        served = await self._each([g.actor.call("checksums", names) for g in self._members])
+        sums = [g.actor.call("checksums", names) for g in self._members]
+        served = await self._each(sums, f"tell the checksums of version {version}")
         published = await wanted
-        for generator, sums in served.items():
-            other = next((name for name in names if sums[name] % 2**64 != published[name]), "")
+        for generator, its in served.items():
+            other = next((name for name in names if its[name] % 2**64 != published[name]), "")
             if other:
                 self._failed[generator] = PublishError(
                     f"{generator.actor.name} serves {other} with other values than the trainer published as version "
