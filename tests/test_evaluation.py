@@ -81,6 +81,14 @@ def test_what_adapters_have_learned_is_drawn_from(flags: list[str], tmp_path: Pa
     assert _config_to_draw(target, "addition", []).environment.name == "addition"
 
 
+def test_what_servers_drew_for_a_run_is_drawn_here_and_not_verified_here(tmp_path: Path) -> None:
+    target = finished(
+        tmp_path, "--generator.kind=vllm", "--generator.servers=['http://far:1']", "--sync.link=checkpoint"
+    )
+    assert _config_to_draw(target, None, ["--generator.device=cuda:1"]).generator.device == "cuda:1"
+    assert _config_to_verify(target, []).generator.servers == ["http://far:1"]
+
+
 def test_rewards_of_steps_belong_to_their_environment(tmp_path: Path) -> None:
     target = finished(tmp_path, "--algorithm.process=0.5")
     assert _config_to_draw(target, "addition", []).algorithm.process == 0

@@ -185,15 +185,13 @@ def _config(options: argparse.Namespace, flags: list[str]) -> None:
 def _config_to_draw(target: str, environment: str | None, flags: list[str], default: str | None = None) -> Config:
     """The configuration of a run whose policy is asked for, or the defaults around a model, which has no environment of
     its own: `default` is in its place."""
-    run, policy = Path(target) / "config.toml", Path(target) / "policy"
+    run = Path(target) / "config.toml"
     if not run.exists():
         if not (environment := environment or default):
             raise ConfigError(f"{target} is no run's directory; name an environment: --environment NAME")
         return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
-    if not policy.is_dir():
-        raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
     trained = load_config(run)
-    changes = [f"--model.path={policy}"]
+    changes = [f"--model.path={_policy_of(target)}", "--generator.servers=[]"]
     if trained.lora.rank:  # the adapters are the policy's own, and no others are added to them
         changes += [f"--lora.{name}={json.dumps(option.default)}" for name, option in LoraConfig.model_fields.items()]
     if trained.sync.link == "lora":
@@ -207,12 +205,21 @@ def _config_to_verify(target: str, flags: list[str]) -> Config:
     """The engine and the link of a run, or the defaults, around its policy; around the model below if that is adapters,
     since those are what the link brings."""
     run = Path(target) / "config.toml"
-    trained = load_config(run) if run.exists() else None
-    if not trained or not (trained.sync.link == "lora" or trained.sync.restart):  # else nothing can be computed again
-        flags = ["--sync.interruption=recompute", *flags]
-    if trained and trained.lora.rank:
-        return load_config(run, flags)
-    return _config_to_draw(target, None, flags, default="addition")
+    recompute = "--sync.interruption=recompute"
+    if not run.exists():
+        return _config_to_draw(target, None, [recompute, *flags], default="addition")
+    trained = load_config(run)
+    changes = [] if trained.lora.rank else [f"--model.path={_policy_of(target)}"]
+    if not (trained.sync.link == "lora" or trained.sync.restart):  # where nothing can be computed again
+        changes += [recompute]
+    return load_config(run, [*changes, *flags])
+
+
+def _policy_of(target: str) -> Path:
+    """Where the policy of a run is. Raises `ConfigError` if there is none yet."""
+    if not (policy := Path(target) / "policy").is_dir():
+        raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
+    return policy
 
 
 if __name__ == "__main__":

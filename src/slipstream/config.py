@@ -431,6 +431,8 @@ class Config(Section):
             (sync.link != "checkpoint", f'sync.link = "{sync.link}"', 'set it to "checkpoint"'),
             (sync.interruption not in ("retry", "drain"),
              f'sync.interruption = "{sync.interruption}": sequences go with an engine', 'set it to "retry" or "drain"'),
+            (sync.verify == "full", 'sync.verify = "full": engines serve what they load, and no checksums are compared',
+             "leave it out"),
             (bool(self.lora.rank), f"lora.rank = {self.lora.rank}, of which files are no model", "set it to 0"),
             (bool(self.generator.servers), "generator.servers, which are yours to start", "leave them out"),
         ))  # fmt: skip
@@ -575,7 +577,9 @@ class Config(Section):
             return
         urls = [urlsplit(url) for url in servers]
         other = next((u.netloc for u in urls if u.hostname not in ("localhost", "127.0.0.1", "::1")), "")
-        given = [name for name in ("tensor_parallel", "memory", "options", "slots") if self._changed("generator", name)]
+        theirs = ("tensor_parallel", "memory", "options", "slots", "device")
+        given = [name for name in theirs if self._changed("generator", name)]
+        reach = '"checkpoint"' if other else '"shared", "nccl" or "checkpoint"'
         _refuse_beside("generator.servers", (
             (generator.kind != "vllm", f'generator.kind = "{generator.kind}"', 'set it to "vllm"'),
             (generator.count != len(servers), f"generator.count = {generator.count}", "leave it out"),
@@ -583,6 +587,10 @@ class Config(Section):
              "each is a URL such as http://host:8000"),
             (len({u.netloc for u in urls}) < len(urls), f"servers = {servers}", "name each once"),
             (bool(given), "".join(f"generator.{n}" for n in given[:1]), "give it to `vllm serve` instead"),
+            (link in ("nccl_direct", "single_copy"), f'sync.link = "{link}", which takes engines that the run starts',
+             f"set it to {reach}, or leave servers out"),
+            (link == "lora", 'sync.link = "lora", which takes engines that the run starts',
+             f"set it to {reach} and lora.rank to 0, or leave servers out"),
             (link in ("shared", "nccl") and bool(other), f'sync.link = "{link}", which does not reach {other}',
              'set it to "checkpoint", with run.dir on a file system that both hosts have'),
         ))  # fmt: skip

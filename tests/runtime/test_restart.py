@@ -165,6 +165,10 @@ def test_an_engine_ends_by_itself_or_is_killed(hangs: bool, tmp_path: Path, monk
             ["--sync.link=checkpoint"],
             'sync.interruption = "continue": sequences go with an engine; set it to "retry',
         ),
+        (
+            ["--sync.link=checkpoint", "--sync.interruption=retry", "--sync.verify=full"],
+            'sync.verify = "full": engines serve what they load, and no checksums are compared; leave it out',
+        ),
     ],
 )
 def test_what_can_not_be_restarted_is_refused(flags: list[str], said: str) -> None:

@@ -316,7 +316,18 @@ def test_what_a_server_can_not_do_is_refused(server: str, model: Path, tmp_path:
         ({"generator.slots": 8}, "generator.slots; give it to `vllm serve`"),
         ({"generator.servers": ["here:8000", "http://localhost:1"]}, "each is a URL such as http://host:8000"),
         ({"generator.servers": ["http://localhost:1", "http://localhost:1/"]}, "name each once"),
+        ({"generator.device": "cuda:1"}, "generator.device; give it to `vllm serve`"),
         ({"generator.servers": ["http://far:1"]}, 'sync.link = "shared", which does not reach far:1'),
+        ({"sync.link": "nccl_direct"}, 'set it to "shared", "nccl" or "checkpoint", or leave servers out'),
+        (
+            {"sync.link": "single_copy", "model.dtype": "bfloat16"},
+            '"single_copy", which takes engines that the run starts',
+        ),
+        ({"sync.link": "lora", "lora.rank": 8}, '"nccl" or "checkpoint" and lora.rank to 0, or leave servers out'),
+        (
+            {"sync.link": "lora", "lora.rank": 8, "generator.servers": ["http://far:1"]},
+            'sync.link = "lora", which takes engines that the run starts; set it to "checkpoint" and lora.rank to 0',
+        ),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(more: dict[str, Any], named: str, model: Path) -> None:
@@ -324,6 +335,8 @@ def test_options_that_exclude_each_other_are_refused(more: dict[str, Any], named
         configured(model, "http://localhost:1", **more)
     assert named in str(refused.value)
     assert configured(model, "http://far:1", "http://far:2", sync__link="checkpoint").generator.count == 2
+    for link in ("nccl", "mine:Link"):
+        assert configured(model, "http://localhost:1", sync__link=link).sync.link == link
 
 
 FACTS = {

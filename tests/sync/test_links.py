@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -214,6 +215,16 @@ def test_a_publish_that_cannot_be_read_leaves_the_old_version(tmp_path: Path) ->
         while not pair.receiver.prepared():
             time.sleep(0.001)
     assert all(torch.equal(a, b) for a, b in zip(before, pair.served.parameters(), strict=True))
+
+
+def test_a_checkpoint_on_another_hosts_disk_alone_says_what_to_mount(tmp_path: Path) -> None:
+    pair = Pair("checkpoint", tmp_path)
+    ticket = pair.sender.stage(1)
+    shutil.rmtree(tmp_path / "weights")
+    pair.receiver.prepare(ticket)
+    with pytest.raises(FileNotFoundError, match=r"^run.dir must be on .* the same path: .*version_1.safetensors here$"):
+        while not pair.receiver.prepared():
+            time.sleep(0.001)
 
 
 @pytest.mark.parametrize("link", LINKS)

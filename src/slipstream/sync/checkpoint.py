@@ -70,7 +70,13 @@ class CheckpointReceiver:
         self._device = str(device)
 
     def prepare(self, ticket: Ticket) -> dict[str, Any]:
-        file: Any = safe_open(ticket["path"], framework="pt", device=self._device)
+        path = ticket["path"]
+        try:
+            file: Any = safe_open(path, framework="pt", device=self._device)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"run.dir must be on a file system that this host mounts at the same path: there is no {path} here"
+            ) from None
         return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, for a file is no mapping
 
     def close(self) -> None: ...
