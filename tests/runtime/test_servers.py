@@ -508,6 +508,58 @@ def test_an_answer_is_not_taken_while_a_swap_is_under_way(model: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("how", ["continue", "retry"])
+def test_what_had_ended_at_a_swap_is_not_drawn_again(how: Interruption, model: Path) -> None:
+    """Its answer may come later than that swap, and than the next. An answer that the swap takes back is wasted."""
+    prompts: list[list[int]] = []
+    answer, late, arrived = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    counts: dict[str, Any] = {}
+
+    async def drawing(body: dict[str, Any]) -> Any:
+        prompts.append(body["prompt"])
+        again = prompts.count(body["prompt"]) > 1
+        if len(prompts) == 3:
+            arrived.set()
+        if not again:
+            await (late if body["prompt"] == [1] else answer).wait()
+        return await complete(body)
+
+    async def rpc(body: dict[str, Any]) -> Any:
+        if body["method"] == "slipstream_apply":
+            answer.set()
+        return [0.001, counts] if body["method"] == "slipstream_swapped" else None
+
+    async def main() -> None:
+        async with fake(drawing, {}, rpc) as url:
+            server = Server(url, configured(model, url, sampling__max_tokens=4, sync__interruption=how))
+            await server.start()
+            tasks = [server.call("generate", i, (i,), Sampling(max_tokens=5)) for i in (1, 2, 3)]
+            await arrived.wait()
+            workers = server._workers
+
+            async def once_answered(method: str, *arguments: Any) -> list[Any]:
+                while method == "swapped" and sum(future.done() for future in server._requests.values()) < 2:
+                    await asyncio.sleep(0.01)
+                return await workers(method, *arguments)
+
+            server._workers = once_answered  # type: ignore[method-assign]
+            names = {request.key: f"cmpl-{request.name}-0-1a2b3c4d" for request in server._requests}
+            counts.update({names[1]: None, names[2]: 5, names[3]: 3})
+            await server.call("swap", 1)
+            assert (await tasks[1]).spans == ((0, 0, 5),)
+            assert (await tasks[2]).spans == (((1, 0, 5),) if how == "retry" else ((0, 0, 3), (1, 3, 5)))
+            server._workers = workers  # type: ignore[method-assign]
+            counts.clear()
+            await server.call("swap", 2)
+            late.set()
+            assert (await tasks[0]).spans == ((0, 0, 5),)
+            assert prompts.count([1]) == prompts.count([2]) == 1
+            assert (await server._stats())["wasted"] == (5 if how == "retry" else 0)
+            await server.stop()
+
+    asyncio.run(main())
+
+
 class Orders:
     """A server with one worker and what it was told, in order. `broken` names what does not go well."""
 

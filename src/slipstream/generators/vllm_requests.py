@@ -9,16 +9,25 @@ from typing import Any, TypeVar
 from slipstream.generators.base import GenerationError, Interruption, refuse_prompt
 from slipstream.rollout import Completion, Sampling, VersionSpan
 
+# Tokens that requests have drawn, by vLLM's names; None of one that has ended. One that is missing was never begun.
+Drawn = dict[str, int | None]
+
 
 @dataclass(eq=False)
 class VllmRequest:
-    """A request in flight. `starts` has (first token, version) for every version that drew of it, the first at 0."""
+    """A request in flight. `starts` has (first token, version) for every version that drew of it, the first at 0.
+    `ended` is whether the workers are known to be done with it; its answer may be on the way still."""
 
     key: Hashable
     prompt: tuple[int, ...]
     sampling: Sampling
     name: str = ""
     starts: list[tuple[int, int]] = field(default_factory=list)
+    ended: bool = False
+
+    def begin(self, name: str, version: int) -> None:
+        """It is sent to vLLM under this name, to be drawn by this version."""
+        self.name, self.starts, self.ended = name, [(0, version)], False
 
     def refuse_impossible(self, context: int, vocabulary: int) -> None:
         """Raise `GenerationError` for what no engine of this context and vocabulary can serve."""
@@ -70,16 +79,19 @@ class VllmRequest:
 R = TypeVar("R", bound=VllmRequest)
 
 
-def interrupted(drawn: Iterable[tuple[R, int]], version: int, how: Interruption) -> tuple[list[R], int]:
-    """What a swap to `version` does to requests that had drawn so many tokens before it: those that have to start
-    again, and the tokens that this wastes. The others have `version` as the one that draws from there on.
+def interrupted(drawn: Iterable[tuple[R, int | None, int]], version: int, how: Interruption) -> tuple[list[R], int]:
+    """What a swap to `version` does to requests, each with the tokens that it had drawn before, None if it had ended by
+    then, and those of its answer, 0 if there is none yet. Returns those that have to start again, and the tokens that
+    this wastes. Of the others, one that went on has `version` as the one that draws from there on.
 
     One without a token starts again, too, so that no new sequence reads keys that old weights have written.
     """
     again, wasted = [], 0
-    for request, tokens in drawn:
-        if how == "retry" or not tokens:
-            wasted += tokens
+    for request, tokens, answered in drawn:
+        if tokens is None or 0 < answered <= tokens:
+            request.ended = True
+        elif how == "retry" or not tokens:
+            wasted += max(tokens, answered)
             again.append(request)
         else:
             request.starts.append((tokens, version))

@@ -25,7 +25,7 @@ from slipstream.actor import ActorDied
 from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError
 from slipstream.generators.vllm import EXTENSION
-from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
+from slipstream.generators.vllm_requests import Drawn, VllmRequest, added, interrupted
 from slipstream.models import has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
@@ -139,7 +139,7 @@ class Server:
         has taken the request back."""
         await self._open.wait()
         self._refuse_dead()
-        request.name, request.starts = uuid4().hex, [(0, self._version)]
+        request.begin(uuid4().hex, self._version)
         body = request.parameters(self._context, self._facts["eos"], self._config.loop.max_lag == 0) | {
             "model": self._model,
             "prompt": request.prompt,
@@ -194,7 +194,11 @@ class Server:
             began = time.perf_counter()
             counts = await (self._recompute() if how == "recompute" else self._apply())
             held = time.perf_counter() - began
-            drawn = [(request, counts.get(request.name, 0)) for request in self._requests]
+            drawn = [
+                (request, counts.get(request.name, 0), _answered(answer))
+                for request, answer in self._requests.items()
+                if not request.ended
+            ]
             self._version, self._salt = version, uuid4().hex
             again, wasted = interrupted(drawn, version, how)
             self._totals["wasted"] += wasted
@@ -209,7 +213,7 @@ class Server:
             self._settled.set()
         return held, await self._stats()
 
-    async def _apply(self) -> dict[str, int]:
+    async def _apply(self) -> Drawn:
         """Swap the weights. Returns the tokens that each request had drawn before, by the name we gave it."""
         await self._workers("apply")
         began = time.perf_counter()
@@ -217,10 +221,10 @@ class Server:
             if time.perf_counter() - began > LIMIT:
                 raise self.give_up(f"{self.name} did not finish a swap within {LIMIT:g} s")
             await asyncio.sleep(POLL)
-        counts = swapped[0][1]
+        counts: Drawn = swapped[0][1]
         return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
 
-    async def _recompute(self) -> dict[str, int]:
+    async def _recompute(self) -> Drawn:
         self._paused = True
         try:
             await self._order("/pause?mode=keep&clear_cache=false")
@@ -340,6 +344,13 @@ def _completion(request: VllmRequest, choice: Mapping[str, Any]) -> Completion:
         for top in drawn["top_logprobs"]
     )
     return request.completion(choice["token_ids"], drawn["token_logprobs"], choice["finish_reason"], kept)
+
+
+def _answered(answer: asyncio.Future[Any]) -> int:
+    """Tokens of a completion, 0 as long as there is none."""
+    if not answer.done() or answer.cancelled() or answer.exception():
+        return 0
+    return len(answer.result()["choices"][0]["token_ids"])
 
 
 def _message(text: str) -> str:
