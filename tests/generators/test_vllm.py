@@ -447,6 +447,38 @@ def test_what_finishes_before_a_swap_is_settled_is_wasted_or_kept_as_a_whole(cor
     assert sorted(request.key for request in engine._requests.values()) == ["begun since", "went on"]
 
 
+def test_a_request_that_vllm_does_not_start_costs_that_request_alone(core: tuple[Any, Core]) -> None:
+    engine, llm = core
+    too_many = Sampling(max_tokens=9, top_k=21, record_kept=True)
+    for draining in (False, True):
+        with pytest.raises(
+            GenerationError, match=r"at most 20 tokens .* top_k is 21; .* generator.options.max_logprobs"
+        ):
+            engine.submit("refused", [5, 6, 7], too_many)
+        engine.submit(draining, [5, 6, 7], Sampling(max_tokens=9, top_k=21))
+        engine.draining = True
+    llm.refuses = True
+    with pytest.raises(GenerationError, match="refuses the request: too much of something"):
+        engine._start(engine._waiting[0])
+    engine.draining = False
+    answers = dict(engine.step())
+    assert answers.keys() == {False, True} and all(isinstance(a, GenerationError) for a in answers.values())
+    llm.refuses = False
+    engine.submit("next", [5, 6, 7], Sampling(max_tokens=9))
+    llm.finish(next(iter(engine._requests)), 9)
+    assert dict(engine.step())["next"].spans == ((0, 0, 9),) and not engine.busy
+
+
+def test_any_seed_is_one_that_vllm_takes() -> None:
+    from slipstream.generators.vllm_requests import VllmRequest
+
+    def seed(asked: int) -> int:
+        request = VllmRequest("key", (5, 6), Sampling(seed=asked))
+        return int(request.parameters(256, [], seeded=True)["seed"])
+
+    assert seed(2**70 + 3) == seed(3) == 3 and seed(2**63 - 1) == 2**63 - 1 and 0 <= seed(-5) < 2**63
+
+
 @pytest.mark.parametrize("how", ["recompute", "retry"])
 def test_a_sleep_is_exact(how: str, patient: Path, tmp_path: Path) -> None:
     """Sequences that slept twice, once for nothing and once for new weights, are told as what they are."""

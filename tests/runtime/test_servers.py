@@ -176,7 +176,7 @@ def test_tokens_tell_the_truth(server: str, model: Path, tmp_path: Path) -> None
                 ([VOCABULARY], Sampling(), "token id outside"),
                 ([2] * CONTEXT, Sampling(), f"share a context of {CONTEXT}"),
                 ([2], Sampling(top_p=0.5, record_kept=True), "set sampling.top_k too"),
-                ([2], Sampling(top_k=50, record_kept=True), "answered 400: Requested sample logprobs of 50"),
+                ([2], Sampling(top_k=50, record_kept=True), "at most 20 tokens that top_k kept"),
             ):
                 with pytest.raises(GenerationError, match=why):
                     await generate(prompt, sampling)
@@ -328,7 +328,7 @@ def test_options_that_exclude_each_other_are_refused(more: dict[str, Any], named
 
 FACTS = {
     "logprobs_mode": "processed_logprobs", "dtype": "float32", "context": 64, "vocabulary": VOCABULARY, "eos": [1],
-    "replicas": 1, "counts": True,
+    "replicas": 1, "counts": True, "max_logprobs": 20,
 }  # fmt: skip
 Answer = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -402,13 +402,14 @@ def short_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         ({"counts": False}, "start it with VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"replicas": 2}, "2 data- or pipeline-parallel parts"),
         ({"context": 20}, "--max-model-len 20; the run needs 129"),
+        ({"max_logprobs": 5}, "--max-logprobs 5; start it with --max-logprobs 9"),
     ],
 )
 def test_a_server_that_would_lie_is_refused(facts: dict[str, Any], named: str, model: Path) -> None:
     async def main() -> None:
         async with fake(complete, {"context": 512} | facts) as url:
             with pytest.raises(ConfigError, match=named):
-                await Server(url, configured(model, url)).start()
+                await Server(url, configured(model, url, sampling__top_k=9)).start()
 
     asyncio.run(main())
 

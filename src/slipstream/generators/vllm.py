@@ -99,7 +99,7 @@ class VllmEngine:
         if self.asleep:
             raise RuntimeError("this engine sleeps: nothing may be asked of it before it is woken")
         request = _Request(key, tuple(prompt_ids), sampling)
-        request.refuse_impossible(self.context, self._vocabulary)
+        request.refuse_impossible(self.context, self._vocabulary, self._llm.model_config.max_logprobs)
         request.parameters_for_vllm = self._parameters(request)
         if self.draining:
             self._waiting.append(request)
@@ -130,10 +130,15 @@ class VllmEngine:
             request.ended = tokens is None
         return {request: tokens for request, tokens in counts.items() if tokens is not None}
 
-    def step(self) -> list[tuple[Hashable, Completion]]:
-        """Let vLLM go on for one step, if it is awake. Returns what finished."""
+    def step(self) -> list[tuple[Hashable, Completion | GenerationError]]:
+        """Let vLLM go on for one step, if it is awake. Returns what finished, and why what waited can't be begun."""
+        refused = []
         while self._waiting and not (self.draining or self.asleep):
-            self._start(self._waiting.popleft())
+            next_one = self._waiting.popleft()
+            try:
+                self._start(next_one)
+            except GenerationError as error:
+                refused.append((next_one.key, error))
         finished, began, self._went_on = [], self._went_on, None
         if self._requests and not self.asleep:
             began = began or time.perf_counter()
@@ -147,7 +152,7 @@ class VllmEngine:
             finished = self._settle()
         completions = [(request.key, _completion(request, output.outputs[0])) for request, output in finished]
         self.tokens_generated += sum(len(completion.token_ids) for _, completion in completions)
-        return completions
+        return [*refused, *completions]
 
     def swap(self, version: int, apply: Callable[[], Counts], how: Interruption = "continue") -> float:
         """Replace the weights under the running sequences by calling `apply`; what it returns tells later how many
@@ -264,7 +269,10 @@ class VllmEngine:
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._salt)}
         adapter = self._adapters.current if self._adapters else None
         parameters = request.parameters_for_vllm.clone()
-        request.internal = self._llm.add_request(request.name, prompt, parameters, lora_request=adapter)
+        try:
+            request.internal = self._llm.add_request(request.name, prompt, parameters, lora_request=adapter)
+        except ValueError as error:  # it checks more than its parameters do
+            raise GenerationError(f"vLLM refuses the request: {error}") from None
         self._requests[request.name] = request
         if self._adapters:
             request.adapter = self._adapters.began()

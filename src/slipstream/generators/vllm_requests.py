@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 from slipstream.generators.base import GenerationError, Interruption, refuse_prompt
 from slipstream.rollout import Completion, Sampling, VersionSpan
 
+SEEDS = 2**63 - 1  # as many bits as vLLM takes
+
 # Tokens that requests have drawn, by vLLM's names; None of one that has ended. One that is missing was never begun.
 Drawn = dict[str, int | None]
 
@@ -29,11 +31,19 @@ class VllmRequest:
         """It is sent to vLLM under this name, to be drawn by this version."""
         self.name, self.starts, self.ended = name, [(0, version)], False
 
-    def refuse_impossible(self, context: int, vocabulary: int) -> None:
-        """Raise `GenerationError` for what no engine of this context and vocabulary can serve."""
+    def refuse_impossible(self, context: int, vocabulary: int, max_logprobs: int) -> None:
+        """Raise `GenerationError` for what no engine of this context, vocabulary and `max_logprobs` can serve."""
         refuse_prompt(self.prompt, context, vocabulary)
-        if self.sampling.record_kept and not self.sampling.top_k:
+        if not self.sampling.record_kept:
+            return
+        most = vocabulary if max_logprobs == -1 else max_logprobs
+        if not self.sampling.top_k:
             raise GenerationError("vLLM can't tell which tokens top_p kept; set sampling.top_k too, to 64 for example")
+        if self.sampling.top_k > most:
+            raise GenerationError(
+                f"vLLM tells at most {most} tokens that top_k kept, and top_k is {self.sampling.top_k}; lower it, or "
+                "raise generator.options.max_logprobs (of a server, --max-logprobs)"
+            )
 
     def parameters(self, context: int, eos: Collection[int], seeded: bool) -> dict[str, Any]:
         """vLLM's sampling parameters, by the names that its Python and its HTTP interface share."""
@@ -47,7 +57,7 @@ class VllmRequest:
             "ignore_eos": True,  # which is the tokenizer's, and need not be the model's
             "stop": list(sampling.stop_strings),
             # A generator of random numbers for each sequence costs time, and only a synchronous run can repeat itself.
-            "seed": sampling.seed if seeded else None,
+            "seed": sampling.seed & SEEDS if seeded else None,
             "logprobs": sampling.top_k if sampling.record_kept else 0,
         }
 

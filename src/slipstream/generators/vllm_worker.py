@@ -121,6 +121,7 @@ class WorkerExtension:
             "dtype": str(model.dtype).removeprefix("torch."),
             "context": model.max_model_len,
             "vocabulary": model.get_vocab_size(),
+            "max_logprobs": model.max_logprobs,
             "eos": sorted(end_of_sequence(generation_config(model.model), model.hf_config)),
             "replicas": parallel.data_parallel_size * parallel.pipeline_parallel_size,
             "counts": hasattr(self.model_runner, "requests")

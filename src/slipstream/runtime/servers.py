@@ -118,7 +118,7 @@ class Server:
 
     async def _generate(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         request = VllmRequest(key, tuple(prompt_ids), sampling)
-        request.refuse_impossible(self._context, self._facts["vocabulary"])
+        request.refuse_impossible(self._context, self._facts["vocabulary"], self._facts["max_logprobs"])
         for attempt in itertools.count(1):
             try:
                 while (choice := await self._draw(request)) is None:
@@ -321,6 +321,8 @@ def refuse_unfit(name: str, facts: Mapping[str, Any], config: Config) -> None:
         (facts["dtype"] != dtype, f"--dtype {facts['dtype']}", f"start it with --dtype {dtype} or set model.dtype"),
         (config.algorithm.keep_routing and has_experts(config.model.path), "an interface that does not tell experts",
          "set algorithm.keep_routing = false"),
+        (config.algorithm.keep_sampling_mask and config.sampling.top_k > facts["max_logprobs"] >= 0,
+         f"--max-logprobs {facts['max_logprobs']}", f"start it with --max-logprobs {config.sampling.top_k}"),
         (facts["context"] < context, f"--max-model-len {facts['context']}",
          f"the run needs {context}: raise it, or lower generator.context and sampling.max_tokens"),
     ):  # fmt: skip
