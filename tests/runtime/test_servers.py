@@ -561,6 +561,22 @@ def test_what_had_ended_at_a_swap_is_not_drawn_again(how: Interruption, model: P
     asyncio.run(main())
 
 
+def test_a_server_whose_checksums_never_come_is_given_up(model: Path) -> None:
+    async def rpc(body: dict[str, Any]) -> Any:
+        return None
+
+    async def main() -> None:
+        async with fake(complete, {}, rpc) as url:
+            server = Server(url, configured(model, url, sampling__max_tokens=4))
+            await server.start()
+            async with asyncio.timeout(60):
+                with pytest.raises(ActorDied, match="did not add up its weights within 2 s"):
+                    await server.call("checksums", ["w"])
+            await server.stop()
+
+    asyncio.run(main())
+
+
 class Orders:
     """A server with one worker and what it was told, in order. `broken` names what does not go well."""
 

@@ -216,12 +216,7 @@ class Server:
     async def _apply(self) -> Drawn:
         """Swap the weights. Returns the tokens that each request had drawn before, by the name we gave it."""
         await self._workers("apply")
-        began = time.perf_counter()
-        while None in (swapped := await self._workers("swapped")):
-            if time.perf_counter() - began > LIMIT:
-                raise self.give_up(f"{self.name} did not finish a swap within {LIMIT:g} s")
-            await asyncio.sleep(POLL)
-        counts: Drawn = swapped[0][1]
+        counts: Drawn = (await self._known("swapped", "finish a swap"))[0][1]
         return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
 
     async def _recompute(self) -> Drawn:
@@ -239,9 +234,7 @@ class Server:
 
     async def _checksums(self, names: Sequence[str]) -> dict[str, int]:
         await self._workers("check", list(names))
-        while None in (sums := await self._workers("checked")):
-            await asyncio.sleep(POLL)
-        return added(sums, names)
+        return added(await self._known("checked", "add up its weights"), names)
 
     async def _stats(self) -> dict[str, float]:
         running = time.perf_counter() - self._since if self._requests else 0.0
@@ -261,6 +254,15 @@ class Server:
         answer = await self._order("/collective_rpc", {"method": f"slipstream_{method}", "args": arguments})
         results: list[Any] = answer["results"]
         return results
+
+    async def _known(self, method: str, purpose: str) -> list[Any]:
+        """Ask the workers until each of them knows."""
+        began = time.perf_counter()
+        while None in (answers := await self._workers(method)):
+            if time.perf_counter() - began > LIMIT:
+                raise self.give_up(f"{self.name} did not {purpose} within {LIMIT:g} s")
+            await asyncio.sleep(POLL)
+        return answers
 
     async def _order(self, path: str, body: Mapping[str, Any] | None = None, limit: float | None = None) -> Any:
         """A request whose failure leaves the server in a state that nobody knows."""
