@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from safetensors.torch import load_file
 
 from slipstream.actor import Actor
 from slipstream.config import Config, load_config
-from slipstream.generators.base import GenerationError
+from slipstream.generators.base import GenerationError, Interruption
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.local import Pools
 from slipstream.sync import nccl_direct
@@ -260,11 +262,19 @@ def test_a_swap_is_exact_where_the_core_is_a_process(
     asyncio.run(main())
 
 
-def test_what_waits_in_vllm_is_not_drained(patient: Path) -> None:
-    """Only sequences in flight are finished; those that vLLM had no slot for are begun after the swap."""
+@pytest.fixture(scope="module")
+def small(patient: Path) -> Iterator[Any]:
+    """An engine in this process, with few slots and too little memory for as many long sequences."""
     from slipstream.generators.vllm import VllmEngine
 
-    engine = VllmEngine(config_of(patient, "--generator.slots=4"))
+    blocks = ["--generator.options.block_size=32", "--generator.options.num_gpu_blocks_override=12"]
+    yield VllmEngine(config_of(patient, "--generator.slots=4", "--generator.context=256", *blocks))
+
+
+def test_what_waits_in_vllm_is_not_drained(small: Any) -> None:
+    """Only sequences in flight are finished; those that vLLM had no slot for are begun after the swap."""
+    engine = small
+    engine.version = 0
     for number in range(12):
         engine.submit(number, [5, 6, 7 + number], Sampling(max_tokens=40))
     while engine.drawn() < 5:
@@ -282,6 +292,191 @@ def test_what_waits_in_vllm_is_not_drained(patient: Path) -> None:
     assert all(c.versions == (1, 1) and len(c.token_ids) == 40 for c in found.values())
     engine.submit(12, [5, 6, 7], Sampling(max_tokens=40))
     assert engine.drawn() == 0, "those before have ended"
+    engine.abort(12)
+
+
+def test_a_preempted_sequence_keeps_its_tokens(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model runner forgets it until it is resumed, as vLLM's second one does, too."""
+    from slipstream.generators import vllm_worker
+
+    engine, runner = small, small._llm.model_executor.driver_worker.worker.model_runner
+
+    def counts(names: Any) -> dict[str, int]:
+        return {name: len(runner.requests[name].output_token_ids) for name in names}
+
+    def known(runner: Any) -> Any:
+        now = counts(runner.requests.keys() & runner.input_batch.req_id_to_index.keys())
+        return lambda: now
+
+    monkeypatch.setattr(vllm_worker, "_drawn", known)
+    engine.version = 0
+    for number in range(4):
+        engine.submit(number, [5, 6, 7 + number], Sampling(max_tokens=200))
+    found: dict[Any, Completion] = {}
+    while not counts(runner.requests.keys() - runner.input_batch.req_id_to_index.keys()):
+        found.update(engine.step())
+    before = {r.key: counts([r.internal])[r.internal] for r in engine._requests.values()}
+    engine.draining = True
+    assert engine.running == len(before) > 1, "what has drawn goes on"
+    drawn = engine._llm.collective_rpc("slipstream_drawn")[0]
+    engine.swap(1, lambda: lambda: drawn, "continue")
+    while engine.busy:
+        found.update(engine.step())
+    assert {key: found[key].spans for key in before} == {k: ((0, 0, n), (1, n, 200)) for k, n in before.items()}
+    assert engine.tokens_wasted == 0
+
+
+def test_a_worker_knows_what_those_had_drawn_that_its_runner_has_let_go() -> None:
+    from slipstream.generators.vllm_worker import Tokens
+
+    class Runner:
+        """It forgets who is preempted, too."""
+
+        def __init__(self) -> None:
+            self.requests: dict[str, Any] = {}
+
+        def execute_model(self, scheduler_output: Any) -> None:
+            for name in scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set()):
+                self.requests.pop(name, None)
+            for name, tokens in scheduler_output.drawn.items():
+                self.requests[name] = SimpleNamespace(output_token_ids=[7] * tokens)
+
+    runner = Runner()
+    tokens = Tokens(runner)
+
+    def step(ended: set[str], preempted: set[str] | None, **drawn: int) -> None:
+        done = SimpleNamespace(finished_req_ids=ended, preempted_req_ids=preempted, drawn=drawn)
+        runner.execute_model(done)
+
+    step(set(), None, a=0, b=3, c=4)
+    assert tokens.count()() == {"a": 0, "b": 3, "c": 4}
+    step(set(), {"b", "c"}, a=1)
+    earlier = tokens.count()
+    step({"c"}, None, a=2, b=4)
+    assert earlier() == {"a": 1, "b": 3, "c": 4}
+    assert tokens.count()() == {"a": 2, "b": 4, "c": None}
+    tokens.forget()
+    step({"b"}, {"a", "b"})
+    assert tokens.count()() == {"a": 2, "b": None}
+
+
+class Core:
+    """An `LLMEngine` that draws nothing: a test says what its workers know, what has finished and what it refuses."""
+
+    def __init__(self) -> None:
+        self.engine_core, self.refuses = object(), False
+        self.drawn: dict[str, int | None] = {}
+        self.model_config = SimpleNamespace(
+            hf_config=SimpleNamespace(eos_token_id=None), max_logprobs=20, max_model_len=256, get_vocab_size=lambda: 97
+        )
+        self._finished: list[Any] = []
+
+    def collective_rpc(self, method: str) -> list[Any]:
+        return [self.drawn]
+
+    def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        return True
+
+    def add_request(self, name: str, prompt: Any, parameters: Any, lora_request: Any) -> str:
+        if self.refuses:
+            raise ValueError("too much of something")
+        return name
+
+    def abort_request(self, names: list[str]) -> None: ...
+
+    def finish(self, name: str, tokens: int) -> None:
+        places = list(range(tokens + 1))
+        flat = SimpleNamespace(start_indices=places[:-1], end_indices=places[1:], token_ids=places, logprobs=places)
+        output = SimpleNamespace(token_ids=[7] * tokens, logprobs=flat, finish_reason="length")
+        self._finished.append(SimpleNamespace(finished=True, request_id=name, outputs=[output]))
+
+    def step(self) -> list[Any]:
+        finished, self._finished = self._finished, []
+        return finished
+
+
+@pytest.fixture
+def core(patient: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Core]:
+    """An engine, and what it has in the place of vLLM."""
+    from slipstream.generators import vllm
+
+    core = Core()
+    monkeypatch.setattr(vllm, "start_vllm", lambda *_: core)
+    return vllm.VllmEngine(config_of(patient)), core
+
+
+@pytest.mark.parametrize("how", ["continue", "recompute", "retry"])
+def test_what_had_ended_at_a_swap_is_not_drawn_again(how: Interruption, core: tuple[Any, Core]) -> None:
+    """Though nobody had read it, at that swap and at the next. What had drawn nothing is, and can wait."""
+    engine, llm = core
+    for key in ("ended", "running", "new"):
+        engine.submit(key, [5, 6, 7], Sampling(max_tokens=9))
+    engine.swap(1, lambda: lambda: {"1": None, "2": 5}, how)
+    assert engine.step() == [] and engine.settled and engine.tokens_wasted == (5 if how == "retry" else 0)
+    engine.step()
+    names = {request.key: name for name, request in engine._requests.items()}
+    assert (
+        names["ended"] == "1" and names["new"] not in ("1", "2", "3") and (names["running"] != "2") == (how == "retry")
+    )
+    engine.swap(2, lambda: lambda: {names["running"]: 7, names["new"]: 2}, "continue")
+    llm.drawn = {names["running"]: 7}
+    engine.draining = True
+    assert engine.running == 2, "what has drawn nothing waits"
+    llm.finish("1", 8)
+    llm.finish(names["running"], 9)
+    found = dict(engine.step())
+    assert found["ended"].spans == ((0, 0, 8),)
+    assert found["running"].spans == (((1, 0, 7), (2, 7, 9)) if how == "retry" else ((0, 0, 5), (1, 5, 7), (2, 7, 9)))
+    assert engine.tokens_wasted == (5 if how == "retry" else 0) and engine.tokens_generated == 17
+
+
+def test_what_finishes_before_a_swap_is_settled_is_wasted_or_kept_as_a_whole(core: tuple[Any, Core]) -> None:
+    engine, llm = core
+    for key in ("ended", "went on", "begun since"):
+        engine.submit(key, [5, 6, 7], Sampling(max_tokens=9))
+    counts: list[Any] = [None]
+    engine.swap(1, lambda: lambda: counts[-1], "retry")
+    for name, tokens in (("1", 6), ("2", 8), ("3", 2)):
+        llm.finish(name, tokens)
+    assert engine.step() == [] and not engine.settled
+    counts.append({"1": 6, "2": 6})
+    ((key, completion),) = engine.step()
+    assert key == "ended" and completion.spans == ((0, 0, 6),)
+    assert engine.tokens_wasted == 8 + 2
+    engine.step()
+    assert sorted(request.key for request in engine._requests.values()) == ["begun since", "went on"]
+
+
+def test_a_request_that_vllm_does_not_start_costs_that_request_alone(core: tuple[Any, Core]) -> None:
+    engine, llm = core
+    too_many = Sampling(max_tokens=9, top_k=21, record_kept=True)
+    for draining in (False, True):
+        with pytest.raises(
+            GenerationError, match=r"at most 20 tokens .* top_k is 21; .* generator.options.max_logprobs"
+        ):
+            engine.submit("refused", [5, 6, 7], too_many)
+        engine.submit(draining, [5, 6, 7], Sampling(max_tokens=9, top_k=21))
+        engine.draining = True
+    llm.refuses = True
+    with pytest.raises(GenerationError, match="refuses the request: too much of something"):
+        engine._start(engine._waiting[0])
+    engine.draining = False
+    answers = dict(engine.step())
+    assert answers.keys() == {False, True} and all(isinstance(a, GenerationError) for a in answers.values())
+    llm.refuses = False
+    engine.submit("next", [5, 6, 7], Sampling(max_tokens=9))
+    llm.finish(next(iter(engine._requests)), 9)
+    assert dict(engine.step())["next"].spans == ((0, 0, 9),) and not engine.busy
+
+
+def test_any_seed_is_one_that_vllm_takes() -> None:
+    from slipstream.generators.vllm_requests import VllmRequest
+
+    def seed(asked: int) -> int:
+        request = VllmRequest("key", (5, 6), Sampling(seed=asked))
+        return int(request.parameters(256, [], seeded=True)["seed"])
+
+    assert seed(2**70 + 3) == seed(3) == 3 and seed(2**63 - 1) == 2**63 - 1 and 0 <= seed(-5) < 2**63
 
 
 @pytest.mark.parametrize("how", ["recompute", "retry"])

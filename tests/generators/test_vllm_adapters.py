@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from slipstream.config import load_config
+from slipstream.generators.base import Interruption
 from slipstream.models import load_model, trained_parameters
 from slipstream.rollout import Completion, Sampling
 
@@ -55,10 +56,10 @@ class Served:
         while not self.weights.prepared():
             time.sleep(0.001)
 
-    def publish(self) -> None:
+    def publish(self, how: Interruption = "continue") -> None:
         ticket = self.change()
         self.prepare(ticket)
-        self.engine.swap(self.version, self.weights.apply)
+        self.engine.swap(self.version, self.weights.apply, how)
         self.sender.release(ticket)
 
     def finish(self) -> dict[Any, Completion]:
@@ -287,3 +288,22 @@ def test_no_adapter_in_use_is_moved(served: Served) -> None:
     assert all(len({adapter for _, adapter in now}) == len(now) == 3 for now in slots[2:])
     assert all(len(before & after) == 2 for before, after in itertools.pairwise(slots[2:]))
     served.finish()
+
+
+@pytest.mark.parametrize("how", ["retry", "continue"])
+def test_tokens_of_sequences_that_begin_anew_are_wasted(how: Interruption, served: Served) -> None:
+    """At the next version under `retry`, and else when there is no room any more for the one that they began with."""
+    served.publish()
+    before = served.engine.tokens_wasted
+    served.engine.submit("one", [5, 6, 7], Sampling(max_tokens=LONG))
+    for publishes in range(1, 5):
+        while served.engine.drawn() < 5 * publishes:
+            served.engine.step()
+        served.publish(how)
+        if served.engine.tokens_wasted > before:
+            break
+        served.engine.submit(publishes, [5, 6, 7], Sampling(max_tokens=LONG))  # it is one more adapter in use
+    assert publishes == (1 if how == "retry" else 3)
+    assert served.engine.tokens_wasted - before == 5 * publishes
+    found = served.finish()
+    assert found["one"].versions == (served.version, served.version) and served.drew(found["one"])

@@ -176,7 +176,7 @@ def test_tokens_tell_the_truth(server: str, model: Path, tmp_path: Path) -> None
                 ([VOCABULARY], Sampling(), "token id outside"),
                 ([2] * CONTEXT, Sampling(), f"share a context of {CONTEXT}"),
                 ([2], Sampling(top_p=0.5, record_kept=True), "set sampling.top_k too"),
-                ([2], Sampling(top_k=50, record_kept=True), "answered 400: Requested sample logprobs of 50"),
+                ([2], Sampling(top_k=50, record_kept=True), "at most 20 tokens that top_k kept"),
             ):
                 with pytest.raises(GenerationError, match=why):
                     await generate(prompt, sampling)
@@ -341,7 +341,7 @@ def test_options_that_exclude_each_other_are_refused(more: dict[str, Any], named
 
 FACTS = {
     "logprobs_mode": "processed_logprobs", "dtype": "float32", "context": 64, "vocabulary": VOCABULARY, "eos": [1],
-    "replicas": 1, "counts": True,
+    "replicas": 1, "counts": True, "max_logprobs": 20,
 }  # fmt: skip
 Answer = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -415,13 +415,14 @@ def short_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         ({"counts": False}, "start it with VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"replicas": 2}, "2 data- or pipeline-parallel parts"),
         ({"context": 20}, "--max-model-len 20; the run needs 129"),
+        ({"max_logprobs": 5}, "--max-logprobs 5; start it with --max-logprobs 9"),
     ],
 )
 def test_a_server_that_would_lie_is_refused(facts: dict[str, Any], named: str, model: Path) -> None:
     async def main() -> None:
         async with fake(complete, {"context": 512} | facts) as url:
             with pytest.raises(ConfigError, match=named):
-                await Server(url, configured(model, url)).start()
+                await Server(url, configured(model, url, sampling__top_k=9)).start()
 
     asyncio.run(main())
 
@@ -516,6 +517,74 @@ def test_an_answer_is_not_taken_while_a_swap_is_under_way(model: Path) -> None:
             spans = [(await task).spans for task in drawing]
             assert spans == [((0, 0, 3), (1, 3, 5)), ((1, 0, 5),)]
             assert len(salts) == 3 and salts[0] == salts[1] != salts[2]
+            await server.stop()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["continue", "retry"])
+def test_what_had_ended_at_a_swap_is_not_drawn_again(how: Interruption, model: Path) -> None:
+    """Its answer may come later than that swap, and than the next. An answer that the swap takes back is wasted."""
+    prompts: list[list[int]] = []
+    answer, late, arrived = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    counts: dict[str, Any] = {}
+
+    async def drawing(body: dict[str, Any]) -> Any:
+        prompts.append(body["prompt"])
+        again = prompts.count(body["prompt"]) > 1
+        if len(prompts) == 3:
+            arrived.set()
+        if not again:
+            await (late if body["prompt"] == [1] else answer).wait()
+        return await complete(body)
+
+    async def rpc(body: dict[str, Any]) -> Any:
+        if body["method"] == "slipstream_apply":
+            answer.set()
+        return [0.001, counts] if body["method"] == "slipstream_swapped" else None
+
+    async def main() -> None:
+        async with fake(drawing, {}, rpc) as url:
+            server = Server(url, configured(model, url, sampling__max_tokens=4, sync__interruption=how))
+            await server.start()
+            tasks = [server.call("generate", i, (i,), Sampling(max_tokens=5)) for i in (1, 2, 3)]
+            await arrived.wait()
+            workers = server._workers
+
+            async def once_answered(method: str, *arguments: Any) -> list[Any]:
+                while method == "swapped" and sum(future.done() for future in server._requests.values()) < 2:
+                    await asyncio.sleep(0.01)
+                return await workers(method, *arguments)
+
+            server._workers = once_answered  # type: ignore[method-assign]
+            names = {request.key: f"cmpl-{request.name}-0-1a2b3c4d" for request in server._requests}
+            counts.update({names[1]: None, names[2]: 5, names[3]: 3})
+            await server.call("swap", 1)
+            assert (await tasks[1]).spans == ((0, 0, 5),)
+            assert (await tasks[2]).spans == (((1, 0, 5),) if how == "retry" else ((0, 0, 3), (1, 3, 5)))
+            server._workers = workers  # type: ignore[method-assign]
+            counts.clear()
+            await server.call("swap", 2)
+            late.set()
+            assert (await tasks[0]).spans == ((0, 0, 5),)
+            assert prompts.count([1]) == prompts.count([2]) == 1
+            assert (await server._stats())["wasted"] == (5 if how == "retry" else 0)
+            await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_server_whose_checksums_never_come_is_given_up(model: Path) -> None:
+    async def rpc(body: dict[str, Any]) -> Any:
+        return None
+
+    async def main() -> None:
+        async with fake(complete, {}, rpc) as url:
+            server = Server(url, configured(model, url, sampling__max_tokens=4))
+            await server.start()
+            async with asyncio.timeout(60):
+                with pytest.raises(ActorDied, match="did not add up its weights within 2 s"):
+                    await server.call("checksums", ["w"])
             await server.stop()
 
     asyncio.run(main())

@@ -25,7 +25,7 @@ from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.vllm_adapters import AdapterWeights
 from slipstream.generators.vllm_adapters import arguments as adapter_arguments
 from slipstream.generators.vllm_calls import Answer, post
-from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
+from slipstream.generators.vllm_requests import Drawn, VllmRequest, added, interrupted
 from slipstream.generators.vllm_start import CPU_ARGUMENTS, start_vllm
 from slipstream.models import end_of_sequence, generation_config, has_experts
 from slipstream.rollout import Completion, Sampling
@@ -44,7 +44,7 @@ class _Request(VllmRequest):
     parameters_for_vllm: Any = None
 
 
-Counts = Callable[[], dict[str, int] | None]  # tokens drawn before a swap, by request
+Counts = Callable[[], Drawn | None]  # before a swap; None as long as that is not known
 
 
 class VllmEngine:
@@ -68,9 +68,10 @@ class VllmEngine:
         self._unsettled: tuple[Counts, Interruption, list[_Request]] | None = None
         self._late: list[tuple[_Request, Any]] = []  # what finished since a swap that is not settled
         self._aborted: set[_Request] = set()  # since then
-        self._waiting: deque[_Request] = deque()  # while draining
+        self._waiting: deque[_Request] = deque()  # for the next step that is not one of draining
         self._started = 0
         self._salt = 0
+        self._llm.collective_rpc("slipstream_watch")
 
     @property
     def busy(self) -> bool:
@@ -98,7 +99,7 @@ class VllmEngine:
         if self.asleep:
             raise RuntimeError("this engine sleeps: nothing may be asked of it before it is woken")
         request = _Request(key, tuple(prompt_ids), sampling)
-        request.refuse_impossible(self.context, self._vocabulary)
+        request.refuse_impossible(self.context, self._vocabulary, self._llm.model_config.max_logprobs)
         request.parameters_for_vllm = self._parameters(request)
         if self.draining:
             self._waiting.append(request)
@@ -119,16 +120,25 @@ class VllmEngine:
         return max(self._drawn().values(), default=0)
 
     def _drawn(self) -> dict[_Request, int]:
-        """Tokens that each sequence in flight has drawn; workers remember those that ended until the next pass."""
-        if not self._requests:
+        """Tokens that each sequence in flight has drawn."""
+        going_on = [request for request in self._requests.values() if not request.ended]
+        if not going_on:
             return {}
-        drawn = self._llm.collective_rpc("slipstream_drawn")[0]
-        return {request: drawn.get(request.internal, 0) for request in self._requests.values()}
+        drawn: Drawn = self._llm.collective_rpc("slipstream_drawn")[0]
+        counts = {request: drawn.get(request.internal, 0) for request in going_on}
+        for request, tokens in counts.items():
+            request.ended = tokens is None
+        return {request: tokens for request, tokens in counts.items() if tokens is not None}
 
-    def step(self) -> list[tuple[Hashable, Completion]]:
-        """Let vLLM go on for one step, if it is awake. Returns what finished."""
+    def step(self) -> list[tuple[Hashable, Completion | GenerationError]]:
+        """Let vLLM go on for one step, if it is awake. Returns what finished, and why what waited can't be begun."""
+        refused = []
         while self._waiting and not (self.draining or self.asleep):
-            self._start(self._waiting.popleft())
+            next_one = self._waiting.popleft()
+            try:
+                self._start(next_one)
+            except GenerationError as error:
+                refused.append((next_one.key, error))
         finished, began, self._went_on = [], self._went_on, None
         if self._requests and not self.asleep:
             began = began or time.perf_counter()
@@ -142,7 +152,7 @@ class VllmEngine:
             finished = self._settle()
         completions = [(request.key, _completion(request, output.outputs[0])) for request, output in finished]
         self.tokens_generated += sum(len(completion.token_ids) for _, completion in completions)
-        return completions
+        return [*refused, *completions]
 
     def swap(self, version: int, apply: Callable[[], Counts], how: Interruption = "continue") -> float:
         """Replace the weights under the running sequences by calling `apply`; what it returns tells later how many
@@ -172,11 +182,14 @@ class VllmEngine:
         paused_for = time.perf_counter() - began if recompute else 0.0
         if self._adapters:  # each sequence keeps the one that it began with
             oldest = self._adapters.overflow()
-            for request in [r for r in self._requests.values() if how == "retry" or r.adapter == oldest]:
-                self._stop(request)
-                self._start(request)
+            if how == "retry" or oldest:
+                for request, drawn in self._drawn().items():
+                    if how == "retry" or request.adapter == oldest:
+                        self.tokens_wasted += drawn
+                        self._stop(request)
+                        self._waiting.append(request)
         else:
-            self._unsettled = (counts, how, list(self._requests.values()))
+            self._unsettled = (counts, how, [r for r in self._requests.values() if not r.ended])
         return paused_for
 
     def sleep(self, level: int) -> None:
@@ -208,12 +221,14 @@ class VllmEngine:
         if drawn is None:
             return []
         self._unsettled = None
-        again, wasted = interrupted([(r, drawn.get(r.internal, 0)) for r in requests], self.version, how)
+        answered = {request: len(output.outputs[0].token_ids) for request, output in self._late}
+        counts_of = [(r, drawn.get(r.internal, 0), answered.get(r, 0)) for r in requests]
+        again, wasted = interrupted(counts_of, self.version, how)
         self.tokens_wasted += wasted
         for request in again:
             if request not in self._aborted:
                 self._stop(request)
-                self._start(request)
+                self._waiting.append(request)
         kept_back = [(r, output) for r, output in self._late if r not in (*again, *self._aborted)]
         self._late, self._aborted = [], set()
         return kept_back
@@ -250,11 +265,14 @@ class VllmEngine:
 
     def _start(self, request: _Request) -> None:
         self._started += 1
-        request.name, request.starts = str(self._started), [(0, self.version)]
+        request.begin(str(self._started), self.version)
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._salt)}
         adapter = self._adapters.current if self._adapters else None
         parameters = request.parameters_for_vllm.clone()
-        request.internal = self._llm.add_request(request.name, prompt, parameters, lora_request=adapter)
+        try:
+            request.internal = self._llm.add_request(request.name, prompt, parameters, lora_request=adapter)
+        except ValueError as error:  # it checks more than its parameters do
+            raise GenerationError(f"vLLM refuses the request: {error}") from None
         self._requests[request.name] = request
         if self._adapters:
             request.adapter = self._adapters.began()
@@ -297,12 +315,12 @@ class WorkerWeights:
         if self._at_once:  # the weights arrive now, and may fail to
             applied.result()
 
-        def drawn_before() -> dict[str, int] | None:
+        def drawn_before() -> Drawn | None:
             answers = swapped.get()
             if answers is None:
                 return None
             self._held = max(held for held, _ in answers)
-            drawn: dict[str, int] = answers[0][1]
+            drawn: Drawn = answers[0][1]
             return drawn
 
         return drawn_before

@@ -9,22 +9,41 @@ from typing import Any, TypeVar
 from slipstream.generators.base import GenerationError, Interruption, refuse_prompt
 from slipstream.rollout import Completion, Sampling, VersionSpan
 
+SEEDS = 2**63 - 1  # as many bits as vLLM takes
+
+# Tokens that requests have drawn, by vLLM's names; None of one that has ended. One that is missing was never begun.
+Drawn = dict[str, int | None]
+
 
 @dataclass(eq=False)
 class VllmRequest:
-    """A request in flight. `starts` has (first token, version) for every version that drew of it, the first at 0."""
+    """A request in flight. `starts` has (first token, version) for every version that drew of it, the first at 0.
+    `ended` is whether the workers are known to be done with it; its answer may be on the way still."""
 
     key: Hashable
     prompt: tuple[int, ...]
     sampling: Sampling
     name: str = ""
     starts: list[tuple[int, int]] = field(default_factory=list)
+    ended: bool = False
 
-    def refuse_impossible(self, context: int, vocabulary: int) -> None:
-        """Raise `GenerationError` for what no engine of this context and vocabulary can serve."""
+    def begin(self, name: str, version: int) -> None:
+        """It is sent to vLLM under this name, to be drawn by this version."""
+        self.name, self.starts, self.ended = name, [(0, version)], False
+
+    def refuse_impossible(self, context: int, vocabulary: int, max_logprobs: int) -> None:
+        """Raise `GenerationError` for what no engine of this context, vocabulary and `max_logprobs` can serve."""
         refuse_prompt(self.prompt, context, vocabulary)
-        if self.sampling.record_kept and not self.sampling.top_k:
+        if not self.sampling.record_kept:
+            return
+        most = vocabulary if max_logprobs == -1 else max_logprobs
+        if not self.sampling.top_k:
             raise GenerationError("vLLM can't tell which tokens top_p kept; set sampling.top_k too, to 64 for example")
+        if self.sampling.top_k > most:
+            raise GenerationError(
+                f"vLLM tells at most {most} tokens that top_k kept, and top_k is {self.sampling.top_k}; lower it, or "
+                "raise generator.options.max_logprobs (of a server, --max-logprobs)"
+            )
 
     def parameters(self, context: int, eos: Collection[int], seeded: bool) -> dict[str, Any]:
         """vLLM's sampling parameters, by the names that its Python and its HTTP interface share."""
@@ -38,7 +57,7 @@ class VllmRequest:
             "ignore_eos": True,  # which is the tokenizer's, and need not be the model's
             "stop": list(sampling.stop_strings),
             # A generator of random numbers for each sequence costs time, and only a synchronous run can repeat itself.
-            "seed": sampling.seed if seeded else None,
+            "seed": sampling.seed & SEEDS if seeded else None,
             "logprobs": sampling.top_k if sampling.record_kept else 0,
         }
 
@@ -70,16 +89,19 @@ class VllmRequest:
 R = TypeVar("R", bound=VllmRequest)
 
 
-def interrupted(drawn: Iterable[tuple[R, int]], version: int, how: Interruption) -> tuple[list[R], int]:
-    """What a swap to `version` does to requests that had drawn so many tokens before it: those that have to start
-    again, and the tokens that this wastes. The others have `version` as the one that draws from there on.
+def interrupted(drawn: Iterable[tuple[R, int | None, int]], version: int, how: Interruption) -> tuple[list[R], int]:
+    """What a swap to `version` does to requests, each with the tokens that it had drawn before, None if it had ended by
+    then, and those of its answer, 0 if there is none yet. Returns those that have to start again, and the tokens that
+    this wastes. Of the others, one that went on has `version` as the one that draws from there on.
 
     One without a token starts again, too, so that no new sequence reads keys that old weights have written.
     """
     again, wasted = [], 0
-    for request, tokens in drawn:
-        if how == "retry" or not tokens:
-            wasted += tokens
+    for request, tokens, answered in drawn:
+        if tokens is None or 0 < answered <= tokens:
+            request.ended = True
+        elif how == "retry" or not tokens:
+            wasted += max(tokens, answered)
             again.append(request)
         else:
             request.starts.append((tokens, version))

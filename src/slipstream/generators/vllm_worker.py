@@ -6,17 +6,22 @@ Every method is called by `LLMEngine.collective_rpc` and runs in each worker bet
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 from slipstream.generators.vllm_places import expert_part, places_of
+from slipstream.generators.vllm_requests import Drawn
 from slipstream.generators.weights import Place, ServedWeights, side_stream
 from slipstream.models import end_of_sequence, generation_config
 from slipstream.sync.link import Ticket
 from slipstream.sync.nccl_direct import NativeReceiver
 from slipstream.sync.single_copy import lend
+
+ENDED = 1 << 12  # requests that ended since the last swap and are remembered; answers of those before are long read
 
 if not torch.cuda.is_available():
     # On a CPU vLLM packs weights into a form of its own and forgets them, unless a layer asks it not to.
@@ -57,6 +62,48 @@ class HeldWeights(ServedWeights):
     def close(self) -> None: ...
 
 
+class Tokens:
+    """The tokens that requests have drawn, those too that the model runner has let go.
+
+    Both runners forget a request that has ended, and the second one that is preempted, until it is resumed. Each pass
+    begins with that, so it is noted right before.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._preempted: dict[str, Callable[[], dict[str, int]]] = {}  # the last counts of it, known when they arrive
+        self._ended: deque[str] = deque(maxlen=ENDED)
+        execute = runner.execute_model
+
+        def execute_model(scheduler_output: Any, *more: Any, **named: Any) -> Any:
+            self._note(scheduler_output)
+            return execute(scheduler_output, *more, **named)
+
+        runner.execute_model = execute_model
+
+    def count(self) -> Callable[[], Drawn]:
+        """Counts, as of now; the result can be had once the device is that far."""
+        running, preempted, ended = _drawn(self._runner), dict(self._preempted), list(self._ended)
+
+        def counted() -> Drawn:
+            away = {name: before()[name] for name, before in preempted.items()}
+            return dict.fromkeys(ended) | away | running()  # one that was resumed runs
+
+        return counted
+
+    def forget(self) -> None:
+        """Forget who has ended."""
+        self._ended.clear()
+
+    def _note(self, scheduler_output: Any) -> None:
+        ended = scheduler_output.finished_req_ids
+        self._ended.extend(ended)
+        for name in ended:
+            self._preempted.pop(name, None)
+        if preempted := (scheduler_output.preempted_req_ids or set()) - ended:
+            self._preempted |= dict.fromkeys(preempted, cache(_drawn(self._runner)))
+
+
 class WorkerExtension:
     """Mixed into the worker, whose `model_runner`, `rank` and `vllm_config` it uses."""
 
@@ -64,6 +111,7 @@ class WorkerExtension:
     rank: int
     vllm_config: Any
     _slipstream: Any  # `ServedWeights`, or the `AdapterLoader`
+    _tokens: Tokens
 
     def slipstream_describe(self) -> dict[str, Any]:
         """What a run has to know of a server that it did not start."""
@@ -73,6 +121,7 @@ class WorkerExtension:
             "dtype": str(model.dtype).removeprefix("torch."),
             "context": model.max_model_len,
             "vocabulary": model.get_vocab_size(),
+            "max_logprobs": model.max_logprobs,
             "eos": sorted(end_of_sequence(generation_config(model.model), model.hf_config)),
             "replicas": parallel.data_parallel_size * parallel.pipeline_parallel_size,
             "counts": hasattr(self.model_runner, "requests")
@@ -85,8 +134,14 @@ class WorkerExtension:
         places = places_of(self.model_runner.get_model(), shapes, self.rank % size, size)
         return lend({name: place.tensor for name, place in places.items()})
 
+    def slipstream_watch(self) -> None:
+        """From here on, know what requests have drawn."""
+        if not hasattr(self, "_tokens"):
+            self._tokens = Tokens(self.model_runner)
+
     def slipstream_connect(self, link: str, offer: Ticket, rank: int) -> None:
         """Open this worker's end of a link. Raises `ValueError` for a model that can't be written in place."""
+        self.slipstream_watch()
         model = self.model_runner.get_model()
         for module in model.modules():
             if hasattr(module, "cpu_linear"):  # the head, packed beside its weights
@@ -125,15 +180,16 @@ class WorkerExtension:
     def slipstream_apply(self) -> None:
         """Swap the weights, and count what each request has drawn by all passes before this."""
         self._slipstream.apply()
-        self._drawn = _drawn(self.model_runner)
+        self._drawn = self._tokens.count()
+        self._tokens.forget()  # who asks for a swap remembers it
 
     def slipstream_swapped(self) -> list[Any] | None:
         """How long the swap took and the tokens that each request had drawn before it; None while it is going on."""
         return [self._slipstream.held(), self._drawn()] if self._slipstream.applied() else None
 
-    def slipstream_drawn(self) -> dict[str, int]:
+    def slipstream_drawn(self) -> Drawn:
         """Tokens that each request has drawn by now."""
-        return _drawn(self.model_runner)()
+        return self._tokens.count()()
 
     def slipstream_check(self, names: list[str]) -> None:
         self._slipstream.check(names)
@@ -149,7 +205,7 @@ class WorkerExtension:
 
 
 def _drawn(runner: Any) -> Callable[[], dict[str, int]]:
-    """Counts, as of now, the tokens that requests have drawn; the result can be had once the device is that far.
+    """Counts, as of now, the tokens of the requests that a runner has; the result can be had once the device is there.
 
     vLLM has two model runners. The first knows the count when it launches a pass; the second keeps it on the device,
     where a copy in the stream of the passes tells it as of now.

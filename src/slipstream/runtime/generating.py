@@ -11,7 +11,7 @@ import torch
 
 from slipstream.actor import Reply
 from slipstream.config import Config
-from slipstream.generators.base import Interruption
+from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.weights import ServedWeights, local_places
 from slipstream.models import device_here, load_model, load_tokenizer, trained_parameters
 from slipstream.rollout import Completion, Sampling
@@ -39,7 +39,7 @@ class Engine(Protocol):
     def abort(self, key: Hashable) -> None: ...
     def drawn(self) -> int: ...
     def lend(self, shapes: dict[str, list[int]]) -> list[dict[str, str]]: ...
-    def step(self) -> list[tuple[Hashable, Completion]]: ...
+    def step(self) -> Sequence[tuple[Hashable, Completion | GenerationError]]: ...
     def swap(self, version: int, apply: Callable[[], Any], how: Interruption) -> float: ...
     def sleep(self, level: int) -> None: ...
     def wake(self, tags: Sequence[str]) -> None: ...
@@ -148,8 +148,8 @@ class GeneratorService:
                 reply(error)
         if self._unknown or self._answer_a_swap():
             return
-        for key, completion in self._engine.step():
-            self._replies.pop(key)(completion)
+        for key, answer in self._engine.step():
+            self._replies.pop(key)(answer)
 
     def _answer_a_swap(self) -> bool:
         """Tell who asked for a swap what it cost, once it is known which version drew which token."""

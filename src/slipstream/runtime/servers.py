@@ -25,7 +25,7 @@ from slipstream.actor import ActorDied
 from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError
 from slipstream.generators.vllm import EXTENSION
-from slipstream.generators.vllm_requests import VllmRequest, added, interrupted
+from slipstream.generators.vllm_requests import Drawn, VllmRequest, added, interrupted
 from slipstream.models import has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
@@ -118,7 +118,7 @@ class Server:
 
     async def _generate(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         request = VllmRequest(key, tuple(prompt_ids), sampling)
-        request.refuse_impossible(self._context, self._facts["vocabulary"])
+        request.refuse_impossible(self._context, self._facts["vocabulary"], self._facts["max_logprobs"])
         for attempt in itertools.count(1):
             try:
                 while (choice := await self._draw(request)) is None:
@@ -139,7 +139,7 @@ class Server:
         has taken the request back."""
         await self._open.wait()
         self._refuse_dead()
-        request.name, request.starts = uuid4().hex, [(0, self._version)]
+        request.begin(uuid4().hex, self._version)
         body = request.parameters(self._context, self._facts["eos"], self._config.loop.max_lag == 0) | {
             "model": self._model,
             "prompt": request.prompt,
@@ -194,7 +194,11 @@ class Server:
             began = time.perf_counter()
             counts = await (self._recompute() if how == "recompute" else self._apply())
             held = time.perf_counter() - began
-            drawn = [(request, counts.get(request.name, 0)) for request in self._requests]
+            drawn = [
+                (request, counts.get(request.name, 0), _answered(answer))
+                for request, answer in self._requests.items()
+                if not request.ended
+            ]
             self._version, self._salt = version, uuid4().hex
             again, wasted = interrupted(drawn, version, how)
             self._totals["wasted"] += wasted
@@ -209,18 +213,13 @@ class Server:
             self._settled.set()
         return held, await self._stats()
 
-    async def _apply(self) -> dict[str, int]:
+    async def _apply(self) -> Drawn:
         """Swap the weights. Returns the tokens that each request had drawn before, by the name we gave it."""
         await self._workers("apply")
-        began = time.perf_counter()
-        while None in (swapped := await self._workers("swapped")):
-            if time.perf_counter() - began > LIMIT:
-                raise self.give_up(f"{self.name} did not finish a swap within {LIMIT:g} s")
-            await asyncio.sleep(POLL)
-        counts = swapped[0][1]
+        counts: Drawn = (await self._known("swapped", "finish a swap"))[0][1]
         return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
 
-    async def _recompute(self) -> dict[str, int]:
+    async def _recompute(self) -> Drawn:
         self._paused = True
         try:
             await self._order("/pause?mode=keep&clear_cache=false")
@@ -235,9 +234,7 @@ class Server:
 
     async def _checksums(self, names: Sequence[str]) -> dict[str, int]:
         await self._workers("check", list(names))
-        while None in (sums := await self._workers("checked")):
-            await asyncio.sleep(POLL)
-        return added(sums, names)
+        return added(await self._known("checked", "add up its weights"), names)
 
     async def _stats(self) -> dict[str, float]:
         running = time.perf_counter() - self._since if self._requests else 0.0
@@ -257,6 +254,15 @@ class Server:
         answer = await self._order("/collective_rpc", {"method": f"slipstream_{method}", "args": arguments})
         results: list[Any] = answer["results"]
         return results
+
+    async def _known(self, method: str, purpose: str) -> list[Any]:
+        """Ask the workers until each of them knows."""
+        began = time.perf_counter()
+        while None in (answers := await self._workers(method)):
+            if time.perf_counter() - began > LIMIT:
+                raise self.give_up(f"{self.name} did not {purpose} within {LIMIT:g} s")
+            await asyncio.sleep(POLL)
+        return answers
 
     async def _order(self, path: str, body: Mapping[str, Any] | None = None, limit: float | None = None) -> Any:
         """A request whose failure leaves the server in a state that nobody knows."""
@@ -317,6 +323,8 @@ def refuse_unfit(name: str, facts: Mapping[str, Any], config: Config) -> None:
         (facts["dtype"] != dtype, f"--dtype {facts['dtype']}", f"start it with --dtype {dtype} or set model.dtype"),
         (config.algorithm.keep_routing and has_experts(config.model.path), "an interface that does not tell experts",
          "set algorithm.keep_routing = false"),
+        (config.algorithm.keep_sampling_mask and config.sampling.top_k > facts["max_logprobs"] >= 0,
+         f"--max-logprobs {facts['max_logprobs']}", f"start it with --max-logprobs {config.sampling.top_k}"),
         (facts["context"] < context, f"--max-model-len {facts['context']}",
          f"the run needs {context}: raise it, or lower generator.context and sampling.max_tokens"),
     ):  # fmt: skip
@@ -340,6 +348,13 @@ def _completion(request: VllmRequest, choice: Mapping[str, Any]) -> Completion:
         for top in drawn["top_logprobs"]
     )
     return request.completion(choice["token_ids"], drawn["token_logprobs"], choice["finish_reason"], kept)
+
+
+def _answered(answer: asyncio.Future[Any]) -> int:
+    """Tokens of a completion, 0 as long as there is none."""
+    if not answer.done() or answer.cancelled() or answer.exception():
+        return 0
+    return len(answer.result()["choices"][0]["token_ids"])
 
 
 def _message(text: str) -> str:
