@@ -13,11 +13,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
+from slipstream.rollout import Batch, Rollout
 from slipstream.sync.gathered import whole
 from slipstream.trainers.trainer import Trainer
 from tests.conftest import save_model
@@ -30,12 +32,14 @@ KL, LORA = "--algorithm.kl=0.1", ("--lora.rank=4", "--algorithm.kl=0.1")
 
 
 class Way(NamedTuple):
-    """A way to be some numbers of ranks, the way of one rank that trains the same, and what is trained."""
+    """A way to be some numbers of ranks, the way of one rank that trains the same, what is trained, and whether batches
+    have what generation recorded: the tokens that sampling kept, and the experts of a mixture."""
 
     like: str
     sizes: tuple[int, ...]
     flags: tuple[str, ...] = ()
     model: str = "dense"
+    recorded: bool = False
 
 
 WAYS = {
@@ -57,6 +61,11 @@ WAYS = {
     "experts": Way("mixture", (2, 4), (EXPERTS, KL), "mixture"),
     "experts context": Way("mixture", (4,), (EXPERTS, f"{CONTEXT}2", KL), "mixture"),
     "experts lora": Way("mixture lora", (2,), (EXPERTS, *LORA), "mixture"),
+    "adapted experts": Way("adapted experts", (1, 2), ("--lora.rank=4", "--lora.experts=true"), "mixture"),
+    "recorded": Way("recorded", (1,), (KL,), recorded=True),
+    "recorded tensor": Way("recorded", (2,), ("--trainer.parallel=tensor", KL), recorded=True),
+    "recorded mixture": Way("recorded mixture", (1,), (), "mixture", recorded=True),
+    "recorded experts context": Way("recorded mixture", (4,), (EXPERTS, f"{CONTEXT}2"), "mixture", recorded=True),
 }
 TRIED = {size: [name for name, way in WAYS.items() if size in way.sizes] for size in (1, 2, 4)}
 # The way and size that saved what ranks of a size go on from.
@@ -69,17 +78,30 @@ STEPS, SAVED, SILENT = 4, 1, 2
 Found = dict[str, Any]
 
 
-def batch_of(step: int) -> Any:
+def batch_of(step: int, way: Way) -> Batch:
     """One teaches nothing, and the last is small: a rank of four has nothing to do in it."""
-    batch = random_batch(38, groups=1 if step == STEPS - 1 else 3, seed=step)
+    batch = random_batch(38, groups=1 if step == STEPS - 1 else 3, seed=step, kept=way.recorded)
+    if way.recorded and way.model == "mixture":
+        batch = with_experts(batch, np.random.default_rng(step))
     return replace(batch, advantages=tuple((0.0,) * len(a) for a in batch.advantages)) if step == SILENT else batch
+
+
+def with_experts(batch: Batch, rng: np.random.Generator) -> Batch:
+    """As if generation had chosen any 2 of the 4 experts in each of the 2 layers."""
+
+    def chosen(rollout: Rollout) -> Rollout:
+        (c,) = rollout.completions
+        order = rng.random((len(c.prompt_ids) + len(c.token_ids) - 1, 2, 4)).argsort(-1)
+        return replace(rollout, completions=(replace(c, experts=order[..., :2].astype(np.uint8)),))
+
+    return replace(batch, groups=tuple(replace(g, rollouts=tuple(map(chosen, g.rollouts))) for g in batch.groups))
 
 
 def gathered(trainer: Trainer) -> dict[str, Tensor]:
     return {name: whole(p.detach()).clone() for name, p in trainer.parameters.items()}
 
 
-def run(trainer: Trainer, first: int, save: Path | None = None) -> Found:
+def run(trainer: Trainer, way: Way, first: int, save: Path | None = None) -> Found:
     """Steps from `first` on; after `SAVED` of them a checkpoint is begun, and the steps go on while it is written."""
     steps, saving, gradients = [], None, {}
 
@@ -90,22 +112,23 @@ def run(trainer: Trainer, first: int, save: Path | None = None) -> Found:
     for step in range(first, STEPS):
         if save and step == SAVED:
             saving = trainer.save(save)
-        steps.append(asdict(trainer.step(batch_of(step))))
+        steps.append(asdict(trainer.step(batch_of(step, way))))
         trainer.before_update = lambda: None
     if saving:
         saving.result()
-    scores = trainer.score([c for c, _ in sequences(batch_of(0))])
+    scores = trainer.score([c for c, _ in sequences(batch_of(0, way))])
     return {"steps": steps, "gradients": gradients, "parameters": gathered(trainer), "scores": scores}
 
 
 def measure(models: Path, folder: Path, size: int) -> Found:
     """What trainers of this size find in each way of being one."""
     found: Found = {}
-    for way in TRIED[size]:
-        trainer = make_trainer(models / WAYS[way].model, *FLAGS, *WAYS[way].flags, f"--trainer.ranks={size}")
-        assert (trainer._lowered is None) == (way not in ("copy", "bfloat16") or trainer.ranks.gathers)
-        found[way] = run(trainer, 0, folder / f"{way} {size}")
-        trainer.export(folder / f"{way} {size} exported")
+    for name in TRIED[size]:
+        way = WAYS[name]
+        trainer = make_trainer(models / way.model, *FLAGS, *way.flags, f"--trainer.ranks={size}")
+        assert (trainer._lowered is None) == (name not in ("copy", "bfloat16") or trainer.ranks.gathers)
+        found[name] = run(trainer, way, 0, folder / f"{name} {size}")
+        trainer.export(folder / f"{name} {size} exported")
     return found
 
 
@@ -116,7 +139,7 @@ def go_on(models: Path, folder: Path, size: int, names: Sequence[str]) -> Found:
         way = WAYS[resumed_as(saved, size)]
         trainer = make_trainer(models / way.model, *FLAGS, *way.flags, f"--trainer.ranks={size}")
         trainer.restore(folder / saved)
-        found[saved] = run(trainer, SAVED)
+        found[saved] = run(trainer, way, SAVED)
     return found
 
 

@@ -25,9 +25,10 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden weight^T / temperature) over its kept tokens, and entropy.
 
-    `hidden` `[tokens, size]` and `weight` `[vocabulary, size]` are of one format, `targets` and `temperatures`
-    `[tokens]`; `kept` are the ids that top-k/top-p left at each (None: all). Both results are `[tokens]` in float32, or
-    float64 for float64; the entropy carries no gradient. `fuse` compiles what is not a matrix product.
+    `hidden` `[tokens, size]` and `weight` `[vocabulary, size]` are of one format, to which logits are rounded, as those
+    of engines are; `targets` and `temperatures` `[tokens]`; `kept` are the ids that top-k/top-p left at each (None:
+    all). Both results are `[tokens]` in float32, or float64 for float64; the entropy carries no gradient. `fuse`
+    compiles what is not a matrix product.
     """
     result: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, temperatures, kept, fuse
