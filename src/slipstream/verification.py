@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,7 @@ class Verdict:
             ("link", f"{config.sync.link}, in flight: {config.sync.interruption}"),
             ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
             ("in flight", f"{self.met} at the publish" + ("" if self.met else ": raise --tokens")),
-            ("A and B", f"answer {self.differ} prompts differently" if self.before[1] else "not compared"),
+            ("A and B", f"answer {self.differ} prompts differently"),
             ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
             ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),
             ("held", f"{1000 * self.hold:.2f} ms"),
@@ -95,17 +97,34 @@ class Verdict:
 class ChangingTrainer(TrainerService):
     """A trainer that, instead of learning, goes to other weights at once."""
 
+    _foreseen: tuple[int, list[torch.Tensor]] | None = None
+
+    @torch.no_grad()
+    def foresee(self, seed: int) -> None:
+        """Work out on a CPU what `change` does, since sequences that are in flight might end before it would be done.
+
+        It takes the memory of one copy of the weights until then. On a GPU it is quick, and memory may be short."""
+        if self._trainer.device.type == "cpu":
+            self._foreseen = (seed, list(self._noise(seed)))
+
+    @torch.no_grad()
     def change(self, seed: int) -> None:
         """From A to B: noise on every parameter, the same for a seed."""
         if self._sender:
             self._sender.before_update()
+        foreseen, self._foreseen = self._foreseen, None
+        noise = foreseen[1] if foreseen and foreseen[0] == seed else self._noise(seed)
+        for parameter, change in zip(self._trainer.parameters.values(), noise, strict=True):
+            parameter.add_(change)
+
+    def _noise(self, seed: int) -> Iterator[torch.Tensor]:
+        """What is added to each parameter, or to the part of it that is here."""
         generator = torch.Generator(self._trainer.device).manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self._trainer.parameters.values():
-                noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
-                # Adapters begin as zeros, and a vector of ones has no deviation.
-                size = CHANGE * max(float(whole(parameter).float().std(correction=0)), 0.02)
-                parameter.add_(part_of(noise, parameter), alpha=size)
+        for parameter in self._trainer.parameters.values():
+            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            # Adapters begin as zeros, and a vector of ones has no deviation.
+            size = CHANGE * max(float(whole(parameter).float().std(correction=0)), 0.02)
+            yield part_of(noise.mul_(size), parameter)
 
     def store(self, path: Path) -> None:
         """The policy with its tokenizer, as an engine loads it."""
@@ -144,11 +163,38 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
     vocabulary = len(load_tokenizer(config.model.path))
     draw = random.Random(seed)
     asked = [tuple(draw.randrange(vocabulary) for _ in range(draw.randint(*PROMPT))) for _ in range(prompts)]
-    with tempfile.TemporaryDirectory(prefix="slipstream-verify-") as folder:
-        stores = [Path(folder) / name for name in "AB"]
-        completions, hold, met = await _publish_midway(config, Path(folder), stores, asked, tokens, after, seed)
-        again = [await _fresh(config, Path(folder), version, stores[version], completions) for version in (0, 1)]
+    with _scratch() as folder:
+        stores = [folder / name for name in "AB"]
+        completions, hold, met = await _publish_midway(config, folder, stores, asked, tokens, after, seed)
+        wanted = [_by_version(completions, version) for version in (0, 1)]
+        # Where no token of A was kept, as under `retry`, A is asked all that B was: they have to differ.
+        alone = [(c, c.spans[-1]) for c in completions[prompts:]]
+        again = [
+            await _fresh(config, folder, store, asked_of)
+            for store, asked_of in zip(stores, (wanted[0] or alone, wanted[1]), strict=True)
+        ]
     return _verdict(completions, again, hold, met)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A directory that is gone afterwards; but for logs, which what is raised may name, if something was."""
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-verify-"))
+    try:
+        yield folder
+    except Exception:
+        for path in folder.iterdir():
+            if path.name != "logs":
+                shutil.rmtree(path)
+        raise
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+
+
+def _by_version(completions: Sequence[Completion], version: int) -> Wanted:
+    return [(c, span) for c in completions for span in c.spans if span.version == version]
 
 
 async def _publish_midway(
@@ -159,6 +205,7 @@ async def _publish_midway(
     try:
         await pools.link.connect(0)
         await pools.trainer.actor.call("store", stores[0])
+        await pools.trainer.actor.call("foresee", seed)
         sampling = Sampling(temperature=0.0, max_tokens=tokens)
         drawn = [asyncio.ensure_future(pools.generator.generate(prompt, sampling)) for prompt in asked]
         drawing = asyncio.gather(*drawn)
@@ -177,11 +224,8 @@ async def _publish_midway(
         await pools.close()
 
 
-async def _fresh(
-    config: Config, folder: Path, version: int, store: Path, completions: Sequence[Completion]
-) -> list[tuple[int, ...]]:
-    """What an engine that has loaded `store` draws in the place of each completion's tokens of `version`."""
-    wanted = [(c, span) for c in completions for span in c.spans if span.version == version]
+async def _fresh(config: Config, folder: Path, store: Path, wanted: Wanted) -> list[tuple[int, ...]]:
+    """What an engine that has loaded `store` draws in the place of these tokens of completions."""
     if not wanted:
         return []
     service, adapted = "", bool(config.lora.rank)
@@ -211,7 +255,7 @@ def _verdict(
     exact, total, tokens, misses = [0, 0], [0, 0], [0, 0], []
     for version in (0, 1):
         spans = [(i, c, span) for i, c in enumerate(completions) for span in c.spans if span.version == version]
-        for (i, c, span), drawn in zip(spans, again[version], strict=True):
+        for (i, c, span), drawn in zip(spans, again[version] if spans else [], strict=True):
             expected = c.token_ids[span.start : span.end]
             total[version] += 1
             tokens[version] += len(expected)
@@ -223,9 +267,10 @@ def _verdict(
                 misses.append(f"{when}, by {'AB'[version]}: at token {at + 1} of {len(expected)}")
     changed = sum(len(c.spans) > 1 for c in completions)
     half = len(completions) // 2
-    old = [c for c in completions[:half] if c.versions[0] == 0]
-    answers = {c.prompt_ids: c.token_ids for c in completions[half:]}
-    differ = sum(c.token_ids != answers[c.prompt_ids] for c in old) if old else half
+    old = {c.prompt_ids: c.token_ids for c in completions[:half] if c.versions[0] == 0}
+    if not total[0]:  # a fresh A has been asked all prompts instead
+        old = {c.prompt_ids: drawn for c, drawn in zip(completions[half:], again[0], strict=True)}
+    differ = sum(old.get(c.prompt_ids, c.token_ids) != c.token_ids for c in completions[half:])
     before, afterwards = zip(exact, total, strict=True)
     return Verdict(
         len(completions), met, changed, differ, before, afterwards, (tokens[0], tokens[1]), hold, tuple(misses)

@@ -33,6 +33,7 @@ def test_a_command_of_its_own_says_so(model: Path) -> None:
     [
         pytest.param(["--generator.kind=vllm", "--sync.link=nccl", "--tokens=200"], 0, "EXACT", marks=needs_vllm),
         (["--sync.placement=colocated", "--tokens=60"], 0, "EXACT"),
+        (["--sync.interruption=retry", "--tokens=60"], 0, "prompts differently"),
         pytest.param(
             ["--generator.kind=vllm", "--sync.link=lora", "--lora.rank=8", "--sync.interruption=continue"],
             0,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from slipstream.generators.vllm_start import cause
+from slipstream.config import ModelConfig
+from slipstream.generators.vllm_start import CACHE, cause, cpu_arguments
+from tests.conftest import build_model
 
 CORE = "(EngineCore pid=4242) ERROR 07-01 12:00:00 [core.py:1231] "
 FULL = (
@@ -31,7 +34,18 @@ LONG = (
     "is 11216. Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU backend) or "
     "decreasing `max_model_len` when initializing the engine."
 )
+FULL_HOST = (
+    "Available memory on node 0 (15.11/23.34 GiB) on startup is less than desired CPU memory utilization (0.9, "
+    "21.0 GiB). On the CPU backend, the `--gpu-memory-utilization` flag controls the fraction of CPU memory reserved "
+    "(despite its name). To resolve: decrease `--gpu-memory-utilization` or reduce CPU memory used by other processes."
+)
+SMALL_SHARE = (
+    "Available memory on node 0 (15.11/23.34 GiB) on kv cache allocation is less than requested memory for kv "
+    "(-0.62/0.23 GiB). Reduce CPU memory used by other processes."
+)
 CASES = {
+    "full host": (f"ValueError: {FULL_HOST}", "15.11/23.34 GiB", "lower generator.memory"),
+    "small share": (f"ValueError: {SMALL_SHARE}", "-0.62/0.23 GiB", "give generator.memory a share"),
     "full": (f"ValueError: {FULL}", "10.52/139.8 GiB", "lower generator.memory"),
     "large": (f"torch.OutOfMemoryError: {LARGE}", "Tried to allocate 2.32 GiB", "lower generator.memory or"),
     "no cache": (f"ValueError: {NO_CACHE}", "No available memory for the cache", "raise generator.memory"),
@@ -55,8 +69,22 @@ def log_of(failure: str, before: str = "") -> str:
     return before + "".join(f"{CORE}{line}\n" for line in lines) + summary
 
 
+def test_on_a_cpu_memory_is_what_the_option_says_or_what_the_context_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = 2 * 3 * 2 * 8 * 4  # bytes a token: keys and values, layers, heads, width, float32
+    build_model(max_position_embeddings=2_000_000).config.save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    assert "kv_cache_memory_bytes" not in cpu_arguments(model, 0, 0.3)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**22}.__getitem__)
+    for context, room in ((0, 2_000_000 * sequence), (512, 512 * sequence)):
+        assert cpu_arguments(model, context, 0.0)["kv_cache_memory_bytes"] == CACHE + room
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**18}.__getitem__)
+    assert cpu_arguments(model, 0, 0.0)["kv_cache_memory_bytes"] == CACHE + 2**28
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_full_gpu_is_one_line_that_names_the_option(case: str, tmp_path: Path) -> None:
+def test_too_little_memory_is_one_line_that_names_the_option(case: str, tmp_path: Path) -> None:
     failure, said, remedy = CASES[case]
     log, last = tmp_path / "generator_0.log", f"{CORE}ValueError: of the start before this\n"
     warned = "WARNING 07-01 12:00:00 [registry.py:1] ImportError: no flash_attn_3\n"

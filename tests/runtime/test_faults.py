@@ -235,7 +235,7 @@ def test_a_generator_that_hangs_is_ended_by_its_name(
             completion = await pools.generator.generate([5, 6, 7], Sampling(max_tokens=8))
             assert completion.versions == (1, 1)
             os.kill(pid_of(pools.generator.generators[0].actor), signal.SIGSTOP)
-            with pytest.raises(ActorDied, match="^generator 0 did not receive version 2 within "):
+            with pytest.raises(ActorDied, match=r"^generator 0 did not receive version 2 within "):
                 await pools.link.publish(2)
 
     asyncio.run(main())

@@ -26,7 +26,7 @@ from slipstream.generators.vllm_adapters import AdapterWeights
 from slipstream.generators.vllm_adapters import arguments as adapter_arguments
 from slipstream.generators.vllm_calls import Answer, post
 from slipstream.generators.vllm_requests import Drawn, VllmRequest, added, interrupted
-from slipstream.generators.vllm_start import CPU_ARGUMENTS, start_vllm
+from slipstream.generators.vllm_start import cpu_arguments, start_vllm
 from slipstream.models import end_of_sequence, generation_config, has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
@@ -376,7 +376,7 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
         _refuse_unrecorded(on_cpu)
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
-        arguments |= CPU_ARGUMENTS | {"async_scheduling": False}
+        arguments |= cpu_arguments(config.model, generator.context, generator.memory) | {"async_scheduling": False}
     return arguments | generator.options
 
 

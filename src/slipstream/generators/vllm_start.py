@@ -7,11 +7,11 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from slipstream.config import ConfigError
+from slipstream.config import ConfigError, ModelConfig
 
 T = TypeVar("T")
 Part = Literal["generator", "teacher"]
@@ -21,11 +21,13 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process could not use the GPU
 }
 CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # starts in seconds
-CPU_ARGUMENTS = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28}  # of which it would take a share of all memory
+CACHE = 2**28  # bytes of keys and values on a CPU, beside those of one sequence as long as the context
 FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
 SHOWN = 300  # characters of why vLLM does not start
 REMEDIES = {  # by what vLLM says
     "less than desired GPU memory utilization": "lower {memory}, or end what else is on the GPU",
+    "less than desired CPU memory utilization": "lower {memory}, or end what else takes memory",
+    "less than requested memory for kv": "give {memory} a share that is free, and holds the model, too",
     "out of memory": "lower {memory} or {slots}, end what else is on the GPU, or spread the model by {spread}",
     "No available memory for the cache": "raise {memory}, or spread the model by {spread}",
     "larger than the available KV cache memory": "raise {memory}, or lower generator.context",
@@ -61,6 +63,29 @@ def start_vllm(part: Part, build: Callable[[], T], log: Path | None) -> T:
         raise
     except (RuntimeError, ValueError, TypeError, OSError) as error:
         raise ConfigError(f"vLLM does not start: {cause(part, error, log, logged)}") from error
+
+
+def cpu_arguments(model: ModelConfig, context: int, memory: float) -> dict[str, Any]:
+    """What vLLM is told on a CPU: where `memory` is set, it takes that share of the host's as it does of a GPU's.
+
+    Else room for keys and values of one sequence of `context` tokens (0: the model's own limit), but at most a quarter
+    of the memory, and some more.
+    """
+    if memory:
+        return {"enforce_eager": True}
+    quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return {"enforce_eager": True, "kv_cache_memory_bytes": CACHE + min(_cache_of_one(model, context), quarter)}
+
+
+def _cache_of_one(model: ModelConfig, context: int) -> int:
+    """Bytes of keys and values of one sequence, at most."""
+    from transformers import AutoConfig
+
+    it = AutoConfig.from_pretrained(model.path).get_text_config()
+    heads = getattr(it, "num_key_value_heads", None) or it.num_attention_heads
+    width = getattr(it, "head_dim", None) or it.hidden_size // it.num_attention_heads
+    number = getattr(torch, model.dtype).itemsize
+    return int(2 * it.num_hidden_layers * heads * width * number * (context or it.max_position_embeddings))
 
 
 def cause(part: Part, error: Exception, log: Path | None, start: int) -> str:

@@ -186,14 +186,15 @@ def _new_engine(config: Config, path: str) -> Any:
     import torch
     from vllm import LLM
 
-    from slipstream.generators.vllm_start import CPU_ARGUMENTS
+    from slipstream.generators.vllm_start import cpu_arguments
 
     arguments: dict[str, Any] = {
         "model": path, "dtype": config.model.dtype, "gpu_memory_utilization": config.teacher.memory or 0.4,
         "max_model_len": config.generator.context or None, "seed": config.loop.seed, "disable_log_stats": True,
     }  # fmt: skip
     if not torch.cuda.is_available():
-        arguments |= CPU_ARGUMENTS
+        model = config.model.model_copy(update={"path": path})
+        arguments |= cpu_arguments(model, config.generator.context, config.teacher.memory)
     return LLM(**arguments | config.teacher.options)
 
 

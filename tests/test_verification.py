@@ -1,0 +1,62 @@
+"""What `slipstream verify` makes of what it finds, in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.config import load_config
+from slipstream.rollout import Completion, VersionSpan
+from slipstream.verification import ChangingTrainer, _scratch, _verdict
+
+
+def of_b(prompt: int, *token_ids: int) -> Completion:
+    spans = (VersionSpan(1, 0, len(token_ids)),)
+    return Completion((prompt,), token_ids, (0.0,) * len(token_ids), spans, "length")
+
+
+def test_where_nothing_of_a_was_kept_a_fresh_a_must_answer_otherwise() -> None:
+    """As under `retry`: else nothing would show that anything has changed."""
+    completions = [of_b(5, 7, 8), of_b(6, 9, 9), of_b(5, 7, 8), of_b(6, 9, 9)]
+    by_b = [c.token_ids for c in completions]
+    same = _verdict(completions, [[(7, 8), (9, 9)], by_b], hold=0.0, met=2)
+    assert not same.exact and same.differ == 0 and same.before == (0, 0) and same.after == (4, 4)
+    other = _verdict(completions, [[(7, 8), (9, 3)], by_b], hold=0.0, met=2)
+    assert other.exact and other.differ == 1 and other.before == (0, 0)
+
+
+def test_a_change_that_was_foreseen_is_the_same_and_costs_an_addition(tiny: Path, tmp_path: Path) -> None:
+    config = load_config(None, [f"--model.path={tiny}", "--environment.name=addition", "--trainer.threads=1"])
+    at_once, foreseen = (ChangingTrainer(config, str(tmp_path)) for _ in range(2))
+
+    def no_more(seed: int) -> Iterator[torch.Tensor]:
+        raise AssertionError(f"noise of seed {seed} is made while sequences go on")
+
+    foreseen.foresee(3)
+    foreseen._noise = no_more  # type: ignore[method-assign]
+    before = {name: p.detach().clone() for name, p in foreseen._trainer.parameters.items()}
+    for trainer in (at_once, foreseen):
+        trainer.change(3)
+    for name, parameter in foreseen._trainer.parameters.items():
+        assert torch.equal(parameter, at_once._trainer.parameters[name]) and not torch.equal(parameter, before[name])
+    with pytest.raises(AssertionError):
+        foreseen.change(3)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_logs_that_an_error_names_outlive_it(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    try:
+        with _scratch() as folder:
+            for name in ("A", "logs"):
+                (folder / name).mkdir()
+                (folder / name / "file").touch()
+            if fails:
+                raise OSError("see the log")
+    except OSError:
+        pass
+    assert [str(path.relative_to(folder)) for path in folder.rglob("file")] == (["logs/file"] if fails else [])
