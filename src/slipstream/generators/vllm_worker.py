@@ -86,7 +86,7 @@ class Tokens:
         running, preempted, ended = _drawn(self._runner), dict(self._preempted), list(self._ended)
 
         def counted() -> Drawn:
-            away = {name: before()[name] for name, before in preempted.items()}
+            away = {name: tokens for name, before in preempted.items() if (tokens := before().get(name)) is not None}
             return dict.fromkeys(ended) | away | running()  # one that was resumed runs
 
         return counted
