@@ -60,3 +60,14 @@ def test_logs_that_an_error_names_outlive_it(fails: bool, tmp_path: Path, monkey
     except OSError:
         pass
     assert [str(path.relative_to(folder)) for path in folder.rglob("file")] == (["logs/file"] if fails else [])
+
+
+def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
+    config = load_config(None, ["--model.path=m", "--environment.name=addition", "--sync.interruption=recompute"])
+    whole = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 2),), "length")
+    parts = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)), "length")
+    by_b = of_b(5, 9, 9)
+    ended = _verdict([whole, by_b], [[(7, 8)], [(9, 9)]], hold=0.0, met=1).describe(config)
+    met = _verdict([parts, by_b], [[(7,)], [(8,), (9, 9)]], hold=0.0, met=1).describe(config)
+    assert "1 at the publish, but all had ended at the swap: raise --tokens" in ended
+    assert "1 at the publish\n" in met

@@ -79,11 +79,15 @@ class Verdict:
     def describe(self, config: Config) -> str:
         """All of it as a table."""
         engine = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {config.model.dtype}"
+        ended = self.met and not self.changed and config.sync.interruption == "recompute"
+        raise_tokens = (
+            ", but all had ended at the swap: raise --tokens" if ended else "" if self.met else ": raise --tokens"
+        )
         rows = [
             ("engine", engine),
             ("link", f"{config.sync.link}, in flight: {config.sync.interruption}"),
             ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
-            ("in flight", f"{self.met} at the publish" + ("" if self.met else ": raise --tokens")),
+            ("in flight", f"{self.met} at the publish{raise_tokens}"),
             ("A and B", f"answer {self.differ} prompts differently"),
             ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
             ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),

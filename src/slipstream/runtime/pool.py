@@ -67,7 +67,7 @@ class ProcessGenerator:
         """
         answered, quiet = asyncio.ensure_future(call), QUIET if quiet is None else quiet
         answered.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised here, if still wanted
-        looks, since, worked = 0, 0, self._worked()
+        looks, since, worked = 0, 0, None  # who answers before the first look is not looked at, which costs some time
         try:
             while not (await asyncio.wait((answered,), timeout=LOOK))[0]:
                 looks, before, worked = looks + 1, worked, self._worked()
