@@ -93,7 +93,12 @@ class TeacherConfig(Section):
         0, "The teacher is the policy as it was this many versions ago; 0: it is the model at path.", ge=0
     )
     kind: Literal["torch", "vllm"] = option("torch", "What runs it.")
-    memory: float = option(0.0, "Share of a GPU's memory (vllm); 0 means 0.4.", ge=0, le=1)
+    memory: float = option(
+        0.0,
+        "Share of a GPU's memory (vllm), on a CPU of the host's; 0 means 0.4, there room for one sequence.",
+        ge=0,
+        le=1,
+    )
     options: dict[str, Any] = option({}, "Further engine arguments, passed on as they are (vllm).")
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
     threads: int = option(0, "CPU threads; 0 shares the cores out.", ge=0)
@@ -137,7 +142,11 @@ class GeneratorConfig(Section):
     servers: list[str] = option([], "URLs of vLLM servers that you started, to attach to instead (vllm).")
     tensor_parallel: int = option(1, "GPUs that one generator's weights are spread over (vllm).", ge=1)
     memory: float = option(
-        0.0, "Share of a GPU's memory for one generator (vllm); 0 means 0.85, or 0.4 where others use it.", ge=0, le=1
+        0.0,
+        "Share of a GPU's memory for one generator (vllm), on a CPU of the host's; 0 means 0.85, or 0.4 where others use "
+        "it, and on a CPU room for one whole sequence and some more.",
+        ge=0,
+        le=1,
     )
     options: dict[str, Any] = option({}, "Further engine arguments, passed on as they are (vllm).")
     slots: int = option(64, "Sequences that one generator decodes at once.", ge=1)
