@@ -240,6 +240,11 @@ class Actor:
         return "\n".join(text.splitlines()[-LOG_LINES:])
 
 
+def went_well(done: asyncio.Future[Any]) -> bool:
+    """Whether it did; a failure counts as told, so as a callback this says that nobody need hear of one."""
+    return not done.cancelled() and done.exception() is None
+
+
 def group_lives(group: int) -> bool:
     """Whether a process of this group is left that does more than wait for somebody to see that it has ended."""
     if not Path("/proc/self/stat").exists():

@@ -154,6 +154,11 @@ class GeneratorConfig(Section):
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
     threads: int = option(0, "CPU threads of each generator; 0 shares the cores out.", ge=0)
 
+    @property
+    def engines(self) -> int:
+        """Those that the run starts: servers run by themselves."""
+        return 0 if self.servers else self.count
+
     @model_validator(mode="before")
     @classmethod
     def _count_servers(cls, values: Any) -> Any:

@@ -100,13 +100,20 @@ def check_path(path: str, option: str = "model.path") -> None:
 
 def refuse_adapter(path: str) -> None:
     """Raise `ConfigError` for an adapter where a whole model has to be: training begins with adapters of its own."""
-    adapter = Path(path) / ADAPTER
-    if adapter.exists() and not (Path(path) / "config.json").exists():
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if adapter := adapter_at(path):
         raise ConfigError(
-            f"model.path = {path!r} is an adapter of {base!r}; merge it into that (peft's merge_and_unload) and give "
-            "the directory of the merged model"
+            f"model.path = {path!r} is an adapter of {adapter.get('base_model_name_or_path')!r}; merge it into that "
+            "(peft's merge_and_unload) and give the directory of the merged model"
         )
+
+
+def adapter_at(path: str) -> dict[str, Any]:
+    """How the adapter in a directory is configured that holds no model itself; empty for any other place."""
+    file = Path(path) / ADAPTER
+    if not file.exists() or (Path(path) / "config.json").exists():
+        return {}
+    adapter: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return adapter
 
 
 def pick_device(option: str, name: str) -> torch.device:
@@ -182,9 +189,8 @@ def has_experts(path: str) -> bool:
     """Whether the model at `path`, or below the adapters there, is a mixture of experts."""
     from transformers import AutoConfig
 
-    adapter = Path(path) / ADAPTER
-    if adapter.exists() and not (Path(path) / "config.json").exists():
-        path = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    if adapter := adapter_at(path):
+        path = adapter["base_model_name_or_path"]
     try:
         config = AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError, KeyError):  # loading the model will say what is wrong

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from slipstream.actor import went_well
 from slipstream.config import Config, ConfigError, validate
 from slipstream.generators.vllm import VllmEngine
 from slipstream.models import load_tokenizer
@@ -79,15 +80,14 @@ class Verdict:
     def describe(self, config: Config) -> str:
         """All of it as a table."""
         engine = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {config.model.dtype}"
-        ended = self.met and not self.changed and config.sync.interruption == "recompute"
-        raise_tokens = (
-            ", but all had ended at the swap: raise --tokens" if ended else "" if self.met else ": raise --tokens"
-        )
+        hint = "" if self.met else ": raise --tokens"
+        if self.met and not self.changed and config.sync.interruption == "recompute":
+            hint = ", but all had ended at the swap: raise --tokens"
         rows = [
             ("engine", engine),
             ("link", f"{config.sync.link}, in flight: {config.sync.interruption}"),
             ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
-            ("in flight", f"{self.met} at the publish{raise_tokens}"),
+            ("in flight", f"{self.met} at the publish{hint}"),
             ("A and B", f"answer {self.differ} prompts differently"),
             ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
             ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),
@@ -184,17 +184,15 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
 def _scratch() -> Iterator[Path]:
     """A directory that is gone afterwards; but for logs, which what is raised may name, if something was."""
     folder = Path(tempfile.mkdtemp(prefix="slipstream-verify-"))
+    gone = [folder]
     try:
         yield folder
     except Exception:
-        for path in folder.iterdir():
-            if path.name != "logs":
-                shutil.rmtree(path)
+        gone = [path for path in folder.iterdir() if path.name != "logs"]
         raise
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    shutil.rmtree(folder)
+    finally:
+        for path in gone:
+            shutil.rmtree(path)
 
 
 def _by_version(completions: Sequence[Completion], version: int) -> Wanted:
@@ -213,7 +211,7 @@ async def _publish_midway(
         sampling = Sampling(temperature=0.0, max_tokens=tokens)
         drawn = [asyncio.ensure_future(pools.generator.generate(prompt, sampling)) for prompt in asked]
         drawing = asyncio.gather(*drawn)
-        drawing.add_done_callback(lambda done: done.cancelled() or done.exception())  # else raised below
+        drawing.add_done_callback(went_well)  # else raised below
         while not drawing.done() and await pools.generator.drawn() < after:
             await asyncio.sleep(POLL)
         async with pools.trainers_turn(publishes=True):

@@ -386,6 +386,20 @@ async def fake(
         await runner.cleanup()
 
 
+@asynccontextmanager
+async def faked(
+    model: Path, complete: Answer, rpc: Answer, order: Answer | None = None, **options: Any
+) -> AsyncIterator[Server]:
+    """A run's end of such a server, with these options of the run."""
+    async with fake(complete, {}, rpc, order) as url:
+        server = Server(url, configured(model, url, sampling__max_tokens=4, **options))
+        await server.start()
+        try:
+            yield server
+        finally:
+            await server.stop()
+
+
 async def complete(body: dict[str, Any]) -> Any:
     tokens = [7] * body["max_tokens"]
     drawn = {"token_logprobs": [-1.0] * len(tokens), "top_logprobs": [{"token_id:7": -1.0}] * len(tokens)}
@@ -474,16 +488,13 @@ def test_a_swap_that_fails_ends_what_is_in_flight(model: Path) -> None:
         return None
 
     async def main() -> None:
-        async with fake(slow, {}, rpc) as url:
-            server = Server(url, configured(model, url, sampling__max_tokens=4))
-            await server.start()
+        async with faked(model, slow, rpc) as server:
             drawing = server.call("generate", 0, (3, 4), Sampling(max_tokens=4))
             await begun.wait()
             with pytest.raises(ActorDied, match="/collective_rpc answered 500"):
                 await server.call("swap", 1)
             with pytest.raises(ActorDied, match="/collective_rpc answered 500"):
                 await drawing
-            await server.stop()
 
     asyncio.run(main())
 
@@ -506,9 +517,7 @@ def test_an_answer_is_not_taken_while_a_swap_is_under_way(model: Path) -> None:
         return [0.001, {f"cmpl-{names[0]}-0-1a2b3c4d": 3, "cmpl-of-another-0-1a2b3c4d": 9}]
 
     async def main() -> None:
-        async with fake(slow, {}, rpc) as url:
-            server = Server(url, configured(model, url, sampling__max_tokens=4))
-            await server.start()
+        async with faked(model, slow, rpc) as server:
             drawing = [server.call("generate", i, (3, 4), Sampling(max_tokens=5)) for i in range(2)]
             while len(salts) < 2:
                 await asyncio.sleep(0.01)
@@ -517,7 +526,6 @@ def test_an_answer_is_not_taken_while_a_swap_is_under_way(model: Path) -> None:
             spans = [(await task).spans for task in drawing]
             assert spans == [((0, 0, 3), (1, 3, 5)), ((1, 0, 5),)]
             assert len(salts) == 3 and salts[0] == salts[1] != salts[2]
-            await server.stop()
 
     asyncio.run(main())
 
@@ -544,9 +552,7 @@ def test_what_had_ended_at_a_swap_is_not_drawn_again(how: Interruption, model: P
         return [0.001, counts] if body["method"] == "slipstream_swapped" else None
 
     async def main() -> None:
-        async with fake(drawing, {}, rpc) as url:
-            server = Server(url, configured(model, url, sampling__max_tokens=4, sync__interruption=how))
-            await server.start()
+        async with faked(model, drawing, rpc, sync__interruption=how) as server:
             tasks = [server.call("generate", i, (i,), Sampling(max_tokens=5)) for i in (1, 2, 3)]
             await arrived.wait()
             workers = server._workers
@@ -569,7 +575,6 @@ def test_what_had_ended_at_a_swap_is_not_drawn_again(how: Interruption, model: P
             assert (await tasks[0]).spans == ((0, 0, 5),)
             assert prompts.count([1]) == prompts.count([2]) == 1
             assert (await server._stats())["wasted"] == (5 if how == "retry" else 0)
-            await server.stop()
 
     asyncio.run(main())
 
@@ -579,13 +584,10 @@ def test_a_server_whose_checksums_never_come_is_given_up(model: Path) -> None:
         return None
 
     async def main() -> None:
-        async with fake(complete, {}, rpc) as url:
-            server = Server(url, configured(model, url, sampling__max_tokens=4))
-            await server.start()
+        async with faked(model, complete, rpc) as server:
             async with asyncio.timeout(60):
                 with pytest.raises(ActorDied, match="did not add up its weights within 2 s"):
                     await server.call("checksums", ["w"])
-            await server.stop()
 
     asyncio.run(main())
 
@@ -624,9 +626,7 @@ class Orders:
 async def swapping(model: Path, *broken: str) -> AsyncIterator[tuple[Server, asyncio.Future[Any], list[str]]]:
     """A server in the middle of a swap that recomputes, the swap, and what it was told since the start."""
     orders = Orders(*broken)
-    async with fake(complete, {}, orders.rpc, orders.order) as url:
-        server = Server(url, configured(model, url, sampling__max_tokens=4, sync__interruption="recompute"))
-        await server.start()
+    async with faked(model, complete, orders.rpc, orders.order, sync__interruption="recompute") as server:
         assert orders.told == ["/resume"]
         orders.told.clear()
         swap = server.call("swap", 1)
@@ -712,9 +712,7 @@ def test_no_swap_begins_on_a_server_that_is_being_left(model: Path) -> None:
     orders = Orders("close is late")
 
     async def main() -> None:
-        async with fake(complete, {}, orders.rpc, orders.order) as url:
-            server = Server(url, configured(model, url, sampling__max_tokens=4, sync__interruption="recompute"))
-            await server.start()
+        async with faked(model, complete, orders.rpc, orders.order, sync__interruption="recompute") as server:
             await server.call("connect", {}, 1)
             leaving = asyncio.ensure_future(server.stop())
             await asyncio.sleep(0.1)

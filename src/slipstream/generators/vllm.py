@@ -86,8 +86,7 @@ class VllmEngine:
     def draining(self, value: bool) -> None:
         if value and not self._draining:  # what has drawn nothing waits here, not in vLLM's queue
             for request in [request for request, drawn in self._drawn().items() if not drawn]:
-                self._stop(request)
-                self._waiting.append(request)
+                self._put_back(request)
         self._draining = value
 
     @property
@@ -186,8 +185,7 @@ class VllmEngine:
                 for request, drawn in self._drawn().items():
                     if how == "retry" or request.adapter == oldest:
                         self.tokens_wasted += drawn
-                        self._stop(request)
-                        self._waiting.append(request)
+                        self._put_back(request)
         else:
             self._unsettled = (counts, how, [r for r in self._requests.values() if not r.ended])
         return paused_for
@@ -227,8 +225,7 @@ class VllmEngine:
         self.tokens_wasted += wasted
         for request in again:
             if request not in self._aborted:
-                self._stop(request)
-                self._waiting.append(request)
+                self._put_back(request)
         kept_back = [(r, output) for r, output in self._late if r not in (*again, *self._aborted)]
         self._late, self._aborted = [], set()
         return kept_back
@@ -276,6 +273,11 @@ class VllmEngine:
         self._requests[request.name] = request
         if self._adapters:
             request.adapter = self._adapters.began()
+
+    def _put_back(self, request: _Request) -> None:
+        """Let it begin anew, from its prompt."""
+        self._stop(request)
+        self._waiting.append(request)
 
     def _stop(self, request: _Request) -> None:
         if request.name in self._requests:

@@ -34,7 +34,7 @@ def place(config: Config, gpus: int) -> Placement:
     """
     generator, colocated = config.generator, config.sync.placement == "colocated"
     each, ranks = generator.tensor_parallel, config.trainer.ranks
-    count = 0 if generator.servers else generator.count
+    count = generator.engines
     asked = f"generator.count = {count} with generator.tensor_parallel = {each}"
     wanted = count * each
     if gpus and colocated and wanted > gpus:
@@ -116,5 +116,5 @@ def threads(option: int, config: Config) -> int:
     if option:
         return option
     turns = config.loop.max_lag == 0 or config.sync.placement == "colocated"
-    engines, ranks = 0 if config.generator.servers else config.generator.count, config.trainer.ranks
+    engines, ranks = config.generator.engines, config.trainer.ranks
     return max(1, cores // (max(engines, ranks) if turns else engines + ranks))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from slipstream.actor import Actor, ActorDied, ActorError
+from slipstream.actor import Actor, ActorDied, ActorError, went_well
 from slipstream.config import Config
 from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.generators.clock import Clock
@@ -66,7 +66,7 @@ class ProcessGenerator:
         or its processes use no processor for `quiet` seconds (by default `QUIET`), as those that are stopped.
         """
         answered, quiet = asyncio.ensure_future(call), QUIET if quiet is None else quiet
-        answered.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised here, if still wanted
+        answered.add_done_callback(went_well)  # raised here, if still wanted
         looks, since, worked = 0, 0, None  # who answers before the first look is not looked at, which costs some time
         try:
             while not (await asyncio.wait((answered,), timeout=LOOK))[0]:

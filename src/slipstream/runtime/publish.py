@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from slipstream.actor import Actor, ActorDied, ActorError
+from slipstream.actor import Actor, ActorDied, ActorError, went_well
 from slipstream.config import SyncConfig
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.ranks import Ranks
@@ -120,7 +120,7 @@ class WeightLink:
         connecting = asyncio.gather(
             *(g.answer(call, "connect", CONNECT, quiet) for g, call in zip(self._members, calls, strict=True))
         )
-        connecting.add_done_callback(_went_well)  # the trainer's failure may be told
+        connecting.add_done_callback(went_well)  # the trainer's failure may be told
         try:
             while self._collective and not (await asyncio.wait((connecting,), timeout=ASKED))[0]:
                 await self._trainer.call("connecting")
@@ -153,10 +153,10 @@ class WeightLink:
         ticket = await self._trainer.call("stage", version)
         await self._hand_over()
         sent = asyncio.ensure_future(_seconds(self._trainer.call("send", ticket)))
-        sent.add_done_callback(lambda done: free.set() if _went_well(done) and self._lets_go else None)
+        sent.add_done_callback(lambda done: free.set() if went_well(done) and self._lets_go else None)
         # Asked for at once: the trainer reads it before any step that it is told to take from now on.
         wanted = self._trainer.call("checksums", names) if names else _answered({})
-        wanted.add_done_callback(_went_well)  # another failure may be told
+        wanted.add_done_callback(went_well)  # another failure may be told
         # All have the whole version beside what they serve before the first of them swaps.
         try:
             prepares = [g.actor.call("prepare", ticket) for g in self._members]
@@ -171,7 +171,7 @@ class WeightLink:
             sent.cancel()
         # Not waited for, but on its way: the trainer reads it before any call that is made after this.
         self._released = self._trainer.call("release", ticket)
-        self._released.add_done_callback(_went_well)  # the next publish tells
+        self._released.add_done_callback(went_well)  # the next publish tells
         free.set()
         await self._compare(names, wanted, version)
         for generator in self._members:
@@ -266,7 +266,7 @@ class WeightLink:
 async def _unless(sent: asyncio.Future[float], receiving: Awaitable[Answers]) -> Answers:
     """What the receivers answer. Raises at once if sending fails: they may wait for ever for what it does not send."""
     received = asyncio.ensure_future(receiving)
-    received.add_done_callback(_went_well)  # this raises another's failure
+    received.add_done_callback(went_well)  # this raises another's failure
     try:
         await asyncio.wait((sent, received), return_when=asyncio.FIRST_COMPLETED)
         if sent.done() and not received.done():
@@ -274,11 +274,6 @@ async def _unless(sent: asyncio.Future[float], receiving: Awaitable[Answers]) ->
         return await received
     finally:
         received.cancel()
-
-
-def _went_well(done: asyncio.Future[Any]) -> bool:
-    """Whether it did; a failure counts as told."""
-    return not done.cancelled() and done.exception() is None
 
 
 def _answered(answer: Any) -> asyncio.Future[Any]:

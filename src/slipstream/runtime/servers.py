@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from slipstream.actor import ActorDied
+from slipstream.actor import ActorDied, went_well
 from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError
 from slipstream.generators.vllm import EXTENSION
@@ -151,7 +151,7 @@ class Server:
         asking = self._ask("POST", "/v1/completions", body | NO_PENALTIES, limit, {"X-Request-Id": request.name})
         lost = asyncio.ensure_future(self._lost.wait())
         answer = asyncio.ensure_future(asking)
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # raised below, if still wanted
+        answer.add_done_callback(went_well)  # raised below, if still wanted
         self._since = self._since if self._requests else time.perf_counter()
         self._requests[request] = answer
         try:
@@ -177,11 +177,7 @@ class Server:
 
     async def _prepare(self, ticket: Ticket) -> None:
         await self._workers("prepare", ticket)
-        end = time.perf_counter() + PREPARE_LIMIT
-        while not all(done == "True" for done in await self._workers("prepared")):
-            if time.perf_counter() > end:
-                raise self.give_up(f"{self.name} did not get a version of the weights within {PREPARE_LIMIT:g} s")
-            await asyncio.sleep(POLL)
+        await self._known("prepared", "get a version of the weights", PREPARE_LIMIT)
 
     async def _swap(self, version: int) -> tuple[float, dict[str, float]]:
         how = self._config.sync.interruption
@@ -216,7 +212,7 @@ class Server:
     async def _apply(self) -> Drawn:
         """Swap the weights. Returns the tokens that each request had drawn before, by the name we gave it."""
         await self._workers("apply")
-        counts: Drawn = (await self._known("swapped", "finish a swap"))[0][1]
+        counts: Drawn = (await self._known("swapped", "finish a swap", LIMIT))[0][1]
         return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
 
     async def _recompute(self) -> Drawn:
@@ -234,7 +230,7 @@ class Server:
 
     async def _checksums(self, names: Sequence[str]) -> dict[str, int]:
         await self._workers("check", list(names))
-        return added(await self._known("checked", "add up its weights"), names)
+        return added(await self._known("checked", "add up its weights", LIMIT), names)
 
     async def _stats(self) -> dict[str, float]:
         running = time.perf_counter() - self._since if self._requests else 0.0
@@ -255,12 +251,12 @@ class Server:
         results: list[Any] = answer["results"]
         return results
 
-    async def _known(self, method: str, purpose: str) -> list[Any]:
-        """Ask the workers until each of them knows."""
+    async def _known(self, method: str, purpose: str, limit: float) -> list[Any]:
+        """Ask the workers until each of them knows, for `limit` seconds."""
         began = time.perf_counter()
         while None in (answers := await self._workers(method)):
-            if time.perf_counter() - began > LIMIT:
-                raise self.give_up(f"{self.name} did not {purpose} within {LIMIT:g} s")
+            if time.perf_counter() - began > limit:
+                raise self.give_up(f"{self.name} did not {purpose} within {limit:g} s")
             await asyncio.sleep(POLL)
         return answers
 
@@ -352,9 +348,7 @@ def _completion(request: VllmRequest, choice: Mapping[str, Any]) -> Completion:
 
 def _answered(answer: asyncio.Future[Any]) -> int:
     """Tokens of a completion, 0 as long as there is none."""
-    if not answer.done() or answer.cancelled() or answer.exception():
-        return 0
-    return len(answer.result()["choices"][0]["token_ids"])
+    return len(answer.result()["choices"][0]["token_ids"]) if answer.done() and went_well(answer) else 0
 
 
 def _message(text: str) -> str:

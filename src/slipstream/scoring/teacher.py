@@ -134,8 +134,8 @@ class TorchReader:
         from slipstream.packed.policy import Policy
 
         teacher = config.teacher
-        cores, engines = os.cpu_count() or 1, 0 if config.generator.servers else config.generator.count
-        torch.set_num_threads(teacher.threads or max(1, cores // (engines + 2)))
+        cores = os.cpu_count() or 1
+        torch.set_num_threads(teacher.threads or max(1, cores // (config.generator.engines + 2)))
         self._device = pick_device(teacher.device, "teacher.device")
         model = load_causal_lm(path, device=self._device, dtype=getattr(torch, config.model.dtype)).eval()
         refuse_other_vocabulary(config, path, model.config.vocab_size)
