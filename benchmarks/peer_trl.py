@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=300.0, help="that one trainer may take")
     parser.add_argument("--transfer", choices=[*TRANSFERS], default="own", help="how TRL sends weights")
+    parser.add_argument("--default-stream", action="store_true", help="keep TRL on the stream that vLLM takes it from")
     parser.add_argument("--url", default="", help="of a server, for the process of a trainer")
     parser.add_argument("--logs", type=Path, default=Path(), help="folder for what trainers and servers print")
     parser.add_argument("--json", type=Path)
@@ -136,6 +137,7 @@ def theirs(options: argparse.Namespace, setting: str, server: Server | None) -> 
         sys.executable, str(HERE / "peer_trl.py"), "one", "--with", setting, "--model", str(options.model),
         *(f"--{name}={getattr(options, name)}" for name in passed_on),
         *(["--set", *options.changes] if options.changes else []),
+        *(["--default-stream"] if options.default_stream else []),
     ]  # fmt: skip
     log = options.logs / f"trl_{options.what}_{setting}.log"
     if server is None:
@@ -262,8 +264,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
     use_varlen_attention()
-    if options.transfer != "own":
-        use_transfer(TRANSFERS[options.transfer])
+    if options.transfer != "own" or options.default_stream:
+        use_transfer(TRANSFERS[options.transfer], options.default_stream)
     (setting,) = options.settings
     changes = SETTINGS[setting] | {
         name: json.loads(value) for name, _, value in (change.partition("=") for change in options.changes)
@@ -331,14 +333,23 @@ def use_varlen_attention() -> None:
     async_grpo_trainer.AutoModelForCausalLM = WithVarlen
 
 
-def use_transfer(settings: dict[str, Any]) -> None:
-    """Have TRL send weights with these settings of vLLM's engine, and only when its step is over on the device."""
+def use_transfer(settings: dict[str, Any], default_stream: bool) -> None:
+    """Have TRL send weights with these settings of vLLM's engine, and only when its step is over on the device.
+
+    vLLM's communicator makes a stream of its own the current one; with `default_stream` steps go on in the usual one.
+    """
     from trl.experimental.async_grpo import async_grpo_trainer, weight_transfer
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerSendWeightsArgs
 
     class Client(weight_transfer.WeightTransferClient):  # type: ignore[misc]
         def __init__(self, *, weight_update_info: dict[str, Any], **others: Any) -> None:
             super().__init__(weight_update_info=weight_update_info | settings, **others)
+
+        def init_weight_transfer(self) -> None:
+            super().init_weight_transfer()
+            if default_stream:
+                torch.cuda.synchronize()
+                torch.cuda.set_stream(torch.cuda.default_stream())
 
         def send_weights(self, iterator: Any) -> None:
             torch.cuda.synchronize()  # vLLM reads in streams of its own, which wait for no step
@@ -377,9 +388,17 @@ def measured_trainer() -> Any:
             return super().compute_loss(model, inputs, **others)
 
         def _sync_weight(self) -> None:
+            if len(self.notes) <= 1:  # in the warm-up, whose time does not count
+                self.refuse_not_finite("before they are sent")
             began = time.perf_counter()
             super()._sync_weight()
             self.syncing += time.perf_counter() - began
+
+        def refuse_not_finite(self, when: str) -> None:
+            """A step on such weights takes as long as any other, and the server answers nothing any more."""
+            bad = [name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())]
+            said = {name: values[-1] for name, values in self._metrics["train"].items() if values}
+            assert not bad, f"{len(bad)} weights are not finite {when}, {bad[:3]}; the last step says {said}"
 
         def note(self) -> None:
             if GPU:
@@ -396,8 +415,7 @@ def measured_trainer() -> Any:
             """From the end of the last step of the warm-up to that of the last one."""
             first, last = self.notes[warmup - 1], self.notes[-1]
             done = {name: last[name] - first[name] for name in first}
-            finite = torch.stack([p.isfinite().all() for p in self.model.parameters()]).all()
-            assert finite, "weights are not finite"  # asked here, and not within the time that is measured
+            self.refuse_not_finite("at the end")
             seconds, steps = done["time"], len(self.notes) - warmup
             operations = self.operations.count(done["tokens"], done["trained"], done["pairs"])
             said = [entry for entry in self.state.log_history if "weight_sync_time_s" in entry][warmup:]

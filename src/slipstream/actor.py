@@ -31,6 +31,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from slipstream.heap import set_heap_aside
+
 Reply = Callable[[Any], None]
 LOG_LINES = 15
 ENDS = 5.0  # seconds that a process is given to end when it is of no more use
@@ -313,16 +315,6 @@ def imported(name: str) -> Any:
     finally:
         gc.freeze()  # modules stay
         gc.enable()
-
-
-def set_heap_aside() -> None:
-    """Let the garbage collector never again look at what exists now.
-
-    Libraries and models are half a million objects that stay for good, and each full collection would stop the process
-    for some tenths of a second to walk through them.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def be_guest(visitor: socket.socket) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.actor import set_heap_aside
 from slipstream.config import Config, ConfigError, load_config
 from slipstream.directory import RunDirectory, write_json
 from slipstream.environments.base import Codec, Policy, Task
@@ -25,6 +24,7 @@ from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt, episode_limits
 from slipstream.environments.load import load_environment
 from slipstream.evaluation import close_environment, evaluate
+from slipstream.heap import set_heap_aside
 from slipstream.ledger import Entry
 from slipstream.models import check_path, has_experts, load_tokenizer, pick_device, refuse_adapter
 from slipstream.observe.progress import Progress

@@ -72,6 +72,8 @@ class VllmEngine:
         self._started = 0
         self._salt = 0
         self._llm.collective_rpc("slipstream_watch")
+        if self._beside:
+            self._llm.collective_rpc("slipstream_collect_seldom")
 
     @property
     def busy(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from slipstream.generators.vllm_places import expert_part, places_of
 from slipstream.generators.vllm_requests import Drawn
 from slipstream.generators.weights import Place, ServedWeights, side_stream
+from slipstream.heap import collect_seldom
 from slipstream.models import end_of_sequence, generation_config
 from slipstream.sync.link import Ticket
 from slipstream.sync.nccl_direct import NativeReceiver
@@ -138,6 +139,10 @@ class WorkerExtension:
         """From here on, know what requests have drawn."""
         if not hasattr(self, "_tokens"):
             self._tokens = Tokens(self.model_runner)
+
+    def slipstream_collect_seldom(self) -> None:
+        """In this process, which is that of the core, too, unless several workers have one each."""
+        collect_seldom()
 
     def slipstream_connect(self, link: str, offer: Ticket, rank: int) -> None:
         """Open this worker's end of a link. Raises `ValueError` for a model that can't be written in place."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slipstream.generators.vllm import VllmEngine
+from slipstream.heap import collect_seldom
 from slipstream.runtime.generating import Engine, GeneratorService, OpenWeights
 
 
@@ -11,4 +12,5 @@ class VllmService(GeneratorService):
 
     def _load(self) -> tuple[Engine, OpenWeights]:
         engine = VllmEngine(self._config, shared_gpu=self._shared_gpu, log=self._log)
+        collect_seldom()
         return engine, engine.open_weights
