@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from torch import nn
 
 from slipstream.config import ConfigError, LoraConfig, ModelConfig
 
 ADAPTER = "adapter_config.json"
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
+STORED = {"BF16": torch.bfloat16, "F16": torch.float16}  # by the name that safetensors has for it
 
 
 def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> Any:
@@ -72,6 +76,24 @@ def load_causal_lm(
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{option} = {path!r}: {_first_line(error)}") from None
     return model if "device_map" in options else model.to(device)
+
+
+def stored_dtype(path: str) -> torch.dtype:
+    """The format that all weights of a model are stored in, or float32 unless it is one of 16 bits.
+
+    Loaded in that format they stay in their files, which all processes of a host map, until they are used.
+    """
+    try:
+        folder = Path(path)
+        if not folder.is_dir():
+            folder = Path(snapshot_download(path, allow_patterns=[*WEIGHTS]))
+        names: set[str] = set()
+        for file in (file for pattern in WEIGHTS for file in folder.glob(pattern)):
+            with safe_open(file, "pt") as tensors:
+                names |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, ValueError):  # loading the model will say what is wrong
+        return torch.float32
+    return STORED.get(names.pop(), torch.float32) if len(names) == 1 else torch.float32
 
 
 def load_tokenizer(path: str) -> Any:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
+from transformers import AutoModelForCausalLM
 
 from slipstream.rollout import Batch, Rollout
 from slipstream.sync.gathered import whole
@@ -62,6 +63,11 @@ WAYS = {
     "experts context": Way("mixture", (4,), (EXPERTS, f"{CONTEXT}2", KL), "mixture"),
     "experts lora": Way("mixture lora", (2,), (EXPERTS, *LORA), "mixture"),
     "adapted experts": Way("adapted experts", (1, 2), ("--lora.rank=4", "--lora.experts=true"), "mixture"),
+    "rounded": Way("rounded", (1,), (KL,), "rounded"),
+    "half": Way("rounded", (1, 2), (KL,), "half"),
+    "half tensor": Way("rounded", (2,), (KL, "--trainer.parallel=tensor"), "half"),
+    "rounded mixture": Way("rounded mixture", (1,), (), "rounded mixture"),
+    "half mixture": Way("rounded mixture", (2,), (EXPERTS,), "half mixture"),
     "recorded": Way("recorded", (1,), (KL,), recorded=True),
     "recorded tensor": Way("recorded", (2,), ("--trainer.parallel=tensor", KL), recorded=True),
     "recorded mixture": Way("recorded mixture", (1,), (), "mixture", recorded=True),
@@ -187,6 +193,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
     folder, models = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("models")
     save_model(models / "dense", vocab_size=38, num_hidden_layers=2)
     save_model(models / "mixture", family="qwen3_moe", vocab_size=38, num_hidden_layers=2)
+    for name, as_half, rounded in (("dense", "half", "rounded"), ("mixture", "half mixture", "rounded mixture")):
+        model: Any = AutoModelForCausalLM.from_pretrained(models / name, dtype=torch.bfloat16)
+        model.save_pretrained(models / as_half)
+        model.float().save_pretrained(models / rounded)
     for size in (1, 2, 4):
         start_ranks(size, models, folder)
     by_size = {size: torch.load(folder / f"{size}.pt", weights_only=False) for size in (1, 2, 4)}

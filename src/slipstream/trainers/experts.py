@@ -21,9 +21,10 @@ from torch.func import functional_call
 
 from slipstream.config import ConfigError
 from slipstream.models import expert_parameters
+from slipstream.trainers.precision import master_dtype
 
 
-def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
+def spread_experts(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -> list[Any]:
     """Leave this rank its part of each layer's experts, and let tokens travel. Returns the modules that hold experts.
 
     Raises `ConfigError` for a model whose experts can't be shared out.
@@ -40,7 +41,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
         experts.part.num_experts, experts.group = count // size, mesh.get_group()
         for name, p in own.items():
             shared = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
-            setattr(experts, name, nn.Parameter(shared, p.requires_grad))
+            setattr(experts, name, nn.Parameter(shared.to(master_dtype(p, compute)), p.requires_grad))
         experts.forward = MethodType(_travel, experts)
     return found
 

@@ -24,6 +24,7 @@ from slipstream.models import layers_of
 from slipstream.packed.context import Context
 from slipstream.sync.gathered import part_here, whole
 from slipstream.trainers.experts import spread_experts
+from slipstream.trainers.precision import take_in
 
 
 class Ranks:
@@ -88,7 +89,7 @@ class Ranks:
     def shard(self, policy: Any, compute: torch.dtype) -> None:
         """Leave each rank its part of every weight, to be gathered in `compute`; gradients are summed in float32.
 
-        The weights may lie on the CPU: a layer goes to the device to be cut up, one at a time.
+        The weights may lie on the CPU in another format: a layer goes to the device to be cut up, one at a time.
         """
         if not policy.packs:  # each rank would gather a layer as often as it has sequences
             what, remedy = (
@@ -102,9 +103,10 @@ class Ranks:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # a batch keeps its log-probabilities as they are
         )
-        experts = spread_experts(policy.model, self._experts["experts"]) if self._experts else []
+        experts = spread_experts(policy.model, self._experts["experts"], compute) if self._experts else []
         parts = [(module, self._experts["copies"]) for module in experts] if self._experts else []
         for module, mesh in (*parts, *((m, self.mesh) for m in (*layers_of(policy.model), policy))):
+            take_in(module, self.device, compute)
             sharded: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=mixed)
             # The loss has one denominator, so gradients are added up, not averaged.
             sharded.set_gradient_divide_factor(1.0)

@@ -31,6 +31,20 @@ def compute_on(model: nn.Module, masters: Parameters, tensors: Mapping[str, Tens
                 module._parameters[key] = stand_ins[id(held)]
 
 
+def master_dtype(parameter: Tensor, compute: torch.dtype) -> torch.dtype:
+    """The format in which a trainer that computes in `compute` keeps a parameter."""
+    if not parameter.is_floating_point():  # four bits in a format of their own
+        return parameter.dtype
+    return torch.float32 if parameter.requires_grad else torch.promote_types(parameter.dtype, compute)
+
+
+def take_in(module: nn.Module, device: torch.device | str, compute: torch.dtype) -> None:
+    """Bring parameters, one by one, to the device in the format in which they are kept, but those that are there."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(device, master_dtype(parameter, compute))
+
+
 def lowered(masters: Parameters, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies of the masters in another format."""
     return {name: part_here(parameter.detach()).to(dtype) for name, parameter in masters.items()}

@@ -24,7 +24,7 @@ from slipstream.algorithms.schedule import learning_rate
 from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config import AlgorithmConfig, Config, ConfigError, TrainerConfig
-from slipstream.models import device_here, load_model, refuse_adapter, trained_parameters
+from slipstream.models import device_here, load_model, refuse_adapter, stored_dtype, trained_parameters
 from slipstream.packed.packing import MicroBatch, bundle, bundle_length, length, pack, plan
 from slipstream.packed.policy import Policy
 from slipstream.rollout import Batch, Completion, Sample, StepStats, samples_of
@@ -35,7 +35,7 @@ from slipstream.trainers.guards import refuse_to_go_on
 from slipstream.trainers.memory import checkpoint_activations, compile_layers
 from slipstream.trainers.offload import move
 from slipstream.trainers.parallel import Ranks, by_mesh, clip_gradients
-from slipstream.trainers.precision import compute_on, lowered
+from slipstream.trainers.precision import compute_on, lowered, take_in
 from slipstream.trainers.reference import Reference
 from slipstream.trainers.speed import Meter
 from slipstream.trainers.tensor import cut
@@ -52,9 +52,11 @@ class Trainer:
         self.device = device_here()
         options, compute = config.trainer, getattr(torch, config.model.dtype)
         self.ranks = Ranks(options, self.device)
-        frozen = compute if config.lora.rank else torch.float32  # adapters are float32 over any base
+        stored = compute if config.lora.rank else stored_dtype(config.model.path)  # adapters are float32 over any base
         home = torch.device("cpu") if self.ranks.gathers else self.device  # until it is cut up
-        self.model = load_model(config.model, config.lora, device=home, dtype=frozen)
+        self.model = load_model(config.model, config.lora, device=home, dtype=stored)
+        if not self.ranks.gathers:
+            take_in(self.model, self.device, compute)
         self.model.eval()  # without dropout: tokens keep the probabilities that they were drawn with
         self.step_count = self.token_count = self.skipped_count = self.skipped_in_a_row = 0
         self.before_update: Callable[[], None] = lambda: None
