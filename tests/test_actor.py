@@ -7,6 +7,7 @@ import atexit
 import gc
 import multiprocessing.util
 import os
+import re
 import signal
 import time
 from multiprocessing.shared_memory import SharedMemory
@@ -127,6 +128,8 @@ def test_an_exception_is_the_callers_and_the_process_lives_on(tmp_path: Path) ->
         with pytest.raises(ActorError, match="of a library's thread"):
             await actor.call("answer with an interrupt")
         assert error.value.kind == "KeyError" and "Traceback" in error.value.details
+        (note,) = error.value.__notes__
+        assert re.search(r"^echo \(log: .*echo.log\) failed:\n.*KeyError: 'lost'$", note, re.DOTALL)
         assert await actor.call("echo", "still here") == "> still here"
 
     run(body, tmp_path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import dis
 import gc
 import itertools
 import logging
@@ -35,6 +36,8 @@ from slipstream.heap import set_heap_aside
 
 Reply = Callable[[Any], None]
 LOG_LINES = 15
+OURS, SAID = "slipstream.", (ValueError, RuntimeError, OSError)  # where, and by what, failures are put into words
+SHOWS = 0.2  # seconds after which the end of a process is known whose connection has ended
 ENDS = 5.0  # seconds that a process is given to end when it is of no more use
 READY = "ready"  # answered for every service once it is built
 
@@ -44,12 +47,17 @@ class ActorDied(RuntimeError):
 
 
 class ActorError(RuntimeError):
-    """A call raised in the actor's process; the message is that of the exception, `details` its traceback."""
+    """A call raised in the actor's process; the message is that of the exception, `details` its traceback.
 
-    def __init__(self, message: str, kind: str, details: str) -> None:
+    Where nobody has put the failure into words for users, a note says whose it is and shows the end of the traceback.
+    """
+
+    def __init__(self, message: str, kind: str, details: str, worded: bool = True, where: str = "") -> None:
         super().__init__(message)
         self.kind = kind
         self.details = details
+        if not worded:
+            self.add_note(f"{where} failed:\n{_last_lines(details)}")
 
 
 class Service(Protocol):
@@ -216,12 +224,24 @@ class Actor:
                     if future is None or future.done():
                         continue
                     if error:
-                        future.set_exception(ActorError(*value))
+                        message, kind, details, told = value
+                        where = f"{self.name} ({self._where})"
+                        future.set_exception(ActorError(message, kind, details, told, where))
                     else:
                         future.set_result(value)
         except (EOFError, OSError):
-            where = f"log: {self._log}" if self._log else "what it said is where it was started"
-            self._die(f"{self.name} died ({where})\n{self._log_tail()}".rstrip())
+            self._die(f"{self.name} died ({self._where})\n{self._killed()}{self._log_tail()}".rstrip())
+
+    @property
+    def _where(self) -> str:
+        return f"log: {self._log}" if self._log else "what it said is where it was started"
+
+    def _killed(self) -> str:
+        """What to say of a process that had no time to say anything."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process and self._process.wait(SHOWS) == -signal.SIGKILL:
+                return "It was killed by SIGKILL, as the system does when the host's memory is used up.\n"
+        return ""
 
     def _die(self, why: str) -> None:
         if self.dead:
@@ -238,8 +258,11 @@ class Actor:
                 future.set_exception(self.dead)
 
     def _log_tail(self) -> str:
-        text = self._log.read_text(errors="replace") if self._log else ""
-        return "\n".join(text.splitlines()[-LOG_LINES:])
+        return _last_lines(self._log.read_text(errors="replace")) if self._log else ""
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.splitlines()[-LOG_LINES:])
 
 
 def went_well(done: asyncio.Future[Any]) -> bool:
@@ -274,7 +297,7 @@ def serve(connection: Connection) -> None:
         if isinstance(value, BaseException):
             details = "".join(traceback.format_exception(value))
             print(details, file=sys.stderr, flush=True)
-            replies.append((number, True, (str(value), type(value).__name__, details)))
+            replies.append((number, True, (str(value), type(value).__name__, details, worded(value))))
         else:
             replies.append((number, False, value))
 
@@ -306,6 +329,20 @@ def serve(connection: Connection) -> None:
         service.close()
 
 
+def worded(error: BaseException) -> bool:
+    """Whether we say in it what is wrong, and not somebody else's code, or an oversight in ours."""
+    if type(error).__module__.startswith(OURS):
+        return True
+    last = error.__traceback__
+    while last and last.tb_next:
+        last = last.tb_next
+    if last is None or not isinstance(error, SAID):
+        return False
+    frame = last.tb_frame
+    raised = dis.opname[frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"  # here, not in C++ that we called
+    return raised and frame.f_globals["__name__"].startswith(OURS)
+
+
 def imported(name: str) -> Any:
     """What "module:attribute" names. To look for garbage between imports would take a fifth of their time."""
     module, _, attribute = name.partition(":")
@@ -319,7 +356,8 @@ def imported(name: str) -> Any:
 
 def be_guest(visitor: socket.socket) -> None:
     """Serve the controller at the other end, in the environment that it sends first, until it is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, and what `torchrun` passes on, are for the controller
+        signal.signal(number, signal.SIG_IGN)
     connection = Connection(visitor.detach())
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         os.environ |= connection.recv()

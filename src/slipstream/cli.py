@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if type(error).__name__ not in FAILURES:
             raise
-        print(f"slipstream: {error}", file=sys.stderr)
+        print("slipstream:", *getattr(error, "__notes__", [error]), file=sys.stderr)
         return 1
 
 

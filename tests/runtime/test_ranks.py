@@ -90,8 +90,12 @@ class Rank:
 def torchrun(count: int, *arguments: str, where: str = "--standalone") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", where, f"--nproc-per-node={count}", "-m", "slipstream",
                *arguments]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
+    environment = torchrun_environment()
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def torchrun_environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
 
 
 def test_processes_of_torchrun_are_the_ranks_of_a_run(tiny: Path, tmp_path: Path) -> None:
@@ -105,6 +109,29 @@ def test_processes_of_torchrun_are_the_ranks_of_a_run(tiny: Path, tmp_path: Path
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["version"] for record in records] == [1, 2]
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"trainer.log", "generator_0.log"}
+
+
+def test_a_signal_that_torchrun_passes_on_lets_a_run_end_with_a_checkpoint(tiny: Path, tmp_path: Path) -> None:
+    """As a cluster sends it that takes its machines back."""
+    flags = [f"--model.path={tiny}", "--environment.name=addition", "--loop.steps=100000", "--loop.groups_per_step=2",
+             "--loop.group_size=2", "--sampling.max_tokens=4", "--evaluation.tasks=0", "--trainer.device=cpu",
+             "--generator.device=cpu", RANKS]  # fmt: skip
+    (tmp_path / "empty.toml").write_text("")
+    run, said = tmp_path / "run", (tmp_path / "said").open("w+")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "slipstream",
+               "train", str(tmp_path / "empty.toml"), f"--run.dir={run}", *flags]  # fmt: skip
+    process = subprocess.Popen(command, stdout=said, stderr=said, env=torchrun_environment())
+    try:
+        last = time.monotonic() + 120
+        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+            assert process.poll() is None and time.monotonic() < last, (tmp_path / "said").read_text()
+            time.sleep(0.1)
+        process.terminate()
+        process.wait(60)
+    finally:
+        process.kill()
+    assert json.loads((run / "summary.json").read_text())["stopped"] == "SIGTERM", (tmp_path / "said").read_text()
+    assert [path.name.startswith("step_") for path in (run / "checkpoints").iterdir()] == [True]
 
 
 def test_torchrun_with_another_number_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

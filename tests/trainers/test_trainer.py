@@ -6,6 +6,7 @@ import copy
 import errno
 import math
 import random
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +23,12 @@ from slipstream import config as configuration
 from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import ConfigError
 from slipstream.packed import logprobs as logprobs_module
-from slipstream.packed.packing import plan
+from slipstream.packed.packing import bundle, bundle_length, length, plan
 from slipstream.packed.policy import Policy
-from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
+from slipstream.rollout import Batch, Completion, Group, Rollout, Sample, VersionSpan
 from slipstream.runtime.training import TrainerService
 from slipstream.trainers.checkpoint import CheckpointFailed
-from slipstream.trainers.guards import NotFinite, OutOfMemory
+from slipstream.trainers.guards import NotFinite, OutOfMemory, naming_remedies
 from slipstream.trainers.trainer import Trainer
 
 
@@ -247,6 +248,25 @@ def test_too_little_memory_names_what_lowers_it(tiny: Path, tmp_path: Path, monk
         service()
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'",
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to",
+    ],
+)
+def test_memory_that_is_short_outside_of_torchs_allocator_is_told_as_well(message: str) -> None:
+    config = configuration.load_config(None, ["--model.path=m", "--environment.name=addition"])
+    with pytest.raises(OutOfMemory, match="not enough memory to step"), naming_remedies(config, "step"):
+        raise RuntimeError(message)
+    with pytest.raises(OutOfMemory), naming_remedies(config, "step"):
+        raise MemoryError
+    with pytest.raises(RuntimeError, match="of another kind"), naming_remedies(config, "step"):
+        raise RuntimeError("a failure of another kind")
+
+
 def test_dropout_changes_no_probability(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -403,6 +423,27 @@ def test_ranks_wait_little_for_each_other(longest: list[int], seed: int) -> None
     rounds = [[sum(sizes[i] for i in batch) for batch in batches] for batches in zip(*planned, strict=True)]
     without = rounds[len(longest) :]  # micro-batches that can be alike
     assert sum(map(max, without)) < 1.002 * sum(map(sum, without)) / ranks
+
+
+@pytest.mark.parametrize(("groups", "size", "ranks"), [(8, 8, 8), (8, 8, 16), (4, 16, 8), (2, 32, 4), (16, 8, 16)])
+def test_a_few_groups_leave_no_rank_without_work(groups: int, size: int, ranks: int) -> None:
+    """Completions of one prompt are not all on one rank then: it takes hardly longer than if each had its prompt alone.
+    Of 8 long groups on 16 ranks, kept together, it would take twice as long."""
+    draw = random.Random(0)
+    samples = [
+        Sample(prompt + drawn, tuple(range(len(prompt), len(prompt + drawn))), (), (), (), (), ())
+        for prompt in (tuple(draw.choices(range(99), k=128)) for _ in range(groups))
+        for drawn in ((1,) * min(2000, round(draw.lognormvariate(6, 0.6))) for _ in range(size))
+    ]
+    alone = plan([length(sample) for sample in samples], 16384, ranks)
+
+    def longest(planned: list[list[list[int]]], sizes: Sequence[int]) -> int:
+        return sum(max(sum(sizes[i] for i in b) for b in batches) for batches in zip(*planned, strict=True))
+
+    bundles = bundle(samples, 16384, ranks=ranks)
+    sizes = [bundle_length(samples, members) for members in bundles]
+    assert sorted(i for members in bundles for i in members) == list(range(len(samples)))
+    assert longest(plan(sizes, 16384, ranks), sizes) <= 1.05 * longest(alone, [length(sample) for sample in samples])
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

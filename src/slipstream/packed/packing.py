@@ -54,8 +54,11 @@ class MicroBatch:
     filler: bool = False
 
 
-def bundle(samples: Sequence[Sample], budget: int, share: bool = True) -> list[Bundle]:
-    """Samples with one prompt, and one choice of experts for it, together: as many as fit into `budget` tokens."""
+def bundle(samples: Sequence[Sample], budget: int, share: bool = True, ranks: int = 1) -> list[Bundle]:
+    """Samples with one prompt, and one choice of experts for it, together: as many as fit into `budget` tokens, and
+    into half of what each of several ranks gets, or a few long groups would leave ranks without work."""
+    if ranks > 1:
+        budget = min(budget, sum(map(length, samples)) // (2 * ranks))
     bundles: list[Bundle] = []
     open_bundles: dict[tuple[tuple[int, ...], bytes], tuple[Bundle, int]] = {}
     for index, sample in enumerate(samples):

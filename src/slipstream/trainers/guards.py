@@ -9,6 +9,9 @@ import torch
 
 from slipstream.config import Config, TrainerConfig
 
+# That memory is short: torch has a class for what its own allocator on a GPU lacks, and only words for all else.
+SIGNS = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "memory allocation failed")
+
 
 class NotFinite(RuntimeError):
     """Too many steps in a row had a loss or a gradient that is not finite."""
@@ -24,7 +27,8 @@ def refuse_to_go_on(skipped: int, options: TrainerConfig) -> None:
         raise NotFinite(
             f"the last {skipped} steps had a loss or gradient that is not finite and were skipped (trainer.max_skipped "
             f"= {options.max_skipped}); lower trainer.learning_rate = {options.learning_rate:g}, raise "
-            "trainer.warmup_steps, or go on from an earlier checkpoint"
+            "trainer.warmup_steps, go on from an earlier checkpoint, or see whether rewards, and a loss of your own, "
+            "are finite"
         )
 
 
@@ -33,7 +37,9 @@ def naming_remedies(config: Config, what: str) -> Iterator[None]:
     """Raise `OutOfMemory` that names the options which lower the need, if there is not enough memory to do `what`."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in SIGNS):
+            raise
         said = "; ".join(_remedies(config))
         raise OutOfMemory(f"the trainer has not enough memory to {what}: {said}\n{error}") from error
 

@@ -160,7 +160,7 @@ class Trainer:
         A rank that has fewer than others works on the shortest sample meanwhile, to take part in what they do together.
         """
         budget = self._options.tokens_per_microbatch
-        bundles = bundle(samples, budget, share=self._policy.packs)
+        bundles = bundle(samples, budget, self._policy.packs, self.ranks.shares)
         sizes = [bundle_length(samples, members) for members in bundles]
         costs = [self._meter.cost(samples, members) for members in bundles]
         context = self.ranks.context
