@@ -416,7 +416,7 @@ def test_a_link_that_breaks_or_lies_is_told_and_can_be_used_again(tiny: Path, tm
             before = await drawn()
             await pools.trainer.actor.call("change", 1)
             orders.give("raise")
-            with pytest.raises(ActorError, match=r"^the cable is cut$"):
+            with pytest.raises(ActorError, match=r"^the cable is cut\n"):
                 await pools.link.publish(1)
             assert await drawn() == before and pools.generator.version == 0
             orders.withdraw("raise")
