@@ -37,6 +37,7 @@ from slipstream.heap import set_heap_aside
 Reply = Callable[[Any], None]
 LOG_LINES = 15
 OURS, SAID = "slipstream.", (ValueError, RuntimeError, OSError)  # where, and by what, failures are put into words
+ORPHANED = 30.0  # seconds that a process without a controller has to end by itself
 SHOWS = 0.2  # seconds after which the end of a process is known whose connection has ended
 ENDS = 5.0  # seconds that a process is given to end when it is of no more use
 READY = "ready"  # answered for every service once it is built
@@ -377,7 +378,17 @@ def leave() -> None:
     os._exit(hasattr(sys, "last_value"))  # of an exception that nobody caught
 
 
+def end_with(parent: int) -> None:
+    """End this process, and what it has started, some time after the controller has: one that waits for something that
+    never comes does not see that nobody is there any more."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    time.sleep(ORPHANED)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
 def main() -> None:
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     atexit.register(leave)  # before services register what is done at the end, which is done in the opposite order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("slipstream: stopped at once", file=sys.stderr)
         return 130
     except Exception as error:
-        if type(error).__name__ not in FAILURES:
+        if not any(kind.__name__ in FAILURES for kind in type(error).__mro__):
             raise
         print("slipstream:", *getattr(error, "__notes__", [error]), file=sys.stderr)
         return 1
@@ -204,14 +204,16 @@ def _config_to_draw(target: str, environment: str | None, flags: list[str], defa
 def _config_to_verify(target: str, flags: list[str]) -> Config:
     """The engine and the link of a run, or the defaults, around its policy; around the model below if that is adapters,
     since those are what the link brings."""
-    run = Path(target) / "config.toml"
-    recompute = "--sync.interruption=recompute"
-    if not run.exists():
-        return _config_to_draw(target, None, [recompute, *flags], default="addition")
-    trained = load_config(run)
-    changes = [] if trained.lora.rank else [f"--model.path={_policy_of(target)}"]
-    if not (trained.sync.link == "lora" or trained.sync.restart):  # where nothing can be computed again
-        changes += [recompute]
+    run, asked = Path(target) / "config.toml", dict(parse_flags(flags))
+    trained = load_config(run) if run.exists() else None
+    link = asked.get("sync.link", trained.sync.link if trained else "shared")
+    restarts = asked.get("sync.restart", trained.sync.restart if trained else False)
+    # Where something can be computed again, it is.
+    changes = [] if link == "lora" or restarts else ["--sync.interruption=recompute"]
+    if not trained:
+        return _config_to_draw(target, None, [*changes, *flags], default="addition")
+    if not trained.lora.rank:
+        changes += [f"--model.path={_policy_of(target)}"]
     return load_config(run, [*changes, *flags])
 
 

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +70,18 @@ class Verdict:
     tokens: tuple[int, int]
     hold: float
     misses: tuple[str, ...]  # where those that were not exact first differ
+    must_change: bool = False  # whether what is in flight goes on under B, as it does by `recompute`
 
     @property
     def exact(self) -> bool:
-        return (
-            bool(self.met and self.differ) and self.before[0] == self.before[1] and 0 < self.after[0] == self.after[1]
-        )
+        tried = self.met and self.differ and (self.changed or not self.must_change)
+        return bool(tried) and self.before[0] == self.before[1] and 0 < self.after[0] == self.after[1]
 
     def describe(self, config: Config) -> str:
         """All of it as a table."""
         engine = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {config.model.dtype}"
         hint = "" if self.met else ": raise --tokens"
-        if self.met and not self.changed and config.sync.interruption == "recompute":
+        if self.met and not self.changed and self.must_change:
             hint = ", but all had ended at the swap: raise --tokens"
         rows = [
             ("engine", engine),
@@ -160,6 +160,8 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
         os.environ.update(BATCH_INVARIANT)
         options = INVARIANT | config.generator.options
         config = with_options(config, generator={**config.generator.model_dump(), "options": options})
+    if min(prompts, tokens) < 1:
+        raise ConfigError(f"verify with --prompts {prompts} and --tokens {tokens} compares nothing; give at least 1")
     if config.generator.servers:
         raise ConfigError("verify starts fresh engines to compare with, which it can't on servers; leave them out")
     trainer = f"{ChangingTrainer.__module__}:{ChangingTrainer.__qualname__}"
@@ -177,7 +179,7 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
             await _fresh(config, folder, store, asked_of)
             for store, asked_of in zip(stores, (wanted[0] or alone, wanted[1]), strict=True)
         ]
-    return _verdict(completions, again, hold, met)
+    return replace(_verdict(completions, again, hold, met), must_change=config.sync.interruption == "recompute")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.actor import ActorDied, ActorError
+from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.config import SyncConfig, load_config
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime import publish
@@ -365,6 +365,30 @@ def test_a_vllm_generator_that_dies_fails_the_publish_by_its_name(tmp_path: Path
             os.killpg(pid_of(pools.generator.generators[0].actor), signal.SIGKILL)
             with pytest.raises(ActorDied, match=r"^generator 0 died \(log: "):
                 await publishing
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_vllm_core_that_dies_takes_its_generator_along(
+    patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is a process of its own, as on GPUs, vLLM lets those who wait for its tokens wait for ever."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+
+    async def main() -> None:
+        async with started(patient, tmp_path, "shared", "--generator.kind=vllm") as pools:
+            await pools.link.connect(0)
+            actor = pools.generator.generators[0].actor
+            assert isinstance(actor, Actor)
+            (drawing,) = await in_flight(pools.generator, [[5, 6, 7]], Sampling(max_tokens=1500))
+            cores = {p for p in descendants(pid_of(actor)) if b"EngineCore" in Path(f"/proc/{p}/cmdline").read_bytes()}
+            began = time.monotonic()
+            for core in cores:
+                os.kill(core, signal.SIGKILL)
+            with pytest.raises(ActorDied, match=r"(?s)^generator 0 died \(log: .*vLLM's engine core died"):
+                await drawing
+            assert cores and time.monotonic() - began < 20
 
     asyncio.run(main())
 

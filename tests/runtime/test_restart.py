@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +82,9 @@ def test_versions_that_shall_stay_outlive_a_resume(tmp_path: Path, monkeypatch: 
         async def renew(self, config: Config) -> None:
             self.actor = SimpleNamespace(call=lambda *_: asyncio.sleep(0))
 
+        async def answer(self, call: Any, doing: str, limit: float) -> Any:
+            return await call
+
     def left() -> list[str]:
         return sorted(path.name for path in (tmp_path / "weights").iterdir())
 
@@ -120,6 +125,36 @@ class Engine:
         time.sleep(self.seconds)
         (Path(__file__).parent / "ended").touch()
 """
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processor time is told elsewhere")
+def test_an_engine_that_stands_still_is_started_again(
+    patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "QUIET", 2.0)
+    monkeypatch.setattr(pool, "LOOK", 0.1)
+    monkeypatch.setattr("slipstream.actor.ENDS", 0.5)
+    named = [f"--model.path={patient}", "--environment.name=addition", f"--trainer.kind={TRAINER}"]
+    flags = ["--sync.interruption=retry", "--trainer.threads=1", "--generator.threads=1"]
+    config = load_config(None, [*named, *flags, "--sync.link=checkpoint", "--sync.restart=true"])
+
+    async def main() -> None:
+        pools = await Pools.start(config, tmp_path)
+        try:
+            await pools.link.connect(0)
+            (generator,) = pools.generator.generators
+            await pools.generator.generate([5, 6, 7], Sampling(max_tokens=9))
+            assert (await pools.generator.stats())["tokens"] == 9
+            assert isinstance(generator.actor, Actor) and generator.actor._process
+            os.kill(generator.actor._process.pid, signal.SIGSTOP)
+            async with asyncio.timeout(60):
+                await pools.link.publish(1)
+            drawn = await pools.generator.generate([5, 6, 7], Sampling(max_tokens=5))
+            assert drawn.versions == (1, 1) and (await pools.generator.stats())["tokens"] == 14
+        finally:
+            await pools.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("hangs", [False, True])

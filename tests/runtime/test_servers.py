@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -348,7 +349,11 @@ Answer = Callable[[dict[str, Any]], Awaitable[Any]]
 
 @asynccontextmanager
 async def fake(
-    complete: Answer, facts: dict[str, Any], rpc: Answer | None = None, order: Answer | None = None
+    complete: Answer,
+    facts: dict[str, Any],
+    rpc: Answer | None = None,
+    order: Answer | None = None,
+    claim: Answer | None = None,
 ) -> AsyncIterator[str]:
     """A server that describes itself so and answers completions, calls of its workers and orders as it is told to."""
 
@@ -359,6 +364,8 @@ async def fake(
         body = await request.json()
         if body["method"] == "slipstream_describe":
             return web.json_response({"results": [FACTS | facts]})
+        if body["method"] == "slipstream_claim" and (claim or body["args"][1]):
+            return web.json_response({"results": [await claim(body) if claim else True]})
         return web.json_response({"results": [await rpc(body) if rpc else None]})
 
     async def completions(request: web.Request) -> web.Response:
@@ -388,10 +395,10 @@ async def fake(
 
 @asynccontextmanager
 async def faked(
-    model: Path, complete: Answer, rpc: Answer, order: Answer | None = None, **options: Any
+    model: Path, complete: Answer, rpc: Answer, order: Answer | None = None, claim: Answer | None = None, **options: Any
 ) -> AsyncIterator[Server]:
     """A run's end of such a server, with these options of the run."""
-    async with fake(complete, {}, rpc, order) as url:
+    async with fake(complete, {}, rpc, order, claim) as url:
         server = Server(url, configured(model, url, sampling__max_tokens=4, **options))
         await server.start()
         try:
@@ -577,6 +584,64 @@ def test_what_had_ended_at_a_swap_is_not_drawn_again(how: Interruption, model: P
             assert (await server._stats())["wasted"] == (5 if how == "retry" else 0)
 
     asyncio.run(main())
+
+
+def test_a_server_that_was_started_anew_is_given_up_even_if_nobody_drew(model: Path) -> None:
+    """What it serves is the model that it loaded, whatever version it had before."""
+    claims = []
+
+    async def claim(body: dict[str, Any]) -> bool:
+        claims.append(body["args"])
+        return len(claims) < 3
+
+    async def nothing(body: dict[str, Any]) -> None: ...
+
+    async def main() -> None:
+        async with faked(model, complete, nothing, claim=claim) as server:
+            async with asyncio.timeout(60):
+                while not server.dead:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(ActorDied, match="was started anew, or taken by another run"):
+                await server.call("generate", 0, (3, 4), Sampling(max_tokens=4))
+
+    asyncio.run(main())
+    (run,) = {run for run, _ in claims}
+    assert run and [anew for _, anew in claims] == [True, False, False]
+
+
+def test_a_server_of_another_run_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "CLAIM", 0.3)
+
+    async def no(body: dict[str, Any]) -> bool:
+        return False
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match=r"http://.* is in use by another run; wait for its end, or start"):
+            async with faked(model, complete, no, claim=no):
+                pass
+
+    asyncio.run(main())
+
+
+def test_a_worker_is_one_runs_until_that_lets_it_go_or_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from slipstream.generators import vllm_worker
+
+    now = [100.0]
+    monkeypatch.setattr(vllm_worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    worker = vllm_worker.WorkerExtension()
+    assert not worker.slipstream_claim("a", False) and worker.slipstream_claim("a", True)
+    assert not worker.slipstream_claim("b", True) and not worker.slipstream_claim("b", False)
+    now[0] += vllm_worker.CLAIM - 1
+    assert worker.slipstream_claim("a", False)
+    now[0] += vllm_worker.CLAIM - 1
+    assert not worker.slipstream_claim("b", True)
+    worker.slipstream_release("b")
+    assert not worker.slipstream_claim("b", True)
+    worker.slipstream_release("a")
+    assert worker.slipstream_claim("b", True) and not worker.slipstream_claim("a", False)
+    now[0] += vllm_worker.CLAIM
+    assert worker.slipstream_claim("a", True)
 
 
 def test_a_server_whose_checksums_never_come_is_given_up(model: Path) -> None:

@@ -11,6 +11,7 @@ so that no new sequence reads keys that old weights have written.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -24,13 +25,14 @@ from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.vllm_adapters import AdapterWeights
 from slipstream.generators.vllm_adapters import arguments as adapter_arguments
-from slipstream.generators.vllm_calls import Answer, post
+from slipstream.generators.vllm_calls import Answer, end_with_core, post
 from slipstream.generators.vllm_requests import Drawn, VllmRequest, added, interrupted
 from slipstream.generators.vllm_start import cpu_arguments, start_vllm
 from slipstream.models import end_of_sequence, generation_config, has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 
+PROCESSED = "processed_logprobs"  # of the distribution that tokens are really drawn from
 KEEP = 1  # vLLM's level of sleep in which weights are kept in the host's memory
 EXTENSION = "slipstream.generators.vllm_worker.WorkerExtension"
 
@@ -232,6 +234,10 @@ class VllmEngine:
         self._late, self._aborted = [], set()
         return kept_back
 
+    def end_with_core(self) -> threading.Event:
+        """See `vllm_calls.end_with_core`."""
+        return end_with_core(self._llm)
+
     def load_adapter(self, path: str) -> None:
         """Draw new sequences by the adapter in a PEFT directory, in the place of one that a link brought."""
         assert self._adapters
@@ -364,7 +370,7 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
         "max_model_len": generator.context or None,
         "gpu_memory_utilization": generator.memory or (0.4 if shared_gpu and not colocated else 0.85),
         "enable_sleep_mode": colocated and not on_cpu,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are really drawn from
+        "logprobs_mode": PROCESSED,
         "max_logprobs": max(20, config.sampling.top_k),
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
@@ -381,6 +387,11 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
         arguments |= cpu_arguments(config.model, generator.context, generator.memory) | {"async_scheduling": False}
+    if (mode := generator.options.get("logprobs_mode", PROCESSED)) != PROCESSED:
+        raise ConfigError(
+            f"generator.options.logprobs_mode = {mode!r} is not how probabilities are told that tokens are drawn by; "
+            "leave it out"
+        )
     return arguments | generator.options
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 import uuid
 from concurrent.futures import Future
 from typing import Any
 
+LOOK = 0.5  # seconds between two looks whether the core lives
 POLL = 0.002  # seconds from one question to the workers to the same again
 
 
@@ -52,8 +56,30 @@ def post(llm: Any, method: str, *arguments: Any) -> Future[list[Any]]:
     return answer
 
 
+def core_died(llm: Any) -> bool:
+    """Whether vLLM's core, if it is a process of its own, has ended."""
+    return bool(getattr(getattr(llm.engine_core, "resources", None), "engine_dead", False))
+
+
+def end_with_core(llm: Any) -> threading.Event:
+    """End this process soon after vLLM's core has died, for whose answers calls of vLLM wait for ever.
+
+    Not any more once the event is set that is returned, as it has to be before vLLM is shut down.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(LOOK):
+            if core_died(llm) and not over.is_set():
+                print("vLLM's engine core died; what it said of that is above", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    threading.Thread(target=watch, name="end with vLLM's core", daemon=True).start()
+    return over
+
+
 def _done(answer: Future[list[Any]], llm: Any) -> bool:
     """Whether it is there. Raises what went wrong; vLLM itself answers nothing once its core is dead."""
-    if not answer.done() and getattr(getattr(llm.engine_core, "resources", None), "engine_dead", False):
+    if not answer.done() and core_died(llm):
         raise RuntimeError("vLLM's engine core died")
     return answer.done() and answer.result() is not None

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from slipstream.generators.base import GenerationError, Interruption, refuse_prompt
 from slipstream.rollout import Completion, Sampling, VersionSpan
 
+CLAIM = 30.0  # seconds for which a server is a run's that says nothing
 SEEDS = 2**63 - 1  # as many bits as vLLM takes
 
 # Tokens that requests have drawn, by vLLM's names; None of one that has ended. One that is missing was never begun.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slipstream.generators.vllm_places import expert_part, places_of
-from slipstream.generators.vllm_requests import Drawn
+from slipstream.generators.vllm_requests import CLAIM, Drawn
 from slipstream.generators.weights import Place, ServedWeights, side_stream
 from slipstream.heap import collect_seldom
 from slipstream.models import end_of_sequence, generation_config
@@ -128,6 +128,20 @@ class WorkerExtension:
             "counts": hasattr(self.model_runner, "requests")
             or hasattr(self.model_runner, "req_states"),  # see `_drawn`
         }
+
+    def slipstream_claim(self, run: str, anew: bool) -> bool:
+        """Let a run have this worker, unless another has said within `CLAIM` seconds that it has; or, if not `anew`,
+        see whether it still has it, which it has not after a restart."""
+        holder, said = getattr(self, "_claimed", ("", -CLAIM))
+        if holder != run and (not anew or time.monotonic() - said < CLAIM):
+            return False
+        self._claimed = run, time.monotonic()
+        return True
+
+    def slipstream_release(self, run: str) -> None:
+        """Let others have it, if this run did."""
+        if getattr(self, "_claimed", ("", 0.0))[0] == run:
+            del self._claimed
 
     def slipstream_lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:
         """This worker's tensors for parameters of these shapes, for a trainer of this host to compute on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -16,6 +17,7 @@ from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.servers import Server
 
 SLACK = 8  # requests that a session's generator may have above the one with the fewest
+TELL = 300.0  # seconds of the step, or of the pass over all prompts on a CPU, that any question waits for
 QUIET = 45.0  # seconds for which one that owes an answer may use no processor: any work or wait of an engine uses some
 LOOK = 1.5  # seconds between two looks at that; they are counted, so that time for which all stood still does not
 GRACE = 20.0  # seconds in which an engine ends, with the processes that it has started
@@ -102,7 +104,7 @@ class ProcessGenerator:
 
     async def stats(self) -> dict[str, float]:
         """Tokens generated and seconds busy since the start."""
-        stats: dict[str, float] = await self.actor.call("stats")
+        stats: dict[str, float] = await self.answer(self.actor.call("stats"), "tell what it has done", TELL)
         self.totals = {name: value + self._before.get(name, 0.0) for name, value in stats.items()}
         return self.totals
 
@@ -113,8 +115,9 @@ class ProcessGenerator:
         """
         assert self._begin is not None
         old = self.actor
-        if not old.dead:
+        with contextlib.suppress(ActorDied):  # what it did since it was last asked is not known then
             self._before = await self.stats()
+        self._before = dict(self.totals)
         self.actor, started = self._begin(config)  # first: who looks for one that lives finds it
         try:
             await old.stop(GRACE)

@@ -19,6 +19,7 @@ from slipstream.runtime.ranks import Ranks
 from slipstream.sync.checkpoint import newest_first, remove, version_of
 from slipstream.sync.link import PublishStats
 
+BEGIN = 60.0  # seconds that an engine which has started may take to say so
 POLL = 0.02  # seconds between two looks whether all has been drawn
 
 
@@ -79,7 +80,7 @@ class RestartLink:
     async def _renew(self, generator: ProcessGenerator, config: Config, version: int) -> Exception | None:
         try:
             await generator.renew(config)
-            await generator.actor.call("begin", version)
+            await generator.answer(generator.actor.call("begin", version), "begin", BEGIN)
         except (ActorDied, ActorError, ConfigError) as error:
             generator.actor.give_up(f"{generator.actor.name} did not start again: {error}")
             return error

@@ -25,7 +25,7 @@ from slipstream.actor import ActorDied, went_well
 from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError
 from slipstream.generators.vllm import EXTENSION
-from slipstream.generators.vllm_requests import Drawn, VllmRequest, added, interrupted
+from slipstream.generators.vllm_requests import CLAIM, Drawn, VllmRequest, added, interrupted
 from slipstream.models import has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
@@ -58,6 +58,7 @@ class Server:
         self._settled.set()
         self._paused = False  # or may be: it was told to pause, and has not yet said that it goes on
         self._requests: dict[VllmRequest, asyncio.Future[Any]] = {}
+        self._run = uuid4().hex  # who has the server
         self._salt = uuid4().hex  # of prefix caches: new with each version, and never one of an earlier run
         self._version = 0
         self._totals = {"tokens": 0.0, "wasted": 0.0, "busy": 0.0}
@@ -84,13 +85,25 @@ class Server:
             }
             raise ConfigError(f"{failure}; {remedy.get(failure.status, 'see its log')}") from None
         refuse_unfit(self.name, facts[0], self._config)
-        try:  # a run that was killed in the middle of a swap has left it paused; to another this says nothing
-            await self._ask("POST", "/resume")
+        try:
+            await self._claim()
+            await self._ask("POST", "/resume")  # a run that was killed in the middle of a swap has left it paused
         except _Failed as failure:
             raise ConfigError(f"{failure}; see its log") from None
         self.ranks, self._facts = len(facts), facts[0]
         self._context: int = self._config.generator.context or facts[0]["context"]
         self._watching = asyncio.create_task(self._watch())
+
+    async def _claim(self) -> None:
+        """Have it for this run alone: two would draw by each other's weights. A run that was killed has it for a while.
+
+        Raises `ConfigError`."""
+        asked = {"method": "slipstream_claim", "args": [self._run, True]}
+        last = time.perf_counter() + CLAIM + POLL
+        while False in (await self._ask("POST", "/collective_rpc", asked))["results"]:
+            if time.perf_counter() > last:
+                raise ConfigError(f"{self.name} is in use by another run; wait for its end, or start a server for each")
+            await asyncio.sleep(CLAIM / 30)
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         """What an engine's process would answer to `method`. Raises `ActorDied` once the server is given up."""
@@ -113,6 +126,9 @@ class Server:
                 await self._ask("POST", "/resume", limit=grace)
             if well:
                 await self._ask("POST", "/collective_rpc", {"method": "slipstream_close"}, limit=grace)
+            if self.ranks:
+                release = {"method": "slipstream_release", "args": [self._run]}
+                await self._ask("POST", "/collective_rpc", release, limit=grace)
         if self._http:
             await self._http.close()
 
@@ -237,12 +253,12 @@ class Server:
         return self._totals | {"busy": self._totals["busy"] + running}
 
     async def _watch(self) -> None:
-        """Ask the workers whether they are there while completions wait for them."""
+        """Ask the workers whether they are there, and still this run's: more often than a server could start anew."""
         while not self.dead:
             await asyncio.sleep(WATCH)
-            if self._requests:
-                with contextlib.suppress(ActorDied):  # who waits is told
-                    await self._order("/collective_rpc", {"method": "check_health"})
+            with contextlib.suppress(ActorDied):  # who waits is told
+                if False in await self._workers("claim", self._run, False):
+                    self.give_up(f"{self.name} was started anew, or taken by another run: it serves other weights")
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the worker extension in every worker."""

@@ -13,4 +13,9 @@ class VllmService(GeneratorService):
     def _load(self) -> tuple[Engine, OpenWeights]:
         engine = VllmEngine(self._config, shared_gpu=self._shared_gpu, log=self._log)
         collect_seldom()
+        self._over = engine.end_with_core()
         return engine, engine.open_weights
+
+    def close(self) -> None:
+        self._over.set()
+        super().close()

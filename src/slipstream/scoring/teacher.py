@@ -80,6 +80,7 @@ class Reader(Protocol):
     """A model that scores completions."""
 
     def score(self, completions: Sequence[Completion]) -> list[list[float]]: ...
+    def close(self) -> None: ...
 
 
 class TeacherService:
@@ -113,7 +114,8 @@ class TeacherService:
         for completions, reply in waiting:
             reply(tuple(tuple(next(rows)) for _ in completions))
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._reader.close()
 
     def _read(self, path: str) -> Reader:
         try:
@@ -163,14 +165,18 @@ class TorchReader:
                 rows[known[index]] = row.tolist()
         return rows
 
+    def close(self) -> None: ...
+
 
 class VllmReader:
     """vLLM, asked for the log-probabilities of prompts, which it gives at temperature 1 alone."""
 
     def __init__(self, config: Config, path: str, log: Path | None) -> None:
+        from slipstream.generators.vllm_calls import end_with_core
         from slipstream.generators.vllm_start import start_vllm
 
         self._llm: Any = start_vllm("teacher", lambda: _new_engine(config, path), log)
+        self._over = end_with_core(self._llm.llm_engine)
         refuse_other_vocabulary(config, path, self._llm.llm_engine.model_config.get_vocab_size())
 
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
@@ -180,6 +186,9 @@ class VllmReader:
         prompts = [{"prompt_token_ids": [*c.prompt_ids, *c.token_ids]} for c in completions]
         outputs = self._llm.generate(prompts, asked, use_tqdm=False)
         return [_tail(output.prompt_logprobs, c.token_ids) for output, c in zip(outputs, completions, strict=True)]
+
+    def close(self) -> None:
+        self._over.set()
 
 
 def _new_engine(config: Config, path: str) -> Any:
