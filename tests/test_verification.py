@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,8 @@ def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
     whole = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 2),), "length")
     parts = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)), "length")
     by_b = of_b(5, 9, 9)
-    ended = _verdict([whole, by_b], [[(7, 8)], [(9, 9)]], hold=0.0, met=1).describe(config)
-    met = _verdict([parts, by_b], [[(7,)], [(8,), (9, 9)]], hold=0.0, met=1).describe(config)
-    assert "1 at the publish, but all had ended at the swap: raise --tokens" in ended
-    assert "1 at the publish\n" in met
+    ended = _verdict([whole, by_b], [[(7, 8)], [(9, 9)]], hold=0.0, met=1, must_change=True)
+    met = _verdict([parts, by_b], [[(7,)], [(8,), (9, 9)]], hold=0.0, met=1, must_change=True)
+    assert "1 at the publish, but all had ended at the swap: raise --tokens" in ended.describe(config)
+    assert "1 at the publish\n" in met.describe(config)
+    assert met.exact and not ended.exact and replace(ended, must_change=False).exact

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
             await _fresh(config, folder, store, asked_of)
             for store, asked_of in zip(stores, (wanted[0] or alone, wanted[1]), strict=True)
         ]
-    return replace(_verdict(completions, again, hold, met), must_change=config.sync.interruption == "recompute")
+    return _verdict(completions, again, hold, met, config.sync.interruption == "recompute")
 
 
 @contextmanager
@@ -254,8 +254,9 @@ async def _drawn_again(pool: GeneratorPool, wanted: Wanted) -> list[tuple[int, .
 
 
 def _verdict(
-    completions: Sequence[Completion], again: Sequence[list[tuple[int, ...]]], hold: float, met: int
-) -> Verdict:
+    completions: Sequence[Completion], again: Sequence[list[tuple[int, ...]]], hold: float, met: int,
+    must_change: bool = False,
+) -> Verdict:  # fmt: skip
     exact, total, tokens, misses = [0, 0], [0, 0], [0, 0], []
     for version in (0, 1):
         spans = [(i, c, span) for i, c in enumerate(completions) for span in c.spans if span.version == version]
@@ -276,9 +277,8 @@ def _verdict(
         old = {c.prompt_ids: drawn for c, drawn in zip(completions[half:], again[0], strict=True)}
     differ = sum(old.get(c.prompt_ids, c.token_ids) != c.token_ids for c in completions[half:])
     before, afterwards = zip(exact, total, strict=True)
-    return Verdict(
-        len(completions), met, changed, differ, before, afterwards, (tokens[0], tokens[1]), hold, tuple(misses)
-    )
+    counts = len(completions), met, changed, differ
+    return Verdict(*counts, before, afterwards, (tokens[0], tokens[1]), hold, tuple(misses), must_change)
 
 
 def with_options(config: Config, **sections: dict[str, Any]) -> Config:
