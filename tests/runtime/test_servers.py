@@ -280,6 +280,28 @@ def test_a_server_that_a_killed_run_left_paused_draws(server: str, model: Path) 
         order("/resume")
 
 
+def test_a_second_run_is_refused_while_the_first_is_there(
+    server: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "CLAIM", 0.5)  # for which the second waits
+
+    async def main() -> None:
+        first, second = (Server(server, configured(model, server)) for _ in range(2))
+        try:
+            await first.start()
+            with pytest.raises(ConfigError, match="is in use by another run"):
+                await second.start()
+            assert None not in await first._workers("claim", first._run, False)
+            assert None in await first._workers("claim", second._run, False)
+            await first.stop()
+            await second.start()
+        finally:
+            await first.stop()
+            await second.stop()
+
+    asyncio.run(main())
+
+
 def refusal(config: Config) -> str:
     async def main() -> str:
         server = Server(config.generator.servers[0], config)
@@ -365,8 +387,14 @@ async def fake(
         if body["method"] == "slipstream_describe":
             return web.json_response({"results": [FACTS | facts]})
         if body["method"] == "slipstream_claim" and (claim or body["args"][1]):
-            return web.json_response({"results": [await claim(body) if claim else True]})
-        return web.json_response({"results": [await rpc(body) if rpc else None]})
+            return told(await claim(body) if claim else True)
+        answer = await rpc(body) if rpc else None
+        return told(True if body["method"] == "slipstream_claim" else answer)
+
+    def told(answer: Any) -> web.Response:
+        """As vLLM tells it: what is no list, dictionary or None is a text."""
+        plain = answer is None or isinstance(answer, list | dict)
+        return web.json_response({"results": [answer if plain else str(answer)]})
 
     async def completions(request: web.Request) -> web.Response:
         return web.json_response(await complete(await request.json()))
@@ -590,9 +618,9 @@ def test_a_server_that_was_started_anew_is_given_up_even_if_nobody_drew(model: P
     """What it serves is the model that it loaded, whatever version it had before."""
     claims = []
 
-    async def claim(body: dict[str, Any]) -> bool:
+    async def claim(body: dict[str, Any]) -> bool | None:
         claims.append(body["args"])
-        return len(claims) < 3
+        return len(claims) < 3 or None
 
     async def nothing(body: dict[str, Any]) -> None: ...
 
@@ -612,8 +640,7 @@ def test_a_server_that_was_started_anew_is_given_up_even_if_nobody_drew(model: P
 def test_a_server_of_another_run_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "CLAIM", 0.3)
 
-    async def no(body: dict[str, Any]) -> bool:
-        return False
+    async def no(body: dict[str, Any]) -> None: ...
 
     async def main() -> None:
         with pytest.raises(ConfigError, match=r"http://.* is in use by another run; wait for its end, or start"):

@@ -129,12 +129,12 @@ class WorkerExtension:
             or hasattr(self.model_runner, "req_states"),  # see `_drawn`
         }
 
-    def slipstream_claim(self, run: str, anew: bool) -> bool:
+    def slipstream_claim(self, run: str, anew: bool) -> bool | None:
         """Let a run have this worker, unless another has said within `CLAIM` seconds that it has; or, if not `anew`,
-        see whether it still has it, which it has not after a restart."""
+        see whether it still has it, which it has not after a restart. None says no: over HTTP, False is a text."""
         holder, said = getattr(self, "_claimed", ("", -CLAIM))
         if holder != run and (not anew or time.monotonic() - said < CLAIM):
-            return False
+            return None
         self._claimed = run, time.monotonic()
         return True
 

@@ -116,7 +116,7 @@ class ProcessGenerator:
         assert self._begin is not None
         old = self.actor
         with contextlib.suppress(ActorDied):  # what it did since it was last asked is not known then
-            self._before = await self.stats()
+            await self.stats()
         self._before = dict(self.totals)
         self.actor, started = self._begin(config)  # first: who looks for one that lives finds it
         try:

@@ -100,7 +100,7 @@ class Server:
         Raises `ConfigError`."""
         asked = {"method": "slipstream_claim", "args": [self._run, True]}
         last = time.perf_counter() + CLAIM + POLL
-        while False in (await self._ask("POST", "/collective_rpc", asked))["results"]:
+        while None in (await self._ask("POST", "/collective_rpc", asked))["results"]:
             if time.perf_counter() > last:
                 raise ConfigError(f"{self.name} is in use by another run; wait for its end, or start a server for each")
             await asyncio.sleep(CLAIM / 30)
@@ -257,7 +257,7 @@ class Server:
         while not self.dead:
             await asyncio.sleep(WATCH)
             with contextlib.suppress(ActorDied):  # who waits is told
-                if False in await self._workers("claim", self._run, False):
+                if None in await self._workers("claim", self._run, False):
                     self.give_up(f"{self.name} was started anew, or taken by another run: it serves other weights")
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:

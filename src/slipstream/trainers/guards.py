@@ -38,7 +38,8 @@ def naming_remedies(config: Config, what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not any(sign in str(error) for sign in SIGNS):
+        short = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not short and not any(sign in str(error) for sign in SIGNS):
             raise
         said = "; ".join(_remedies(config))
         raise OutOfMemory(f"the trainer has not enough memory to {what}: {said}\n{error}") from error
