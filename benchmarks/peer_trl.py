@@ -381,6 +381,10 @@ def measured_trainer() -> Any:
             self.add_callback(Note(self))
 
         def compute_loss(self, model: Any, inputs: Any, **others: Any) -> Any:
+            if not self.notes:
+                drawn = inputs["old_log_probs"][inputs["completion_mask"].bool()]
+                bad = int((~drawn.isfinite()).sum())
+                assert not bad, f"the server gave {bad} of {len(drawn)} log-probabilities that are not finite"
             real = inputs["attention_mask"].bool()
             places = inputs["position_ids"][real] + 1  # a token sees as many keys
             counted = (real.sum(), inputs["completion_mask"].sum(), places.sum())

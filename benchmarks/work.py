@@ -55,7 +55,9 @@ def build_model(shape: str) -> Any:
     small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SHAPES[shape]["hidden_size"] // 4}
     large = {**QWEN_HEADS, "num_attention_heads": 32 if shape == "8B" else 16, "tie_word_embeddings": shape != "8B"}
     heads = large if "B" in shape else small
-    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    # Nor a token that pads: its embedding would be zero, and a prompt that begins with it has gradients that are not
+    # finite, since every norm on the way back divides by nearly nothing.
+    none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     kind, model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if shape in MIXTURES else (Qwen3Config, Qwen3ForCausalLM)
     config = kind(**SHAPES[shape], **heads, **none, max_position_embeddings=4096)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

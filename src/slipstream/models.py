@@ -185,7 +185,8 @@ def causal_lm(model: Any) -> Any:
 def layers_of(model: nn.Module) -> list[Any]:
     """The decoder layers of a Hugging Face model, adapted or not."""
     names = set(causal_lm(model)._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # By what a layer is a kind of: FSDP gives it a class of its own.
+    return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

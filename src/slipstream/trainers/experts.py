@@ -36,9 +36,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -> 
         own = dict(experts.named_parameters(recurse=False))
         if not count or count % size or any(len(p) != count for p in own.values()):
             raise ConfigError(f"trainer.expert_parallel = {size} can't share out {count} experts; give a divisor")
-        hollow: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in own.values()}
-        experts.__dict__["part"] = copy.deepcopy(experts, hollow)  # computes with weights that it is handed; no child
-        experts.part.num_experts, experts.group = count // size, mesh.get_group()
+        experts.__dict__["here"] = Here(experts, count // size)  # no child: it has no weights
+        experts.group = mesh.get_group()
         for name, p in own.items():
             shared = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, name, nn.Parameter(shared.to(master_dtype(p, compute)), p.requires_grad))
@@ -46,23 +45,47 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -> 
     return found
 
 
+def experts_here(module: nn.Module) -> list[Here]:
+    """What computes this rank's part of the experts in a module, once they are spread."""
+    return [m.__dict__["here"] for m in module.modules() if "here" in m.__dict__]
+
+
+class Here(nn.Module):
+    """`count` of a layer's experts, which compute with weights that they are handed."""
+
+    def __init__(self, experts: Any, count: int) -> None:
+        super().__init__()
+        hollow: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in experts.parameters()}
+        self.count, self.experts = count, copy.deepcopy(experts, hollow)
+        self.experts.num_experts = count
+
+    def forward(self, weights: dict[str, Tensor], tokens: Tensor, asked: Tensor) -> Tensor:
+        """`tokens` `[tokens, size]`, each through the expert that it asked for."""
+        shares = tokens.new_ones(len(asked), 1)
+        out: Tensor = functional_call(self.experts, weights, (tokens, asked[:, None], shares))
+        return out
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # how many tokens go where is known on the host
 def _travel(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """`tokens` `[tokens, size]`, through their `chosen` experts, times their `weights`, both `[tokens, chosen]`."""
-    each, group = experts.part.num_experts, experts.group
+    each, group, choices = experts.here.count, experts.group, chosen.shape[1]
     order = chosen.flatten().argsort(stable=True)  # by expert, so by rank
-    number, home = chosen.flatten()[order], order // chosen.shape[1]
+    number = chosen.flatten()[order]
     counts = torch.bincount(number // each, minlength=dist.get_world_size(group))
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=group)
-    leave, arrive = counts.tolist(), arriving.tolist()
+    leave, arrive = torch.stack([counts, arriving]).tolist()  # the one time that the host waits for the device
     asked = number.new_empty(sum(arrive))
     dist.all_to_all_single(asked, number % each, arrive, leave, group=group)
-    visitors = all_to_all_single_autograd(tokens[home], arrive, leave, group)
+    # Once for each choice and then in order: the gradients of a token's choices are summed, not added one by one.
+    travellers = tokens.repeat_interleave(choices, 0, output_size=len(order)).index_select(0, order)
+    visitors = all_to_all_single_autograd(travellers, arrive, leave, group)
     # One more of zeros: a rank that nobody asks takes part in the backward pass, too.
     visitors, asked = (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in (visitors, asked))
     held = {name: p.to_local() for name, p in experts.named_parameters(recurse=False)}
-    done = functional_call(experts.part, held, (visitors, asked[:, None], weights.new_ones(len(asked), 1)))[:-1]
+    done = experts.here(held, visitors, asked)[:-1]
     back = all_to_all_single_autograd(done.contiguous(), leave, arrive, group)
-    weighed = back * weights.flatten()[order, None]
-    return torch.zeros_like(tokens).index_add(0, home, weighed.to(tokens.dtype))
+    home = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    came = back.index_select(0, home).view(*chosen.shape, -1)
+    return (came * weights[:, :, None]).sum(1).to(tokens.dtype)

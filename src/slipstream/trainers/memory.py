@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from slipstream.models import layers_of
+from slipstream.trainers.experts import experts_here
 
 # What is dear to compute again, by name: which operation stands behind attention depends on torch's release.
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm", "aten._scaled_dot_product",
@@ -19,25 +21,42 @@ PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm", "aten._scal
 PROGRAMS = 64
 
 
-def checkpoint_activations(model: Any, how: str) -> None:
-    """Compute again in the backward pass what a layer did: all of it ("full"), or all but its matrix products."""
-    forwards = {"full": _all_again, "selective": _products_kept}
-    if how != "none":
-        for layer in layers_of(model):
-            layer.whole_forward = layer.forward
-            layer.forward = MethodType(forwards[how], layer)
+def prepare_layers(model: Any, again: str, fuse: bool) -> None:
+    """Compute again in the backward pass what a layer did: all of it ("full"), or all but its matrix products
+    ("selective"); and compile each layer, if asked to `fuse`.
+
+    No program can hold the journey of tokens to experts of other ranks, and it need not be made again: in a layer with
+    such experts, these and what lies before and behind them are prepared each by themselves.
+    """
+    for layer in layers_of(model):
+        away = experts_here(layer)
+        programs = [layer, *away] if fuse else []
+        if again == "full" and away:  # a program can't be computed again in part
+            compile_modules(programs)
+        if again == "selective" and away:
+            for module in (*(m for m in layer.children() if not experts_here(m)), *away):
+                _compute_again(module, again)
+        elif again != "none":
+            _compute_again(layer, again)
+        if again != "full" or not away:
+            compile_modules(programs)
 
 
-def compile_layers(model: Any) -> None:
-    """Compile each layer; those of one kind share a program, for any number of tokens."""
+def _compute_again(module: Any, how: str) -> None:
+    module.whole_forward = module.forward
+    module.forward = MethodType({"full": _all_again, "selective": _products_kept}[how], module)
+
+
+def compile_modules(modules: Iterable[Any]) -> None:
+    """Compile each module; those of one kind share a program, for any number of tokens."""
     compiler: Any = torch._dynamo.config
     compiler.recompile_limit = max(PROGRAMS, compiler.recompile_limit)
     if hasattr(compiler, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
         # A router notes what it chose: the forward pass may, and what is computed again need not.
         compiler.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    for layer in layers_of(model):
+    for module in modules:
         # Not the call: what FSDP hooks into it differs from layer to layer, and would be a program for each.
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        module.forward = torch.compile(module.forward, dynamic=True)
 
 
 # Functions of this file, which the compiler looks into, unlike a bare `checkpoint`; as methods they are copied with

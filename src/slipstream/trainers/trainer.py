@@ -32,7 +32,7 @@ from slipstream.rule import Rule, load_rule
 from slipstream.sync.gathered import part_here
 from slipstream.trainers import checkpoint
 from slipstream.trainers.guards import refuse_to_go_on
-from slipstream.trainers.memory import checkpoint_activations, compile_layers
+from slipstream.trainers.memory import prepare_layers
 from slipstream.trainers.offload import move
 from slipstream.trainers.parallel import Ranks, by_mesh, clip_gradients
 from slipstream.trainers.precision import compute_on, lowered, take_in
@@ -72,12 +72,10 @@ class Trainer:
         if options.expert_parallel > 1 and not self._policy.routing.experts:
             raise ConfigError(f"trainer.expert_parallel = {options.expert_parallel}, but the model has no experts")
         self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl else None
-        checkpoint_activations(self.model, options.activation_checkpointing)
-        if fuse and not self.ranks.tensor:
-            compile_layers(self.model)
         self._meter = Meter(self._policy, self.device)
         if self.ranks.gathers:
             self.ranks.shard(self._policy, compute)
+        prepare_layers(self.model, options.activation_checkpointing, fuse and not self.ranks.tensor)
         self.parameters = trained_parameters(self.model)
         if self.ranks.tensor and self.ranks.mesh:
             self.parameters, self.ranks.alike = cut(self._policy, self.ranks.mesh)
