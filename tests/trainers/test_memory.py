@@ -65,6 +65,8 @@ class Expert(nn.Module):
     """Computes with a weight that it is handed."""
 
     def forward(self, weight: Tensor, tokens: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            computed.append(len(tokens))
         return (tokens @ weight).sin()
 
 
@@ -82,15 +84,22 @@ class Experts(nn.Module):
         return self.__dict__["here"](self.weight * 2, tokens.flip(0)).flip(0)  # type: ignore[no-any-return]
 
 
+class Attention(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            computed.append(len(hidden))
+        return super().forward(hidden).tanh()
+
+
 class Mixed(nn.Module):
     """A layer of a mixture."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.experts = nn.Linear(4, 4), Experts()
+        self.attention, self.experts = Attention(4, 4), Experts()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.attention(hidden).tanh()
+        hidden = hidden + self.attention(hidden)
         return hidden + self.experts(hidden)
 
 
@@ -102,41 +111,56 @@ class Mixture(nn.Module):
         torch.manual_seed(0)
         self.layers = nn.ModuleList([Mixed(), Mixed(), Mixed()])
 
-
-journeys: list[int] = []  # of tokens to experts
-
-
-@pytest.mark.parametrize(("again", "journeys_each"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_spread_experts_are_compiled_and_what_surrounds_them(
-    monkeypatch: pytest.MonkeyPatch, again: str, journeys_each: int
-) -> None:
-    """Tokens travel once more only where whole layers are computed again, and layers share what is compiled."""
-    graphs = 0
-
-    def count(module: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return module.forward
-
-    def train(model: Any) -> tuple[Tensor, list[Tensor]]:
+    def train_once(self) -> tuple[Tensor, list[Tensor]]:
+        """What comes out, and all gradients."""
+        self.zero_grad()
         journeys.clear()
-        hidden = out = torch.linspace(-1, 1, 24).view(6, 4).requires_grad_()
-        for layer in model.layers:
+        computed.clear()
+        hidden = torch.linspace(-1, 1, 24).view(6, 4).requires_grad_()
+        out = 1 * hidden  # what a layer gets
+        for layer in self.layers:
             out = layer(out)
         out.square().sum().backward()
-        return out.detach(), [hidden.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+        return out.detach(), [hidden.grad, *(p.grad for p in self.parameters())]  # type: ignore[list-item]
 
-    expected, gradients = train(Mixture())
+
+journeys: list[int] = []  # of tokens to experts
+computed: list[int] = []  # passes through experts and attention outside of programs
+HOW = [("none", 1, 1), ("selective", 1, 2), ("full", 2, 2)]  # journeys and passes of each layer
+
+
+@pytest.mark.parametrize(("again", "travels", "passes"), HOW)
+def test_tokens_travel_again_only_where_whole_layers_are_computed_again(again: str, travels: int, passes: int) -> None:
+    expected = Mixture().train_once()
+    model = Mixture()
+    prepare_layers(model, again, fuse=False)
+    torch.testing.assert_close(model.train_once(), expected)
+    assert (len(journeys), len(computed)) == (3 * travels, 3 * 2 * passes)
+
+
+@pytest.mark.parametrize(("again", "travels", "passes"), HOW)
+def test_spread_experts_are_compiled_and_what_surrounds_them(
+    monkeypatch: pytest.MonkeyPatch, again: str, travels: int, passes: int
+) -> None:
+    programs: list[str] = []
+
+    def note(module: Any, inputs: Any) -> Any:
+        parts = [module, *(m for m in module.modules() if isinstance(m, torch.fx.GraphModule))]
+        programs.append(" ".join({str(node.target) for part in parts for node in part.graph.nodes}))
+        return module.forward
+
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
-    model: Any = Mixture()
+    expected = Mixture().train_once()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
+    model = Mixture()
     prepare_layers(model, again, fuse=True)
-    found, computed = train(model)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(computed, gradients)
-    assert len(journeys) == 3 * journeys_each
-    assert 3 <= graphs <= 4  # before the experts, the experts, and behind them, for all layers, or all but the first
-    made = graphs
-    train(model)
-    assert graphs == made
+    torch.testing.assert_close(model.train_once(), expected)
+    assert len(journeys) == 3 * travels
+    assert not computed  # all of it in programs
+    holds = {name: sum(name in program for program in programs) for name in ("tanh", "sin")}
+    assert holds == {"tanh": 1, "sin": 1}  # one for all layers
+    assert ("checkpoint" in " ".join(programs)) == (again == "selective")  # where it is within programs
+    made = len(programs)
+    model.train_once()
+    assert len(programs) == made
     torch._dynamo.reset()

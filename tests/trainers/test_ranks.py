@@ -60,6 +60,7 @@ WAYS = {
     "context ddp": Way("fsdp", (2,), (f"{CONTEXT}2", DDP)),
     "context kl": Way("kl", (4,), (f"{CONTEXT}4", KL, "--trainer.activation_checkpointing=full")),
     "experts": Way("mixture", (2, 4), (EXPERTS, KL), "mixture"),
+    "experts full": Way("mixture", (2,), (EXPERTS, KL, "--trainer.activation_checkpointing=full"), "mixture"),
     "experts context": Way("mixture", (4,), (EXPERTS, f"{CONTEXT}2", KL), "mixture"),
     "experts lora": Way("mixture lora", (2,), (EXPERTS, *LORA), "mixture"),
     "adapted experts": Way("adapted experts", (1, 2), ("--lora.rank=4", "--lora.experts=true"), "mixture"),

@@ -59,10 +59,9 @@ class Here(nn.Module):
         self.count, self.experts = count, copy.deepcopy(experts, hollow)
         self.experts.num_experts = count
 
-    def forward(self, weights: dict[str, Tensor], tokens: Tensor, asked: Tensor) -> Tensor:
-        """`tokens` `[tokens, size]`, each through the expert that it asked for."""
-        shares = tokens.new_ones(len(asked), 1)
-        out: Tensor = functional_call(self.experts, weights, (tokens, asked[:, None], shares))
+    def forward(self, weights: dict[str, Tensor], tokens: Tensor, asked: Tensor, shares: Tensor) -> Tensor:
+        """`tokens` `[tokens, size]`, each through the expert that it asked for, times its share."""
+        out: Tensor = functional_call(self.experts, weights, (tokens, asked[:, None], shares[:, None]))
         return out
 
 
@@ -81,11 +80,12 @@ def _travel(experts: Any, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Te
     # Once for each choice and then in order: the gradients of a token's choices are summed, not added one by one.
     travellers = tokens.repeat_interleave(choices, 0, output_size=len(order)).index_select(0, order)
     visitors = all_to_all_single_autograd(travellers, arrive, leave, group)
+    # They are weighed where they go: at home, all that comes back would be kept for the gradient of the weights.
+    shares = all_to_all_single_autograd(weights.flatten()[order], arrive, leave, group)
     # One more of zeros: a rank that nobody asks takes part in the backward pass, too.
-    visitors, asked = (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in (visitors, asked))
+    visit = (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) for rows in (visitors, asked, shares))
     held = {name: p.to_local() for name, p in experts.named_parameters(recurse=False)}
-    done = experts.here(held, visitors, asked)[:-1]
+    done = experts.here(held, *visit)[:-1]
     back = all_to_all_single_autograd(done.contiguous(), leave, arrive, group)
     home = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-    came = back.index_select(0, home).view(*chosen.shape, -1)
-    return (came * weights[:, :, None]).sum(1).to(tokens.dtype)
+    return back.index_select(0, home).view(*chosen.shape, tokens.shape[-1]).sum(1)
