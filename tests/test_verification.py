@@ -68,8 +68,23 @@ def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
     whole = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 2),), "length")
     parts = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)), "length")
     by_b = of_b(5, 9, 9)
-    ended = _verdict([whole, by_b], [[(7, 8)], [(9, 9)]], hold=0.0, met=1, must_change=True)
-    met = _verdict([parts, by_b], [[(7,)], [(8,), (9, 9)]], hold=0.0, met=1, must_change=True)
-    assert "1 at the publish, but all had ended at the swap: raise --tokens" in ended.describe(config)
-    assert "1 at the publish\n" in met.describe(config)
-    assert met.exact and not ended.exact and replace(ended, must_change=False).exact
+    ended = _verdict([whole, by_b], [[(7, 8)], [(9, 9)]], hold=0.0, met=1)
+    met = _verdict([parts, by_b], [[(7,)], [(8,), (9, 9)]], hold=0.0, met=1)
+    wrong = _verdict([parts, by_b], [[(7,)], [(4,), (9, 9)]], hold=0.0, met=1)
+    for verdict in (ended, met, wrong):
+        assert verdict.exact == (verdict is not wrong)  # where sequences may finish by A
+    ended, met, wrong = (replace(verdict, how="recompute") for verdict in (ended, met, wrong))
+    assert met.exact and met.describe(config).endswith(" EXACT")
+    assert not wrong.exact and wrong.describe(config).endswith(" NOT EXACT")
+    assert not ended.exact
+    assert ended.describe(config).endswith("NOT SEEN: all that was in flight had ended at the swap: raise --tokens")
+    by_themselves = replace(ended, stopped=True)  # and no limit would keep them
+    assert by_themselves.unseen.endswith("raise --prompts, or lower --after")
+
+
+def test_a_retry_is_seen_by_what_it_threw_away() -> None:
+    """Else all may have ended before the swap, and nothing was drawn anew."""
+    completions = [of_b(5, 7, 8), of_b(5, 7, 8)]
+    by_b = [c.token_ids for c in completions]
+    verdict = replace(_verdict(completions, [[(7, 9)], by_b], hold=0.0, met=1), how="retry")
+    assert not verdict.exact and replace(verdict, wasted=3).exact

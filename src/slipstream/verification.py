@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ INVARIANT = {
 }
 Wanted = Sequence[tuple[Completion, VersionSpan]]
 CHANGE = 0.05  # size of the difference between A and B, in standard deviations of each parameter
+FRESH = 0.02  # and of the factor of an adapter that begins as zeros: its product is about as large then
 SHOWN = 5  # completions that were not exact
 POLL = 0.02  # seconds between two looks at how far generation is
 PROMPT = (4, 24)  # tokens
@@ -70,30 +71,42 @@ class Verdict:
     tokens: tuple[int, int]
     hold: float
     misses: tuple[str, ...]  # where those that were not exact first differ
-    must_change: bool = False  # whether what is in flight goes on under B, as it does by `recompute`
+    how: str = "continue"  # `sync.interruption`
+    wasted: int = 0  # tokens that were thrown away at the change, to be drawn anew
+    stopped: bool = False  # whether all ended before they had drawn --tokens
 
     @property
     def exact(self) -> bool:
-        tried = self.met and self.differ and (self.changed or not self.must_change)
-        return bool(tried) and self.before[0] == self.before[1] and 0 < self.after[0] == self.after[1]
+        """Whether there was something to see, and all of it was right."""
+        return not self.misses and not self.unseen
+
+    @property
+    def unseen(self) -> str:
+        """Why these completions could not show the change, and what to do, if they could not."""
+        longer = "raise --prompts, or lower --after" if self.stopped else "raise --tokens"
+        if not self.met:
+            return f"nothing was in flight at the publish: {longer}"
+        if (self.how == "recompute" and not self.changed) or (self.how == "retry" and not self.wasted):
+            return f"all that was in flight had ended at the swap: {longer}"
+        if not self.after[1]:
+            return f"nothing was drawn by B: {longer}"
+        return "" if self.differ else "A and B answer every prompt alike: raise --prompts or --tokens"
 
     def describe(self, config: Config) -> str:
         """All of it as a table."""
         engine = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {config.model.dtype}"
-        hint = "" if self.met else ": raise --tokens"
-        if self.met and not self.changed and self.must_change:
-            hint = ", but all had ended at the swap: raise --tokens"
+        verdict = "EXACT" if self.exact else "NOT EXACT" if self.misses else f"NOT SEEN: {self.unseen}"
         rows = [
             ("engine", engine),
             ("link", f"{config.sync.link}, in flight: {config.sync.interruption}"),
             ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
-            ("in flight", f"{self.met} at the publish{hint}"),
+            ("in flight", f"{self.met} at the publish; {self.wasted} tokens were drawn anew"),
             ("A and B", f"answer {self.differ} prompts differently"),
             ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
             ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),
             ("held", f"{1000 * self.hold:.2f} ms"),
             *(("not exact", miss) for miss in self.misses[:SHOWN]),
-            ("", "EXACT" if self.exact else "NOT EXACT"),
+            ("", verdict),
         ]
         return "\n".join(f"{name:15}{text}" for name, text in rows)
 
@@ -126,8 +139,8 @@ class ChangingTrainer(TrainerService):
         generator = torch.Generator(self._trainer.device).manual_seed(seed)
         for parameter in self._trainer.parameters.values():
             noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
-            # Adapters begin as zeros, and a vector of ones has no deviation.
-            size = CHANGE * max(float(whole(parameter).float().std(correction=0)), 0.02)
+            values = whole(parameter).float()  # of which a vector of ones has no deviation
+            size = CHANGE * max(float(values.std(correction=0)), 0.02) if values.any() else FRESH
             yield part_of(noise.mul_(size), parameter)
 
     def store(self, path: Path) -> None:
@@ -171,7 +184,7 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
     asked = [tuple(draw.randrange(vocabulary) for _ in range(draw.randint(*PROMPT))) for _ in range(prompts)]
     with _scratch() as folder:
         stores = [folder / name for name in "AB"]
-        completions, hold, met = await _publish_midway(config, folder, stores, asked, tokens, after, seed)
+        completions, hold, met, wasted = await _publish_midway(config, folder, stores, asked, tokens, after, seed)
         wanted = [_by_version(completions, version) for version in (0, 1)]
         # Where no token of A was kept, as under `retry`, A is asked all that B was: they have to differ.
         alone = [(c, c.spans[-1]) for c in completions[prompts:]]
@@ -179,7 +192,9 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
             await _fresh(config, folder, store, asked_of)
             for store, asked_of in zip(stores, (wanted[0] or alone, wanted[1]), strict=True)
         ]
-    return _verdict(completions, again, hold, met, config.sync.interruption == "recompute")
+    stopped = all(len(c.token_ids) < tokens for c in completions[:prompts])
+    verdict = _verdict(completions, again, hold, met)
+    return replace(verdict, how=config.sync.interruption, wasted=wasted, stopped=stopped)
 
 
 @contextmanager
@@ -204,7 +219,7 @@ def _by_version(completions: Sequence[Completion], version: int) -> Wanted:
 async def _publish_midway(
     config: Config, folder: Path, stores: Sequence[Path], asked: Sequence[tuple[int, ...]], tokens: int, after: int,
     seed: int,
-) -> tuple[list[Completion], float, int]:  # fmt: skip
+) -> tuple[list[Completion], float, int, int]:  # fmt: skip
     pools = await Pools.start(config, folder)
     try:
         await pools.link.connect(0)
@@ -223,7 +238,8 @@ async def _publish_midway(
         # The same prompts once more: no new sequence may read what A has left in a prefix cache.
         later = await asyncio.gather(*(pools.generator.generate(prompt, sampling) for prompt in asked))
         await pools.trainer.actor.call("store", stores[1])
-        return [*await drawing, *later], stats.hold, met
+        wasted = sum([(await generator.stats()).get("wasted", 0.0) for generator in pools.generator.generators])
+        return [*await drawing, *later], stats.hold, met, round(wasted)
     finally:
         await pools.close()
 
@@ -254,9 +270,8 @@ async def _drawn_again(pool: GeneratorPool, wanted: Wanted) -> list[tuple[int, .
 
 
 def _verdict(
-    completions: Sequence[Completion], again: Sequence[list[tuple[int, ...]]], hold: float, met: int,
-    must_change: bool = False,
-) -> Verdict:  # fmt: skip
+    completions: Sequence[Completion], again: Sequence[list[tuple[int, ...]]], hold: float, met: int
+) -> Verdict:
     exact, total, tokens, misses = [0, 0], [0, 0], [0, 0], []
     for version in (0, 1):
         spans = [(i, c, span) for i, c in enumerate(completions) for span in c.spans if span.version == version]
@@ -278,7 +293,7 @@ def _verdict(
     differ = sum(old.get(c.prompt_ids, c.token_ids) != c.token_ids for c in completions[half:])
     before, afterwards = zip(exact, total, strict=True)
     counts = len(completions), met, changed, differ
-    return Verdict(*counts, before, afterwards, (tokens[0], tokens[1]), hold, tuple(misses), must_change)
+    return Verdict(*counts, before, afterwards, (tokens[0], tokens[1]), hold, tuple(misses))
 
 
 def with_options(config: Config, **sections: dict[str, Any]) -> Config:

@@ -40,6 +40,7 @@ from tests.trainers.test_trainer import random_batch
 
 CONTEXT = 256
 LONG = [5 + n % 80 for n in range(200)]  # more than a block, whose keys vLLM keeps for who begins alike
+COSTS = servers.LIMIT + 3 * servers.LAST  # seconds that one that falls silent takes, until a run that has it has ended
 MODES = [("shared", "recompute"), *(("checkpoint", how) for how in get_args(Interruption))]
 
 
@@ -744,15 +745,50 @@ def test_a_server_whose_swap_fails_is_resumed(broken: str, model: Path) -> None:
 def test_a_server_that_falls_silent_in_a_swap_costs_its_limit_once(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not once more for the order that resumes it: who waits is told within a minute."""
-    monkeypatch.setattr(servers, "LIMIT", 3.0)
+    """And not once more for each order that resumes or leaves it: who waits is told, and gone, within a minute."""
+    limit, last = 3.0, 0.2
+    monkeypatch.setattr(servers, "LIMIT", limit)
+    monkeypatch.setattr(servers, "LAST", last)
 
     async def main() -> None:
-        async with swapping(model, "apply is silent", "/resume is silent") as (_, swap, told):
+        async with swapping(model, "apply is silent", "/resume is silent", "release is silent") as (server, swap, told):
             began = time.monotonic()
             with pytest.raises(ActorDied):
                 await swap
-            assert time.monotonic() - began < 5.5 and told == ["/pause", "/resume"]
+            assert told == ["/pause", "/resume"]
+            await server.stop()
+            assert told == ["/pause", "/resume", "/resume"] and limit < time.monotonic() - began < limit + 1.5
+
+    asyncio.run(main())
+    assert COSTS < 60
+
+
+def test_a_server_may_compare_its_weights_for_longer_than_it_may_be_silent(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is not asked meanwhile whether it is there, since its workers would answer only then."""
+    monkeypatch.setattr(servers, "LIMIT", 0.3)
+    monkeypatch.setattr(servers, "WATCH", 0.05)
+    told = []
+
+    async def rpc(body: dict[str, Any]) -> Any:
+        told.append(body["method"])
+        if body["method"] == "slipstream_connect":
+            await asyncio.sleep(0.9)
+            told.append("connected")
+        return True
+
+    async def main() -> None:
+        async with faked(model, complete, rpc) as server:
+            await server.call("connect", {}, 1)
+            assert not server.dead
+            while told[-1] != "slipstream_claim":
+                await asyncio.sleep(0.02)
+            await server.stop()
+
+    asyncio.run(main())
+    connecting = told.index("slipstream_connect")
+    assert told[connecting + 1] == "connected"
 
     asyncio.run(main())
 

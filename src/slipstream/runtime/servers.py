@@ -31,7 +31,9 @@ from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 
 LIMIT = 45.0  # seconds that any request but a completion or the way of a version to a server may take
-PREPARE_LIMIT = 600.0
+PREPARE_LIMIT = 600.0  # of a version's way to a server
+CONNECT_LIMIT = 900.0  # of an answer for which workers compare all that they serve with the model's files
+LAST = 3.0  # of each request to a server that has fallen silent
 WATCH = 10.0  # seconds between two questions whether the workers of a server still answer
 ATTEMPTS = 3  # at a completion, each after twice the pause; too few for a server to be restarted meanwhile
 PAUSE = 0.5
@@ -56,6 +58,7 @@ class Server:
         self._open, self._settled = asyncio.Event(), asyncio.Event()  # for new requests; no swap is under way
         self._open.set()
         self._settled.set()
+        self._connecting = self._silent = False
         self._paused = False  # or may be: it was told to pause, and has not yet said that it goes on
         self._requests: dict[VllmRequest, asyncio.Future[Any]] = {}
         self._run = uuid4().hex  # who has the server
@@ -188,7 +191,11 @@ class Server:
                 self._totals["busy"] += time.perf_counter() - self._since
 
     async def _connect(self, offer: Ticket, rank: int) -> None:
-        await self._workers("connect", self._config.sync.link, offer, rank)
+        self._connecting = True
+        try:
+            await self._workers("connect", self._config.sync.link, offer, rank, limit=CONNECT_LIMIT)
+        finally:
+            self._connecting = False
         self._connected = True
 
     async def _prepare(self, ticket: Ticket) -> None:
@@ -240,7 +247,7 @@ class Server:
             if answer.get("success", True) is not True:  # vLLM 0.25 does not say
                 raise self.give_up(f"{self.name} did not drop its keys and values")
         finally:
-            await self._order("/resume", limit=LIMIT / 3)  # of one that has said nothing to what came before, too
+            await self._order("/resume")  # of one that has said nothing to what came before, too
             self._paused = False
         return counts
 
@@ -256,14 +263,16 @@ class Server:
         """Ask the workers whether they are there, and still this run's: more often than a server could start anew."""
         while not self.dead:
             await asyncio.sleep(WATCH)
+            if self._connecting:  # the question would wait for the end of that
+                continue
             with contextlib.suppress(ActorDied):  # who waits is told
                 if None in await self._workers("claim", self._run, False):
                     self.give_up(f"{self.name} was started anew, or taken by another run: it serves other weights")
 
-    async def _workers(self, method: str, *arguments: Any) -> list[Any]:
+    async def _workers(self, method: str, *arguments: Any, limit: float | None = None) -> list[Any]:
         """Call a method of the worker extension in every worker."""
         self._refuse_dead()
-        answer = await self._order("/collective_rpc", {"method": f"slipstream_{method}", "args": arguments})
+        answer = await self._order("/collective_rpc", {"method": f"slipstream_{method}", "args": arguments}, limit)
         results: list[Any] = answer["results"]
         return results
 
@@ -281,6 +290,7 @@ class Server:
         try:
             return await self._ask("POST", path, body, limit)
         except _Failed as failure:
+            self._silent = self._silent or not failure.status
             raise self.give_up(str(failure)) from None
 
     def _refuse_dead(self) -> None:
@@ -298,7 +308,7 @@ class Server:
         """One request, answered with 200 and JSON within `limit` seconds. Raises `_Failed`."""
         import aiohttp
 
-        limit = limit or LIMIT
+        limit = min(limit or LIMIT, LAST) if self._silent else limit or LIMIT
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=LIMIT / 3)
         try:
             async with self._http.request(
