@@ -84,7 +84,10 @@ def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
 
 def test_a_retry_is_seen_by_what_it_threw_away() -> None:
     """Else all may have ended before the swap, and nothing was drawn anew."""
-    completions = [of_b(5, 7, 8), of_b(5, 7, 8)]
-    by_b = [c.token_ids for c in completions]
-    verdict = replace(_verdict(completions, [[(7, 9)], by_b], hold=0.0, met=1), how="retry")
-    assert not verdict.exact and replace(verdict, wasted=3).exact
+    by_a = Completion((5,), (7, 9), (0.0, 0.0), (VersionSpan(0, 0, 2),), "length")
+    by_b = of_b(5, 7, 8)
+    ended = replace(_verdict([by_a, by_b], [[(7, 9)], [(7, 8)]], hold=0.0, met=1), how="retry")
+    assert not ended.exact and replace(ended, wasted=3).exact
+    # Nothing that A drew is left, though a sequence had drawn before the publish began.
+    gone = replace(_verdict([by_b, by_b], [[(7, 9)], [(7, 8), (7, 8)]], hold=0.0, met=1), how="retry")
+    assert gone.exact

@@ -72,7 +72,7 @@ class Verdict:
     hold: float
     misses: tuple[str, ...]  # where those that were not exact first differ
     how: str = "continue"  # `sync.interruption`
-    wasted: int = 0  # tokens that were thrown away at the change, to be drawn anew
+    wasted: int = 0  # tokens that an engine threw away at the change, to draw them anew
     stopped: bool = False  # whether all ended before they had drawn --tokens
 
     @property
@@ -86,7 +86,9 @@ class Verdict:
         longer = "raise --prompts, or lower --after" if self.stopped else "raise --tokens"
         if not self.met:
             return f"nothing was in flight at the publish: {longer}"
-        if (self.how == "recompute" and not self.changed) or (self.how == "retry" and not self.wasted):
+        # An engine that was started anew has not counted what went with it; but something drawn by A is gone then.
+        kept = self.how == "retry" and not self.wasted and self.before[1]
+        if (self.how == "recompute" and not self.changed) or kept:
             return f"all that was in flight had ended at the swap: {longer}"
         if not self.after[1]:
             return f"nothing was drawn by B: {longer}"
@@ -95,12 +97,16 @@ class Verdict:
     def describe(self, config: Config) -> str:
         """All of it as a table."""
         engine = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {config.model.dtype}"
+        thrown = f"; {self.wasted} tokens were thrown away" if self.wasted else ""
         verdict = "EXACT" if self.exact else "NOT EXACT" if self.misses else f"NOT SEEN: {self.unseen}"
         rows = [
             ("engine", engine),
             ("link", f"{config.sync.link}, in flight: {config.sync.interruption}"),
             ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
-            ("in flight", f"{self.met} at the publish; {self.wasted} tokens were drawn anew"),
+            (
+                "in flight",
+                f"{self.met} at the publish" + f"; {self.wasted} tokens were thrown away" * bool(self.wasted),
+            ),
             ("A and B", f"answer {self.differ} prompts differently"),
             ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
             ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -346,6 +347,20 @@ def test_an_agent_that_knows_nothing_but_a_url_is_trained(model: Path, tmp_path:
     missing = options(model, tmp_path / "missing", **named | {"environment__options": "{ missing = true }"})
     said = slipstream("train", tmp_path / "empty.toml", *missing, status=2).stderr
     assert said.strip().splitlines()[-1].endswith("needs aiohttp: pip install 'slipstream-rl[endpoint]'")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_an_agent_is_trained_with_vllm_behind_its_url(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_model("1M", model)
+    (tmp_path / "agent.py").write_text(AGENT)
+    named = {"environment__name": f"{tmp_path / 'agent.py'}:Agent", "environment__options": "{}"}
+    vllm = {"generator__kind": "vllm", "generator__slots": 8, "sampling__top_k": 8, "loop__max_lag": 1}
+    directory = tmp_path / "run"
+    summary = train(model, directory, **named, **vllm)
+    assert summary["steps"] == 6 and not summary["failures"]
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert all(m["mismatch_kl"] < 1e-9 for m in metrics if m["lag_max"] == 0)
 
 
 @pytest.mark.parametrize(

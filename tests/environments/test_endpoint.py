@@ -401,6 +401,26 @@ def test_an_environment_around_an_agent_is_trained_on() -> None:
     asyncio.run(main())
 
 
+def test_an_episode_that_fails_tells_what_its_url_refused() -> None:
+    """An agent's client says no more than the status."""
+
+    async def main() -> None:
+        async with served() as it:
+
+            class Agent:
+                train = test = (TASK,)
+
+                async def rollout(self, task: Task, policy: Policy) -> float:
+                    async with it.client.post(f"{await policy.base_url()}/completions", json={"n": 1}) as response:
+                        response.raise_for_status()
+                    return 1.0
+
+            with pytest.raises(RolloutFailed, match=r"(?s)Bad Request.*Its URL had answered: prompt: Field required"):
+                await attempt(Agent(), TASK, it.policy(), 10.0)
+
+    asyncio.run(main())
+
+
 def test_without_aiohttp_the_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     really = builtins.__import__
 

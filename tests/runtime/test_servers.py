@@ -41,7 +41,7 @@ from tests.trainers.test_trainer import random_batch
 CONTEXT = 256
 LONG = [5 + n % 80 for n in range(200)]  # more than a block, whose keys vLLM keeps for who begins alike
 COSTS = servers.LIMIT + 3 * servers.LAST  # seconds that one that falls silent takes, until a run that has it has ended
-MODES = [("shared", "recompute"), *(("checkpoint", how) for how in get_args(Interruption))]
+MODES = [("shared", "recompute"), ("nccl", "recompute"), *(("checkpoint", how) for how in get_args(Interruption))]
 
 
 @pytest.fixture(scope="session")
@@ -329,6 +329,22 @@ def test_what_a_server_can_not_do_is_refused(server: str, model: Path, tmp_path:
     )
     nobody = f"http://127.0.0.1:{free_port()}"
     assert refusal(configured(model, nobody)).startswith(f"{nobody}/health did not answer: ")
+
+
+def test_what_is_no_vllm_server_is_told(model: Path) -> None:
+    async def main() -> None:
+        runner = web.AppRunner(web.Application())
+        await runner.setup()
+        port = free_port()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        url = f"http://127.0.0.1:{port}"
+        server = Server(url, configured(model, url))
+        with pytest.raises(ConfigError, match="404.*this is no vLLM server; correct generator.servers"):
+            await server.start()
+        await server.stop()
+        await runner.cleanup()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ class Policy:
         self.clock = getattr(generator, "clock", None) or Clock()  # of generators that sleep at times
         self._deadline = self.clock.time() + limits.seconds if limits.seconds else math.inf
         self.secret = secrets.token_urlsafe(16)
+        self.refused = ""  # what its URL said last where it gave no completion
         self.completions: list[Completion] = []
         self.conversations: list[Conversation] = []
 

@@ -77,7 +77,8 @@ async def attempt(
     except (Exception, SystemExit) as error:
         if isinstance(error, TimeoutError) and clock.expired():  # else it is a time limit of the episode's own
             raise RolloutFailed("time limit", f"task {task.id} took longer than {time_limit:g} s") from None
-        raise RolloutFailed(type(error).__name__, f"task {task.id}:\n{_tail()}") from None
+        refused = f"\nIts URL had answered: {policy.refused}" if policy.refused else ""
+        raise RolloutFailed(type(error).__name__, f"task {task.id}:\n{_tail()}{refused}") from None
     finally:
         policy.end()
         _in_episode.reset(token)

@@ -76,7 +76,7 @@ class Server:
         # vLLM closes idle connections after 5 seconds; a request that meets that moment would fail.
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2))
         try:
-            await self._ask("GET", "/health", limit=LIMIT / 3)
+            await self._here()
             models = (await self._ask("GET", "/v1/models", limit=LIMIT / 3))["data"]
             self._model = _served(models, self._config.model.path, self.name)
             facts = (await self._ask("POST", "/collective_rpc", {"method": "slipstream_describe"}))["results"]
@@ -96,6 +96,14 @@ class Server:
         self.ranks, self._facts = len(facts), facts[0]
         self._context: int = self._config.generator.context or facts[0]["context"]
         self._watching = asyncio.create_task(self._watch())
+
+    async def _here(self) -> None:
+        try:
+            await self._ask("GET", "/health", limit=LIMIT / 3)
+        except _Failed as failure:
+            if failure.status != 404:
+                raise
+            raise ConfigError(f"{failure}: this is no vLLM server; correct generator.servers") from None
 
     async def _claim(self) -> None:
         """Have it for this run alone: two would draw by each other's weights. A run that was killed has it for a while.
