@@ -103,10 +103,7 @@ class Verdict:
             ("engine", engine),
             ("link", f"{config.sync.link}, in flight: {config.sync.interruption}"),
             ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
-            (
-                "in flight",
-                f"{self.met} at the publish" + f"; {self.wasted} tokens were thrown away" * bool(self.wasted),
-            ),
+            ("in flight", f"{self.met} at the publish{thrown}"),
             ("A and B", f"answer {self.differ} prompts differently"),
             ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
             ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),

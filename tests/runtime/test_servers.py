@@ -339,7 +339,7 @@ def test_what_is_no_vllm_server_is_told(model: Path) -> None:
         await web.TCPSite(runner, "127.0.0.1", port).start()
         url = f"http://127.0.0.1:{port}"
         server = Server(url, configured(model, url))
-        with pytest.raises(ConfigError, match="404.*this is no vLLM server; correct generator.servers"):
+        with pytest.raises(ConfigError, match=r"404.*this is no vLLM server; correct generator.servers"):
             await server.start()
         await server.stop()
         await runner.cleanup()
