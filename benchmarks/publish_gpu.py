@@ -5,8 +5,8 @@
 Every link runs in an engine of its own, one after the other in the same run. The gap is the time between two
 consecutive tokens of all sequences, seen where they arrive; the hold of a publish is the largest gap from its start to
 a quarter of a second after its end, less the median gap. Undisturbed is the second before each publish. Sending takes
-from the call of the trainer to its answer; the transfer, from when both sides are at it. Ready is an engine that draws
-by the new weights; a publish ends when their checksums have been compared.
+from the call of the trainer to its answer; the transfer, from when both sides are at it, with a speed of its own. Ready
+is an engine that draws by the new weights; a publish ends when their checksums have been compared.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ async def measure(model: Path, folder: Path, link: str, publishes: int, memory: 
             await asyncio.sleep(AFTER)
             began, ended = await pools.trainer.actor.call("last_sent")
             both = max(began, await actor.call("began_to_receive"))  # the clock is one for all processes of a host
-            row = describe(await actor.call("ends"), start, end, stats)
-            rows.append(row | {"transfer_ms": max(0.0, 1000 * (ended - both))})
+            rows.append(describe(await actor.call("ends"), start, end, stats, (both, ended)))
         assert not any(task.done() for task in running), "sequences ended before the last publish"
         for task in running:
             task.cancel()
@@ -129,8 +128,10 @@ async def measure(model: Path, folder: Path, link: str, publishes: int, memory: 
     return {**described, "publishes": publishes, **found, "each": rows}
 
 
-def describe(ends: list[float], start: float, end: float, stats: Any) -> dict[str, float]:
-    """One publish, from the times at which steps ended."""
+def describe(
+    ends: list[float], start: float, end: float, stats: Any, transfer: tuple[float, float]
+) -> dict[str, float]:
+    """One publish, from the times at which steps ended, and between which its weights were under way."""
     gaps = [(b, 1000 * (b - a)) for a, b in itertools.pairwise(ends)]
     quiet = [gap for at, gap in gaps if at < start]
     near = [gap for at, gap in gaps if start <= at <= end + AFTER]
@@ -147,7 +148,14 @@ def describe(ends: list[float], start: float, end: float, stats: Any) -> dict[st
         "tokens_per_s": SEQUENCES * len(quiet) / (sum(quiet) / 1000),
         # Of what would have come in that time, how much came.
         "speed_during": usual * len(during) / max(1000 * (end - start), usual),
+        "transfer_ms": max(0.0, 1000 * (transfer[1] - transfer[0])),
+        **({"speed_in_transfer": usual * rate(ends, *transfer) / 1000} if transfer[0] < transfer[1] else {}),
     }
+
+
+def rate(ends: list[float], start: float, end: float) -> float:
+    """Steps a second between two times; of a step that is partly within them, so much of it."""
+    return sum(max(0.0, min(b, end) - max(a, start)) / (b - a) for a, b in itertools.pairwise(ends)) / (end - start)
 
 
 def main() -> None:

@@ -308,7 +308,7 @@ def test_a_preempted_sequence_keeps_its_tokens(small: Any, monkeypatch: pytest.M
         now = counts(runner.requests.keys() & runner.input_batch.req_id_to_index.keys())
         return lambda: now
 
-    monkeypatch.setattr(vllm_worker, "_drawn", known)
+    monkeypatch.setattr(vllm_worker, "drawn", known)
     engine.version = 0
     for number in range(4):
         engine.submit(number, [5, 6, 7 + number], Sampling(max_tokens=200))

@@ -25,12 +25,13 @@ from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.vllm_adapters import AdapterWeights
 from slipstream.generators.vllm_adapters import arguments as adapter_arguments
-from slipstream.generators.vllm_calls import Answer, end_with_core, post
+from slipstream.generators.vllm_calls import Answer, end_with_core
 from slipstream.generators.vllm_requests import Drawn, VllmRequest, added, interrupted
 from slipstream.generators.vllm_start import cpu_arguments, start_vllm
 from slipstream.models import end_of_sequence, generation_config, has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
+from slipstream.vllm_releases import core_is_apart, experts_of, post, refuse_unrecorded_experts
 
 PROCESSED = "processed_logprobs"  # of the distribution that tokens are really drawn from
 KEEP = 1  # vLLM's level of sleep in which weights are kept in the host's memory
@@ -63,7 +64,7 @@ class VllmEngine:
         self.tokens_generated = 0
         self.tokens_wasted = 0
         self.busy_seconds = 0.0  # in which there were sequences to go on with
-        self._beside = hasattr(self._llm.engine_core, "call_utility")  # whether vLLM's core is a process of its own
+        self._beside = core_is_apart(self._llm)
         self._went_on: float | None = None  # since when that has drawn on, while nobody was in `step`
         self._adapters = AdapterWeights(self._llm, config.loop.max_lag + 2) if config.sync.link == "lora" else None
         self._requests: dict[str, _Request] = {}
@@ -383,7 +384,7 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
 
         arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
     if config.algorithm.keep_routing and has_experts(config.model.path):
-        _refuse_unrecorded(on_cpu)
+        refuse_unrecorded_experts(on_cpu)
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
         arguments |= cpu_arguments(config.model, generator.context, generator.memory) | {"async_scheduling": False}
@@ -395,18 +396,6 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
     return arguments | generator.options
 
 
-def _refuse_unrecorded(on_cpu: bool) -> None:
-    """Raise `ConfigError` where this vLLM does not tell which experts it chose."""
-    from vllm import EngineArgs
-
-    if on_cpu or not hasattr(EngineArgs, "enable_return_routed_experts"):
-        where = "on a CPU" if on_cpu else "of this release"
-        raise ConfigError(
-            f"algorithm.keep_routing = true can't be: vLLM {where} does not tell which experts it chose; set it to "
-            'false, or generator.kind = "torch"'
-        )
-
-
 def _completion(request: _Request, output: Any) -> Completion:
     flat = output.logprobs
     firsts = flat.start_indices[: len(output.token_ids)]
@@ -414,5 +403,5 @@ def _completion(request: _Request, output: Any) -> Completion:
         [t for t, p in zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True) if p > -torch.inf]
         for a, b in zip(firsts, flat.end_indices, strict=False)
     )
-    logprobs, experts = [flat.logprobs[i] for i in firsts], getattr(output, "routed_experts", None)
+    logprobs, experts = [flat.logprobs[i] for i in firsts], experts_of(output)
     return request.completion(output.token_ids, logprobs, output.finish_reason, kept, experts)

@@ -6,9 +6,10 @@ import os
 import sys
 import threading
 import time
-import uuid
 from concurrent.futures import Future
 from typing import Any
+
+from slipstream.vllm_releases import core_died, post
 
 LOOK = 0.5  # seconds between two looks whether the core lives
 POLL = 0.002  # seconds from one question to the workers to the same again
@@ -35,30 +36,6 @@ class Answer:
             return None
         answers, self._pending = self._pending.result(), None
         return None if any(answer is None for answer in answers) else answers
-
-
-def post(llm: Any, method: str, *arguments: Any) -> Future[list[Any]]:
-    """Have all workers call a method between two passes, without waiting for the pass that is under way.
-
-    It is `LLMEngine.collective_rpc` without its wait. Where vLLM lacks the parts for that, or runs in this process, it
-    is called and waited for.
-    """
-    core = llm.engine_core
-    answer: Future[list[Any]] = Future()
-    if hasattr(core, "utility_results") and hasattr(core, "_send_input"):
-        from vllm.v1.engine import EngineCoreRequestType
-
-        number = uuid.uuid1().int >> 64
-        core.utility_results[number] = answer
-        core._send_input(EngineCoreRequestType.UTILITY, (0, number, "collective_rpc", (method, None, arguments, None)))
-    else:
-        answer.set_result(llm.collective_rpc(method, args=arguments))
-    return answer
-
-
-def core_died(llm: Any) -> bool:
-    """Whether vLLM's core, if it is a process of its own, has ended."""
-    return bool(getattr(getattr(llm.engine_core, "resources", None), "engine_dead", False))
 
 
 def end_with_core(llm: Any) -> threading.Event:

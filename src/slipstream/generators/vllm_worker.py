@@ -21,6 +21,7 @@ from slipstream.models import end_of_sequence, generation_config
 from slipstream.sync.link import Ticket
 from slipstream.sync.nccl_direct import NativeReceiver
 from slipstream.sync.single_copy import lend
+from slipstream.vllm_releases import counts_tokens, drawn
 
 ENDED = 1 << 12  # requests that ended since the last swap and are remembered; answers of those before are long read
 
@@ -84,7 +85,7 @@ class Tokens:
 
     def count(self) -> Callable[[], Drawn]:
         """Counts, as of now; the result can be had once the device is that far."""
-        running, preempted, ended = _drawn(self._runner), dict(self._preempted), list(self._ended)
+        running, preempted, ended = drawn(self._runner), dict(self._preempted), list(self._ended)
 
         def counted() -> Drawn:
             away = {name: tokens for name, before in preempted.items() if (tokens := before().get(name)) is not None}
@@ -102,7 +103,7 @@ class Tokens:
         for name in ended:
             self._preempted.pop(name, None)
         if preempted := (scheduler_output.preempted_req_ids or set()) - ended:
-            self._preempted |= dict.fromkeys(preempted, cache(_drawn(self._runner)))
+            self._preempted |= dict.fromkeys(preempted, cache(drawn(self._runner)))
 
 
 class WorkerExtension:
@@ -125,8 +126,7 @@ class WorkerExtension:
             "max_logprobs": model.max_logprobs,
             "eos": sorted(end_of_sequence(generation_config(model.model), model.hf_config)),
             "replicas": parallel.data_parallel_size * parallel.pipeline_parallel_size,
-            "counts": hasattr(self.model_runner, "requests")
-            or hasattr(self.model_runner, "req_states"),  # see `_drawn`
+            "counts": counts_tokens(self.model_runner),
         }
 
     def slipstream_claim(self, run: str, anew: bool) -> bool | None:
@@ -221,29 +221,6 @@ class WorkerExtension:
     def slipstream_close(self) -> None:
         self._slipstream.close()
         del self._slipstream  # with what it holds for the next version
-
-
-def _drawn(runner: Any) -> Callable[[], dict[str, int]]:
-    """Counts, as of now, the tokens of the requests that a runner has; the result can be had once the device is there.
-
-    vLLM has two model runners. The first knows the count when it launches a pass; the second keeps it on the device,
-    where a copy in the stream of the passes tells it as of now.
-    """
-    if not hasattr(runner, "req_states"):
-        drawn = {name: len(request.output_token_ids) for name, request in runner.requests.items()}
-        return lambda: drawn
-    states = runner.req_states
-    totals = torch.empty(states.total_len.gpu.shape, dtype=states.total_len.gpu.dtype, pin_memory=True)
-    totals.copy_(states.total_len.gpu, non_blocking=True)
-    prompts, places = states.prompt_len.np.copy(), dict(states.req_id_to_index)
-    copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-
-    def count() -> dict[str, int]:
-        copied.synchronize()
-        return {name: int(totals[i]) - int(prompts[i]) for name, i in places.items()}
-
-    return count
 
 
 def _refuse_other_values(runner: Any, places: Mapping[str, Place]) -> None:

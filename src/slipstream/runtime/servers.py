@@ -29,6 +29,7 @@ from slipstream.generators.vllm_requests import CLAIM, Drawn, VllmRequest, added
 from slipstream.models import has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
+from slipstream.vllm_releases import caches_were_reset
 
 LIMIT = 45.0  # seconds that any request but a completion or the way of a version to a server may take
 PREPARE_LIMIT = 600.0  # of a version's way to a server
@@ -252,7 +253,7 @@ class Server:
             await self._order("/pause?mode=keep&clear_cache=false")
             counts = await self._apply()
             answer = await self._order("/reset_prefix_cache?reset_running_requests=true")
-            if answer.get("success", True) is not True:  # vLLM 0.25 does not say
+            if not caches_were_reset(answer):
                 raise self.give_up(f"{self.name} did not drop its keys and values")
         finally:
             await self._order("/resume")  # of one that has said nothing to what came before, too

@@ -1,8 +1,7 @@
 """The `nccl_direct` link: vLLM's own weight transfer engine, which holds an engine while weights arrive.
 
 It needs no staging memory and knows every layout that vLLM knows, quantised ones too, but generation stands still for
-the whole transfer: use it where `nccl` has no room or refuses a model. The trainer's half of vLLM's interface differs
-from release to release; what differs is in this file alone.
+the whole transfer: use it where `nccl` has no room or refuses a model.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.config import Config, ConfigError
+from slipstream.config import Config
 from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
+from slipstream.vllm_releases import transfer_engine
 
 HOST = "127.0.0.1"
 
@@ -89,16 +89,3 @@ class Native:
     """Both ends."""
 
     Sender, Receiver = NativeSender, NativeReceiver
-
-
-def transfer_engine() -> Any:
-    """The trainer's half of vLLM's NCCL transfer. Raises `ConfigError` where this vLLM has another interface."""
-    try:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-    except ImportError as error:
-        raise ConfigError(f'sync.link = "nccl_direct" needs vLLM in the trainer, too: {error}') from None
-    if not hasattr(NCCLWeightTransferEngine, "trainer_send_weights"):
-        raise ConfigError(
-            'sync.link = "nccl_direct" does not know this vLLM\'s transfer engine; use sync.link = "nccl"'
-        )
-    return NCCLWeightTransferEngine
