@@ -15,8 +15,6 @@ import torch
 
 from slipstream.config import ConfigError
 
-Drawn = dict[str, int]  # tokens that each request has drawn, by vLLM's name for it
-
 
 def core_is_apart(llm: Any) -> bool:
     """Whether vLLM's core is a process of its own."""
@@ -52,8 +50,9 @@ def counts_tokens(runner: Any) -> bool:
     return hasattr(runner, "requests") or hasattr(runner, "req_states")
 
 
-def drawn(runner: Any) -> Callable[[], Drawn]:
-    """Counts, as of now, the tokens of the requests that a runner has; the result can be had once the device is there.
+def drawn(runner: Any) -> Callable[[], dict[str, int]]:
+    """Counts, as of now, the tokens of the requests that a runner has, by vLLM's names for them; the result can be had
+    once the device is there.
 
     The first runner knows the count when it launches a pass; the second keeps it on the device, where a copy in the
     stream of the passes tells it as of now.
@@ -68,7 +67,7 @@ def drawn(runner: Any) -> Callable[[], Drawn]:
     copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
 
-    def count() -> Drawn:
+    def count() -> dict[str, int]:
         copied.synchronize()
         return {name: int(totals[i]) - int(prompts[i]) for name, i in places.items()}
 

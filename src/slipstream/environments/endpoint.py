@@ -156,8 +156,9 @@ class Endpoint:
     async def _answer(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
+        secret, _, route = request.path.lstrip("/").partition("/v1/")
         try:
-            answer = await self._serve(request.method, request.path, await request.read())
+            answer = await self._serve(request.method, secret, route, await request.read())
             if isinstance(answer, str):
                 return web.Response(text=answer, content_type="text/event-stream")
             return web.json_response(answer)
@@ -165,14 +166,13 @@ class Endpoint:
             status, kind, message = error.status, "invalid_request_error", str(error)
         except Exception as error:  # the agent's client raises it: what it means for the episode is the agent's to say
             status, kind, message = 500, "server_error", f"{type(error).__name__}: {error}"
-        if episode := self._episodes.get(_secret(request.path)):
+        if episode := self._episodes.get(secret):
             episode.policy.refused = message  # which the agent's client may not show
         described = {"message": message, "type": kind, "param": None, "code": None}
         return web.json_response({"error": described}, status=status)
 
-    async def _serve(self, method: str, path: str, body: bytes) -> dict[str, Any] | str:
-        """The answer to a request: JSON, or the events of a stream as text."""
-        secret, route = _secret(path), path.partition("/v1/")[2]
+    async def _serve(self, method: str, secret: str, route: str, body: bytes) -> dict[str, Any] | str:
+        """The answer to a request of the episode with this secret: JSON, or the events of a stream as text."""
         episode = self._episodes.get(secret)
         if episode is None:
             raise _Refused(404, ENDED)
@@ -201,11 +201,6 @@ class Endpoint:
             episode.requests.discard(drawing)
         answer = _body(asked, drawn, self._codec)
         return _events(asked, answer) if asked.stream else answer
-
-
-def _secret(path: str) -> str:
-    """Which episode a request is of."""
-    return path.lstrip("/").partition("/v1/")[0]
 
 
 def _parse(kind: type[_Chat] | type[_Text], body: bytes) -> _Chat | _Text:

@@ -39,6 +39,7 @@ WATCH = 10.0  # seconds between two questions whether the workers of a server st
 ATTEMPTS = 3  # at a completion, each after twice the pause; too few for a server to be restarted meanwhile
 PAUSE = 0.5
 POLL = 0.02
+RPC = "/collective_rpc"
 IMPOSSIBLE = -9999.0  # how vLLM writes the log-probability of a token that top-k or top-p removed
 # What a server would otherwise take from the model's generation_config.json.
 NO_PENALTIES = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -80,7 +81,7 @@ class Server:
             await self._here()
             models = (await self._ask("GET", "/v1/models", limit=LIMIT / 3))["data"]
             self._model = _served(models, self._config.model.path, self.name)
-            facts = (await self._ask("POST", "/collective_rpc", {"method": "slipstream_describe"}))["results"]
+            facts = (await self._ask("POST", RPC, _of_workers("describe")))["results"]
         except _Failed as failure:
             remedy = {
                 0: "start it as docs/vllm-servers.md shows, or correct generator.servers",
@@ -110,9 +111,9 @@ class Server:
         """Have it for this run alone: two would draw by each other's weights. A run that was killed has it for a while.
 
         Raises `ConfigError`."""
-        asked = {"method": "slipstream_claim", "args": [self._run, True]}
+        asked = _of_workers("claim", self._run, True)
         last = time.perf_counter() + CLAIM + POLL
-        while None in (await self._ask("POST", "/collective_rpc", asked))["results"]:
+        while None in (await self._ask("POST", RPC, asked))["results"]:
             if time.perf_counter() > last:
                 raise ConfigError(f"{self.name} is in use by another run; wait for its end, or start a server for each")
             await asyncio.sleep(CLAIM / 30)
@@ -137,10 +138,9 @@ class Server:
             if self._paused:  # a swap took too long, or could not resume it
                 await self._ask("POST", "/resume", limit=grace)
             if well:
-                await self._ask("POST", "/collective_rpc", {"method": "slipstream_close"}, limit=grace)
+                await self._ask("POST", RPC, _of_workers("close"), limit=grace)
             if self.ranks:
-                release = {"method": "slipstream_release", "args": [self._run]}
-                await self._ask("POST", "/collective_rpc", release, limit=grace)
+                await self._ask("POST", RPC, _of_workers("release", self._run), limit=grace)
         if self._http:
             await self._http.close()
 
@@ -281,7 +281,7 @@ class Server:
     async def _workers(self, method: str, *arguments: Any, limit: float | None = None) -> list[Any]:
         """Call a method of the worker extension in every worker."""
         self._refuse_dead()
-        answer = await self._order("/collective_rpc", {"method": f"slipstream_{method}", "args": arguments}, limit)
+        answer = await self._order(RPC, _of_workers(method, *arguments), limit)
         results: list[Any] = answer["results"]
         return results
 
@@ -340,6 +340,11 @@ class _Failed(RuntimeError):
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+
+
+def _of_workers(method: str, *arguments: Any) -> dict[str, Any]:
+    """What asks every worker to call a method of `generators.vllm_worker`."""
+    return {"method": f"slipstream_{method}", "args": arguments}
 
 
 def refuse_unfit(name: str, facts: Mapping[str, Any], config: Config) -> None:

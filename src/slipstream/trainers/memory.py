@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -30,16 +29,16 @@ def prepare_layers(model: Any, again: str, fuse: bool) -> None:
     """
     for layer in layers_of(model):
         away = experts_here(layer)
-        programs = [layer, *away] if fuse else []
-        if again == "full" and away:  # a program can't be computed again in part
-            compile_modules(programs)
+        whole = again == "full" and away  # goes around its programs, none of which can be computed again in part
+        if fuse and whole:
+            _compile(layer, *away)
         if again == "selective" and away:
             for module in (*(m for m in layer.children() if not experts_here(m)), *away):
                 _compute_again(module, again)
         elif again != "none":
             _compute_again(layer, again)
-        if again != "full" or not away:
-            compile_modules(programs)
+        if fuse and not whole:
+            _compile(layer, *away)
 
 
 def _compute_again(module: Any, how: str) -> None:
@@ -47,7 +46,7 @@ def _compute_again(module: Any, how: str) -> None:
     module.forward = MethodType({"full": _all_again, "selective": _products_kept}[how], module)
 
 
-def compile_modules(modules: Iterable[Any]) -> None:
+def _compile(*modules: Any) -> None:
     """Compile each module; those of one kind share a program, for any number of tokens."""
     compiler: Any = torch._dynamo.config
     compiler.recompile_limit = max(PROGRAMS, compiler.recompile_limit)
