@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,6 +101,22 @@ async def in_flight(
             running = [asyncio.create_task(pool.generate(prompt, sampling)) for prompt in prompts]
         await asyncio.sleep(0.001)
     return running
+
+
+async def drawn_until(
+    done: asyncio.Future[Any], pool: GeneratorPool, prompts: Sequence[Sequence[int]], longest: int
+) -> list[Completion]:
+    """One completion of each prompt after another: however long what is awaited takes, one is in flight when it
+    happens, since no two prompts' end together."""
+
+    async def on_and_on(prompt: Sequence[int], sampling: Sampling) -> list[Completion]:
+        drawn = []
+        while not done.done():
+            drawn.append(await pool.generate(prompt, sampling))
+        return drawn
+
+    lengths = [Sampling(max_tokens=longest - 7 * i) for i in range(len(prompts))]
+    return list(itertools.chain(*await asyncio.gather(*map(on_and_on, prompts, lengths))))
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 24) -> list[list[int]]:

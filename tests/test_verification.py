@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream import verification
 from slipstream.config import load_config
 from slipstream.rollout import Completion, VersionSpan
-from slipstream.verification import ChangingTrainer, _scratch, _verdict
+from slipstream.verification import ChangingTrainer, Verdict, _scratch, _verdict
 
 
 def of_b(prompt: int, *token_ids: int) -> Completion:
@@ -78,8 +80,32 @@ def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
     assert not wrong.exact and wrong.describe(config).endswith(" NOT EXACT")
     assert not ended.exact
     assert ended.describe(config).endswith("NOT SEEN: all that was in flight had ended at the swap: raise --tokens")
-    by_themselves = replace(ended, stopped=True)  # and no limit would keep them
+    by_themselves = replace(ended, cut=False)  # and no limit would keep them
     assert by_themselves.unseen.endswith("raise --prompts, or lower --after")
+
+
+def test_completions_are_as_long_as_a_publish_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Verdict(2, 1, 1, 1, (1, 1), (2, 2), (9, 9), 0.0, ())
+    over = replace(seen, met=0)
+    tried: list[int] = []
+
+    async def attempt(config: object, prompts: int, tokens: int, after: int, seed: int) -> Verdict:
+        tried.append(tokens)
+        return seen if tokens == enough else replace(over, cut=tokens < long)
+
+    def lengths(**asked: int) -> list[int]:
+        tried.clear()
+        asyncio.run(verification.verify(config, **asked))
+        return list(tried)
+
+    monkeypatch.setattr(verification, "_verify", attempt)
+    config = load_config(None, ["--model.path=m", "--environment.name=addition"])
+    enough, long = 256, 10_000
+    assert lengths() == [64, 256] and lengths(tokens=30) == [30]
+    enough, long = 10_000, 256  # by then all end by themselves
+    assert lengths() == [64, 256]
+    enough = long = 10_000
+    assert lengths() == [64, 256, 1024]
 
 
 def test_a_retry_is_seen_by_what_it_threw_away() -> None:

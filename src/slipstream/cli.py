@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="see that engine and weight link change policies exactly")
     verify.add_argument("target", metavar="MODEL|RUN_DIR", help="a model's directory, a run's, or a Hub name")
     verify.add_argument("--prompts", type=int, default=16, metavar="N")
-    verify.add_argument("--tokens", type=int, default=64, metavar="N", help="length of each completion")
+    verify.add_argument("--tokens", type=int, metavar="N", help="length of each completion; by default what it takes")
     verify.add_argument("--after", type=int, default=16, metavar="N", help="tokens before the change")
     verify.set_defaults(command=_verify)
 

@@ -18,6 +18,9 @@ from slipstream.config import ConfigError, LoraConfig, ModelConfig
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}  # by the name that safetensors has for it
 
 
@@ -210,16 +213,32 @@ def expert_parameters(model: nn.Module) -> list[str]:
 
 def has_experts(path: str) -> bool:
     """Whether the model at `path`, or below the adapters there, is a mixture of experts."""
+    config = _config_at(path)
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return any((count or 0) > 1 for count in counts)
+
+
+def model_sizes(path: str) -> dict[str, int | None]:
+    """`sizes_of` the model at `path`, or below the adapters there; nothing where it can't be read."""
+    return sizes_of(config) if (config := _config_at(path)) else {}
+
+
+def sizes_of(config: Any) -> dict[str, int | None]:
+    """In what models differ whose parameters have other shapes; of the part that reads and draws text."""
+    text = config.get_text_config()
+    return {name: getattr(text, name, None) for name in SIZES}
+
+
+def _config_at(path: str) -> Any:
+    """What the model's files say of the part that reads and draws text. None if they don't: loading it will say why."""
     from transformers import AutoConfig
 
     if adapter := adapter_at(path):
         path = adapter["base_model_name_or_path"]
     try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError, KeyError):  # loading the model will say what is wrong
-        return False
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return any((count or 0) > 1 for count in counts)
+        return AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def save_policy(model: Any, trained: dict[str, torch.Tensor], path: Path) -> None:

@@ -56,6 +56,7 @@ FRESH = 0.02  # and of the factor of an adapter that begins as zeros: its produc
 SHOWN = 5  # completions that were not exact
 POLL = 0.02  # seconds between two looks at how far generation is
 PROMPT = (4, 24)  # tokens
+LENGTHS = (64, 256, 1024)  # tokens of a completion, of which the first serves that is not over before the swap
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Verdict:
     misses: tuple[str, ...]  # where those that were not exact first differ
     how: str = "continue"  # `sync.interruption`
     wasted: int = 0  # tokens that an engine threw away at the change, to draw them anew
-    stopped: bool = False  # whether all ended before they had drawn --tokens
+    cut: bool = True  # whether --tokens ended one of them, which could have gone on
 
     @property
     def exact(self) -> bool:
@@ -83,7 +84,7 @@ class Verdict:
     @property
     def unseen(self) -> str:
         """Why these completions could not show the change, and what to do, if they could not."""
-        longer = "raise --prompts, or lower --after" if self.stopped else "raise --tokens"
+        longer = "raise --tokens" if self.cut else "raise --prompts, or lower --after"
         if not self.met:
             return f"nothing was in flight at the publish: {longer}"
         # An engine that was started anew has not counted what went with it; but something drawn by A is gone then.
@@ -170,8 +171,20 @@ class FromFiles(VllmService):
             engine.model.get_parameter(inner).data.copy_(tensor)
 
 
-async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: int = 16, seed: int = 0) -> Verdict:
-    """Publish B once a sequence of A has drawn `after` tokens, and compare. See the module."""
+async def verify(
+    config: Config, *, prompts: int = 16, tokens: int | None = None, after: int = 16, seed: int = 0
+) -> Verdict:
+    """Publish B once a sequence of A has drawn `after` tokens, and compare. See the module.
+
+    How long a publish takes is not known before: without `tokens`, completions of LENGTHS are tried."""
+    for length in LENGTHS if tokens is None else (tokens,):
+        verdict = await _verify(config, prompts, length, after, seed)
+        if not (verdict.unseen and verdict.cut):
+            break
+    return verdict
+
+
+async def _verify(config: Config, prompts: int, tokens: int, after: int, seed: int) -> Verdict:
     if gpus_here() and config.generator.kind == "vllm":
         os.environ.update(BATCH_INVARIANT)
         options = INVARIANT | config.generator.options
@@ -195,9 +208,9 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int = 64, after: 
             await _fresh(config, folder, store, asked_of)
             for store, asked_of in zip(stores, (wanted[0] or alone, wanted[1]), strict=True)
         ]
-    stopped = all(len(c.token_ids) < tokens for c in completions[:prompts])
+    cut = any(len(c.token_ids) == tokens for c in completions[:prompts])
     verdict = _verdict(completions, again, hold, met)
-    return replace(verdict, how=config.sync.interruption, wasted=wasted, stopped=stopped)
+    return replace(verdict, how=config.sync.interruption, wasted=wasted, cut=cut)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ release has is found by looking for it, never by its number.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -91,17 +91,32 @@ def experts_of(output: Any) -> Any:
     return getattr(output, "routed_experts", None)
 
 
-def transfer_engine() -> Any:
-    """The trainer's half of vLLM's NCCL transfer, as 0.25 has it. Raises `ConfigError` for any other interface."""
+def transfer() -> tuple[Callable[[Mapping[str, Any]], Any], Callable[[Any, Iterator[tuple[str, torch.Tensor]]], None]]:
+    """The trainer's half of vLLM's NCCL transfer: what opens a communicator as rank 0, and what sends tensors by it.
+
+    Raises `ConfigError` where vLLM has neither."""
     try:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
     except ImportError as error:
-        raise ConfigError(f'sync.link = "nccl_direct" needs vLLM in the trainer, too: {error}') from None
-    if not hasattr(NCCLWeightTransferEngine, "trainer_send_weights"):
         raise ConfigError(
-            'sync.link = "nccl_direct" does not know this vLLM\'s transfer engine; use sync.link = "nccl"'
-        )
-    return NCCLWeightTransferEngine
+            f'sync.link = "nccl_direct" needs vLLM in the trainer, too: {error}; install it, or use sync.link = "nccl"'
+        ) from None
+
+    def send(group: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        packed_nccl_broadcast_producer(tensors, group, src=0, post_iter_func=lambda named: named[1])
+
+    return trainer_init, send
+
+
+def told_packed(engine: Any, address: Mapping[str, Any], update: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a worker's transfer engine is told when it connects and when it receives, for tensors packed into messages:
+    the one says so from 0.32 on, the other did in 0.25."""
+    kinds = (engine.init_info_cls, address), (engine.update_info_cls, update)
+    packed = [{**told} | ({"packed": True} if "packed" in kind.__dataclass_fields__ else {}) for kind, told in kinds]
+    if sum("packed" in told for told in packed) != 1:
+        raise ValueError('this vLLM\'s transfer engine is told otherwise how tensors are sent; use sync.link = "nccl"')
+    return packed
 
 
 def caches_were_reset(answer: Mapping[str, Any]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import itertools
 import json
 import socket
 import subprocess
@@ -25,7 +24,8 @@ from slipstream.generators.base import GenerationError, Interruption
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.local import Pools
 from slipstream.sync import nccl_direct
-from tests.conftest import build_model, build_tokenizer, in_flight, save_model
+from slipstream.vllm_releases import told_packed, transfer
+from tests.conftest import build_model, build_tokenizer, drawn_until, in_flight, save_model
 from tests.processes import descendants
 
 pytestmark = [
@@ -142,30 +142,24 @@ def test_a_swap_is_exact(link: str, how: str, model: Path, tmp_path: Path) -> No
         pools = await Pools.start(config_of(model, *flags), tmp_path)
         trainer, draw = pools.trainer.actor, pools.generator.generate
 
-        async def on_and_on(prompt: list[int], publishing: asyncio.Future[Any]) -> list[Completion]:
-            """However long the publish takes, one of these is in flight when it swaps."""
-            drawn = []
-            while not publishing.done():
-                drawn.append(await draw(prompt, Sampling(max_tokens=200)))
-            return drawn
-
         try:
             await pools.link.connect(0)
             await trainer.call("store", tmp_path / "0")
             for version in (1, 2):
                 sampling = Sampling(max_tokens=200)
-                running = await in_flight(pools.generator, [[5, 6, 7 + i] for i in range(12)], sampling)
+                prompts = [[5, 6, 7 + i] for i in range(12)]
+                running = await in_flight(pools.generator, prompts, sampling)
                 running.pop().cancel()
                 await trainer.call("change", version)
                 publishing = asyncio.ensure_future(pools.link.publish(version))
-                more = [asyncio.ensure_future(on_and_on([5, 6, 7 + i], publishing)) for i in range(4)]
+                more = asyncio.ensure_future(drawn_until(publishing, pools.generator, prompts[:4], 200))
                 waiting = [asyncio.ensure_future(draw([5, 6, 7 + i], sampling)) for i in range(8)]
                 with pytest.raises(GenerationError, match="temperature"):  # refused now, not when an engine has drained
                     await draw([5], Sampling(temperature=3.0))
                 await publishing
                 await trainer.call("store", tmp_path / str(version))
                 later = await asyncio.gather(*(draw([5, 6, 7 + i], sampling) for i in range(8)))
-                first = [*await asyncio.gather(*running), *itertools.chain(*await asyncio.gather(*more))]
+                first = [*await asyncio.gather(*running), *await more]
                 check(version, how, tmp_path, first, await asyncio.gather(*waiting), later)
         finally:
             await pools.close()
@@ -236,19 +230,22 @@ def test_a_swap_is_exact_where_the_core_is_a_process(
             assert descendants(engine.actor._process.pid), "vLLM's core has no process of its own"
             await pools.link.connect(0)
             await trainer.call("store", tmp_path / "0")
-            drawing, prompts = [], [[5, 6, 7 + i] for i in range(12)]
+            prompts, sampling = [[5, 6, 7 + i] for i in range(12)], Sampling(max_tokens=LONG)
+            completions: list[Completion] = []
             for version in (1, 2):
-                drawing += await in_flight(pools.generator, prompts, Sampling(max_tokens=LONG))
+                running = await in_flight(pools.generator, prompts, sampling)
                 await trainer.call("change", version)
-                published = await pools.link.publish(version)
+                publishing = asyncio.ensure_future(pools.link.publish(version))
+                more = await drawn_until(publishing, pools.generator, prompts[:4], LONG)
+                published = await publishing
                 assert 0 < published.ready < published.total
                 await trainer.call("store", tmp_path / str(version))
-            completions = await asyncio.gather(*drawing)
+                completions += [*await asyncio.gather(*running), *more]
             for c in completions:
                 assert [s.start for s in c.spans] == [0, *(s.end for s in c.spans[:-1])]
                 for span in c.spans:
                     assert_drawn_by(tmp_path / str(span.version), c, span.start, span.end)
-            assert {(0, 1), (1, 2)} & {c.versions for c in completions}, "none was in flight"
+            assert {(0, 1), (1, 2)} <= {c.versions for c in completions}, "none was in flight"
             before, start = (await engine.stats())["busy"], time.perf_counter()
             (given_up,) = await in_flight(pools.generator, [[5, 6, 7]], Sampling(max_tokens=LONG))
             given_up.cancel()
@@ -570,17 +567,38 @@ def test_what_vllm_can_not_do_is_said_in_one_line(model: Path, tmp_path: Path) -
             asyncio.run(Pools.start(config_of(model, *flags), tmp_path))
 
 
+def test_how_tensors_are_sent_is_told_once() -> None:
+    """To vLLM's own classes here; and as 0.25 wants it; and a release that wants something else is not guessed at."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    class Told:
+        def __init__(self, *names: str) -> None:
+            self.__dataclass_fields__ = dict.fromkeys(names)
+
+    address = {"master_address": "here", "master_port": 1, "world_size": 2, "rank_offset": 1}
+    update = {"names": ["w"], "shapes": [[2, 3]], "dtype_names": ["bfloat16"]}
+    engine = NCCLWeightTransferEngine
+    first, later = told_packed(engine, address, update)
+    infos = engine.init_info_cls(**first), engine.update_info_cls(**later)
+    assert [getattr(info, "packed", None) for info in infos] in ([True, None], [None, True])
+    assert told_packed(SimpleNamespace(init_info_cls=Told(), update_info_cls=Told("packed")), {}, {"names": []}) == [
+        {}, {"names": [], "packed": True}
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r'use sync.link = "nccl"$'):
+        told_packed(SimpleNamespace(init_info_cls=Told(), update_info_cls=Told()), {}, {})
+    opened, send = transfer()
+    assert callable(opened) and callable(send)
+
+
 def test_a_port_that_is_held_for_vllm_is_opened_by_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By vLLM's own rendezvous, of one process here, while nobody else gets it."""
 
-    class Engine:
-        @staticmethod
-        def trainer_init(address: dict[str, Any]) -> Any:
-            from vllm.distributed.utils import StatelessProcessGroup
+    def opened(address: dict[str, Any]) -> Any:
+        from vllm.distributed.utils import StatelessProcessGroup
 
-            return StatelessProcessGroup.create(address["master_address"], address["master_port"], 0, 1)
+        return StatelessProcessGroup.create(address["master_address"], address["master_port"], 0, 1)
 
-    monkeypatch.setattr(nccl_direct, "transfer_engine", lambda: Engine)
+    monkeypatch.setattr(nccl_direct, "transfer", lambda: (opened, None))
     config = load_config(None, ["--model.path=m", "--environment.name=e"])
     sender = nccl_direct.NativeSender({}, config, tmp_path, 0)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):

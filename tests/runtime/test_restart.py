@@ -40,7 +40,8 @@ def test_engines_start_again_on_each_version(how: str, keep: int, patient: Path,
         trainer, sampling = pools.trainer.actor, Sampling(max_tokens=600)
         try:
             await pools.link.connect(0)
-            running = await in_flight(pools.generator, [[5, 6, 7 + i] for i in range(4)], sampling, tokens=5)
+            prompts, longer = [[5, 6, 7 + i] for i in range(4)], Sampling(max_tokens=1800 if how == "retry" else 600)
+            running = await in_flight(pools.generator, prompts, longer, tokens=5)
             tokens = (await pools.generator.stats())["tokens"]
             await trainer.call("change", 1)
             await pools.link.publish(1)

@@ -29,12 +29,13 @@ from slipstream.actor import ActorDied
 from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.vllm import EXTENSION
+from slipstream.models import sizes_of
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime import servers
 from slipstream.runtime.local import Pools
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.servers import Server
-from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts
+from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts, save_model
 from tests.generators.test_engine import assert_true, reference_logits
 from tests.trainers.test_trainer import random_batch
 
@@ -292,8 +293,15 @@ def test_a_second_run_is_refused_while_the_first_is_there(
             await first.start()
             with pytest.raises(ConfigError, match="is in use by another run"):
                 await second.start()
-            assert None not in await first._workers("claim", first._run, False)
-            assert None in await first._workers("claim", second._run, False)
+            assert None not in await first._workers("claim", first._run, server, False)
+            assert None in await first._workers("claim", second._run, server, False)
+            again = Server(server.replace("127.0.0.1", "localhost"), configured(model, server), first._run)
+            with pytest.raises(
+                ConfigError, match=r"http://127\.0.* and http://localhost.* are one server; leave one out"
+            ):
+                await again.start()
+            await again.stop()
+            assert None not in await first._workers("claim", first._run, server, False)
             await first.stop()
             await second.start()
         finally:
@@ -323,6 +331,11 @@ def test_what_a_server_can_not_do_is_refused(server: str, model: Path, tmp_path:
     assert refusal(configured(model, server)) == "none"
     message = refusal(configured(tmp_path / "policy-c", server))
     assert message.startswith(f"{server} serves ") and 'model.path = "' in message and "policy-c" in message
+    larger = tmp_path / model.name
+    save_model(larger, intermediate_size=80)
+    assert refusal(configured(larger, server)).endswith(
+        f" with a model of intermediate_size 64; {larger} has 80: serve that"
+    )
     assert f"--max-model-len {CONTEXT}; the run needs 300" in refusal(configured(model, server, generator__context=300))
     assert "--dtype float32; start it with --dtype bfloat16" in refusal(
         configured(model, server, model__dtype="bfloat16")
@@ -381,7 +394,7 @@ def test_options_that_exclude_each_other_are_refused(more: dict[str, Any], named
 
 FACTS = {
     "logprobs_mode": "processed_logprobs", "dtype": "float32", "context": 64, "vocabulary": VOCABULARY, "eos": [1],
-    "replicas": 1, "counts": True, "max_logprobs": 20,
+    "replicas": 1, "counts": True, "max_logprobs": 20, "sizes": sizes_of(build_model().config),
 }  # fmt: skip
 Answer = Callable[[dict[str, Any]], Awaitable[Any]]
 
@@ -401,17 +414,15 @@ async def fake(
 
     async def call(request: web.Request) -> web.Response:
         body = await request.json()
-        if body["method"] == "slipstream_describe":
-            return web.json_response({"results": [FACTS | facts]})
-        if body["method"] == "slipstream_claim" and (claim or body["args"][1]):
-            return told(await claim(body) if claim else True)
-        answer = await rpc(body) if rpc else None
-        return told(True if body["method"] == "slipstream_claim" else answer)
-
-    def told(answer: Any) -> web.Response:
-        """As vLLM tells it: what is no list, dictionary or None is a text."""
-        plain = answer is None or isinstance(answer, list | dict)
-        return web.json_response({"results": [answer if plain else str(answer)]})
+        assert body["method"] == "slipstream_ask"
+        method, *arguments = body["args"]
+        if method == "describe":
+            return web.json_response({"results": [[FACTS | facts]]})
+        asked = {"method": method, "args": arguments}
+        if method == "claim" and (claim or arguments[-1]):
+            return web.json_response({"results": [[await claim(asked) if claim else arguments[1]]]})
+        answer = await rpc(asked) if rpc else None  # to whether it is there, too
+        return web.json_response({"results": [[arguments[1] if method == "claim" else answer]]})
 
     async def completions(request: web.Request) -> web.Response:
         return web.json_response(await complete(await request.json()))
@@ -481,6 +492,7 @@ def short_limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         ({"counts": False}, "start it with VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"replicas": 2}, "2 data- or pipeline-parallel parts"),
         ({"context": 20}, "--max-model-len 20; the run needs 129"),
+        ({"sizes": FACTS["sizes"] | {"hidden_size": 8}}, r"with a model of hidden_size 8; \S+ has \d+: serve that"),
         ({"max_logprobs": 5}, "--max-logprobs 5; start it with --max-logprobs 9"),
     ],
 )
@@ -534,7 +546,7 @@ def test_a_swap_that_fails_ends_what_is_in_flight(model: Path) -> None:
         return await complete(body)
 
     async def rpc(body: dict[str, Any]) -> Any:
-        return await (fail if body["method"] == "slipstream_apply" else answer)(body)
+        return await (fail if body["method"] == "apply" else answer)(body)
 
     async def answer(body: dict[str, Any]) -> Any:
         return None
@@ -562,9 +574,9 @@ def test_an_answer_is_not_taken_while_a_swap_is_under_way(model: Path) -> None:
         return await complete(body)
 
     async def rpc(body: dict[str, Any]) -> Any:
-        if body["method"] == "slipstream_apply":
+        if body["method"] == "apply":
             await asyncio.sleep(0.3)  # all answers come before this one
-        if body["method"] != "slipstream_swapped":
+        if body["method"] != "swapped":
             return None
         return [0.001, {f"cmpl-{names[0]}-0-1a2b3c4d": 3, "cmpl-of-another-0-1a2b3c4d": 9}]
 
@@ -599,9 +611,9 @@ def test_what_had_ended_at_a_swap_is_not_drawn_again(how: Interruption, model: P
         return await complete(body)
 
     async def rpc(body: dict[str, Any]) -> Any:
-        if body["method"] == "slipstream_apply":
+        if body["method"] == "apply":
             answer.set()
-        return [0.001, counts] if body["method"] == "slipstream_swapped" else None
+        return [0.001, counts] if body["method"] == "swapped" else None
 
     async def main() -> None:
         async with faked(model, drawing, rpc, sync__interruption=how) as server:
@@ -635,9 +647,9 @@ def test_a_server_that_was_started_anew_is_given_up_even_if_nobody_drew(model: P
     """What it serves is the model that it loaded, whatever version it had before."""
     claims = []
 
-    async def claim(body: dict[str, Any]) -> bool | None:
+    async def claim(body: dict[str, Any]) -> str | None:
         claims.append(body["args"])
-        return len(claims) < 3 or None
+        return body["args"][1] if len(claims) < 3 else None
 
     async def nothing(body: dict[str, Any]) -> None: ...
 
@@ -650,8 +662,8 @@ def test_a_server_that_was_started_anew_is_given_up_even_if_nobody_drew(model: P
                 await server.call("generate", 0, (3, 4), Sampling(max_tokens=4))
 
     asyncio.run(main())
-    (run,) = {run for run, _ in claims}
-    assert run and [anew for _, anew in claims] == [True, False, False]
+    (run,) = {run for run, _, _ in claims}
+    assert run and [anew for _, _, anew in claims] == [True, False, False]
 
 
 def test_a_server_of_another_run_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,18 +686,36 @@ def test_a_worker_is_one_runs_until_that_lets_it_go_or_is_silent(monkeypatch: py
     now = [100.0]
     monkeypatch.setattr(vllm_worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
     worker = vllm_worker.WorkerExtension()
-    assert not worker.slipstream_claim("a", False) and worker.slipstream_claim("a", True)
-    assert not worker.slipstream_claim("b", True) and not worker.slipstream_claim("b", False)
+
+    def claim(run: str, anew: bool, address: str = "http://here") -> str | None:
+        return worker.slipstream_claim(run, address, anew)
+
+    assert not claim("a", False) and claim("a", True) == "http://here"
+    assert claim("a", True, "http://127.0.0.1") == claim("a", False) == "http://here"  # one server, by two names
+    assert not claim("b", True) and not claim("b", False)
     now[0] += vllm_worker.CLAIM - 1
-    assert worker.slipstream_claim("a", False)
+    assert claim("a", False)
     now[0] += vllm_worker.CLAIM - 1
-    assert not worker.slipstream_claim("b", True)
+    assert not claim("b", True)
     worker.slipstream_release("b")
-    assert not worker.slipstream_claim("b", True)
+    assert not claim("b", True)
     worker.slipstream_release("a")
-    assert worker.slipstream_claim("b", True) and not worker.slipstream_claim("a", False)
+    assert claim("b", True) and not claim("a", False)
     now[0] += vllm_worker.CLAIM
-    assert worker.slipstream_claim("a", True)
+    assert claim("a", True)
+
+
+def test_what_a_worker_can_t_do_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """A server's answer to what its workers raise says nothing of that."""
+    pytest.importorskip("vllm")
+    from slipstream.generators.vllm_worker import WorkerExtension
+
+    worker = WorkerExtension()
+    assert worker.slipstream_ask("claim", "a", "http://here", True) == ["http://here"]
+    assert worker.slipstream_ask("claim", "b", "http://here", True) == [None]
+    answer = worker.slipstream_ask("check", ["w"])
+    assert isinstance(answer, str) and answer.startswith("AttributeError: ") and "_slipstream" in answer
+    assert "Traceback" in capfd.readouterr().err, "the server's log has it all"
 
 
 def test_a_server_whose_checksums_never_come_is_given_up(model: Path) -> None:
@@ -716,7 +746,7 @@ class Orders:
         return await self._answer(body["path"], {})
 
     async def rpc(self, body: dict[str, Any]) -> Any:
-        what = body["method"].removeprefix("slipstream_")
+        what = body["method"]
         if what == "apply":
             self.applying.set()
         return await self._answer(what, [0.001, {}] if what == "swapped" else None)
@@ -789,7 +819,7 @@ def test_a_server_may_compare_its_weights_for_longer_than_it_may_be_silent(
 
     async def rpc(body: dict[str, Any]) -> Any:
         told.append(body["method"])
-        if body["method"] == "slipstream_connect":
+        if body["method"] == "connect":
             await asyncio.sleep(0.9)
             told.append("connected")
         return True
@@ -798,12 +828,12 @@ def test_a_server_may_compare_its_weights_for_longer_than_it_may_be_silent(
         async with faked(model, complete, rpc) as server:
             await server.call("connect", {}, 1)
             assert not server.dead
-            while told[-1] != "slipstream_claim":
+            while told[-1] != "claim":
                 await asyncio.sleep(0.02)
             await server.stop()
 
     asyncio.run(main())
-    connecting = told.index("slipstream_connect")
+    connecting = told.index("connect")
     assert told[connecting + 1] == "connected"
 
     asyncio.run(main())

@@ -438,10 +438,8 @@ def test_adapters_alone_travel(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_told_while_receivers_connect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`nccl_direct` holds its port; who gets it all the same, by the option that vLLM has, is not waited for."""
 
-    class Engine:
-        @staticmethod
-        def trainer_init(address: dict[str, Any]) -> socket.socket:
-            return listen(address["master_port"])  # as vLLM's does
+    def opened(address: dict[str, Any]) -> socket.socket:
+        return listen(address["master_port"])  # as vLLM's does
 
     def listen(port: int) -> socket.socket:
         door = socket.socket()
@@ -450,7 +448,7 @@ def test_a_port_that_is_taken_is_told_while_receivers_connect(monkeypatch: pytes
         door.listen()
         return door
 
-    monkeypatch.setattr(nccl_direct, "transfer_engine", lambda: Engine)
+    monkeypatch.setattr(nccl_direct, "transfer", lambda: (opened, None))
     senders = [nccl_direct.NativeSender({}, config_of(torch.float32), tmp_path, 1) for _ in range(2)]
     good, bad = senders
     with socket.socket() as other, pytest.raises(OSError, match="in use"):

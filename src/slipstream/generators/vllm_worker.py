@@ -6,6 +6,7 @@ Every method is called by `LLMEngine.collective_rpc` and runs in each worker bet
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -17,7 +18,7 @@ from slipstream.generators.vllm_places import expert_part, places_of
 from slipstream.generators.vllm_requests import CLAIM, Drawn
 from slipstream.generators.weights import Place, ServedWeights, side_stream
 from slipstream.heap import collect_seldom
-from slipstream.models import end_of_sequence, generation_config
+from slipstream.models import end_of_sequence, generation_config, sizes_of
 from slipstream.sync.link import Ticket
 from slipstream.sync.nccl_direct import NativeReceiver
 from slipstream.sync.single_copy import lend
@@ -115,6 +116,15 @@ class WorkerExtension:
     _slipstream: Any  # `ServedWeights`, or the `AdapterLoader`
     _tokens: Tokens
 
+    def slipstream_ask(self, method: str, *arguments: Any) -> list[Any] | str:
+        """What another method answers, as the one member of a list, or a text that says why it could not: of what is
+        raised a server tells its log alone, and what is no list, dictionary or None reaches who asked as a text."""
+        try:
+            return [getattr(self, f"slipstream_{method}")(*arguments)]
+        except Exception as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+
     def slipstream_describe(self) -> dict[str, Any]:
         """What a run has to know of a server that it did not start."""
         model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
@@ -123,24 +133,26 @@ class WorkerExtension:
             "dtype": str(model.dtype).removeprefix("torch."),
             "context": model.max_model_len,
             "vocabulary": model.get_vocab_size(),
+            "sizes": sizes_of(model.hf_config),
             "max_logprobs": model.max_logprobs,
             "eos": sorted(end_of_sequence(generation_config(model.model), model.hf_config)),
             "replicas": parallel.data_parallel_size * parallel.pipeline_parallel_size,
             "counts": counts_tokens(self.model_runner),
         }
 
-    def slipstream_claim(self, run: str, anew: bool) -> bool | None:
+    def slipstream_claim(self, run: str, address: str, anew: bool) -> str | None:
         """Let a run have this worker, unless another has said within `CLAIM` seconds that it has; or, if not `anew`,
-        see whether it still has it, which it has not after a restart. None says no: over HTTP, False is a text."""
-        holder, said = getattr(self, "_claimed", ("", -CLAIM))
+        see whether it still has it, which it has not after a restart. None says no, else it is told by which address
+        the run has it."""
+        holder, first, said = getattr(self, "_claimed", ("", "", -CLAIM))
         if holder != run and (not anew or time.monotonic() - said < CLAIM):
             return None
-        self._claimed = run, time.monotonic()
-        return True
+        self._claimed = run, first if holder == run else address, time.monotonic()
+        return self._claimed[1]
 
     def slipstream_release(self, run: str) -> None:
         """Let others have it, if this run did."""
-        if getattr(self, "_claimed", ("", 0.0))[0] == run:
+        if getattr(self, "_claimed", ("",))[0] == run:
             del self._claimed
 
     def slipstream_lend(self, shapes: dict[str, list[int]]) -> dict[str, str]:

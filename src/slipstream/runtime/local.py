@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from slipstream.actor import Actor, ActorError
 from slipstream.config import Config, ConfigError
@@ -113,7 +114,8 @@ async def start_generators(config: Config, directory: Path, placement: Placement
     """The generators alone, each with the model's own weights; `service` is in the place of the one that
     `generator.kind` names. Raises `ConfigError` for what they refuse."""
     if config.generator.servers:
-        servers = [Server(url, config) for url in config.generator.servers]
+        run = uuid4().hex
+        servers = [Server(url, config, run) for url in config.generator.servers]
         await _start(servers, [server.start() for server in servers])
         return GeneratorPool([ProcessGenerator(server, server.ranks) for server in servers])
     kind = service or SERVICES.get(config.generator.kind, config.generator.kind)

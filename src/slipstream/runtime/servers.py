@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Collection, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -26,7 +26,7 @@ from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError
 from slipstream.generators.vllm import EXTENSION
 from slipstream.generators.vllm_requests import CLAIM, Drawn, VllmRequest, added, interrupted
-from slipstream.models import has_experts
+from slipstream.models import has_experts, model_sizes
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 from slipstream.vllm_releases import caches_were_reset
@@ -40,15 +40,16 @@ ATTEMPTS = 3  # at a completion, each after twice the pause; too few for a serve
 PAUSE = 0.5
 POLL = 0.02
 RPC = "/collective_rpc"
+UNABLE = -1
 IMPOSSIBLE = -9999.0  # how vLLM writes the log-probability of a token that top-k or top-p removed
 # What a server would otherwise take from the model's generation_config.json.
 NO_PENALTIES = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class Server:
-    """A vLLM server with the interface of an `Actor`. `ranks` of its workers hold weights."""
+    """A vLLM server with the interface of an `Actor`, for the run of this name. `ranks` of its workers hold weights."""
 
-    def __init__(self, url: str, config: Config) -> None:
+    def __init__(self, url: str, config: Config, run: str = "") -> None:
         self.name = url.rstrip("/")
         self.ranks = 0
         self.dead: ActorDied | None = None
@@ -63,7 +64,7 @@ class Server:
         self._connecting = self._silent = False
         self._paused = False  # or may be: it was told to pause, and has not yet said that it goes on
         self._requests: dict[VllmRequest, asyncio.Future[Any]] = {}
-        self._run = uuid4().hex  # who has the server
+        self._run = run or uuid4().hex  # who has the server
         self._salt = uuid4().hex  # of prefix caches: new with each version, and never one of an earlier run
         self._version = 0
         self._totals = {"tokens": 0.0, "wasted": 0.0, "busy": 0.0}
@@ -81,7 +82,7 @@ class Server:
             await self._here()
             models = (await self._ask("GET", "/v1/models", limit=LIMIT / 3))["data"]
             self._model = _served(models, self._config.model.path, self.name)
-            facts = (await self._ask("POST", RPC, _of_workers("describe")))["results"]
+            facts = await self._ask_workers("describe")
         except _Failed as failure:
             remedy = {
                 0: "start it as docs/vllm-servers.md shows, or correct generator.servers",
@@ -111,12 +112,13 @@ class Server:
         """Have it for this run alone: two would draw by each other's weights. A run that was killed has it for a while.
 
         Raises `ConfigError`."""
-        asked = _of_workers("claim", self._run, True)
         last = time.perf_counter() + CLAIM + POLL
-        while None in (await self._ask("POST", RPC, asked))["results"]:
+        while None in (addresses := await self._ask_workers("claim", self._run, self.name, True)):
             if time.perf_counter() > last:
                 raise ConfigError(f"{self.name} is in use by another run; wait for its end, or start a server for each")
             await asyncio.sleep(CLAIM / 30)
+        if addresses[0] != self.name:
+            raise ConfigError(f"{addresses[0]} and {self.name} in generator.servers are one server; leave one out")
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         """What an engine's process would answer to `method`. Raises `ActorDied` once the server is given up."""
@@ -138,9 +140,9 @@ class Server:
             if self._paused:  # a swap took too long, or could not resume it
                 await self._ask("POST", "/resume", limit=grace)
             if well:
-                await self._ask("POST", RPC, _of_workers("close"), limit=grace)
+                await self._ask_workers("close", limit=grace)
             if self.ranks:
-                await self._ask("POST", RPC, _of_workers("release", self._run), limit=grace)
+                await self._ask_workers("release", self._run, limit=grace)
         if self._http:
             await self._http.close()
 
@@ -275,15 +277,14 @@ class Server:
             if self._connecting:  # the question would wait for the end of that
                 continue
             with contextlib.suppress(ActorDied):  # who waits is told
-                if None in await self._workers("claim", self._run, False):
+                if None in await self._workers("claim", self._run, self.name, False):
                     self.give_up(f"{self.name} was started anew, or taken by another run: it serves other weights")
 
     async def _workers(self, method: str, *arguments: Any, limit: float | None = None) -> list[Any]:
-        """Call a method of the worker extension in every worker."""
+        """What each worker answers. A failure leaves the server in a state that nobody knows."""
         self._refuse_dead()
-        answer = await self._order(RPC, _of_workers(method, *arguments), limit)
-        results: list[Any] = answer["results"]
-        return results
+        with self._given_up_on_failure():
+            return await self._ask_workers(method, *arguments, limit=limit)
 
     async def _known(self, method: str, purpose: str, limit: float) -> list[Any]:
         """Ask the workers until each of them knows, for `limit` seconds."""
@@ -294,10 +295,14 @@ class Server:
             await asyncio.sleep(POLL)
         return answers
 
-    async def _order(self, path: str, body: Mapping[str, Any] | None = None, limit: float | None = None) -> Any:
-        """A request whose failure leaves the server in a state that nobody knows."""
+    async def _order(self, path: str) -> Any:
+        with self._given_up_on_failure():
+            return await self._ask("POST", path)
+
+    @contextlib.contextmanager
+    def _given_up_on_failure(self) -> Iterator[None]:
         try:
-            return await self._ask("POST", path, body, limit)
+            yield
         except _Failed as failure:
             self._silent = self._silent or not failure.status
             raise self.give_up(str(failure)) from None
@@ -310,6 +315,15 @@ class Server:
         self.dead = self.dead or ActorDied(why)
         self._lost.set()
         return self.dead
+
+    async def _ask_workers(self, method: str, *arguments: Any, limit: float | None = None) -> list[Any]:
+        """What each worker's `slipstream_{method}` answers, in `generators.vllm_worker`. Raises `_Failed`."""
+        asked = {"method": "slipstream_ask", "args": [method, *arguments]}
+        answers = (await self._ask("POST", RPC, asked, limit))["results"]
+        for answer in answers:
+            if isinstance(answer, str):
+                raise _Failed(f"{self.name} could not {method}: {answer}", UNABLE)
+        return [answer for (answer,) in answers]
 
     async def _ask(
         self, method: str, path: str, body: Any = None, limit: float | None = None, headers: Any = None
@@ -335,22 +349,21 @@ class Server:
 
 
 class _Failed(RuntimeError):
-    """A request that a server did not answer as it should; `status` is 0 where it said nothing."""
+    """A request that a server did not answer as it should; `status` is 0 where it said nothing, and `UNABLE` where its
+    workers did."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
 
 
-def _of_workers(method: str, *arguments: Any) -> dict[str, Any]:
-    """What asks every worker to call a method of `generators.vllm_worker`."""
-    return {"method": f"slipstream_{method}", "args": arguments}
-
-
 def refuse_unfit(name: str, facts: Mapping[str, Any], config: Config) -> None:
     """Raise `ConfigError` for a server whose workers describe themselves so, if the run can't use it."""
+    here, there = model_sizes(config.model.path), facts["sizes"]
+    other = next((name for name in here if here[name] != there[name]), "")
     dtype, context = config.model.dtype, config.generator.context or config.sampling.max_tokens + 1
     for unfit, found, remedy in (
+        (other, f"a model of {other} {there.get(other)}", f"{config.model.path} has {here.get(other)}: serve that"),
         (facts["logprobs_mode"] != "processed_logprobs", f"--logprobs-mode {facts['logprobs_mode']}",
          "start it with --logprobs-mode processed_logprobs"),
         (not facts["counts"], "a model runner that is not known here", "start it with VLLM_USE_V2_MODEL_RUNNER=0"),

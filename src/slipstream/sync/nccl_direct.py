@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.config import Config
 from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
-from slipstream.vllm_releases import transfer_engine
+from slipstream.vllm_releases import told_packed, transfer
 
 HOST = "127.0.0.1"
 
@@ -28,7 +28,7 @@ class NativeSender(Sender):
     collective = at_swap = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
-        self._engine = transfer_engine()
+        self._open, self._send = transfer()
         self._parameters, self._dtype = parameters, dtype_of(config)
         self._ranks = receivers + 1
         # Nobody else gets a port that is bound here, but vLLM, which binds by the same option, listens at it.
@@ -41,7 +41,7 @@ class NativeSender(Sender):
     def offer(self) -> Ticket:
         address = {"master_address": HOST, "master_port": self._port, "world_size": self._ranks}
         # Both ends wait for each other in there.
-        self._group = self._thread.submit(self._engine.trainer_init, address)
+        self._group = self._thread.submit(self._open, address)
         return {**address, "shapes": shapes_of(self._parameters), "dtype": str(self._dtype).removeprefix("torch.")}
 
     def connecting(self) -> None:
@@ -53,7 +53,7 @@ class NativeSender(Sender):
         return {"version": version}
 
     def send(self, ticket: Ticket) -> None:
-        self._engine.trainer_send_weights(self._tensors(), {"group": self._group.result(), "packed": True})
+        self._send(self._group.result(), self._tensors())
         torch.cuda.synchronize()
 
     def close(self) -> None:
@@ -70,18 +70,19 @@ class NativeReceiver:
     lasting = False
 
     def __init__(self, offer: Ticket, worker: Any, rank: int) -> None:
-        self._offer, self._worker = offer, worker
-        keys = ("master_address", "master_port", "world_size")
-        worker.init_weight_transfer_engine({k: offer[k] for k in keys} | {"rank_offset": rank})
+        self._worker = worker
+        address = {name: offer[name] for name in ("master_address", "master_port", "world_size")}
+        shapes = offer["shapes"]
+        update = {
+            "names": list(shapes), "shapes": list(shapes.values()), "dtype_names": [offer["dtype"]] * len(shapes),
+        }  # fmt: skip
+        address, self._update = told_packed(worker.weight_transfer_engine, address | {"rank_offset": rank}, update)
+        worker.init_weight_transfer_engine(address)
 
     def receive(self) -> None:
         """Take the version that is being sent, into place. The engine is held for as long as that takes."""
-        shapes = self._offer["shapes"]
         self._worker.start_weight_update()
-        self._worker.update_weights({
-            "names": list(shapes), "shapes": list(shapes.values()), "packed": True,
-            "dtype_names": [self._offer["dtype"]] * len(shapes),
-        })  # fmt: skip
+        self._worker.update_weights(self._update)
         self._worker.finish_weight_update()
 
 
