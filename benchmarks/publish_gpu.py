@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -124,8 +125,16 @@ async def measure(model: Path, folder: Path, link: str, publishes: int, memory: 
     found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     if found["transfer_ms"] > 0:  # else the link sends nothing, and generators fetch it
         found["transfer_gb_per_s"] = size / found["transfer_ms"] / 1e6
-    described = {"link": link, "bytes": size, "trainer_bytes_beside_masters": beside, "start_s": started}
+    described = {"link": link, "bytes": size, "engine_gib": weights_of_engine(folder / "logs" / "generator_0.log")}
+    described |= {"trainer_bytes_beside_masters": beside, "start_s": started}
     return {**described, "publishes": publishes, **found, "each": rows}
+
+
+def weights_of_engine(log: Path) -> float:
+    """GiB of GPU memory that loading the model has taken, as vLLM tells it."""
+    found = re.search(r"Model loading took ([\d.]+) GiB", log.read_text())
+    assert found, f"{log} does not say what the model takes"
+    return float(found[1])
 
 
 def describe(
