@@ -15,6 +15,7 @@ from hypothesis import settings
 
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.pool import GeneratorPool
+from tests import warm
 
 settings.register_profile("slipstream", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("slipstream")
@@ -40,6 +41,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(name) if name in LONG else len(LONG)
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_server() -> None:
+    warm.begin()
+
+
+@pytest.fixture(autouse=True)
+def warm_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generators and trainers need not import anew what all of them need."""
+    monkeypatch.setattr("slipstream.actor.Actor._launch", warm.launch)
 
 
 def build_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:

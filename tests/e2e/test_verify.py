@@ -17,7 +17,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verify") / "model"
-    save_model(path, head_dim=32)
+    save_model(path, head_dim=32, max_position_embeddings=2048)
     return path
 
 
@@ -31,9 +31,15 @@ def test_a_command_of_its_own_says_so(model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        pytest.param(["--generator.kind=vllm", "--sync.link=nccl"], 0, "EXACT", marks=needs_vllm),
+        pytest.param(["--generator.kind=vllm", "--sync.link=nccl", "--tokens=400"], 0, "EXACT", marks=needs_vllm),
         pytest.param(
-            ["--generator.kind=vllm", "--sync.link=checkpoint", "--sync.restart=true", "--sync.interruption=retry"],
+            [
+                "--generator.kind=vllm",
+                "--sync.link=checkpoint",
+                "--sync.restart=true",
+                "--sync.interruption=retry",
+                "--tokens=1000",
+            ],
             0,
             "EXACT",
             marks=needs_vllm,
