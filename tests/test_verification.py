@@ -84,7 +84,9 @@ def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
     assert by_themselves.unseen.endswith("raise --prompts, or lower --after")
 
 
-def test_completions_are_as_long_as_a_publish_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_are_as_long_as_a_publish_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen = Verdict(2, 1, 1, 1, (1, 1), (2, 2), (9, 9), 0.0, ())
     over = replace(seen, met=0)
     tried: list[int] = []
@@ -102,6 +104,7 @@ def test_completions_are_as_long_as_a_publish_takes(monkeypatch: pytest.MonkeyPa
     config = load_config(None, ["--model.path=m", "--environment.name=addition"])
     enough, long = 256, 10_000
     assert lengths() == [64, 256] and lengths(tokens=30) == [30]
+    assert capsys.readouterr().err == "nothing was in flight at the publish; once more with 256 tokens\n"
     enough, long = 10_000, 256  # by then all end by themselves
     assert lengths() == [64, 256]
     enough = long = 10_000

@@ -11,6 +11,7 @@ import asyncio
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -177,11 +178,12 @@ async def verify(
     """Publish B once a sequence of A has drawn `after` tokens, and compare. See the module.
 
     How long a publish takes is not known before: without `tokens`, completions of LENGTHS are tried."""
-    for length in LENGTHS if tokens is None else (tokens,):
-        verdict = await _verify(config, prompts, length, after, seed)
-        if not (verdict.unseen and verdict.cut):
-            break
-    return verdict
+    lengths = list(LENGTHS if tokens is None else (tokens,))
+    while True:
+        verdict = await _verify(config, prompts, lengths.pop(0), after, seed)
+        if not lengths or not (verdict.unseen and verdict.cut):
+            return verdict
+        print(f"{verdict.unseen.partition(':')[0]}; once more with {lengths[0]} tokens", file=sys.stderr)
 
 
 async def _verify(config: Config, prompts: int, tokens: int, after: int, seed: int) -> Verdict:
