@@ -30,6 +30,7 @@ from slipstream.models import check_path, has_experts, load_tokenizer, pick_devi
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
+from slipstream.observe.waiting import told_of
 from slipstream.rollout import Batch, Rollout, Sampling, StepStats
 from slipstream.rule import cut_batch, has_signal, load_rule
 from slipstream.runtime.local import Pools
@@ -362,11 +363,11 @@ class Run:
 
     async def _start(self) -> None:
         """Start the processes, restore the last checkpoint, connect the link and see that both sides agree."""
+        self.progress.note(f"run directory {self.directory.path}; generators and trainer start")
         async with asyncio.TaskGroup() as starting:
             starting.create_task(self._start_pools())
             if self.scoring:
                 starting.create_task(self.scoring.start())
-        self.progress.note(f"run directory {self.directory.path}")
         if checkpoints := self.directory.checkpoints():
             await self._restore(checkpoints[-1])
         self.recorder.truncate(self.state.step, len(self.tally.evaluations))
@@ -383,7 +384,8 @@ class Run:
         set_heap_aside()
 
     async def _start_pools(self) -> None:
-        self._started = await Pools.start(self.config, self.directory.path)
+        starting = Pools.start(self.config, self.directory.path)
+        self._started = await told_of(starting, self.progress.note, self.directory.path / "logs")
 
     async def _restore(self, path: Path) -> None:
         data = json.loads((path / "run.json").read_text(encoding="utf-8"))
