@@ -14,7 +14,7 @@ import torch
 from slipstream import verification
 from slipstream.config import load_config
 from slipstream.rollout import Completion, VersionSpan
-from slipstream.verification import ChangingTrainer, Verdict, _scratch, _verdict
+from slipstream.verification import CUT, ChangingTrainer, Verdict, _longer, _scratch, _verdict
 
 
 def of_b(prompt: int, *token_ids: int) -> Completion:
@@ -80,7 +80,9 @@ def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
     assert not wrong.exact and wrong.describe(config).endswith(" NOT EXACT")
     assert not ended.exact
     assert ended.describe(config).endswith("NOT SEEN: all that was in flight had ended at the swap: raise --tokens")
-    by_themselves = replace(ended, cut=False)  # and no limit would keep them
+    by_themselves = replace(
+        ended, longer=_longer([replace(of_b(5, 7), finish_reason="stop")], 2)
+    )  # and no limit would keep them
     assert by_themselves.unseen.endswith("raise --prompts, or lower --after")
 
 
@@ -88,12 +90,12 @@ def test_completions_are_as_long_as_a_publish_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = Verdict(2, 1, 1, 1, (1, 1), (2, 2), (9, 9), 0.0, ())
-    over = replace(seen, met=0)
+    over, wrong = replace(seen, met=0), tuple[str, ...]()
     tried: list[int] = []
 
     async def attempt(config: object, prompts: int, tokens: int, after: int, seed: int) -> Verdict:
         tried.append(tokens)
-        return seen if tokens == enough else replace(over, cut=tokens < long)
+        return seen if tokens == enough else replace(over, misses=wrong, longer=CUT if tokens < long else "raise")
 
     def lengths(**asked: int) -> list[int]:
         tried.clear()
@@ -108,7 +110,16 @@ def test_completions_are_as_long_as_a_publish_takes(
     enough, long = 10_000, 256  # by then all end by themselves
     assert lengths() == [64, 256]
     enough = long = 10_000
-    assert lengths() == [64, 256, 1024]
+    assert lengths() == [64, 256, 1024] and lengths(after=100) == [256, 1024] and lengths(after=2000) == [3024]
+    wrong = ("in flight, by A: at token 3 of 9",)
+    assert lengths() == [64], "what is wrong is told, whatever was not seen"
+
+
+def test_what_lets_completions_go_on() -> None:
+    by_eos, by_limit = replace(of_b(5, 7, 8), finish_reason="stop"), of_b(5, 7, 8)
+    assert _longer([by_eos, by_limit], 2) == CUT
+    assert _longer([by_eos, by_limit], 3) == "raise generator.context"
+    assert _longer([by_eos], 3) == "raise --prompts, or lower --after"
 
 
 def test_a_retry_is_seen_by_what_it_threw_away() -> None:

@@ -7,12 +7,15 @@ starts as it does for users.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import math
 import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from multiprocessing import forkserver, resource_tracker
@@ -44,17 +47,22 @@ class Forked:
         self._process = process
         assert process.pid
         self.pid = process.pid
-        while self.poll() is None and os.getpgid(self.pid) != self.pid:
-            time.sleep(0.001)  # until it leads a group, which can be sent signals
+        self._turn = threading.Lock()  # what is told of its end is told once
+        with contextlib.suppress(ProcessLookupError):
+            while self.poll() is None and os.getpgid(self.pid) != self.pid:
+                time.sleep(0.001)  # until it leads a group, which can be sent signals
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with self._turn:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("an actor", timeout or 0.0)
-        return self._process.exitcode
+        last = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > last:
+                raise subprocess.TimeoutExpired("an actor", timeout or 0.0)
+            time.sleep(0.005)
+        return code
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -67,10 +75,14 @@ def launch(self: actor.Actor) -> socket.socket:
     ours, theirs = socket.socketpair()
     if self._log:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-    said, environment = self._log or Path(os.devnull), dict(os.environ) | dict(self._environment)
+    said, environment = (
+        self._log or Path(os.devnull),
+        {**os.environ, **self._environment, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
+    )
     connection = Connection(theirs.detach())
     process = forked.Process(target=live, args=(connection, said, environment))
     process.start()
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # nobody waits for it at the end
     connection.close()
     self._process = Forked(process)  # type: ignore[assignment]
     return ours
@@ -79,6 +91,8 @@ def launch(self: actor.Actor) -> socket.socket:
 def live(connection: Connection, said: Path, environment: dict[str, str]) -> None:
     """The life of an actor's process, and its end as that of an interpreter."""
     os.setsid()
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # which would live as long
+    multiprocessing.set_start_method(None, force=True)
     with said.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

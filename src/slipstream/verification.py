@@ -57,6 +57,7 @@ FRESH = 0.02  # and of the factor of an adapter that begins as zeros: its produc
 SHOWN = 5  # completions that were not exact
 POLL = 0.02  # seconds between two looks at how far generation is
 PROMPT = (4, 24)  # tokens
+CUT = "raise --tokens"
 LENGTHS = (64, 256, 1024)  # tokens of a completion, of which the first serves that is not over before the swap
 
 
@@ -75,7 +76,7 @@ class Verdict:
     misses: tuple[str, ...]  # where those that were not exact first differ
     how: str = "continue"  # `sync.interruption`
     wasted: int = 0  # tokens that an engine threw away at the change, to draw them anew
-    cut: bool = True  # whether --tokens ended one of them, which could have gone on
+    longer: str = CUT  # what makes completions end later
 
     @property
     def exact(self) -> bool:
@@ -85,15 +86,14 @@ class Verdict:
     @property
     def unseen(self) -> str:
         """Why these completions could not show the change, and what to do, if they could not."""
-        longer = "raise --tokens" if self.cut else "raise --prompts, or lower --after"
         if not self.met:
-            return f"nothing was in flight at the publish: {longer}"
+            return f"nothing was in flight at the publish: {self.longer}"
         # An engine that was started anew has not counted what went with it; but something drawn by A is gone then.
         kept = self.how == "retry" and not self.wasted and self.before[1]
         if (self.how == "recompute" and not self.changed) or kept:
-            return f"all that was in flight had ended at the swap: {longer}"
+            return f"all that was in flight had ended at the swap: {self.longer}"
         if not self.after[1]:
-            return f"nothing was drawn by B: {longer}"
+            return f"nothing was drawn by B: {self.longer}"
         return "" if self.differ else "A and B answer every prompt alike: raise --prompts or --tokens"
 
     def describe(self, config: Config) -> str:
@@ -178,10 +178,10 @@ async def verify(
     """Publish B once a sequence of A has drawn `after` tokens, and compare. See the module.
 
     How long a publish takes is not known before: without `tokens`, completions of LENGTHS are tried."""
-    lengths = list(LENGTHS if tokens is None else (tokens,))
+    lengths = [tokens] if tokens is not None else [n for n in LENGTHS if n > after] or [LENGTHS[-1] + after]
     while True:
         verdict = await _verify(config, prompts, lengths.pop(0), after, seed)
-        if not lengths or not (verdict.unseen and verdict.cut):
+        if not lengths or verdict.misses or not (verdict.unseen and verdict.longer == CUT):
             return verdict
         print(f"{verdict.unseen.partition(':')[0]}; once more with {lengths[0]} tokens", file=sys.stderr)
 
@@ -210,9 +210,17 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, seed: i
             await _fresh(config, folder, store, asked_of)
             for store, asked_of in zip(stores, (wanted[0] or alone, wanted[1]), strict=True)
         ]
-    cut = any(len(c.token_ids) == tokens for c in completions[:prompts])
     verdict = _verdict(completions, again, hold, met)
-    return replace(verdict, how=config.sync.interruption, wasted=wasted, cut=cut)
+    return replace(verdict, how=config.sync.interruption, wasted=wasted, longer=_longer(completions[:prompts], tokens))
+
+
+def _longer(completions: Sequence[Completion], tokens: int) -> str:
+    """What would have let the longest of them go on."""
+    if any(len(c.token_ids) == tokens for c in completions):
+        return CUT
+    if any(c.finish_reason == "length" for c in completions):
+        return "raise generator.context"
+    return "raise --prompts, or lower --after"
 
 
 @contextmanager

@@ -98,9 +98,11 @@ def transfer() -> tuple[Callable[[Mapping[str, Any]], Any], Callable[[Any, Itera
     try:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f'sync.link = "nccl_direct" needs vLLM in the trainer, too: {error}') from None
     except ImportError as error:
         raise ConfigError(
-            f'sync.link = "nccl_direct" needs vLLM in the trainer, too: {error}; install it, or use sync.link = "nccl"'
+            f'sync.link = "nccl_direct" does not know this vLLM\'s transfer ({error}); use sync.link = "nccl"'
         ) from None
 
     def send(group: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -31,7 +31,7 @@ def test_a_command_of_its_own_says_so(model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        pytest.param(["--generator.kind=vllm", "--sync.link=nccl", "--tokens=400"], 0, "EXACT", marks=needs_vllm),
+        pytest.param(["--generator.kind=vllm", "--sync.link=nccl", "--tokens=1000"], 0, "EXACT", marks=needs_vllm),
         pytest.param(
             [
                 "--generator.kind=vllm",

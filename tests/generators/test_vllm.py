@@ -167,6 +167,8 @@ def test_a_swap_is_exact(link: str, how: str, model: Path, tmp_path: Path) -> No
                 later = await asyncio.gather(*(draw([5, 6, 7 + i], sampling) for i in range(8)))
                 first = [*await asyncio.gather(*running), *await more]
                 check(version, how, tmp_path, first, await asyncio.gather(*waiting), later)
+            wasted = (await pools.generator.generators[0].stats())["wasted"]
+            assert (wasted > 0) == (how == "retry"), "what was in flight is drawn anew, and nothing else"
         finally:
             await pools.close()
 

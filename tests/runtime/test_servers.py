@@ -32,7 +32,8 @@ from slipstream.generators.vllm import EXTENSION
 from slipstream.models import sizes_of
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime import servers
-from slipstream.runtime.local import Pools
+from slipstream.runtime.local import Pools, start_generators
+from slipstream.runtime.placement import Placement
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.servers import Server
 from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts, save_model
@@ -399,6 +400,10 @@ FACTS = {
 Answer = Callable[[dict[str, Any]], Awaitable[Any]]
 
 
+class Unable(str):
+    """What a worker says that raised."""
+
+
 @asynccontextmanager
 async def fake(
     complete: Answer,
@@ -422,6 +427,8 @@ async def fake(
         if method == "claim" and (claim or arguments[-1]):
             return web.json_response({"results": [[await claim(asked) if claim else arguments[1]]]})
         answer = await rpc(asked) if rpc else None  # to whether it is there, too
+        if isinstance(answer, Unable):
+            return web.json_response({"results": [answer]})
         return web.json_response({"results": [[arguments[1] if method == "claim" else answer]]})
 
     async def completions(request: web.Request) -> web.Response:
@@ -705,6 +712,49 @@ def test_a_worker_is_one_runs_until_that_lets_it_go_or_is_silent(monkeypatch: py
     assert claim("a", True)
 
 
+@pytest.mark.parametrize(
+    ("method", "arguments", "doing"),
+    [("prepare", ({},), "get a version of the weights"), ("checksums", (["w"],), "add up its weights"),
+     ("connect", ({}, 1), "connect")],
+)  # fmt: skip
+def test_what_workers_can_t_do_is_told_in_their_words(
+    method: str, arguments: tuple[Any, ...], doing: str, model: Path
+) -> None:
+    async def rpc(body: dict[str, Any]) -> Any:
+        return (
+            True if body["method"] in ("prepare", "check") else Unable("FileNotFoundError: no version_3\n  at line 7")
+        )
+
+    async def main() -> None:
+        async with faked(model, complete, rpc) as server:
+            with pytest.raises(ActorDied, match=f"^{server.name} could not {doing}: FileNotFoundError: no version_3$"):
+                await server.call(method, *arguments)
+
+    asyncio.run(main())
+
+
+def test_one_server_by_two_addresses_is_refused_and_let_go(model: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+
+    async def claim(body: dict[str, Any]) -> str:
+        run, address, _ = body["args"]
+        told.append((run, address))
+        assert {one for one, _ in told} == {run}, "all servers of a run are claimed for it"
+        return told[0][1]
+
+    async def rpc(body: dict[str, Any]) -> None:
+        told.append((body["method"], *body["args"]))
+
+    async def main() -> None:
+        async with fake(complete, {}, rpc, claim=claim) as url:
+            config = configured(model, url, url.replace("127.0.0.1", "localhost"), sampling__max_tokens=4)
+            with pytest.raises(ConfigError, match=r"^http://\S+ and http://\S+ in generator.servers are one server"):
+                await start_generators(config, tmp_path, Placement(((), ()), ()))
+        assert ("release", told[0][0]) in told
+
+    asyncio.run(main())
+
+
 def test_what_a_worker_can_t_do_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     """A server's answer to what its workers raise says nothing of that."""
     pytest.importorskip("vllm")
@@ -835,8 +885,6 @@ def test_a_server_may_compare_its_weights_for_longer_than_it_may_be_silent(
     asyncio.run(main())
     connecting = told.index("connect")
     assert told[connecting + 1] == "connected"
-
-    asyncio.run(main())
 
 
 def test_a_server_whose_swap_is_cancelled_is_resumed(model: Path) -> None:

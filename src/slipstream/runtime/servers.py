@@ -87,16 +87,17 @@ class Server:
             remedy = {
                 0: "start it as docs/vllm-servers.md shows, or correct generator.servers",
                 404: "start it with VLLM_SERVER_DEV_MODE=1 in its environment",
-                500: f"start it with --worker-extension-cls {EXTENSION}, where slipstream-rl is installed",
+                500: f"start it with --worker-extension-cls {EXTENSION}, and this release of slipstream-rl beside it",
             }
             raise ConfigError(f"{failure}; {remedy.get(failure.status, 'see its log')}") from None
         refuse_unfit(self.name, facts[0], self._config)
         try:
             await self._claim()
+            self.ranks = len(facts)  # from here on it is let go when the run leaves it
             await self._ask("POST", "/resume")  # a run that was killed in the middle of a swap has left it paused
         except _Failed as failure:
             raise ConfigError(f"{failure}; see its log") from None
-        self.ranks, self._facts = len(facts), facts[0]
+        self._facts = facts[0]
         self._context: int = self._config.generator.context or facts[0]["context"]
         self._watching = asyncio.create_task(self._watch())
 
@@ -280,16 +281,16 @@ class Server:
                 if None in await self._workers("claim", self._run, self.name, False):
                     self.give_up(f"{self.name} was started anew, or taken by another run: it serves other weights")
 
-    async def _workers(self, method: str, *arguments: Any, limit: float | None = None) -> list[Any]:
+    async def _workers(self, method: str, *arguments: Any, limit: float | None = None, purpose: str = "") -> list[Any]:
         """What each worker answers. A failure leaves the server in a state that nobody knows."""
         self._refuse_dead()
         with self._given_up_on_failure():
-            return await self._ask_workers(method, *arguments, limit=limit)
+            return await self._ask_workers(method, *arguments, limit=limit, purpose=purpose)
 
     async def _known(self, method: str, purpose: str, limit: float) -> list[Any]:
         """Ask the workers until each of them knows, for `limit` seconds."""
         began = time.perf_counter()
-        while None in (answers := await self._workers(method)):
+        while None in (answers := await self._workers(method, purpose=purpose)):
             if time.perf_counter() - began > limit:
                 raise self.give_up(f"{self.name} did not {purpose} within {limit:g} s")
             await asyncio.sleep(POLL)
@@ -316,13 +317,15 @@ class Server:
         self._lost.set()
         return self.dead
 
-    async def _ask_workers(self, method: str, *arguments: Any, limit: float | None = None) -> list[Any]:
+    async def _ask_workers(
+        self, method: str, *arguments: Any, limit: float | None = None, purpose: str = ""
+    ) -> list[Any]:
         """What each worker's `slipstream_{method}` answers, in `generators.vllm_worker`. Raises `_Failed`."""
         asked = {"method": "slipstream_ask", "args": [method, *arguments]}
         answers = (await self._ask("POST", RPC, asked, limit))["results"]
         for answer in answers:
             if isinstance(answer, str):
-                raise _Failed(f"{self.name} could not {method}: {answer}", UNABLE)
+                raise _Failed(f"{self.name} could not {purpose or method}: {_message(answer)}", UNABLE)
         return [answer for (answer,) in answers]
 
     async def _ask(
@@ -360,7 +363,8 @@ class _Failed(RuntimeError):
 def refuse_unfit(name: str, facts: Mapping[str, Any], config: Config) -> None:
     """Raise `ConfigError` for a server whose workers describe themselves so, if the run can't use it."""
     here, there = model_sizes(config.model.path), facts["sizes"]
-    other = next((name for name in here if here[name] != there[name]), "")
+    told = [size for size in here if None not in (here[size], there.get(size))]  # not every family has all of them
+    other = next((size for size in told if here[size] != there[size]), "")
     dtype, context = config.model.dtype, config.generator.context or config.sampling.max_tokens + 1
     for unfit, found, remedy in (
         (other, f"a model of {other} {there.get(other)}", f"{config.model.path} has {here.get(other)}: serve that"),
