@@ -628,10 +628,10 @@ def test_what_had_ended_at_a_swap_is_not_drawn_again(how: Interruption, model: P
             await arrived.wait()
             workers = server._workers
 
-            async def once_answered(method: str, *arguments: Any) -> list[Any]:
+            async def once_answered(method: str, *arguments: Any, **named: Any) -> list[Any]:
                 while method == "swapped" and sum(future.done() for future in server._requests.values()) < 2:
                     await asyncio.sleep(0.01)
-                return await workers(method, *arguments)
+                return await workers(method, *arguments, **named)
 
             server._workers = once_answered  # type: ignore[method-assign]
             names = {request.key: f"cmpl-{request.name}-0-1a2b3c4d" for request in server._requests}
