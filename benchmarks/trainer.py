@@ -108,7 +108,7 @@ def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[
     timed = steps[options.warmup :]
     known = [name for name, value in timed[0].items() if value is not None]
     medians = {name: statistics.median(step[name] for step in timed) for name in known}
-    return {"load_s": loaded, "first_step_s": steps[0]["seconds"], **medians}
+    return {"attention": trainer.attention, "load_s": loaded, "first_step_s": steps[0]["seconds"], **medians}
 
 
 def main() -> None:

@@ -198,6 +198,9 @@ class TrainerConfig(Section):
         True, "Keep a copy of the weights in model.dtype; false makes it layer by layer, for less memory (one rank)."
     )
     compile: bool = option(True, "Compile the layers on a GPU: faster after the first steps.")
+    attention: Literal["auto", "torch", "FA3", "FA4"] = option(
+        "auto", "Attention on a GPU: FlashAttention 3 or 4, by default if one is installed and right, else torch's own."
+    )
     probe_bound: float = option(
         0.0, "Largest log-probability difference to the generator at start; 0 means 1e-3 (float32) or 0.5.", ge=0
     )

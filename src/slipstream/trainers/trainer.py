@@ -25,6 +25,7 @@ from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config import AlgorithmConfig, Config, ConfigError, TrainerConfig
 from slipstream.models import device_here, load_model, refuse_adapter, stored_dtype, trained_parameters
+from slipstream.packed.flash import use_installed
 from slipstream.packed.packing import MicroBatch, bundle, bundle_length, length, pack, plan
 from slipstream.packed.policy import Policy
 from slipstream.rollout import Batch, Completion, Sample, StepStats, samples_of
@@ -44,7 +45,8 @@ COUNTS = ("step_count", "token_count", "skipped_count", "skipped_in_a_row")  # w
 
 
 class Trainer:
-    """A policy, its optimizer and the learning rule. `parameters` are the float32 masters of what is trained."""
+    """A policy, its optimizer and the learning rule. `parameters` are the float32 masters of what is trained,
+    `attention` is whose kernel attends."""
 
     def __init__(self, config: Config) -> None:
         torch.manual_seed(config.loop.seed)
@@ -68,6 +70,7 @@ class Trainer:
         self._options: TrainerConfig = options
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
         fuse = options.compile and self.device.type == "cuda"
+        self.attention = use_installed(options.attention, self.device, compute, self.model)
         self._policy = Policy(self.model, fuse, self.ranks.context)
         if options.expert_parallel > 1 and not self._policy.routing.experts:
             raise ConfigError(f"trainer.expert_parallel = {options.expert_parallel}, but the model has no experts")
