@@ -128,8 +128,12 @@ def rule_of(router: Any) -> Rule | None:
             # Fresh routers may weigh all experts alike, which is in accord with every rule.
             tried.weight.copy_(torch.randn(tried.weight.shape, generator=random) / tried.weight.shape[1] ** 0.5)
             logits, weights, experts, *_ = tried(torch.randn(PROBED, tried.weight.shape[1], generator=random))
-    except (TypeError, ValueError, AttributeError):  # it wants something else than tokens, or returns something else
+            return _rule(logits, weights, experts)
+    except (TypeError, ValueError, AttributeError, RuntimeError):  # it wants, or returns, something else
         return None
+
+
+def _rule(logits: Tensor, weights: Tensor, experts: Tensor) -> Rule | None:
     for sigmoid in (False, True):
         for normalised in (True, False):
             plain = Rule(sigmoid, normalised, 1.0).weights(logits, experts)

@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    SiglipVisionConfig,
+)
 
 from slipstream.packed.packing import bundle, pack
 from slipstream.rollout import Completion, Sample, VersionSpan, samples_of
 from slipstream.trainers.speed import Operations
-from tests.conftest import build_model
+from tests.conftest import COMMON, build_model
 from tests.trainers.test_trainer import make_trainer
 
 SIZES: dict[str, Any] = {
@@ -33,6 +41,21 @@ def test_a_mixture_counts_the_experts_that_a_token_uses() -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     each = Operations.of(build_model(family="qwen3_moe", **SIZES, **experts))
     assert each.token == pytest.approx(6 * 2 * (ATTENTION + 2 * 3 * 16 * 8))  # routers are too small to count
+
+
+def test_linear_layers_count_by_any_name() -> None:
+    """GPT-2 has a class of its own for them."""
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_inner=24))
+    each = Operations.of(gpt2)
+    assert each.token == 6 * 2 * (4 * 16 * 16 + 2 * 16 * 24) and each.pair == 12 * 2 * 16
+
+
+def test_of_a_model_that_sees_the_text_counts() -> None:
+    text = Gemma3TextConfig(**(COMMON | {"sliding_window": 7}))
+    vision = SiglipVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision))
+    text_alone = Operations.of(build_model(family="gemma3"))
+    assert Operations.of(model) == text_alone
 
 
 def test_frozen_weights_need_no_gradient_of_their_own() -> None:

@@ -28,6 +28,7 @@ GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(VARLEN).para
 
 
 Run = tuple[range, tuple[range, ...]]  # tokens that ask, and the runs of tokens that they attend to
+LAYERS = {"full_attention", "sliding_attention"}  # what `attend` does, as configurations call it
 UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models add to attention
 
 
@@ -96,7 +97,7 @@ def attend(
     context: Context | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """`[1, heads, tokens, size]` each, to `[1, tokens, heads, size]`; a Hugging Face attention function.
+    """`[1, heads, tokens, size]` each, to `[1, tokens, heads, size of values]`; a Hugging Face attention function.
 
     With a `context` the tokens are those of this rank, and all are those of a micro-batch.
     """
@@ -105,6 +106,9 @@ def attend(
     if any(others.get(name) is not None for name in UNKNOWN):
         raise ValueError(f"{type(module).__name__} has attention of a kind that can't be packed")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    size, scaling = v.shape[-1], scaling or q.shape[-1] ** -0.5
+    if size != q.shape[-1]:  # as in latent attention; kernels know one size of heads
+        q, k, v = (functional.pad(t, (0, max(size, q.shape[-1]) - t.shape[-1])) for t in (q, k, v))
     if context:
         q, k, v = map(context.to_heads, (q, k, v))
     if blocks:
@@ -115,7 +119,7 @@ def attend(
         window = (sliding_window - 1 if sliding_window else -1, 0)
         bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         out = VARLEN(q, k, v, *bounds, scale=scaling, window_size=window, **GROUPED)
-    return (context.to_tokens(out) if context else out)[None], None
+    return (context.to_tokens(out) if context else out)[None, ..., :size], None
 
 
 def spread(rows: Tensor, index: Tensor) -> Tensor:

@@ -34,8 +34,7 @@ class Policy(nn.Module):
         self._fuse, self.context = fuse, context
         whole = causal_lm(model)
         _refuse_untrainable(whole)
-        # Layers that carry a state from token to token would carry it from sequence to sequence.
-        self.packs: bool = whole._supports_attention_backend and not whole._is_stateful
+        self.packs = _packs(whole)
         if self.packs:
             whole.set_attn_implementation(attention.NAME)
         if context:
@@ -71,7 +70,7 @@ class Policy(nn.Module):
 
     def _backbone(self, input_ids: Tensor, **arguments: Any) -> Tensor:
         whole = causal_lm(self.model)
-        backbone = getattr(whole, whole.base_model_prefix)
+        backbone = getattr(whole, whole.base_model_prefix, None) or whole.model
         hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state[0]
         return hidden
 
@@ -93,9 +92,19 @@ def _own(batch: MicroBatch, context: Context) -> tuple[MicroBatch, Tensor]:
     ), places
 
 
+def _packs(model: Any) -> bool:
+    """Whether attention is all by which its tokens know of each other, and is of a kind that `attention.attend` knows.
+
+    Other layers carry what they know from one sequence to the next: such a model reads them one by one.
+    """
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    sinks = any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters())
+    return bool(model._supports_attention_backend and not (model._is_stateful or sinks) and kinds <= attention.LAYERS)
+
+
 def _refuse_untrainable(model: Any) -> None:
     kind, head = model.config.model_type, model.get_output_embeddings()
-    if getattr(model.config, "attn_logit_softcapping", None):
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
         raise ValueError(f"the trainer can't train a {kind} with attn_logit_softcapping")
     if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
         raise ValueError(f"the trainer can't train a {kind}: its head is not a linear layer without bias")
@@ -118,6 +127,7 @@ def _ends_in_its_head(model: Any, head: nn.Linear) -> bool:
     hidden = torch.randn(1, 2, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
     hidden *= LARGE / head(hidden).abs().amax().float().item()
     backbone = model.get_decoder()  # what its forward pass calls
+    backbone = model.model if backbone is model else backbone
     own = vars(backbone).pop("forward", None)
     backbone.forward = lambda *_, **__: _Hidden(last_hidden_state=hidden)
     try:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from slipstream.models import causal_lm
 from slipstream.packed.packing import Bundle, MicroBatch, bundle_length, bundle_pairs
 from slipstream.packed.policy import Policy
 from slipstream.rollout import Sample
@@ -34,12 +36,13 @@ class Operations:
 
     @classmethod
     def of(cls, model: Any) -> Operations:
-        config, head = model.config, model.get_output_embeddings()
+        config, head = model.config.get_text_config(), model.get_output_embeddings()
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-        token: float = sum(_operations(m.weight, m.in_features * m.out_features) for m in linear if m is not head)
+        decoder = causal_lm(model).get_decoder()  # images, if it can see them, are none of ours
+        linear = [m for m in decoder.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+        token: float = sum(_operations(m.weight, _matrix(m)) for m in linear)
         used = getattr(config, "num_experts_per_tok", None) or 0  # of the matrices of all experts, which are one tensor
-        token += sum(_operations(p, p.numel()) * used / len(p) for p in model.parameters() if p.ndim == 3)
+        token += sum(_operations(p, p.numel()) * used / len(p) for p in decoder.parameters() if p.ndim == 3)
         pair = 12 * config.num_hidden_layers * config.num_attention_heads * size
         return cls(token, _operations(head.weight, head.weight.numel()), pair)
 
@@ -100,6 +103,11 @@ def matrix_rate(device: torch.device) -> float:
             a @ b
         torch.cuda.synchronize(device)
     return 2 * SIZE**3 * ROUNDS / (time.perf_counter() - began)
+
+
+def _matrix(layer: Any) -> int:
+    """Elements of a linear layer's matrix; of a Conv1D, which is one by another name, none lie in fewer."""
+    return int(layer.in_features * layer.out_features if isinstance(layer, nn.Linear) else layer.weight.numel())
 
 
 def _operations(weight: Tensor, size: int) -> int:
