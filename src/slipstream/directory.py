@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import IO, Any
 from slipstream.config import Config, ConfigError, dump
 
 PARTIAL = ".partial"
+STEP = re.compile(r"step_(\d+)")  # a whole checkpoint's name
 
 
 class RunDirectory:
@@ -61,8 +63,8 @@ class RunDirectory:
 
     def checkpoints(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
-        found = [p for p in self._checkpoints.glob("step_*") if p.suffix != PARTIAL]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+        found = {int(n[1]): p for p in self._checkpoints.glob("step_*") if (n := STEP.fullmatch(p.name))}
+        return [found[step] for step in sorted(found)]
 
     def checkpoint(self, step: int) -> Path:
         return self._checkpoints / f"step_{step}"

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,17 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path, capfd: 
     ):
         assert said in refused(capfd, "train", "--resume", directory, *flags)
         assert (directory / "config.toml").read_text() == config, "a run that did not go on has another configuration"
+
+    last = directory / "checkpoints" / "step_6"
+    half_written = last.with_name("step_8.partial")
+    shutil.copytree(last, half_written)
+    shutil.copytree(last, last.with_name("step_6.mine"))
+    (last / "run.json").write_text("{")
+    said = refused(capfd, "train", "--resume", directory)
+    assert f"{last / 'run.json'} can't be read" in said and f"remove {last} to go on from the checkpoint" in said
+    shutil.rmtree(last)
+    assert "resumed after step 4" in slipstream("train", "--resume", directory).stderr
+    assert last.exists() and not half_written.exists()
 
 
 @pytest.mark.parametrize("seed", [1, 2])

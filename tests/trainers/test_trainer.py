@@ -358,7 +358,7 @@ def test_a_base_in_4_bits_needs_bitsandbytes(tiny: Path, monkeypatch: pytest.Mon
 
 
 def test_adapters_learn_over_a_base_in_4_bits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: on some CPUs bitsandbytes repacks layers that nothing before them learns, in blocks of 64 columns."""
+    """As on a GPU: on some CPUs bitsandbytes repacks layers before which nothing learns, in blocks of 64 columns."""
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False, raising=False)
     trainer = make_trainer(tiny, "--lora.rank=4", "--lora.base=4bit", "--model.dtype=bfloat16")
@@ -390,7 +390,11 @@ def test_what_the_disk_does_not_take_is_told(tiny: Path, tmp_path: Path, monkeyp
         trainer.save(tmp_path / "saved").result()
     (written,) = (tmp_path / "whole").glob("*.distcp")
     written.write_bytes(written.read_bytes()[:100])
-    with pytest.raises(CheckpointFailed, match="whole could not be read by rank 0: "):
+    with pytest.raises(CheckpointFailed, match=r"whole could not be read by rank 0: \w"):
+        trainer.restore(tmp_path / "whole")
+    with pytest.raises(CheckpointFailed):  # over one that was whole, of which a part may be left
+        trainer.save(tmp_path / "whole").result()
+    with pytest.raises(ValueError, match=r"whole holds no whole checkpoint: there is no .metadata"):
         trainer.restore(tmp_path / "whole")
 
 

@@ -1,7 +1,8 @@
 """A trainer's state on disk, and the policy as others load it.
 
 Every rank writes its part by `torch.distributed.checkpoint`, in a thread, from a copy; ranks of any other number can
-read it. The caller makes a checkpoint atomic: its directory gets its name only when all of it is there.
+read it. `.metadata` is written last and goes first, and nothing is read without. In a run a checkpoint also gets its
+name only when all of it is there.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from slipstream.sync.gathered import whole
 from slipstream.trainers.parallel import Ranks
 
 State = dict[str, Any]
+METADATA = ".metadata"
 
 
 def state_of(
@@ -73,6 +75,8 @@ def save(path: Path, state: State, ranks: Ranks) -> Future[None]:
 
     with telling_causes(f"{path} could not be written"):
         path.mkdir(parents=True, exist_ok=True)
+        if ranks.rank == 0:  # without whom no other begins to write
+            (path / METADATA).unlink(missing_ok=True)
         writing: Any = async_save(state, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.files is None)
     writing.add_done_callback(settle)
     return saved
@@ -85,7 +89,7 @@ def telling_causes(what: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise CheckpointFailed(f"{what} by rank {rank}: {cause}") from cause
+        raise CheckpointFailed(f"{what} by rank {rank}: {str(cause) or type(cause).__name__}") from cause
 
 
 def restore(path: Path, state: State, ranks: Ranks) -> dict[str, int]:
@@ -94,8 +98,8 @@ def restore(path: Path, state: State, ranks: Ranks) -> dict[str, int]:
 
     An average that was not kept until now starts from the present parameters.
     """
-    if not (path / ".metadata").exists():
-        raise ValueError(f"{path} was written by another release of slipstream; start the run again")
+    if not (path / METADATA).exists():
+        raise ValueError(f"{path} holds no whole checkpoint: there is no {METADATA}, which is written last")
     written: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     shapes = {n.removeprefix("parameters."): tuple(written[n].size) for n in written if n.startswith("parameters.")}
     if shapes != {name: tuple(parameter.shape) for name, parameter in state["parameters"].items()}:
