@@ -198,9 +198,10 @@ class Actor:
         self._gone = self._gone or (self._process.poll() is not None and not group_lives(self._process.pid))
         return self._gone
 
-    def worked(self) -> int | None:
-        """Ticks of processor time that the process and what it has started have used. None where that is not told."""
-        return sum(ticks for _, ticks in group_of(self._process.pid)) or None if self._process else None
+    def worked(self) -> dict[int, float]:
+        """Seconds of processor time that the process and what it has started have used, each by its number; nothing
+        where that is not told."""
+        return {number: seconds for number, _, seconds in group_of(self._process.pid)} if self._process else {}
 
     def _send(self, number: int, method: str, arguments: bytes) -> None:
         if not self._outgoing:
@@ -278,16 +279,17 @@ def group_lives(group: int) -> bool:
             os.killpg(group, 0)
             return True
         return False
-    return any(state != "Z" for state, _ in group_of(group))
+    return any(state != "Z" for _, state, _ in group_of(group))
 
 
-def group_of(group: int) -> Iterator[tuple[str, int]]:
-    """State, and ticks of processor time used, of each process of a group, where the system tells."""
+def group_of(group: int) -> Iterator[tuple[int, str, float]]:
+    """Number, state and seconds of processor time used of each process of a group, where the system tells."""
+    second = os.sysconf("SC_CLK_TCK")
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it is gone by now
             state, _, its_group, *more = path.read_text().rpartition(")")[2].split()
             if int(its_group) == group:
-                yield state, int(more[8]) + int(more[9])
+                yield int(path.parent.name), state, (int(more[8]) + int(more[9])) / second
 
 
 def serve(connection: Connection) -> None:

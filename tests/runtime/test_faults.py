@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -239,6 +240,65 @@ def test_a_generator_that_hangs_is_ended_by_its_name(
                 await pools.link.publish(2)
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processor time is told elsewhere")
+def test_a_generator_that_stands_still_is_left_for_another(
+    patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of any publish, too: what it was drawing others draw. One that is held may stand still."""
+    monkeypatch.setattr("slipstream.runtime.pool.QUIET", 1.0)
+    monkeypatch.setattr("slipstream.runtime.pool.LOOK", 0.02)
+    monkeypatch.setattr("slipstream.actor.ENDS", 0.5)
+
+    async def main() -> None:
+        async with started(patient, tmp_path, "shared", "--generator.count=2") as pools:
+            await pools.link.connect(0)
+            drawing = await in_flight(pools.generator, [[5, 6, 7 + i] for i in range(4)], Sampling(max_tokens=400))
+            still = pools.generator.generators[1]
+            still.held = True
+            os.kill(pid_of(still.actor), signal.SIGSTOP)
+            assert [len(c.token_ids) for c in await asyncio.gather(*drawing[::2])] == [400] * 2
+            watching = still._watching
+            assert watching and not still.actor.dead
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(3.0):
+                    await asyncio.shield(watching)
+            still.held = False
+            assert [len(c.token_ids) for c in await asyncio.gather(*drawing)] == [400] * 4
+            said = r"generator 1 stood still for 1 s, with 2 completions to draw"
+            assert re.fullmatch(said, str(still.actor.dead)) and len(pools.generator.living) == 1
+
+    asyncio.run(main())
+
+
+def test_a_generator_is_found_that_stands_still_in_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the trainer's end that looks like a failure of its own."""
+    monkeypatch.setattr(publish, "find_link", lambda name: (NcclSender, None))
+    monkeypatch.setattr(publish, "ANSWERS", 0.1)
+    monkeypatch.setattr("slipstream.runtime.pool.LOOK", 0.01)
+
+    async def main(others: bool) -> None:
+        called: list[str] = []
+        loop, sent = asyncio.get_running_loop(), itertools.count()
+        timed_out = ActorError("Timed out waiting 60000ms", "RuntimeError", "")
+        first = {"open_link": {"shapes": {}}}.get
+        trainer = Recorded("trainer", called, lambda a: timed_out if a == "send" and not next(sent) else first(a))
+        still = Recorded("still", called, lambda a: loop.create_future() if a in ("prepare", "drawn") else None)
+        well = Recorded("well", called)
+        link, _ = link_of(trainer, still, *([well] if others else []))
+        link._connected, link._joined = True, list(link._members)
+        said = "still did not answer after a transfer to it failed within 0.1 s"
+        async with asyncio.timeout(5):
+            if others:
+                assert (await link.publish(1)).lost == (f"{said}; 1 of 2 generators are left",)
+                assert "well swap" in called and not well.dead
+            else:
+                with pytest.raises(ActorDied, match=f"^{said}$"):
+                    await link.publish(1)
+
+    asyncio.run(main(others=True))
+    asyncio.run(main(others=False))
 
 
 @pytest.mark.parametrize("phase", ["connect", "prepare", "swap", "checksums"])

@@ -167,7 +167,7 @@ def test_who_is_asked_may_take_long_but_not_stand_still(works: bool, monkeypatch
         processes: list[Any] = [Process("quick", 0.0), Process("slow", 0.5)]
         generators = [ProcessGenerator(process) for process in processes]
         ticks = itertools.count(1)
-        monkeypatch.setattr(generators[1], "_worked", lambda: next(ticks) if works else 7)
+        monkeypatch.setattr(generators[1], "_worked", lambda: {1: next(ticks) if works else 7})
         answers = await GeneratorPool(generators).ask("sleep", 1)
         if works:
             assert answers == ["quick", "slow"]

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest.mock import Mock
 
 import pytest
 
@@ -543,6 +544,28 @@ def test_a_server_that_fails_is_left_for_another(
     asyncio.run(main())
 
 
+def test_a_request_that_a_server_fails_at_costs_no_server(model: Path) -> None:
+    """It would fail at every other in its turn."""
+
+    async def choosy(body: dict[str, Any]) -> Any:
+        return await (fail if 9 in body["prompt"] else complete)(body)
+
+    async def main() -> None:
+        async with fake(choosy, {}) as one, fake(choosy, {}) as other:
+            both = [Server(url, configured(model, one, other, sampling__max_tokens=4)) for url in (one, other)]
+            for server in both:
+                await server.start()
+            pool = GeneratorPool([ProcessGenerator(s) for s in both])
+            async with asyncio.timeout(5):
+                with pytest.raises(GenerationError, match="answered 500: out of memory, and others are drawn"):
+                    await pool.generate([3, 9], Sampling(max_tokens=4))
+                assert len((await pool.generate([3, 4], Sampling(max_tokens=4))).token_ids) == 4
+            assert not both[0].dead and not both[1].dead
+            await pool.close()
+
+    asyncio.run(main())
+
+
 def test_a_swap_that_fails_ends_what_is_in_flight(model: Path) -> None:
     """Weights that may or may not have arrived: no token of theirs gets a version."""
     begun = asyncio.Event()
@@ -710,6 +733,18 @@ def test_a_worker_is_one_runs_until_that_lets_it_go_or_is_silent(monkeypatch: py
     assert claim("b", True) and not claim("a", False)
     now[0] += vllm_worker.CLAIM
     assert claim("a", True)
+    # What takes longer, and lets nothing be said meanwhile, says it.
+    monkeypatch.setattr(vllm_worker, "places_of", lambda *_: {})
+    worker._checked, worker._tokens = True, None  # type: ignore[attr-defined]
+    worker.model_runner = Mock()
+    worker.model_runner.get_model().modules.return_value = ()
+    worker.model_runner.parallel_config.tensor_parallel_size = 1
+    worker.vllm_config, worker.rank = Mock(), 0
+    monkeypatch.setattr(
+        vllm_worker, "ServedWeights", lambda *_, **__: now.__setitem__(0, now[0] + 2 * vllm_worker.CLAIM)
+    )
+    worker.slipstream_connect("nccl", {"shapes": {}}, 1)
+    assert not claim("b", True) and claim("a", False)
 
 
 @pytest.mark.parametrize(

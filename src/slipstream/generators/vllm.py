@@ -120,7 +120,10 @@ class VllmEngine:
                     self._aborted.add(request)
 
     def drawn(self) -> int:
-        """Tokens that the furthest sequence in flight has drawn."""
+        """Tokens that the furthest sequence in flight has drawn. The workers are asked even if there is none, so that
+        who asks sees that they answer."""
+        if not self._requests:
+            self._llm.collective_rpc("slipstream_drawn")
         return max(self._drawn().values(), default=0)
 
     def _drawn(self) -> dict[_Request, int]:
@@ -388,12 +391,18 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
         arguments |= cpu_arguments(config.model, generator.context, generator.memory) | {"async_scheduling": False}
-    if (mode := generator.options.get("logprobs_mode", PROCESSED)) != PROCESSED:
-        raise ConfigError(
-            f"generator.options.logprobs_mode = {mode!r} is not how probabilities are told that tokens are drawn by; "
-            "leave it out"
-        )
+    _refuse_options(generator.options)
     return arguments | generator.options
+
+
+def _refuse_options(options: dict[str, Any]) -> None:
+    for name, fits, why in (
+        ("logprobs_mode", PROCESSED, "is not how probabilities are told that tokens are drawn by"),
+        ("worker_extension_cls", EXTENSION, "has not what new weights need"),
+        ("enable_lora", False, 'is what sync.link = "lora" sets, with slots for its versions'),
+    ):
+        if (given := options.get(name, fits)) != fits:
+            raise ConfigError(f"generator.options.{name} = {given!r} {why}; leave it out")
 
 
 def _completion(request: _Request, output: Any) -> Completion:

@@ -63,6 +63,8 @@ def place(config: Config, gpus: int) -> Placement:
             "or name generator.device and trainer.device to share"
         )
     placement = Placement(generators, _chosen("trainer", config.trainer.device, tuple(left[:ranks]), gpus, ranks))
+    if config.sync.link == "nccl_direct" and not gpus:
+        raise ConfigError('sync.link = "nccl_direct" needs GPUs, and there are none here; use "shared"')
     if placement.shared and config.sync.link.startswith("nccl"):
         raise ConfigError(
             f'sync.link = "{config.sync.link}" can\'t connect a GPU with itself, and generators and trainer share one '

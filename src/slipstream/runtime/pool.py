@@ -20,6 +20,8 @@ SLACK = 8  # requests that a session's generator may have above the one with the
 TELL = 300.0  # seconds of the step, or of the pass over all prompts on a CPU, that any question waits for
 QUIET = 45.0  # seconds for which one that owes an answer may use no processor: any work or wait of an engine uses some
 LOOK = 1.5  # seconds between two looks at that; they are counted, so that time for which all stood still does not
+LOOKS = 10  # as many pass between two at one that draws, which is most of the time
+IDLE = 0.05  # of a processor, that any process which waits for a frozen one uses at most; one that draws uses more
 GRACE = 20.0  # seconds in which an engine ends, with the processes that it has started
 REFUSALS = {kind.__name__: kind for kind in (GenerationError, ContextFull)}  # what an engine says of a request
 
@@ -37,6 +39,9 @@ class ProcessGenerator:
         self._begin = begin
         self._before: dict[str, float] = {}  # totals of those that were in this one's place
         self.outstanding = 0
+        self.held = False  # its sequences wait, perhaps with it
+        self._drawing = self._asked = 0  # completions, and other answers, that it owes
+        self._watching: asyncio.Task[None] | None = None
         self._keys = itertools.count()
         self.version = 0
         self.doubted: int | None = None
@@ -47,7 +52,7 @@ class ProcessGenerator:
         self.outstanding += 1
         key, actor = next(self._keys), self.actor
         try:
-            completion: Completion = await actor.call("generate", key, tuple(prompt_ids), sampling)
+            completion: Completion = await self._draw(actor.call("generate", key, tuple(prompt_ids), sampling))
             while any(span.version == self.doubted for span in completion.spans):
                 await self._judged.wait()
                 if actor.dead:
@@ -61,6 +66,31 @@ class ProcessGenerator:
             self.outstanding -= 1
         return completion
 
+    async def _draw(self, call: Awaitable[Completion]) -> Completion:
+        self._drawing += 1
+        if isinstance(self.actor, Actor) and (not self._watching or self._watching.done()):
+            self._watching = asyncio.create_task(self._watch())
+        try:
+            return await call
+        finally:
+            self._drawing -= 1
+
+    async def _watch(self) -> None:
+        """As long as it draws, give it up if all its processes stand still for `QUIET` seconds, as if one is stopped.
+
+        What else is asked of it has limits of its own, and one that is held has nothing to do.
+        """
+        quiet, worked = 0, self._worked()
+        while self._drawing and not self.actor.dead:
+            await asyncio.sleep(LOOK * LOOKS)
+            before, worked = worked, await asyncio.to_thread(self._worked)
+            used = [seconds - before.get(number, 0.0) for number, seconds in worked.items()]
+            stands = bool(used) and max(used) <= IDLE * LOOK * LOOKS
+            quiet = quiet + LOOKS if stands and self._drawing and not (self.held or self._asked) else 0
+            if quiet * LOOK >= QUIET:
+                owed = f"with {self._drawing} completion{'s' * (self._drawing > 1)} to draw"
+                self.give_up(f"{self.actor.name} stood still for {quiet * LOOK:.3g} s, {owed}")
+
     async def answer(
         self, call: Awaitable[Result], doing: str, limit: float = math.inf, quiet: float | None = None
     ) -> Result:
@@ -69,11 +99,16 @@ class ProcessGenerator:
         """
         answered, quiet = asyncio.ensure_future(call), QUIET if quiet is None else quiet
         answered.add_done_callback(went_well)  # raised here, if still wanted
-        looks, since, worked = 0, 0, None  # who answers before the first look is not looked at, which costs some time
+        looks, since, worked = (
+            0,
+            0,
+            dict[int, float](),
+        )  # who answers before the first look is not looked at, which costs some time
+        self._asked += 1
         try:
             while not (await asyncio.wait((answered,), timeout=LOOK))[0]:
                 looks, before, worked = looks + 1, worked, self._worked()
-                if worked is None or worked != before:
+                if not worked or worked != before:
                     since = looks
                 if looks * LOOK >= limit or (looks - since) * LOOK >= quiet:
                     self.give_up(f"{self.actor.name} did not {doing} within {looks * LOOK:.3g} s")
@@ -81,11 +116,12 @@ class ProcessGenerator:
                     raise self.actor.dead
             return await answered
         finally:
+            self._asked -= 1
             answered.cancel()
 
-    def _worked(self) -> int | None:
-        """Processor time used so far. None for a server, which has limits of its own."""
-        return self.actor.worked() if isinstance(self.actor, Actor) else None
+    def _worked(self) -> dict[int, float]:
+        """Processor time used so far, by process. Nothing of a server, which has limits of its own."""
+        return self.actor.worked() if isinstance(self.actor, Actor) else {}
 
     def doubt(self, version: int) -> None:
         """Keep back what this version draws: it is not known yet whether what is served is what was published."""
@@ -166,13 +202,19 @@ class GeneratorPool:
 
     def hold(self) -> None:
         """Let requests wait from now on: generators are going to sleep, or to start anew."""
+        self._tell_held(True)
         self.awake.clear()
         self.clock.stop()
 
     def resume(self) -> None:
         """Generators are there again."""
+        self._tell_held(False)
         self.clock.go_on()
         self.awake.set()
+
+    def _tell_held(self, held: bool) -> None:
+        for generator in self.generators:
+            generator.held = held
 
     @property
     def living(self) -> list[ProcessGenerator]:

@@ -23,6 +23,7 @@ from slipstream.runtime.ranks import Ranks
 from slipstream.sync.checksum import chosen
 from slipstream.sync.link import PublishStats, find_link
 
+ANSWERS = 15.0  # seconds in which generators answer anything once a transfer to them has failed
 DEATH_SHOWS = 1.0  # seconds after a failed publish in which a process that died at its other end is known to have
 ASKED = 1.0  # seconds after which the trainer is asked whether its end can be what generators wait for
 
@@ -215,6 +216,8 @@ class WeightLink:
         last = time.perf_counter() + DEATH_SHOWS
         while not (self._trainer.dead or any(g.actor.dead for g in self._members)) and time.perf_counter() < last:
             await asyncio.sleep(DEATH_SHOWS / 20)
+        if self._collective and not (self._trainer.dead or self._failed or self._at_swap):
+            await self._look_for_silent()
         dead = [g for g in self._members if g.actor.dead]
         guilty = dead or list(self._failed)
         others = self._connected and self._collective and 0 < len(guilty) < len(self._members)
@@ -222,6 +225,12 @@ class WeightLink:
         if self._trainer.dead or halfway or not others:
             raise self._trainer.dead or (dead[0].actor.dead if dead else None) or error
         return guilty
+
+    async def _look_for_silent(self) -> None:
+        """Give up who stands still: at the other end that looks like a failure of its own."""
+        doing = "answer after a transfer to it failed"
+        asked = (g.answer(g.actor.call("drawn"), doing, ANSWERS) for g in self._members)
+        await asyncio.gather(*asked, return_exceptions=True)
 
     def _lose(self, generators: Iterable[ProcessGenerator]) -> None:
         """End these for good, and remember why. Raises if none is left."""

@@ -159,11 +159,20 @@ class Server:
                 if 400 <= failure.status < 500:
                     raise GenerationError(str(failure)) from None
                 if attempt == ATTEMPTS:
+                    if failure.status >= 500 and await self._draws():
+                        raise GenerationError(f"{failure}, and others are drawn") from None
                     raise self.give_up(str(failure)) from None
                 await asyncio.sleep(PAUSE * 2**attempt)
         completion = _completion(request, choice)
         self._totals["tokens"] += len(completion.token_ids)
         return completion
+
+    async def _draws(self) -> bool:
+        """Whether it draws a token after another. If it does, it is the request that it fails at, and so would all."""
+        with contextlib.suppress(_Failed, TimeoutError):
+            async with asyncio.timeout(LIMIT):
+                return await self._draw(VllmRequest("", (0,), Sampling(max_tokens=1))) is not None
+        return False
 
     async def _draw(self, request: VllmRequest) -> Any:
         """Send a request and wait for its answer, and for the end of a swap that is under way then. None if that swap
