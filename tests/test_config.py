@@ -86,6 +86,7 @@ def test_every_option_is_documented_once() -> None:
         (["--generator.kind=vllm", "--sampling.top_p=0.9"], "sampling.top_p = 0.9 alone can't be replayed with vLLM"),
         (["--generator.kind", "vlm"], 'generator.kind = "vlm" is unknown; give "torch"'),
         (["--trainer.ranks=4", "--trainer.shards=3"], "trainer.shards = 3 must divide trainer.ranks = 4"),
+        (["--lora.rank=600", "--sync.link=lora", "--generator.kind=vllm"], "lora.rank = 600 is more than the 512 that"),
         (["--lora.base=4bit"], "does not go with lora.rank = 0, which trains every weight"),
         (["--lora.base=4bit", "--lora.rank=8", "--trainer.ranks=2"], 'does not go with trainer.parallel = "fsdp"'),
         (["--trainer.ranks=4", "--trainer.context_parallel=3"], "context_parallel = 3 must divide trainer.ranks = 4"),

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from slipstream.config import ConfigError
 from slipstream.models import stored_dtype
 from slipstream.packed.policy import Policy
 from tests.trainers.test_trainer import make_trainer
@@ -43,6 +44,13 @@ def test_a_model_of_several_formats_is_read_in_the_widest(half: Path) -> None:
 
 def test_weights_that_are_in_no_such_file_are_read_as_float32(tmp_path: Path) -> None:
     assert stored_dtype(str(tmp_path)) == torch.float32
+
+
+def test_damaged_files_are_told(half: Path) -> None:
+    file = next(half.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"^model.path = '.*half' has damaged files \(.*\); fetch or save them"):
+        make_trainer(half)
 
 
 @pytest.mark.parametrize("ways", [(), ("--trainer.compute_copy=false",)])

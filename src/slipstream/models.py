@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from slipstream.config import ConfigError, LoraConfig, ModelConfig
@@ -76,6 +76,8 @@ def load_causal_lm(
     check_path(path, option)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+    except SafetensorError as error:
+        raise ConfigError(f"{option} = {path!r} has damaged files ({error}); fetch or save them again") from None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{option} = {path!r}: {_first_line(error)}") from None
     return model if "device_map" in options else model.to(device)
@@ -94,7 +96,7 @@ def stored_dtype(path: str) -> torch.dtype:
         for file in (file for pattern in WEIGHTS for file in folder.glob(pattern)):
             with safe_open(file, "pt") as tensors:
                 names |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, ValueError):  # loading the model will say what is wrong
+    except (OSError, ValueError, SafetensorError):  # loading the model will say what is wrong
         return torch.float32
     return STORED.get(names.pop(), torch.float32) if len(names) == 1 else torch.float32
 

@@ -106,8 +106,11 @@ def test_experts_are_stacked_alike(experts: int, hidden: int, inner: int, module
     assert torch.equal(w13, weights["mlp.experts.gate_up_proj"]) and torch.equal(w2, weights["mlp.experts.down_proj"])
     assert expert_part("mlp.gate.weight", places) is None
     padded = Served(**{name: torch.zeros(experts, *(n + 1 for n in t.shape[1:])) for name, t in held.items()})
-    for model, size in ((Served(**held), 2), (padded, 1)):
-        with pytest.raises(ValueError, match=r"mlp.experts.gate_up_proj is .* generator.tensor_parallel = 1"):
+    for model, size, remedy in (
+        (Served(**held), 2, "tensor_parallel = 1"),
+        (padded, 1, 'link = "checkpoint" and sync'),
+    ):
+        with pytest.raises(ValueError, match=rf"mlp.experts.gate_up_proj is .*{remedy}"):
             places_of(model, shapes, 0, size)
 
 

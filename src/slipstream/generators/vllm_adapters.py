@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.config import Config
+from slipstream.config import MOST, Config
 from slipstream.generators.vllm_calls import Answer
 from slipstream.sync.link import Ticket
 from slipstream.vllm_releases import post
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MOST)  # that vLLM makes room for
 
 
 class AdapterWeights:

@@ -49,9 +49,10 @@ def _expert_tensors(parent: str, name: str) -> list[str]:
 def _experts(name: str, tensor: Tensor, shape: tuple[int, ...], size: int) -> Place:
     """All experts of a layer: gate rows, then up rows, or down. Spread over ranks, each has some rows of both."""
     if size > 1 or tensor.shape != shape:
+        remedy = "set generator.tensor_parallel = 1" if size > 1 else 'use sync.link = "checkpoint" and sync.restart'
         raise ValueError(
-            f"{name} is {list(shape)} in the trainer and {list(tensor.shape)} in vLLM, on {size} ranks: experts can be "
-            "updated in place on one GPU each alone, and unpadded; set generator.tensor_parallel = 1"
+            f"{name} is {list(shape)} in the trainer and {list(tensor.shape)} in vLLM, on {size} GPUs: experts can be "
+            f"updated in place on one GPU alone, and unpadded; {remedy}"
         )
     return Place(tensor, shape)
 

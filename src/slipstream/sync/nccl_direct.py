@@ -1,7 +1,7 @@
 """The `nccl_direct` link: vLLM's own weight transfer engine, which holds an engine while weights arrive.
 
-It needs no staging memory and knows every layout that vLLM knows, quantised ones too, but generation stands still for
-the whole transfer: use it where `nccl` has no room or refuses a model.
+It needs no staging memory, but generation stands still for the whole transfer: use it where `nccl` has no room. A model
+must lie in vLLM as for any other link, since what is served is compared with what was sent.
 """
 
 from __future__ import annotations
