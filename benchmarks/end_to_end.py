@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from work import at_least_one, save_model
+from work import at_least_one, save_model, versions
 
 from slipstream.config import dump, load_config
 
@@ -165,7 +165,8 @@ def main() -> None:
     keep = ("step", "window_seconds", "tokens", "step_seconds", "wait_seconds", "hold_ms", "lag_mean", "utilisation",
             "memory_gb", "generator_busy_seconds", "trainer_busy_seconds", "ready", "running")  # fmt: skip
     each = [{name: line[name] for name in keep} for line in lines]
-    result = {"command": command, "device": device, "shape": options.shape, "flags": flags, **found, "each": each}
+    described = {"command": command, "device": device, "versions": versions(), "shape": options.shape, "flags": flags}
+    result = {**described, **found, "each": each}
     print(json.dumps({k: v for k, v in result.items() if k not in ("each", "flags")}, indent=1), flush=True)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """The same work in TRL's asynchronous GRPO trainer (1.10), beside ours: trainers alone, or with vLLM generating.
 
-    python benchmarks/peer_trl.py rollouts [--with ours lean defaults large unchecked] [--json FILE]   # one GPU
+    python benchmarks/peer_trl.py rollouts [--with ours full lean defaults large unchecked] [--json FILE]   # one GPU
     python benchmarks/peer_trl.py run [--with defaults unchecked] [--json FILE]                   # two GPUs
 
 `rollouts` trains on rollouts that are ready, the same for all, so that nobody waits. `run` has TRL's own rollout worker
@@ -9,6 +9,7 @@ and weight transfer, with a `vllm serve` started as TRL's documentation says; it
 optimizer step, ours and then TRL's:
 
     ours        our defaults
+    full        ours with all layers computed again
     lean        ours with the least memory: layers computed again, no second copy of the weights, small micro-batches
                 (bfloat16, so on a GPU alone)
     defaults    its own: activation checkpointing, micro-batches of the server's longest sequence, 4,096 tokens
@@ -44,7 +45,7 @@ from typing import Any
 
 import torch
 from trainer import DTYPE, GPU, make_rollouts
-from work import at_least_one, prompts, rewards, save_model
+from work import at_least_one, prompts, rewards, save_model, versions
 
 GROUP, LONGEST = 8, 4096
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -54,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 OURS = {
     "ours": [],
+    "full": ["--trainer.activation_checkpointing=full"],
     "lean": ["--trainer.compute_copy=false", "--trainer.activation_checkpointing=full",
              "--trainer.tokens_per_microbatch=6144"],
 }  # fmt: skip
@@ -101,6 +103,7 @@ def main() -> None:
         options.model = model.resolve()
         results: list[dict[str, Any]] = []
         described = {"command": " ".join(["python", *sys.argv]), "shape": options.shape, "results": results}
+        described["versions"] = versions()
         described["device"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if GPU else "CPU"
         for setting in settings:
             try:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from work import save_model
+from work import save_model, versions
 
 from slipstream.actor import Reply
 from slipstream.config import load_config
@@ -187,7 +187,8 @@ def main() -> None:
             print(json.dumps({k: v for k, v in results[-1].items() if k != "each"}), flush=True)
             if options.json:
                 device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-                described = {"command": " ".join(["python", *sys.argv]), "device": device, "results": results}
+                described = {"command": " ".join(["python", *sys.argv]), "device": device}
+                described |= {"versions": versions(), "results": results}
                 options.json.write_text(json.dumps(described, indent=1) + "\n")
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from work import SHAPES, save_model
+from work import SHAPES, save_model, versions
 
 from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import load_config
@@ -141,6 +141,7 @@ def main() -> None:
     result = {
         "command": command,
         "device": torch.cuda.get_device_name() if GPU else "CPU",
+        "versions": versions(),
         "shape": options.shape,
         **found,
     }

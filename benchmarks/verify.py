@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from work import save_model
+from work import save_model, versions
 
 from slipstream.config import load_config
 from slipstream.verification import verify
@@ -61,7 +61,7 @@ def main() -> None:
             if options.json:
                 device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
                 command = f"python benchmarks/verify.py {' '.join(sys.argv[1:])}"
-                described = {"command": command, "device": device, "results": results}
+                described = {"command": command, "device": device, "versions": versions(), "results": results}
                 options.json.write_text(json.dumps(described, indent=1) + "\n")
 
 

