@@ -187,14 +187,17 @@ async def verify(
 
 
 async def _verify(config: Config, prompts: int, tokens: int, after: int, seed: int) -> Verdict:
+    alone = config  # in which engines are started to compare with
+    if servers := config.generator.servers:
+        started = {**config.generator.model_dump(), "servers": [], "count": 1}
+        alone = with_options(config, generator=started, sync={"link": "shared"})
     if gpus_here() and config.generator.kind == "vllm":
         os.environ.update(BATCH_INVARIANT)
         options = INVARIANT | config.generator.options
-        config = with_options(config, generator={**config.generator.model_dump(), "options": options})
+        alone = with_options(alone, generator={**alone.generator.model_dump(), "options": options})
+        config = config if servers else alone
     if min(prompts, tokens) < 1:
         raise ConfigError(f"verify with --prompts {prompts} and --tokens {tokens} compares nothing; give at least 1")
-    if config.generator.servers:
-        raise ConfigError("verify starts fresh engines to compare with, which it can't on servers; leave them out")
     trainer = f"{ChangingTrainer.__module__}:{ChangingTrainer.__qualname__}"
     config = with_options(config, trainer={**config.trainer.model_dump(), "kind": trainer})
     vocabulary = len(load_tokenizer(config.model.path))
@@ -205,10 +208,10 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, seed: i
         completions, hold, met, wasted = await _publish_midway(config, folder, stores, asked, tokens, after, seed)
         wanted = [_by_version(completions, version) for version in (0, 1)]
         # Where no token of A was kept, as under `retry`, A is asked all that B was: they have to differ.
-        alone = [(c, c.spans[-1]) for c in completions[prompts:]]
+        by_b = [(c, c.spans[-1]) for c in completions[prompts:]]
         again = [
-            await _fresh(config, folder, store, asked_of)
-            for store, asked_of in zip(stores, (wanted[0] or alone, wanted[1]), strict=True)
+            await _fresh(alone, folder, store, asked_of)
+            for store, asked_of in zip(stores, (wanted[0] or by_b, wanted[1]), strict=True)
         ]
     verdict = _verdict(completions, again, hold, met)
     return replace(verdict, how=config.sync.interruption, wasted=wasted, longer=_longer(completions[:prompts], tokens))

@@ -37,6 +37,7 @@ from slipstream.runtime.local import Pools, start_generators
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.servers import Server
+from slipstream.verification import verify
 from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts, save_model
 from tests.generators.test_engine import assert_true, reference_logits
 from tests.trainers.test_trainer import random_batch
@@ -261,6 +262,15 @@ def test_who_goes_away_leaves_nothing_running(server: str, model: Path, tmp_path
             pytest.fail(running[0])
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("link", ["shared", "checkpoint"])
+def test_a_server_changes_exactly(link: str, server: str, model: Path) -> None:
+    """As `slipstream verify` sees it, which starts engines of its own to compare with."""
+    config = configured(model, server, sync__link=link, sync__interruption="recompute", sync__verify="full")
+    verdict = asyncio.run(verify(config, prompts=4, tokens=200))
+    assert verdict.exact, verdict.describe(config)
+    assert verdict.changed and verdict.completions == 8
 
 
 def test_a_server_that_a_killed_run_left_paused_draws(server: str, model: Path) -> None:

@@ -256,8 +256,7 @@ class Server:
     async def _apply(self) -> Drawn:
         """Swap the weights. Returns the tokens that each request had drawn before, by the name we gave it."""
         await self._workers("apply")
-        counts: Drawn = (await self._known("swapped", "finish a swap", LIMIT))[0][1]
-        return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
+        return _by_our_names((await self._known("swapped", "finish a swap", LIMIT))[0][1])
 
     async def _recompute(self) -> Drawn:
         self._paused = True
@@ -275,6 +274,11 @@ class Server:
     async def _checksums(self, names: Sequence[str]) -> dict[str, int]:
         await self._workers("check", list(names))
         return added(await self._known("checked", "add up its weights", LIMIT), names)
+
+    async def _drawn(self) -> int:
+        """Tokens that the furthest sequence in flight has drawn."""
+        drawn = _by_our_names((await self._workers("drawn"))[0])
+        return max((drawn.get(request.name) or 0 for request in self._requests), default=0)
 
     async def _stats(self) -> dict[str, float]:
         running = time.perf_counter() - self._since if self._requests else 0.0
@@ -410,6 +414,11 @@ def _completion(request: VllmRequest, choice: Mapping[str, Any]) -> Completion:
         for top in drawn["top_logprobs"]
     )
     return request.completion(choice["token_ids"], drawn["token_logprobs"], choice["finish_reason"], kept)
+
+
+def _by_our_names(counts: Drawn) -> Drawn:
+    """What workers have counted, by the names that requests were sent with."""
+    return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
 
 
 def _answered(answer: asyncio.Future[Any]) -> int:

@@ -112,6 +112,8 @@ class Trainer:
                 )
         compute_on(self.model, self.parameters, tensors)
         self._lowered = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # an engine on the same GPU may have what the copy took
 
     def offload(self) -> None:
         """Free the device: all state goes to the host's memory, where it can be saved and published."""
