@@ -33,7 +33,7 @@ class Kernel:
     """A stand-in for FlashAttention on a CPU, in the place in torch's dispatcher where the real ones are on a GPU."""
 
     def __init__(self) -> None:
-        self.passes, self.blind, self.broken = 0, False, False
+        self.passes, self.blind, self.broken, self.lost = 0, False, False, False
 
     def __call__(self) -> Kernel:
         self._library: Library | None = Library("aten", "IMPL")
@@ -71,7 +71,8 @@ class Kernel:
             return torch.autograd.grad(self._attend(*leaves, rest[2:4], window_size_left), leaves, grad)
 
         with ThreadPoolExecutor(1) as thread:  # this one is below autograd in torch's dispatcher
-            return thread.submit(by_autograd).result()
+            of_q, of_k, of_v = thread.submit(by_autograd).result()
+        return of_q, of_k * torch.nan if self.lost else of_k, of_v
 
 
 @pytest.fixture
@@ -99,6 +100,7 @@ def test_an_installed_kernel_that_is_right_is_used(wanted: Any, dtype: torch.dty
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
+        ("lost", "FA3 differs from plain attention by nan%"),
         ("blind", r"FA3 differs from plain attention by [\d.]+%"),
         ("broken", "FA3 fails: RuntimeError: no kernel is there"),
     ],

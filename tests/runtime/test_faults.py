@@ -247,8 +247,8 @@ def test_a_generator_that_stands_still_is_left_for_another(
     patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outside of any publish, too: what it was drawing others draw. One that is held may stand still."""
-    monkeypatch.setattr("slipstream.runtime.pool.QUIET", 1.0)
-    monkeypatch.setattr("slipstream.runtime.pool.LOOK", 0.02)
+    monkeypatch.setattr("slipstream.runtime.pool.QUIET", 2.0)
+    monkeypatch.setattr("slipstream.runtime.pool.LOOK", 0.05)
     monkeypatch.setattr("slipstream.actor.ENDS", 0.5)
 
     async def main() -> None:
@@ -262,11 +262,11 @@ def test_a_generator_that_stands_still_is_left_for_another(
             watching = still._watching
             assert watching and not still.actor.dead
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(3.0):
+                async with asyncio.timeout(4.0):
                     await asyncio.shield(watching)
             still.held = False
             assert [len(c.token_ids) for c in await asyncio.gather(*drawing)] == [400] * 4
-            said = r"generator 1 stood still for 1 s, with 2 completions to draw"
+            said = r"generator 1 stood still for 2 s, with 2 completions to draw"
             assert re.fullmatch(said, str(still.actor.dead)) and len(pools.generator.living) == 1
 
     asyncio.run(main())
@@ -285,14 +285,18 @@ def test_a_generator_is_found_that_stands_still_in_a_transfer(monkeypatch: pytes
         first = {"open_link": {"shapes": {}}}.get
         trainer = Recorded("trainer", called, lambda a: timed_out if a == "send" and not next(sent) else first(a))
         still = Recorded("still", called, lambda a: loop.create_future() if a in ("prepare", "drawn") else None)
+        slow = Recorded("slow", called, lambda a: loop.create_future() if a == "drawn" else None)
         well = Recorded("well", called)
-        link, _ = link_of(trainer, still, *([well] if others else []))
+        link, _ = link_of(trainer, still, *([well, slow] if others else []))
         link._connected, link._joined = True, list(link._members)
-        said = "still did not answer after a transfer to it failed within 0.1 s"
+        for member in link._members:
+            ticks = itertools.count() if member.actor is slow else itertools.repeat(7)
+            monkeypatch.setattr(member, "_worked", lambda ticks=ticks: {1: float(next(ticks))})
+        said = "still stood still in a transfer, which failed"
         async with asyncio.timeout(5):
             if others:
-                assert (await link.publish(1)).lost == (f"{said}; 1 of 2 generators are left",)
-                assert "well swap" in called and not well.dead
+                assert (await link.publish(1)).lost == (f"{said}; 2 of 3 generators are left",)
+                assert "well swap" in called and not well.dead and not slow.dead
             else:
                 with pytest.raises(ActorDied, match=f"^{said}$"):
                     await link.publish(1)

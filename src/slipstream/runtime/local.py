@@ -14,7 +14,7 @@ from slipstream.actor import Actor, ActorError
 from slipstream.config import Config, ConfigError
 from slipstream.rollout import Batch, Completion, StepStats
 from slipstream.runtime.placement import Placement, place, visible
-from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
+from slipstream.runtime.pool import IDLE, GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import WeightLink, nothing
 from slipstream.runtime.ranks import Ranks, trainer_actor
 from slipstream.runtime.restart import RestartLink
@@ -127,8 +127,10 @@ async def start_generators(config: Config, directory: Path, placement: Placement
 
     begun = [begin(number, config) for number in range(len(placement.generators))]
     await _start([actor for actor, _ in begun], [start for _, start in begun])
-    ranks = config.generator.tensor_parallel
-    return GeneratorPool([ProcessGenerator(a, ranks, partial(begin, number)) for number, (a, _) in enumerate(begun)])
+    ranks, idle = config.generator.tensor_parallel, IDLE if config.generator.kind in SERVICES else 0.0
+    return GeneratorPool([
+        ProcessGenerator(actor, ranks, partial(begin, number), idle) for number, (actor, _) in enumerate(begun)
+    ])  # fmt: skip
 
 
 async def _start(actors: Sequence[Actor | Ranks | Server], starts: Sequence[Coroutine[Any, Any, None]]) -> None:

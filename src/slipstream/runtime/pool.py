@@ -31,12 +31,13 @@ Begin = Callable[[Config], tuple[Actor, Coroutine[Any, Any, None]]]
 
 class ProcessGenerator:
     """An engine in a process of its own or a server, as a `Generator`. `ranks` of its processes hold weights, and
-    `begin` starts another in its place. While a version is `doubted`, what it draws is kept back."""
+    `begin` starts another in its place. While a version is `doubted`, what it draws is kept back. None of its processes
+    uses more than `idle` of a processor while it stands still."""
 
-    def __init__(self, actor: Actor | Server, ranks: int = 1, begin: Begin | None = None) -> None:
+    def __init__(self, actor: Actor | Server, ranks: int = 1, begin: Begin | None = None, idle: float = IDLE) -> None:
         self.actor = actor
         self.ranks = ranks
-        self._begin = begin
+        self._begin, self._idle = begin, idle
         self._before: dict[str, float] = {}  # totals of those that were in this one's place
         self.outstanding = 0
         self.held = False  # its sequences wait, perhaps with it
@@ -84,12 +85,25 @@ class ProcessGenerator:
         while self._drawing and not self.actor.dead:
             await asyncio.sleep(LOOK * LOOKS)
             before, worked = worked, await asyncio.to_thread(self._worked)
-            used = [seconds - before.get(number, 0.0) for number, seconds in worked.items()]
-            stands = bool(used) and max(used) <= IDLE * LOOK * LOOKS
+            stands = self._stood(before, worked, LOOK * LOOKS)
             quiet = quiet + LOOKS if stands and self._drawing and not (self.held or self._asked) else 0
             if quiet * LOOK >= QUIET:
                 owed = f"with {self._drawing} completion{'s' * (self._drawing > 1)} to draw"
                 self.give_up(f"{self.actor.name} stood still for {quiet * LOOK:.3g} s, {owed}")
+
+    def _stood(self, before: dict[int, float], worked: dict[int, float], seconds: float) -> bool:
+        """Whether it stood still for so long, by what its processes had used before and after."""
+        used = [now - before.get(number, 0.0) for number, now in worked.items()]
+        return bool(used) and max(used) <= self._idle * seconds
+
+    async def look(self, seconds: float, doing: str) -> None:
+        """Give it up if it answers nothing and stands still for so long."""
+        before, asked = self._worked(), asyncio.ensure_future(self.actor.call("drawn"))
+        asked.add_done_callback(went_well)  # whatever it answers, it does
+        answered, _ = await asyncio.wait((asked,), timeout=seconds)
+        asked.cancel()
+        if not answered and self._stood(before, self._worked(), seconds):
+            self.give_up(f"{self.actor.name} stood still {doing}")
 
     async def answer(
         self, call: Awaitable[Result], doing: str, limit: float = math.inf, quiet: float | None = None

@@ -23,7 +23,7 @@ from slipstream.runtime.ranks import Ranks
 from slipstream.sync.checksum import chosen
 from slipstream.sync.link import PublishStats, find_link
 
-ANSWERS = 15.0  # seconds in which generators answer anything once a transfer to them has failed
+ANSWERS = 15.0  # seconds in which generators answer, or work, once a transfer to them has failed
 DEATH_SHOWS = 1.0  # seconds after a failed publish in which a process that died at its other end is known to have
 ASKED = 1.0  # seconds after which the trainer is asked whether its end can be what generators wait for
 
@@ -228,9 +228,7 @@ class WeightLink:
 
     async def _look_for_silent(self) -> None:
         """Give up who stands still: at the other end that looks like a failure of its own."""
-        doing = "answer after a transfer to it failed"
-        asked = (g.answer(g.actor.call("drawn"), doing, ANSWERS) for g in self._members)
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*(g.look(ANSWERS, "in a transfer, which failed") for g in self._members))
 
     def _lose(self, generators: Iterable[ProcessGenerator]) -> None:
         """End these for good, and remember why. Raises if none is left."""

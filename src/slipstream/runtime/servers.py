@@ -168,11 +168,21 @@ class Server:
         return completion
 
     async def _draws(self) -> bool:
-        """Whether it draws a token after another. If it does, it is the request that it fails at, and so would all."""
-        with contextlib.suppress(_Failed, TimeoutError):
-            async with asyncio.timeout(LIMIT):
-                return await self._draw(VllmRequest("", (0,), Sampling(max_tokens=1))) is not None
-        return False
+        """Whether it draws a token after another. If it does, it is the request that it fails at, and so would all.
+
+        Apart from swaps, which have nothing to do with that, and for as long as it may take where many wait.
+        """
+        body = {"model": self._model, "prompt": [0], "max_tokens": 1, "cache_salt": uuid4().hex}
+        asking = self._ask("POST", "/v1/completions", body, self._config.environment.time_limit)
+        answer, lost = asyncio.ensure_future(asking), asyncio.ensure_future(self._lost.wait())
+        answer.add_done_callback(went_well)  # it is no failure of the run's
+        try:
+            await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
+            self._refuse_dead()
+            return went_well(answer)
+        finally:
+            answer.cancel()
+            lost.cancel()
 
     async def _draw(self, request: VllmRequest) -> Any:
         """Send a request and wait for its answer, and for the end of a swap that is under way then. None if that swap

@@ -70,8 +70,9 @@ class Trainer:
         self._options: TrainerConfig = options
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
         fuse = options.compile and self.device.type == "cuda"
-        self.attention = use_installed(options.attention, self.device, compute, self.model)
         self._policy = Policy(self.model, fuse, self.ranks.context)
+        wanted = options.attention if self._policy.packs else "torch"  # others attend by code of their own
+        self.attention = use_installed(wanted, self.device, compute, self.model)
         if options.expert_parallel > 1 and not self._policy.routing.experts:
             raise ConfigError(f"trainer.expert_parallel = {options.expert_parallel}, but the model has no experts")
         self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl else None
