@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-MOST = 512  # the highest rank of adapters that vLLM makes room for
+HIGHEST_RANK = 512  # of adapters, that vLLM makes room for
 
 
 class ConfigError(ValueError):
@@ -554,8 +554,10 @@ class Config(Section):
                 (trainer.shards > 0, f"trainer.shards = {trainer.shards}", "set it to 0"),
                 (self.lora.experts, "lora.experts", "set it to false"),
             ))  # fmt: skip
-        if sync.link == "lora" and self.generator.kind == "vllm" and self.lora.rank > MOST:
-            raise ConfigError(f"lora.rank = {self.lora.rank} is more than the {MOST} that vLLM serves; lower it")
+        if sync.link == "lora" and self.generator.kind == "vllm" and self.lora.rank > HIGHEST_RANK:
+            raise ConfigError(
+                f"lora.rank = {self.lora.rank} is more than the {HIGHEST_RANK} that vLLM serves; lower it"
+            )
         if self.lora.base == "4bit":
             _refuse_beside('lora.base = "4bit"', (
                 (self.lora.rank == 0, "lora.rank = 0, which trains every weight", "set it to 16, for example"),

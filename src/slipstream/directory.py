@@ -18,7 +18,7 @@ from typing import IO, Any
 from slipstream.config import Config, ConfigError, dump
 
 PARTIAL = ".partial"
-STEP = re.compile(r"step_(\d+)")  # a whole checkpoint's name
+STEP = re.compile(r"step_\d+")  # a whole checkpoint's name
 
 
 class RunDirectory:
@@ -63,8 +63,8 @@ class RunDirectory:
 
     def checkpoints(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
-        found = {int(n[1]): p for p in self._checkpoints.glob("step_*") if (n := STEP.fullmatch(p.name))}
-        return [found[step] for step in sorted(found)]
+        found = [p for p in self._checkpoints.glob("step_*") if STEP.fullmatch(p.name)]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
 
     def checkpoint(self, step: int) -> Path:
         return self._checkpoints / f"step_{step}"

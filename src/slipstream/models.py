@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -185,6 +185,29 @@ def generation_config(path: str) -> Any:
 def causal_lm(model: Any) -> Any:
     """The Hugging Face model below adapters, if there are any."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder_of(model: Any) -> Any:
+    """What reads text, below adapters and the head, beside what sees images."""
+    whole = causal_lm(model)
+    found = whole.get_decoder()
+    return whole.model if found is whole else found  # Llama 4's says that it is its own
+
+
+class Heads(NamedTuple):
+    """Of attention: how many queries have, how many keys and values, and the size of each."""
+
+    queries: int
+    keys: int
+    size: int
+
+
+def heads_of(config: Any) -> Heads:
+    """The heads of the model with this configuration, of the part that reads text."""
+    text = config.get_text_config()
+    queries = text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or queries
+    return Heads(queries, keys, getattr(text, "head_dim", None) or text.hidden_size // queries)
 
 
 def layers_of(model: nn.Module) -> list[Any]:

@@ -388,11 +388,13 @@ class Run:
         self._started = await told_of(starting, self.progress.note, self.directory.path / "logs")
 
     async def _restore(self, path: Path) -> None:
-        older = f"remove {path} to go on from the checkpoint before it, if there is one"
         try:
             data = json.loads((path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path / 'run.json'} can't be read ({error}); {older}") from None
+            raise ConfigError(
+                f"{path / 'run.json'} can't be read ({error}); remove {path} to go on from the checkpoint before it, "
+                "if there is one"
+            ) from None
         try:
             self.state.restore(data)
         except ValueError as error:

@@ -187,15 +187,9 @@ async def verify(
 
 
 async def _verify(config: Config, prompts: int, tokens: int, after: int, seed: int) -> Verdict:
-    alone = config  # in which engines are started to compare with
-    if servers := config.generator.servers:
-        started = {**config.generator.model_dump(), "servers": [], "count": 1}
-        alone = with_options(config, generator=started, sync={"link": "shared"})
-    if gpus_here() and config.generator.kind == "vllm":
-        os.environ.update(BATCH_INVARIANT)
-        options = INVARIANT | config.generator.options
-        alone = with_options(alone, generator={**alone.generator.model_dump(), "options": options})
-        config = config if servers else alone
+    alone = _of_engines(config)
+    if not config.generator.servers:
+        config = alone
     if min(prompts, tokens) < 1:
         raise ConfigError(f"verify with --prompts {prompts} and --tokens {tokens} compares nothing; give at least 1")
     trainer = f"{ChangingTrainer.__module__}:{ChangingTrainer.__qualname__}"
@@ -215,6 +209,19 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, seed: i
         ]
     verdict = _verdict(completions, again, hold, met)
     return replace(verdict, how=config.sync.interruption, wasted=wasted, longer=_longer(completions[:prompts], tokens))
+
+
+def _of_engines(config: Config) -> Config:
+    """The configuration for engines that are started here: those to compare with, and that under test if it is none of
+    the user's servers. On GPUs, vLLM is batch-invariant in all processes that are started from here on."""
+    generator, others = config.generator.model_dump(), {}
+    if config.generator.servers:
+        generator |= {"servers": [], "count": 1}
+        others = {"sync": {"link": "shared"}}
+    if gpus_here() and config.generator.kind == "vllm":
+        os.environ.update(BATCH_INVARIANT)
+        generator["options"] = INVARIANT | config.generator.options
+    return with_options(config, generator=generator, **others)
 
 
 def _longer(completions: Sequence[Completion], tokens: int) -> str:

@@ -256,7 +256,7 @@ def test_a_generator_that_stands_still_is_left_for_another(
             await pools.link.connect(0)
             drawing = await in_flight(pools.generator, [[5, 6, 7 + i] for i in range(4)], Sampling(max_tokens=400))
             still = pools.generator.generators[1]
-            still.held = True
+            pools.generator.hold()
             os.kill(pid_of(still.actor), signal.SIGSTOP)
             assert [len(c.token_ids) for c in await asyncio.gather(*drawing[::2])] == [400] * 2
             watching = still._watching
@@ -264,7 +264,7 @@ def test_a_generator_that_stands_still_is_left_for_another(
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(4.0):
                     await asyncio.shield(watching)
-            still.held = False
+            pools.generator.resume()
             assert [len(c.token_ids) for c in await asyncio.gather(*drawing)] == [400] * 4
             said = r"generator 1 stood still for 2 s, with 2 completions to draw"
             assert re.fullmatch(said, str(still.actor.dead)) and len(pools.generator.living) == 1

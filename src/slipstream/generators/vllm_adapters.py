@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.config import MOST, Config
+from slipstream.config import HIGHEST_RANK, Config
 from slipstream.generators.vllm_calls import Answer
 from slipstream.sync.link import Ticket
 from slipstream.vllm_releases import post
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MOST)  # that vLLM makes room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, HIGHEST_RANK)  # that vLLM makes room for
 
 
 class AdapterWeights:
@@ -104,5 +104,5 @@ def arguments(config: Config) -> dict[str, Any]:
     There is a slot for every version that may be in use and for the one that comes: none that is in use is ever moved.
     """
     versions = config.loop.max_lag + 3
-    rank = next((r for r in RANKS if r >= config.lora.rank), RANKS[-1])
+    rank = next(r for r in RANKS if r >= config.lora.rank)
     return {"enable_lora": True, "max_lora_rank": rank, "max_loras": versions}

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from slipstream.config import ConfigError, ModelConfig
+from slipstream.models import heads_of
 
 T = TypeVar("T")
 Part = Literal["generator", "teacher"]
@@ -82,10 +83,9 @@ def _cache_of_one(model: ModelConfig, context: int) -> int:
     from transformers import AutoConfig
 
     it = AutoConfig.from_pretrained(model.path).get_text_config()
-    heads = getattr(it, "num_key_value_heads", None) or it.num_attention_heads
-    width = getattr(it, "head_dim", None) or it.hidden_size // it.num_attention_heads
+    heads = heads_of(it)
     number = getattr(torch, model.dtype).itemsize
-    return int(2 * it.num_hidden_layers * heads * width * number * (context or it.max_position_embeddings))
+    return int(2 * it.num_hidden_layers * heads.keys * heads.size * number * (context or it.max_position_embeddings))
 
 
 def cause(part: Part, error: Exception, log: Path | None, start: int) -> str:

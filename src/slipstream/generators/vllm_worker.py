@@ -188,7 +188,7 @@ class WorkerExtension:
             staged = not self.vllm_config.model_config.enable_sleep_mode
             self._slipstream = ServedWeights(link, offer, places, rank + self.rank % size, rebind=False, staged=staged)
         if hasattr(self, "_claimed"):  # all this time the run could not say that it still has it
-            self._claimed = (*self._claimed[:2], time.monotonic())
+            self.slipstream_claim(*self._claimed[:2], anew=False)
 
     def slipstream_prepare(self, ticket: Ticket) -> None:
         self._slipstream.prepare(ticket)

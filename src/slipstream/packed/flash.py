@@ -10,16 +10,16 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import attention as kernels
 
 from slipstream.config import ConfigError
+from slipstream.models import heads_of
 from slipstream.packed.attention import Segments, attend
 
-Wanted = Literal["auto", "torch", "FA3", "FA4"]
 OPTION = "trainer.attention"
 
 
@@ -47,7 +47,7 @@ NEAR = 30  # tokens, as a sliding window
 TOLERANCE = 0.02  # relative, of the whole tensor: some 5 roundings of bfloat16
 
 
-def use_installed(wanted: Wanted, device: torch.device, dtype: torch.dtype, model: Any) -> str:
+def use_installed(wanted: str, device: torch.device, dtype: torch.dtype, model: Any) -> str:
     """Have this process attend by a kernel that is installed and right for `model`'s heads. Returns its name, or
     "torch".
 
@@ -58,16 +58,14 @@ def use_installed(wanted: Wanted, device: torch.device, dtype: torch.dtype, mode
         if wanted in KINDS:
             raise ConfigError(f'{OPTION} = "{wanted}" is for GPUs, and the trainer is on a {device.type}; leave it out')
         return "torch"
-    for name in (wanted,) if wanted in KINDS else KINDS:
-        problem = _missing(name, device)
-        if not problem and (problem := _wrong(name, device, dtype, model)):
-            kernels.restore_flash_attention_impl(_raise_warn=False)
-            if wanted == "auto":
-                print(f"{OPTION}: torch's own kernel, since {problem}", file=sys.stderr, flush=True)
+    for name in (wanted,) if wanted in KINDS else [kind for kind in KINDS if not _missing(kind, device)]:
+        problem = _missing(name, device) or _wrong(name, device, dtype, model)
         if not problem:
             return name
+        kernels.restore_flash_attention_impl(_raise_warn=False)
         if wanted == name:
             raise ConfigError(f'{OPTION} = "{name}": {problem}')
+        print(f"{OPTION}: torch's own kernel, since {problem}", file=sys.stderr, flush=True)
     return "torch"
 
 
@@ -95,7 +93,7 @@ def _wrong(name: str, device: torch.device, dtype: torch.dtype, model: Any) -> s
     """What is wrong with a kernel that is used from now on, or nothing."""
     try:
         kernels.activate_flash_attention_impl(name)
-        off = _differences(device, dtype, model.config.get_text_config())
+        off = _differences(device, dtype, model.config)
     except Exception as error:  # of which class depends on the kernel
         return f"{name} fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     worst = next((d for d in off if not d < TOLERANCE), 0.0)  # or is no number
@@ -105,16 +103,14 @@ def _wrong(name: str, device: torch.device, dtype: torch.dtype, model: Any) -> s
 def _differences(device: torch.device, dtype: torch.dtype, config: Any) -> list[float]:
     """Of the attention's output and of the gradients of queries, keys and values, relative to plain attention's in
     float32."""
-    heads = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
-    sizes = (getattr(config, name, None) for name in ("qk_head_dim", "head_dim"))  # the first in latent attention
-    size = next(filter(None, sizes), config.hidden_size // heads)
+    (heads, keys, size), text = heads_of(config), config.get_text_config()
+    size = getattr(text, "qk_head_dim", None) or size  # in latent attention
     draw = torch.Generator().manual_seed(0)
     tokens = RUNS[-1][0].stop
     tensors = [torch.randn(1, n, tokens, size, generator=draw).to(dtype) for n in (heads, keys, keys)]
     gradient = torch.randn(1, tokens, heads, size, generator=draw).to(dtype)
     found = []
-    for window in (None, NEAR) if getattr(config, "sliding_window", None) else (None,):
+    for window in (None, NEAR) if getattr(text, "sliding_window", None) else (None,):
         here = replace(Segments.of(RUNS, device), blocks=())  # which only plain attention needs
         tried = _attended([t.to(device) for t in tensors], gradient.to(device), here, window)
         plain = _attended([t.float() for t in tensors], gradient.float(), Segments.of(RUNS, gradient.device), window)

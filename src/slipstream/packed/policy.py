@@ -12,7 +12,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slipstream.config import ConfigError
-from slipstream.models import causal_lm
+from slipstream.models import causal_lm, decoder_of, heads_of
 from slipstream.packed import attention
 from slipstream.packed.context import Context, joined
 from slipstream.packed.logprobs import head_logprobs
@@ -70,7 +70,7 @@ class Policy(nn.Module):
 
     def _backbone(self, input_ids: Tensor, **arguments: Any) -> Tensor:
         whole = causal_lm(self.model)
-        backbone = getattr(whole, whole.base_model_prefix, None) or whole.model
+        backbone = getattr(whole, whole.base_model_prefix, None) or decoder_of(whole)
         hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state[0]
         return hidden
 
@@ -126,8 +126,7 @@ def _ends_in_its_head(model: Any, head: nn.Linear) -> bool:
     """Whether the model's logits are its head's outputs, tried on a last layer's output by chance."""
     hidden = torch.randn(1, 2, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
     hidden *= LARGE / head(hidden).abs().amax().float().item()
-    backbone = model.get_decoder()  # what its forward pass calls
-    backbone = model.model if backbone is model else backbone
+    backbone = decoder_of(model)  # which its forward pass calls
     own = vars(backbone).pop("forward", None)
     backbone.forward = lambda *_, **__: _Hidden(last_hidden_state=hidden)
     try:
@@ -139,8 +138,7 @@ def _ends_in_its_head(model: Any, head: nn.Linear) -> bool:
 
 
 def _refuse_context(size: int, config: Any, packs: bool) -> None:
-    heads = config.num_attention_heads
-    keys = getattr(config, "num_key_value_heads", None) or heads
+    heads, keys, _ = heads_of(config)
     if not packs or heads % size or (keys % size and size % keys):
         why = f"{heads} heads and {keys} of keys and values" if packs else "layers that carry a state"
         raise ConfigError(f"trainer.context_parallel = {size} can't share out a model with {why}; lower it")

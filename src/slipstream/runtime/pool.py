@@ -40,7 +40,8 @@ class ProcessGenerator:
         self._begin, self._idle = begin, idle
         self._before: dict[str, float] = {}  # totals of those that were in this one's place
         self.outstanding = 0
-        self.held = False  # its sequences wait, perhaps with it
+        self.awake = asyncio.Event()  # its pool's, which it shares: else its sequences wait, perhaps with it
+        self.awake.set()
         self._drawing = self._asked = 0  # completions, and other answers, that it owes
         self._watching: asyncio.Task[None] | None = None
         self._keys = itertools.count()
@@ -81,12 +82,13 @@ class ProcessGenerator:
 
         What else is asked of it has limits of its own, and one that is held has nothing to do.
         """
-        quiet, worked = 0, self._worked()
+        quiet, worked = 0, await asyncio.to_thread(self._worked)
         while self._drawing and not self.actor.dead:
             await asyncio.sleep(LOOK * LOOKS)
             before, worked = worked, await asyncio.to_thread(self._worked)
             stands = self._stood(before, worked, LOOK * LOOKS)
-            quiet = quiet + LOOKS if stands and self._drawing and not (self.held or self._asked) else 0
+            owes_that_alone = self._drawing and self.awake.is_set() and not self._asked
+            quiet = quiet + LOOKS if stands and owes_that_alone else 0
             if quiet * LOOK >= QUIET:
                 owed = f"with {self._drawing} completion{'s' * (self._drawing > 1)} to draw"
                 self.give_up(f"{self.actor.name} stood still for {quiet * LOOK:.3g} s, {owed}")
@@ -113,11 +115,8 @@ class ProcessGenerator:
         """
         answered, quiet = asyncio.ensure_future(call), QUIET if quiet is None else quiet
         answered.add_done_callback(went_well)  # raised here, if still wanted
-        looks, since, worked = (
-            0,
-            0,
-            dict[int, float](),
-        )  # who answers before the first look is not looked at, which costs some time
+        looks, since = 0, 0
+        worked: dict[int, float] = {}  # who answers before the first look is not looked at, which costs some time
         self._asked += 1
         try:
             while not (await asyncio.wait((answered,), timeout=LOOK))[0]:
@@ -213,22 +212,18 @@ class GeneratorPool:
         self.clock = Clock()
         self.awake = asyncio.Event()
         self.awake.set()
+        for generator in generators:
+            generator.awake = self.awake
 
     def hold(self) -> None:
         """Let requests wait from now on: generators are going to sleep, or to start anew."""
-        self._tell_held(True)
         self.awake.clear()
         self.clock.stop()
 
     def resume(self) -> None:
         """Generators are there again."""
-        self._tell_held(False)
         self.clock.go_on()
         self.awake.set()
-
-    def _tell_held(self, held: bool) -> None:
-        for generator in self.generators:
-            generator.held = held
 
     @property
     def living(self) -> list[ProcessGenerator]:

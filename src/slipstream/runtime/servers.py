@@ -174,14 +174,21 @@ class Server:
         """
         body = {"model": self._model, "prompt": [0], "max_tokens": 1, "cache_salt": uuid4().hex}
         asking = self._ask("POST", "/v1/completions", body, self._config.environment.time_limit)
-        answer, lost = asyncio.ensure_future(asking), asyncio.ensure_future(self._lost.wait())
+        answer = asyncio.ensure_future(asking)
         answer.add_done_callback(went_well)  # it is no failure of the run's
         try:
-            await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
+            await self._answered_or_lost(answer)
             self._refuse_dead()
             return went_well(answer)
         finally:
             answer.cancel()
+
+    async def _answered_or_lost(self, answer: asyncio.Future[Any]) -> None:
+        """Wait until it is there, or the server given up."""
+        lost = asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
+        finally:
             lost.cancel()
 
     async def _draw(self, request: VllmRequest) -> Any:
@@ -199,13 +206,12 @@ class Server:
         }
         limit = self._config.environment.time_limit
         asking = self._ask("POST", "/v1/completions", body | NO_PENALTIES, limit, {"X-Request-Id": request.name})
-        lost = asyncio.ensure_future(self._lost.wait())
         answer = asyncio.ensure_future(asking)
         answer.add_done_callback(went_well)  # raised below, if still wanted
         self._since = self._since if self._requests else time.perf_counter()
         self._requests[request] = answer
         try:
-            await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
+            await self._answered_or_lost(answer)
             await self._settled.wait()
             self._refuse_dead()
             if not request.starts:
@@ -217,7 +223,6 @@ class Server:
         finally:
             del self._requests[request]
             answer.cancel()
-            lost.cancel()
             if not self._requests:
                 self._totals["busy"] += time.perf_counter() - self._since
 

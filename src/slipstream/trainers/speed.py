@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from slipstream.models import causal_lm
+from slipstream.models import decoder_of, heads_of
 from slipstream.packed.packing import Bundle, MicroBatch, bundle_length, bundle_pairs
 from slipstream.packed.policy import Policy
 from slipstream.rollout import Sample
@@ -37,13 +37,12 @@ class Operations:
     @classmethod
     def of(cls, model: Any) -> Operations:
         config, head = model.config.get_text_config(), model.get_output_embeddings()
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        decoder = causal_lm(model).get_decoder()  # images, if it can see them, are none of ours
+        heads, decoder = heads_of(config), decoder_of(model)
         linear = [m for m in decoder.modules() if isinstance(m, nn.Linear | Conv1D) and m is not head]
         token: float = sum(_operations(m.weight, _matrix(m)) for m in linear)
         used = getattr(config, "num_experts_per_tok", None) or 0  # of the matrices of all experts, which are one tensor
         token += sum(_operations(p, p.numel()) * used / len(p) for p in decoder.parameters() if p.ndim == 3)
-        pair = 12 * config.num_hidden_layers * config.num_attention_heads * size
+        pair = 12 * config.num_hidden_layers * heads.queries * heads.size
         return cls(token, _operations(head.weight, head.weight.numel()), pair)
 
     def count(self, tokens: float, predicted: float, pairs: float) -> float:
