@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 JOBS ?= 1
 
-.PHONY: demo calculator guessing gemma gsm8k study test lint bench clean
+.PHONY: demo calculator guessing gemma gsm8k study test test-gpu lint bench clean
 
 demo: $(VENV)/installed          ## a tiny model learns addition, in a few minutes on a CPU
 	$(BIN)/python examples/demo.py --seed $(SEED)
@@ -15,6 +15,10 @@ calculator guessing: $(VENV)/installed  ## a tiny model learns a game of several
 
 test: $(VENV)/installed-dev lint ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
+
+test-gpu: $(VENV)/installed-dev ## the trainer's tests on a GPU
+	SLIPSTREAM_TEST_GPU=1 $(BIN)/python -m pytest tests/trainers/test_gpu.py tests/trainers/test_trainer.py \
+		tests/trainers/test_rules.py tests/packed tests/generators/test_engine.py
 
 lint: $(VENV)/installed-dev      ## style, types and the contract between rooms
 	$(BIN)/ruff check .

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if not os.environ.get("SLIPSTREAM_TEST_GPU"):  # most tests are of what a run does without any
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch
 from hypothesis import settings
 

@@ -78,7 +78,7 @@ def test_every_option_is_documented_once() -> None:
         (["--sampling.temperature", "0"], "sampling.temperature = 0: it must be greater than 0"),
         (["--sampling.top_p", "1.5"], "sampling.top_p = 1.5: it must be less than or equal to 1"),
         (["--trainer.schedule", "sudden"], "'constant', 'linear' or 'cosine'"),
-        (["--model.dtype", "int3"], "'float32' or 'bfloat16'"),
+        (["--model.dtype", "int3"], "'auto', 'float32' or 'bfloat16'"),
         (["--loop.buffer", "2"], "loop.buffer = 2 can't hold the 8 groups of one step; raise it to at least 8"),
         (["--trainer.warmup_steps", "100"], "trainer.warmup_steps = 100 leaves nothing of loop.steps = 100"),
         (["--trainer.betas", "[1, 2]"], "trainer.betas = [1.0, 2.0] must lie in [0, 1)"),
@@ -90,7 +90,10 @@ def test_every_option_is_documented_once() -> None:
         (["--lora.base=4bit"], "does not go with lora.rank = 0, which trains every weight"),
         (["--lora.base=4bit", "--lora.rank=8", "--trainer.ranks=2"], 'does not go with trainer.parallel = "fsdp"'),
         (["--trainer.ranks=4", "--trainer.context_parallel=3"], "context_parallel = 3 must divide trainer.ranks = 4"),
-        (["--trainer.compute_copy=false"], 'compute_copy = false does not go with model.dtype = "float32"'),
+        (
+            ["--trainer.compute_copy=false", "--model.dtype=float32"],
+            'compute_copy = false does not go with model.dtype = "float32"',
+        ),
         (
             ["--trainer.compute_copy=false", "--trainer.ranks=2"],
             "compute_copy = false does not go with trainer.ranks = 2",

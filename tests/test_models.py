@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from slipstream.config import ConfigError
-from slipstream.models import stored_dtype
+from slipstream.config import ConfigError, load_config
+from slipstream.models import dtype_of, settled, stored_dtype
 from slipstream.packed.policy import Policy
 from tests.trainers.test_trainer import make_trainer
 
@@ -80,3 +80,29 @@ def test_ranks_that_cut_a_model_up_do_not_copy_it_first(half: Path, monkeypatch:
     monkeypatch.setattr(Policy, "__init__", look)
     make_trainer(half, "--model.dtype=bfloat16", "--trainer.compute_copy=false")
     assert seen and all(seen)
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "dtype"),
+    [
+        ([], True, torch.bfloat16),
+        ([], False, torch.float32),
+        (["--generator.device=cpu"], True, torch.float32),
+        (["--trainer.device=cpu"], True, torch.float32),
+        (["--model.dtype=float32"], True, torch.float32),
+        (["--model.dtype=bfloat16"], False, torch.bfloat16),
+    ],
+)
+def test_both_sides_compute_in_what_both_are_fast_in(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], gpus: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    config = load_config(None, ["--model.path=m", "--environment.name=addition", *flags])
+    assert dtype_of(config) == dtype
+    assert settled(config).model.dtype == str(dtype).removeprefix("torch.")
+
+
+def test_what_does_not_go_with_the_number_format_here_is_refused() -> None:
+    flags = ["--model.path=m", "--environment.name=addition", "--trainer.compute_copy=false"]
+    with pytest.raises(ConfigError, match=r'compute_copy = false does not go with model.dtype = "float32"'):
+        settled(load_config(None, flags))

@@ -38,7 +38,9 @@ class ModelConfig(Section):
     """The policy to fine-tune."""
 
     path: str = Field(description="Hugging Face model: a local directory or a name on the Hub.", min_length=1)
-    dtype: Literal["float32", "bfloat16"] = option("float32", "Number format of the weights on both sides.")
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", 'What both sides compute in; "auto" is "bfloat16" on GPUs, and "float32" if one of them is on a CPU.'
+    )
 
 
 class LoraConfig(Section):
@@ -360,7 +362,7 @@ class Config(Section):
                 ("model.dtype", self.model.dtype, "bfloat16"),
             )
             for name, value, needed in needs:
-                if value != needed:
+                if value not in (needed, "auto"):
                     raise ConfigError(f'sync.link = "single_copy" needs {name} = {json.dumps(needed)}, not {value!r}')
         if (self.sync.link == "lora") != (bool(self.lora.rank) and self.generator.kind == "vllm"):
             raise ConfigError(
@@ -654,6 +656,11 @@ def validate(values: Mapping[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
+
+
+def with_options(config: Config, **sections: dict[str, Any]) -> Config:
+    """The configuration with these sections in the place of its own. Raises `ConfigError`."""
+    return validate(config.model_dump() | sections)
 
 
 def join_flags(arguments: Sequence[str]) -> list[str]:

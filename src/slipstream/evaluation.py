@@ -18,7 +18,7 @@ from slipstream.environments.guard import RolloutFailed, Scoring, attempt, episo
 from slipstream.environments.load import load_environment
 from slipstream.generators.base import Generator
 from slipstream.generators.torch import Engine, TorchGenerator
-from slipstream.models import load_causal_lm, load_tokenizer, pick_device
+from slipstream.models import dtype_of, load_causal_lm, load_tokenizer, pick_device
 from slipstream.observe.tally import metric_means
 from slipstream.rollout import Completion, Rollout, Sampling, mean, samples_of
 from slipstream.scoring.load import make_scoring
@@ -125,6 +125,6 @@ def load_generator(config: Config) -> tuple[TorchGenerator, Any]:
         torch.set_num_threads(config.generator.threads)
     device = pick_device(config.generator.device, "generator.device")
     tokenizer = load_tokenizer(config.model.path)
-    model = load_causal_lm(config.model.path, device=device, dtype=getattr(torch, config.model.dtype))
+    model = load_causal_lm(config.model.path, device=device, dtype=dtype_of(config))
     engine = Engine(model, slots=config.generator.slots, context=config.generator.context, tokenizer=tokenizer)
     return TorchGenerator(engine), tokenizer

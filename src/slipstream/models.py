@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from slipstream.config import ConfigError, LoraConfig, ModelConfig
+from slipstream.config import Config, ConfigError, LoraConfig, ModelConfig, with_options
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
@@ -22,6 +22,25 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}  # by the name that safetensors has for it
+
+
+def dtype_name(config: Config) -> str:
+    """The number format that both sides compute in: "auto" is bfloat16, but float32 if one of them is a CPU."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    on_gpus = torch.cuda.is_available() and "cpu" not in (config.generator.device, config.trainer.device)
+    return "bfloat16" if on_gpus else "float32"
+
+
+def dtype_of(config: Config) -> torch.dtype:
+    """That number format, in which weights are published, too."""
+    dtype: torch.dtype = getattr(torch, dtype_name(config))
+    return dtype
+
+
+def settled(config: Config) -> Config:
+    """The configuration with what it leaves to this host decided, as a run records it. Raises `ConfigError`."""
+    return with_options(config, model=config.model.model_dump() | {"dtype": dtype_name(config)})
 
 
 def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> Any:

@@ -26,7 +26,7 @@ from slipstream.environments.load import load_environment
 from slipstream.evaluation import close_environment, evaluate
 from slipstream.heap import set_heap_aside
 from slipstream.ledger import Entry
-from slipstream.models import check_path, has_experts, load_tokenizer, pick_device, refuse_adapter
+from slipstream.models import check_path, has_experts, load_tokenizer, pick_device, refuse_adapter, settled
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
@@ -49,7 +49,7 @@ class RunError(RuntimeError):
 
 def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     """Run a configuration to its end and return the summary that is also in its directory."""
-    _check(config)
+    config = _checked(config)
     name = Path(config.environment.name.partition(":")[0]).stem
     path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     with contextlib.closing(RunDirectory.create(config, path)) as directory:
@@ -66,13 +66,12 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
     `flags` are laid over its configuration, and become part of it once the run has started again with them.
     """
     with contextlib.closing(RunDirectory.open(path)) as directory:
-        config = load_config(directory.config, flags)
-        _check(config)
+        config = _checked(load_config(directory.config, flags))
         return asyncio.run(_run(config, directory, quiet))
 
 
-def _check(config: Config) -> None:
-    """Refuse early what can be known to fail. Raises `ConfigError`."""
+def _checked(config: Config) -> Config:
+    """The configuration, all of it settled. Refuses early what can be known to fail. Raises `ConfigError`."""
     if under_torchrun():
         refuse_torchrun(config.trainer.ranks)
     check_path(config.model.path)
@@ -81,6 +80,7 @@ def _check(config: Config) -> None:
         check_path(config.algorithm.reference, "algorithm.reference")
     pick_device(config.generator.device, "generator.device")
     pick_device(config.trainer.device, "trainer.device")
+    return settled(config)
 
 
 async def _run(config: Config, directory: RunDirectory, quiet: bool) -> dict[str, Any]:

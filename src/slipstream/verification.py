@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.actor import went_well
-from slipstream.config import Config, ConfigError, validate
+from slipstream.config import Config, ConfigError, with_options
 from slipstream.generators.vllm import VllmEngine
-from slipstream.models import load_tokenizer
+from slipstream.models import dtype_name, load_tokenizer
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.generating import Engine, GeneratorService, OpenWeights
 from slipstream.runtime.local import Pools, gpus_here, start_generators
@@ -98,7 +98,7 @@ class Verdict:
 
     def describe(self, config: Config) -> str:
         """All of it as a table."""
-        engine = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {config.model.dtype}"
+        engine = f"{config.generator.kind}, tensor parallel {config.generator.tensor_parallel}, {dtype_name(config)}"
         thrown = f"; {self.wasted} tokens were thrown away" if self.wasted else ""
         verdict = "EXACT" if self.exact else "NOT EXACT" if self.misses else f"NOT SEEN: {self.unseen}"
         rows = [
@@ -330,8 +330,3 @@ def _verdict(
     before, afterwards = zip(exact, total, strict=True)
     counts = len(completions), met, changed, differ
     return Verdict(*counts, before, afterwards, (tokens[0], tokens[1]), hold, tuple(misses))
-
-
-def with_options(config: Config, **sections: dict[str, Any]) -> Config:
-    """The configuration with these sections in the place of its own."""
-    return validate(config.model_dump() | sections)

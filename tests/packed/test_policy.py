@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from slipstream.models import device_here
 from slipstream.packed.packing import bundle, pack
 from slipstream.packed.policy import Policy
 from slipstream.rollout import Completion, Sample, samples_of
@@ -66,11 +67,12 @@ def test_sequences_of_any_family_see_themselves_alone(kind: str, packs: bool) ->
                 torch.nn.init.normal_(parameter, std=0.3)
     alone = copy.deepcopy(model)
     alone.set_attn_implementation("eager")
-    policy, every = Policy(model), samples()
+    device = device_here()
+    policy, every = Policy(model.to(device)), samples()
     assert policy.packs is packs
-    micro = pack(every, bundle(every, 10_000, policy.packs), torch.device("cpu"))
+    micro = pack(every, bundle(every, 10_000, policy.packs), device)
     with torch.no_grad():
-        found = policy(micro)[0].split([len(every[i].drawn) for i in micro.order])
+        found = policy(micro)[0].cpu().split([len(every[i].drawn) for i in micro.order])
         for got, sample in zip(found, (every[i] for i in micro.order), strict=True):
             logits = alone(torch.tensor([sample.token_ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
             wanted = logits.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]

@@ -27,13 +27,15 @@ from slipstream.packed.packing import bundle, bundle_length, length, plan
 from slipstream.packed.policy import Policy
 from slipstream.rollout import Batch, Completion, Group, Rollout, Sample, VersionSpan
 from slipstream.runtime.training import TrainerService
+from slipstream.sync.gathered import whole
 from slipstream.trainers.checkpoint import CheckpointFailed
 from slipstream.trainers.guards import NotFinite, OutOfMemory, naming_remedies
 from slipstream.trainers.trainer import Trainer
 
 
 def make_trainer(path: Path, *flags: str) -> Trainer:
-    return Trainer(configuration.load_config(None, [f"--model.path={path}", "--environment.name=addition", *flags]))
+    named = [f"--model.path={path}", "--model.dtype=float32", "--environment.name=addition"]
+    return Trainer(configuration.load_config(None, [*named, *flags]))
 
 
 def random_batch(vocabulary: int = 40, groups: int = 3, seed: int = 0, kept: bool = False) -> Batch:
@@ -69,7 +71,7 @@ def sequences(batch: Batch) -> list[tuple[Completion, float]]:
 
 def plain(model: Any) -> Any:
     """The model as Hugging Face runs it, in float64."""
-    copied = copy.deepcopy(model).double()
+    copied = copy.deepcopy(model).cpu().double()
     copied.set_attn_implementation("eager")
     copied.config.use_cache = False
     return copied
@@ -109,7 +111,9 @@ def reference_gradient(
 def gradient(trainer: Trainer, batch: Batch) -> dict[str, Any]:
     """What the trainer's backward passes leave before the update."""
     grads: dict[str, Any] = {}
-    trainer.before_update = lambda: grads.update({n: p.grad.clone() for n, p in trainer.parameters.items()})
+    trainer.before_update = lambda: grads.update(
+        {n: whole(p.grad).cpu().clone() for n, p in trainer.parameters.items()}
+    )
     trainer.step(batch)
     return grads
 

@@ -28,7 +28,7 @@ from slipstream.generators.vllm_adapters import arguments as adapter_arguments
 from slipstream.generators.vllm_calls import Answer, end_with_core
 from slipstream.generators.vllm_requests import Drawn, VllmRequest, added, interrupted
 from slipstream.generators.vllm_start import cpu_arguments, start_vllm
-from slipstream.models import end_of_sequence, generation_config, has_experts
+from slipstream.models import dtype_name, dtype_of, end_of_sequence, generation_config, has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 from slipstream.vllm_releases import core_is_apart, experts_of, post, refuse_unrecorded_experts
@@ -368,7 +368,7 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
     colocated = config.sync.placement == "colocated"
     arguments: dict[str, Any] = {
         "model": config.model.path,
-        "dtype": config.model.dtype,
+        "dtype": dtype_name(config),
         "tensor_parallel_size": generator.tensor_parallel,
         "max_num_seqs": generator.slots,
         "max_model_len": generator.context or None,
@@ -390,7 +390,8 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
         refuse_unrecorded_experts(on_cpu)
         arguments["enable_return_routed_experts"] = True
     if on_cpu:
-        arguments |= cpu_arguments(config.model, generator.context, generator.memory) | {"async_scheduling": False}
+        arguments |= cpu_arguments(config.model.path, dtype_of(config), generator.context, generator.memory)
+        arguments |= {"async_scheduling": False}
     _refuse_options(generator.options)
     return arguments | generator.options
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from slipstream.config import ConfigError, ModelConfig
+from slipstream.config import ConfigError
 from slipstream.models import heads_of
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def start_vllm(part: Part, build: Callable[[], T], log: Path | None) -> T:
         raise ConfigError(f"vLLM does not start: {cause(part, error, log, logged)}") from error
 
 
-def cpu_arguments(model: ModelConfig, context: int, memory: float) -> dict[str, Any]:
+def cpu_arguments(path: str, dtype: torch.dtype, context: int, memory: float) -> dict[str, Any]:
     """What vLLM is told on a CPU: where `memory` is set, it takes that share of the host's as it does of a GPU's.
 
     Else room for keys and values of one sequence of `context` tokens (0: the model's own limit), but at most a quarter
@@ -75,17 +75,16 @@ def cpu_arguments(model: ModelConfig, context: int, memory: float) -> dict[str, 
     if memory:
         return {"enforce_eager": True}
     quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    return {"enforce_eager": True, "kv_cache_memory_bytes": CACHE + min(_cache_of_one(model, context), quarter)}
+    return {"enforce_eager": True, "kv_cache_memory_bytes": CACHE + min(_cache_of_one(path, dtype, context), quarter)}
 
 
-def _cache_of_one(model: ModelConfig, context: int) -> int:
+def _cache_of_one(path: str, dtype: torch.dtype, context: int) -> int:
     """Bytes of keys and values of one sequence, at most."""
     from transformers import AutoConfig
 
-    it = AutoConfig.from_pretrained(model.path).get_text_config()
-    heads = heads_of(it)
-    number = getattr(torch, model.dtype).itemsize
-    return int(2 * it.num_hidden_layers * heads.keys * heads.size * number * (context or it.max_position_embeddings))
+    it = AutoConfig.from_pretrained(path).get_text_config()
+    heads, tokens = heads_of(it), context or it.max_position_embeddings
+    return int(2 * it.num_hidden_layers * heads.keys * heads.size * dtype.itemsize * tokens)
 
 
 def cause(part: Part, error: Exception, log: Path | None, start: int) -> str:

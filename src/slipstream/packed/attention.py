@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from slipstream.packed.context import Context
 
 NAME = "slipstream"
+HALVES = (torch.bfloat16, torch.float16)  # all that variable-length attention takes
 VARLEN: Any = varlen.varlen_attn
 # Newer releases of torch want to be told that heads of queries outnumber those of keys.
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(VARLEN).parameters else {}
@@ -111,11 +112,12 @@ def attend(
         q, k, v = (functional.pad(t, (0, max(size, q.shape[-1]) - t.shape[-1])) for t in (q, k, v))
     if context:
         q, k, v = map(context.to_heads, (q, k, v))
-    if blocks:
-        out: Any = _attend_in_blocks(q, k, v, blocks, scaling, sliding_window)
+    if key_index is not None and not blocks:
+        k, v = spread(k, key_index), spread(v, key_index)
+    if blocks or q.dtype not in HALVES:
+        each = blocks or _one_by_one(cu_seq_lens_q, cu_seq_lens_k)
+        out: Any = _attend_in_blocks(q, k, v, each, scaling, sliding_window)
     else:
-        if key_index is not None:
-            k, v = spread(k, key_index), spread(v, key_index)
         window = (sliding_window - 1 if sliding_window else -1, 0)
         bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
         out = VARLEN(q, k, v, *bounds, scale=scaling, window_size=window, **GROUPED)
@@ -148,11 +150,11 @@ def _attend_in_blocks(
     parts, places = [], []
     for block in blocks:
         counts, sizes = block.lengths[:, :1], block.lengths[:, 1:]
-        place = torch.arange(block.queries.shape[1])
+        place = torch.arange(block.queries.shape[1], device=q.device)
         mask = None
         if window or not torch.equal(counts, sizes):
             at = (place + sizes - counts)[:, None, :, None]  # of each query among its keys
-            seen = torch.arange(block.keys.shape[1])
+            seen = torch.arange(block.keys.shape[1], device=q.device)
             mask = (seen <= at) & (seen > at - window) if window else seen <= at
         queries, keys, values = (
             t[index].transpose(1, 2) for t, index in ((q, block.queries), (k, block.keys), (v, block.keys))
@@ -165,6 +167,16 @@ def _attend_in_blocks(
         parts.append(out.transpose(1, 2)[real])
         places.append(block.queries[real])
     return torch.zeros_like(q).index_copy(0, torch.cat(places), torch.cat(parts))
+
+
+def _one_by_one(query_bounds: Tensor, key_bounds: Tensor) -> tuple[Block, ...]:
+    """A block of each segment whose queries and keys lie between bounds."""
+    rows = torch.arange(max(int(query_bounds[-1]), int(key_bounds[-1])), device=query_bounds.device)
+    pairs = (pairwise(bounds.tolist()) for bounds in (query_bounds, key_bounds))
+    return tuple(
+        Block(rows[None, a:b], rows[None, c:d], torch.tensor([[b - a, d - c]], device=rows.device))
+        for (a, b), (c, d) in zip(*pairs, strict=True)
+    )
 
 
 def _blocks(runs: Sequence[Run]) -> tuple[Block, ...]:

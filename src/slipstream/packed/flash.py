@@ -18,7 +18,7 @@ from torch.nn import attention as kernels
 
 from slipstream.config import ConfigError
 from slipstream.models import heads_of
-from slipstream.packed.attention import Segments, attend
+from slipstream.packed.attention import HALVES, Segments, attend
 
 OPTION = "trainer.attention"
 
@@ -54,9 +54,12 @@ def use_installed(wanted: str, device: torch.device, dtype: torch.dtype, model: 
     Raises `ConfigError` if one is asked for by name and not there, or not right; "auto" says so on stderr.
     """
     kernels.restore_flash_attention_impl(_raise_warn=False)
-    if wanted == "torch" or device.type != GPU:
+    if wanted == "torch" or device.type != GPU or dtype not in HALVES:
         if wanted in KINDS:
-            raise ConfigError(f'{OPTION} = "{wanted}" is for GPUs, and the trainer is on a {device.type}; leave it out')
+            here = f"{str(dtype).removeprefix('torch.')} on a {device.type}"
+            raise ConfigError(
+                f'{OPTION} = "{wanted}" is for GPUs and 16 bits, and the trainer computes in {here}; leave it out'
+            )
         return "torch"
     for name in (wanted,) if wanted in KINDS else [kind for kind in KINDS if not _missing(kind, device)]:
         problem = _missing(name, device) or _wrong(name, device, dtype, model)

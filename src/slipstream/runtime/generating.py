@@ -13,10 +13,10 @@ from slipstream.actor import Reply
 from slipstream.config import Config
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.weights import ServedWeights, local_places
-from slipstream.models import device_here, load_model, load_tokenizer, trained_parameters
+from slipstream.models import device_here, dtype_of, load_model, load_tokenizer, trained_parameters
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.placement import threads
-from slipstream.sync.link import Ticket, dtype_of
+from slipstream.sync.link import Ticket
 
 
 class Engine(Protocol):

@@ -26,7 +26,7 @@ from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError
 from slipstream.generators.vllm import EXTENSION
 from slipstream.generators.vllm_requests import CLAIM, Drawn, VllmRequest, added, interrupted
-from slipstream.models import has_experts, model_sizes
+from slipstream.models import dtype_name, has_experts, model_sizes
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
 from slipstream.vllm_releases import caches_were_reset
@@ -393,7 +393,7 @@ def refuse_unfit(name: str, facts: Mapping[str, Any], config: Config) -> None:
     here, there = model_sizes(config.model.path), facts["sizes"]
     told = [size for size in here if None not in (here[size], there.get(size))]  # not every family has all of them
     other = next((size for size in told if here[size] != there[size]), "")
-    dtype, context = config.model.dtype, config.generator.context or config.sampling.max_tokens + 1
+    dtype, context = dtype_name(config), config.generator.context or config.sampling.max_tokens + 1
     for unfit, found, remedy in (
         (other, f"a model of {other} {there.get(other)}", f"{config.model.path} has {here.get(other)}: serve that"),
         (facts["logprobs_mode"] != "processed_logprobs", f"--logprobs-mode {facts['logprobs_mode']}",

@@ -12,10 +12,11 @@ import torch
 
 from slipstream.actor import Reply
 from slipstream.config import Config
+from slipstream.models import dtype_of
 from slipstream.runtime.placement import threads
 from slipstream.sync.checksum import checksum
 from slipstream.sync.gathered import Gathered
-from slipstream.sync.link import Sender, Ticket, dtype_of, find_link, shapes_of
+from slipstream.sync.link import Sender, Ticket, find_link, shapes_of
 from slipstream.sync.single_copy import borrow
 from slipstream.trainers.guards import naming_remedies
 from slipstream.trainers.trainer import Trainer

@@ -132,14 +132,14 @@ class TorchReader:
     def __init__(self, config: Config, path: str) -> None:
         import torch
 
-        from slipstream.models import load_causal_lm, pick_device
+        from slipstream.models import dtype_of, load_causal_lm, pick_device
         from slipstream.packed.policy import Policy
 
         teacher = config.teacher
         cores = os.cpu_count() or 1
         torch.set_num_threads(teacher.threads or max(1, cores // (config.generator.engines + 2)))
         self._device = pick_device(teacher.device, "teacher.device")
-        model = load_causal_lm(path, device=self._device, dtype=getattr(torch, config.model.dtype)).eval()
+        model = load_causal_lm(path, device=self._device, dtype=dtype_of(config)).eval()
         refuse_other_vocabulary(config, path, model.config.vocab_size)
         self._model = Policy(model)
         self._budget = config.trainer.tokens_per_microbatch
@@ -196,14 +196,14 @@ def _new_engine(config: Config, path: str) -> Any:
     from vllm import LLM
 
     from slipstream.generators.vllm_start import cpu_arguments
+    from slipstream.models import dtype_name, dtype_of
 
     arguments: dict[str, Any] = {
-        "model": path, "dtype": config.model.dtype, "gpu_memory_utilization": config.teacher.memory or 0.4,
+        "model": path, "dtype": dtype_name(config), "gpu_memory_utilization": config.teacher.memory or 0.4,
         "max_model_len": config.generator.context or None, "seed": config.loop.seed, "disable_log_stats": True,
     }  # fmt: skip
     if not torch.cuda.is_available():
-        model = config.model.model_copy(update={"path": path})
-        arguments |= cpu_arguments(model, config.generator.context, config.teacher.memory)
+        arguments |= cpu_arguments(path, dtype_of(config), config.generator.context, config.teacher.memory)
     return LLM(**arguments | config.teacher.options)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import Config, ConfigError, load_config, parse_flags
+from slipstream.models import settled
 
 # What each correction changes in the configuration; a user's own come from the command line.
 CORRECTIONS: dict[str, tuple[str, ...]] = {
@@ -77,7 +78,7 @@ class Plan:
             if name in SET_BY_STUDY:
                 raise ConfigError(f"--{name} is set by the study; {SET_BY_STUDY[name]}")
         for run in self.runs():
-            config, held = self.configuration(run), run.path / "config.toml"
+            config, held = settled(self.configuration(run)), run.path / "config.toml"
             if held.exists() and (changed := _differences(load_config(held), config)):
                 raise ConfigError(
                     f"{run.path} holds a run of another configuration ({', '.join(changed)}); "

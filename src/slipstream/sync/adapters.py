@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Config
-from slipstream.models import ADAPTER
-from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
+from slipstream.models import ADAPTER, dtype_of
+from slipstream.sync.link import Parameters, Sender, Ticket, shapes_of
 from slipstream.sync.pages import PageLock
 from slipstream.sync.shared import allocate, free
 

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from slipstream.config import Config
-from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, refuse_other_parameters, shapes_of
+from slipstream.models import dtype_of
+from slipstream.sync.link import Parameters, Sender, Ticket, refuse_other_parameters, shapes_of
 
 
 class CheckpointSender(Sender):

@@ -119,12 +119,6 @@ def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:
         ) from None
 
 
-def dtype_of(config: Config) -> torch.dtype:
-    """The number format in which weights are published."""
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    return dtype
-
-
 def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Shape of each parameter, as plain data for an offer."""
     return {name: list(p.shape) for name, p in parameters.items()}

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from slipstream.config import Config
+from slipstream.models import dtype_of
 from slipstream.sync.layout import Layout
-from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, refuse_other_parameters, shapes_of
+from slipstream.sync.link import Parameters, Sender, Ticket, refuse_other_parameters, shapes_of
 
 BUCKET = 2**30  # bytes of one broadcast: a launch has to find room beside the passes of the engine, so few of them
 TIME_LIMIT = timedelta(seconds=60)

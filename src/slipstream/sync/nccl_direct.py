@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Config
-from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, shapes_of
+from slipstream.models import dtype_of
+from slipstream.sync.link import Parameters, Sender, Ticket, shapes_of
 from slipstream.vllm_releases import told_packed, transfer
 
 HOST = "127.0.0.1"

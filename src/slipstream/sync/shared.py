@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config import Config
+from slipstream.models import dtype_of
 from slipstream.sync.layout import Layout
-from slipstream.sync.link import Parameters, Sender, Ticket, dtype_of, refuse_other_parameters, shapes_of
+from slipstream.sync.link import Parameters, Sender, Ticket, refuse_other_parameters, shapes_of
 
 
 class SharedSender(Sender):

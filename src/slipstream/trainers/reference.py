@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from slipstream.config import Config, ConfigError
-from slipstream.models import load_causal_lm
+from slipstream.models import dtype_of, load_causal_lm
 from slipstream.packed.packing import MicroBatch
 from slipstream.packed.policy import Policy
 from slipstream.sync.gathered import whole
@@ -27,7 +27,7 @@ class Reference:
     """
 
     def __init__(self, policy: Policy, config: Config, ranks: Ranks) -> None:
-        kind, compute = config.algorithm.reference, getattr(torch, config.model.dtype)
+        kind, compute = config.algorithm.reference, dtype_of(config)
         self._ranks = ranks
         self._masters: Mapping[str, nn.Parameter] = {}
         self._decay = config.algorithm.reference_decay

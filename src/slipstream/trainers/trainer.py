@@ -24,7 +24,7 @@ from slipstream.algorithms.schedule import learning_rate
 from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config import AlgorithmConfig, Config, ConfigError, TrainerConfig
-from slipstream.models import device_here, load_model, refuse_adapter, stored_dtype, trained_parameters
+from slipstream.models import device_here, dtype_of, load_model, refuse_adapter, stored_dtype, trained_parameters
 from slipstream.packed.flash import use_installed
 from slipstream.packed.packing import MicroBatch, bundle, bundle_length, length, pack, plan
 from slipstream.packed.policy import Policy
@@ -52,7 +52,7 @@ class Trainer:
         torch.manual_seed(config.loop.seed)
         refuse_adapter(config.model.path)
         self.device = device_here()
-        options, compute = config.trainer, getattr(torch, config.model.dtype)
+        options, compute = config.trainer, dtype_of(config)
         self.ranks = Ranks(options, self.device)
         stored = compute if config.lora.rank else stored_dtype(config.model.path)  # adapters are float32 over any base
         home = torch.device("cpu") if self.ranks.gathers else self.device  # until it is cut up
@@ -69,7 +69,7 @@ class Trainer:
         self._penalty = partial(kl_to_reference, estimator=kind, weighted=weighted)
         self._options: TrainerConfig = options
         self._steps, self._tokens = config.loop.steps, config.loop.tokens
-        fuse = options.compile and self.device.type == "cuda"
+        fuse = options.compile and self.device.type == "cuda" and compute != torch.float32
         self._policy = Policy(self.model, fuse, self.ranks.context)
         wanted = options.attention if self._policy.packs else "torch"  # others attend by code of their own
         self.attention = use_installed(wanted, self.device, compute, self.model)
