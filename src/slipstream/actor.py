@@ -74,6 +74,20 @@ class Service(Protocol):
     def close(self) -> None: ...
 
 
+class Line(Connection):
+    """What the two ends talk over, within a host: messages, and the arguments in them, are pickled."""
+
+    host = ""  # the name of another, where the other end is on one
+
+    @staticmethod
+    def dumps(message: Any) -> bytes:
+        return pickle.dumps(message)
+
+    @staticmethod
+    def loads(data: bytes) -> Any:
+        return pickle.loads(data)
+
+
 class Actor:
     """The controller's end of a process, which it starts, or of a `guest`: one that has called here by itself."""
 
@@ -82,10 +96,11 @@ class Actor:
         name: str,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        guest: socket.socket | None = None,
+        guest: Line | None = None,
     ) -> None:
         self.name = name
         self._guest = guest
+        self.dumps = (guest or Line).dumps
         self._environment = environment or {}
         self._log = log
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -98,14 +113,13 @@ class Actor:
 
     async def start(self, service: str, *arguments: Any) -> None:
         """Start the process, build the service ("module:function") in it, and wait until it is there."""
-        ours = self._guest or self._launch()
-        self._connection = Connection(ours.detach())
+        self._connection = self._guest or Line(self._launch().detach())
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._connection.fileno(), self._read)
         threading.Thread(target=self._write, daemon=True).start()
         if self._guest:
             self._writer.put(dict(self._environment))
-        self._writer.put((service, pickle.dumps(arguments)))
+        self._writer.put((service, self.dumps(arguments)))
         await self.call(READY)
 
     def _launch(self) -> socket.socket:
@@ -131,10 +145,10 @@ class Actor:
 
         Calls reach the process in the order in which they are made, whether they are awaited or not.
         """
-        return self.call_pickled(method, pickle.dumps(arguments))  # here, where what can't be is the caller's error
+        return self.call_dumped(method, self.dumps(arguments))  # here, where what can't be is the caller's error
 
-    def call_pickled(self, method: str, arguments: bytes) -> asyncio.Future[Any]:
-        """As `call`, with a tuple of arguments that is pickled already, once for many actors."""
+    def call_dumped(self, method: str, arguments: bytes) -> asyncio.Future[Any]:
+        """As `call`, with a tuple of arguments that `dumps` was given already, once for many actors."""
         future = self._loop.create_future()
         if self.dead:
             future.set_exception(self.dead)
@@ -148,7 +162,7 @@ class Actor:
     def post(self, method: str, *arguments: Any) -> None:
         """Call a method whose answer nobody needs."""
         if not self.dead:
-            self._send(next(self._numbers), method, pickle.dumps(arguments))
+            self._send(next(self._numbers), method, self.dumps(arguments))
 
     async def stop(self, grace: float = 10.0) -> None:
         """Let the process end by itself, or end it after `grace` seconds; a guest ends by itself."""
@@ -292,8 +306,9 @@ def group_of(group: int) -> Iterator[tuple[int, str, float]]:
                 yield int(path.parent.name), state, (int(more[8]) + int(more[9])) / second
 
 
-def serve(connection: Connection) -> None:
-    """The process's life: build the service, then answer calls and tick until the controller is gone."""
+def serve(connection: Line, only: str = "") -> None:
+    """The process's life: build the service (`only` this one, if it is named), then answer calls and tick until the
+    controller is gone."""
     replies: list[tuple[int, bool, Any]] = []
 
     def answer(number: int, value: Any) -> None:
@@ -306,7 +321,9 @@ def serve(connection: Connection) -> None:
 
     name, arguments = connection.recv()
     try:
-        service: Service = imported(name)(*pickle.loads(arguments))
+        if only and name != only:
+            raise ValueError(f"{name} is asked for, and this process is there for {only} alone")
+        service: Service = imported(name)(*connection.loads(arguments))
     except Exception as error:
         answer(0, error)
         connection.send(replies)
@@ -320,7 +337,7 @@ def serve(connection: Connection) -> None:
                         if method == READY:
                             answer(number, None)
                         else:
-                            service.handle(method, pickle.loads(arguments), partial(answer, number))
+                            service.handle(method, connection.loads(arguments), partial(answer, number))
                     except Exception as error:
                         answer(number, error)
             if service.busy:
@@ -357,14 +374,13 @@ def imported(name: str) -> Any:
         gc.enable()
 
 
-def be_guest(visitor: socket.socket) -> None:
+def be_guest(connection: Line, only: str = "") -> None:
     """Serve the controller at the other end, in the environment that it sends first, until it is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, and what `torchrun` passes on, are for the controller
         signal.signal(number, signal.SIG_IGN)
-    connection = Connection(visitor.detach())
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         os.environ |= connection.recv()
-        serve(connection)
+        serve(connection, only)
     gc.unfreeze()  # libraries complain of what is not freed at the end
 
 
@@ -394,7 +410,7 @@ def main() -> None:
     atexit.register(leave)  # before services register what is done at the end, which is done in the opposite order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(Connection(int(sys.argv[1])))
+        serve(Line(int(sys.argv[1])))
 
 
 if __name__ == "__main__":

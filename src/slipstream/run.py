@@ -73,7 +73,7 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
 def _checked(config: Config) -> Config:
     """The configuration, all of it settled. Refuses early what can be known to fail. Raises `ConfigError`."""
     if under_torchrun():
-        refuse_torchrun(config.trainer.ranks)
+        refuse_torchrun(config)
     check_path(config.model.path)
     refuse_adapter(config.model.path)
     if config.algorithm.kl and config.algorithm.reference not in ("start", "average"):

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from slipstream.config import ModelConfig
 from slipstream.generators.vllm_start import CACHE, cause, cpu_arguments
 from tests.conftest import build_model
 
@@ -74,13 +74,13 @@ def test_on_a_cpu_memory_is_what_the_option_says_or_what_the_context_takes(
 ) -> None:
     sequence = 2 * 3 * 2 * 8 * 4  # bytes a token: keys and values, layers, heads, width, float32
     build_model(max_position_embeddings=2_000_000).config.save_pretrained(tmp_path)
-    model = ModelConfig(path=str(tmp_path))
-    assert "kv_cache_memory_bytes" not in cpu_arguments(model, 0, 0.3)
+    model = str(tmp_path), torch.float32
+    assert "kv_cache_memory_bytes" not in cpu_arguments(*model, 0, 0.3)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**22}.__getitem__)
     for context, room in ((0, 2_000_000 * sequence), (512, 512 * sequence)):
-        assert cpu_arguments(model, context, 0.0)["kv_cache_memory_bytes"] == CACHE + room
+        assert cpu_arguments(*model, context, 0.0)["kv_cache_memory_bytes"] == CACHE + room
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**18}.__getitem__)
-    assert cpu_arguments(model, 0, 0.0)["kv_cache_memory_bytes"] == CACHE + 2**28
+    assert cpu_arguments(*model, 0, 0.0)["kv_cache_memory_bytes"] == CACHE + 2**28
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,13 +6,16 @@ What ranks compute is in tests/trainers/test_ranks.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from slipstream.rollout import Sampling
 from slipstream.run import train
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.ranks import Ranks, trainer_actor
+from tests.processes import descendants
 from tests.runtime.test_faults import pid_of, started
 from tests.trainers.test_trainer import random_batch
 
@@ -72,7 +76,9 @@ class Rank:
     def __init__(self, outcome: Any) -> None:
         self.name, self.dead, self.killed, self._outcome = "trainer", None, False, outcome
 
-    def call_pickled(self, method: str, arguments: bytes) -> asyncio.Future[Any]:
+    dumps = staticmethod(pickle.dumps)
+
+    def call_dumped(self, method: str, arguments: bytes) -> asyncio.Future[Any]:
         self.told = pickle.loads(arguments)
         future = asyncio.get_running_loop().create_future()
         if isinstance(self._outcome, Exception):
@@ -134,13 +140,65 @@ def test_a_signal_that_torchrun_passes_on_lets_a_run_end_with_a_checkpoint(tiny:
     assert [path.name.startswith("step_") for path in (run / "checkpoints").iterdir()] == [True]
 
 
-def test_torchrun_with_another_number_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torchrun_starts_and_a_run_has_no_use_for_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    flags = [f"--model.path={tiny}", "--environment.name=addition"]
-    for ranks, said in ((2, r"started 4 processes, but trainer\.ranks = 2"), (4, "2 processes on other hosts")):
+    single = ["--sync.link=single_copy", "--generator.kind=vllm", "--generator.tensor_parallel=4",
+              "--trainer.parallel=tensor"]  # fmt: skip
+    for ranks, flags, said in (
+        (2, [], r"started 4 processes, but trainer\.ranks = 2"),
+        (4, single, r'sync.link = "single_copy" needs all ranks on one host'),
+        (4, ["--trainer.kind=my.own:Trainer"], r'trainer.kind = "my.own:Trainer" needs all ranks on one host'),
+    ):
+        given = [f"--model.path={tiny}", "--environment.name=addition", f"--trainer.ranks={ranks}", *flags]
         with pytest.raises(ConfigError, match=said):
-            train(load_config(None, [*flags, f"--trainer.ranks={ranks}"]))
+            train(load_config(None, given))
+
+
+def test_ranks_on_two_hosts_are_those_of_a_run(tiny: Path, tmp_path: Path) -> None:
+    """One that is killed there ends the run here, by its name; what was saved is gone on with."""
+    flags = [f"--model.path={tiny}", "--environment.name=addition", "--loop.steps=100000", "--loop.groups_per_step=2",
+             "--loop.group_size=2", "--sampling.max_tokens=4", "--evaluation.tasks=0", "--trainer.device=cpu",
+             "--generator.device=cpu", "--checkpoint.every=1", f"--run.dir={tmp_path / 'run'}", RANKS]  # fmt: skip
+    (tmp_path / "empty.toml").write_text("")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with two_hosts(tmp_path, "train", str(tmp_path / "empty.toml"), *flags) as (here, there):
+        last = time.monotonic() + 180
+        while len(list((tmp_path / "run" / "checkpoints").glob("step_?"))) < 2:
+            assert here.poll() is None and time.monotonic() < last, (tmp_path / "here").read_text()
+            time.sleep(0.1)
+        environments = {child: Path(f"/proc/{child}/environ").read_bytes() for child in descendants(there.pid)}
+        (rank,) = (child for child, environment in environments.items() if b"\0RANK=1\0" in environment)
+        os.kill(rank, signal.SIGKILL)
+        assert here.wait(60)
+    said = f"slipstream: trainer rank 1 on {socket.gethostname()} died"
+    assert said in (tmp_path / "here").read_text()
+    steps = len(metrics.read_text().splitlines()) + 2
+    resumed = ["train", "--resume", str(tmp_path / "run"), f"--loop.steps={steps}"]
+    with two_hosts(tmp_path, *resumed) as (here, there):
+        assert here.wait(180) == 0 and there.wait(60) == 0, (tmp_path / "here").read_text()
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [*range(1, steps + 1)]
+
+
+@contextlib.contextmanager
+def two_hosts(path: Path, *arguments: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A process of `torchrun` for each, which start one rank each; what they say is in `here` and `there`."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    agents = []
+    for number, name in enumerate(("here", "there")):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}",
+                   "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "slipstream",
+                   *arguments]  # fmt: skip
+        with (path / name).open("w") as said:
+            agents.append(subprocess.Popen(command, stdout=said, stderr=said, env=torchrun_environment()))
+    try:
+        yield agents
+    finally:
+        for agent in agents:
+            agent.terminate()
+        for agent in agents:
+            agent.wait()
 
 
 def test_a_port_that_is_taken_is_named_or_another_is_used(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from slipstream.rollout import Batch, Completion, StepStats
 from slipstream.runtime.placement import Placement, place, visible
 from slipstream.runtime.pool import IDLE, GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import WeightLink, nothing
-from slipstream.runtime.ranks import Ranks, trainer_actor
+from slipstream.runtime.ranks import Ranks, ranks_here, trainer_actor
 from slipstream.runtime.restart import RestartLink
 from slipstream.runtime.servers import Server
 from slipstream.runtime.turns import Turns
@@ -76,7 +76,7 @@ class Pools:
 
         All start at once, but for engines that take turns with the trainer: they take the memory that they find free.
         """
-        placement = place(config, gpus_here())
+        placement = place(config, gpus_here(), ranks_here(config.trainer.ranks))
         trainer = await trainer_actor(directory, placement, config.trainer.ranks)
         free = asyncio.Event()
 

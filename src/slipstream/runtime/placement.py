@@ -25,15 +25,16 @@ class Placement:
         return len(set(taken)) < len(taken)
 
 
-def place(config: Config, gpus: int) -> Placement:
+def place(config: Config, gpus: int, ranks: int = 0) -> Placement:
     """Generators on the first GPUs, `tensor_parallel` each, the trainer's ranks on the next; on one GPU all share it,
     and in a colocated run the trainer has one of theirs. Beside servers the trainer has the first.
 
-    `generator.device` and `trainer.device` have the last word: the first GPU of each generator, and of the ranks.
+    `generator.device` and `trainer.device` have the last word: the first GPU of each generator, and of the ranks. Of
+    these `ranks` are on this host, by default all.
     Raises `ConfigError` where there are too few.
     """
     generator, colocated = config.generator, config.sync.placement == "colocated"
-    each, ranks = generator.tensor_parallel, config.trainer.ranks
+    each, ranks = generator.tensor_parallel, ranks or config.trainer.ranks
     count = generator.engines
     asked = f"generator.count = {count} with generator.tensor_parallel = {each}"
     wanted = count * each

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import shutil
 import socket
 import tempfile
@@ -13,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.actor import Actor, ActorDied, ActorError, be_guest
-from slipstream.config import ConfigError
+from slipstream.actor import Actor, ActorDied, ActorError, Line, be_guest
+from slipstream.config import Config, ConfigError
+from slipstream.runtime import hosts
 from slipstream.runtime.placement import Placement, visible
 
 DEATH_SHOWS = 1.0  # seconds after a failure in which a process whose death may be behind it is known to be dead
 ADDRESS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
            "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID")  # fmt: skip
-ARRIVAL = 300.0  # seconds that the processes of `torchrun` have to import what they need
 
 
 class Ranks:
@@ -47,8 +46,10 @@ class Ranks:
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         """As `Actor.call`; calls reach all ranks in the same order."""
-        pickled = pickle.dumps(arguments)  # once: a batch takes long enough
-        return asyncio.ensure_future(self._answer([actor.call_pickled(method, pickled) for actor in self.actors]))
+        dumped = {actor.dumps: b"" for actor in self.actors}  # once: a batch takes long enough
+        dumped = {dumps: dumps(arguments) for dumps in dumped}
+        calls = [actor.call_dumped(method, dumped[actor.dumps]) for actor in self.actors]
+        return asyncio.ensure_future(self._answer(calls))
 
     async def _answer(self, calls: Sequence[asyncio.Future[Any]]) -> Any:
         try:
@@ -78,18 +79,22 @@ async def raise_a_death(ends: Sequence[Any]) -> None:
 async def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Actor | Ranks:
     """The trainer's process, or as many as it has ranks, each with its GPU and the addresses that `torchrun` gives.
 
-    Under `torchrun` the others are its processes, which wait in `join`.
+    Under `torchrun` the others are its processes, here and on other hosts, which wait in `join`.
     """
     if ranks == 1:
         return Actor("trainer", directory / "logs" / "trainer.log", visible(placement.trainer))
-    gpus = [visible(placement.trainer[rank : rank + 1]) for rank in range(ranks)]
+    gpus = [visible(placement.trainer[rank : rank + 1]) for rank in range(ranks_here(ranks))]
     if under_torchrun():
+        here = ranks_here(ranks)
+        gpus += [{} if placement.trainer else visible(())] * (ranks - here)  # those elsewhere have their own
+        guests = await asyncio.to_thread(_receive, here - 1)
+        if ranks > here:
+            guests |= await asyncio.to_thread(hosts.receive, ranks - here)
         address = {name: os.environ.pop(name) for name in ADDRESS if name in os.environ}  # nobody else's business
-        guests = await asyncio.to_thread(_receive, ranks - 1)
         return Ranks(
             [
                 Actor("trainer", directory / "logs" / "trainer.log", gpus[0] | address),
-                *(Actor(f"trainer rank {rank}", None, gpus[rank], guest) for rank, guest in sorted(guests.items())),
+                *(Actor(_name(rank, guest.host), None, gpus[rank], guest) for rank, guest in sorted(guests.items())),
             ]
         )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -101,31 +106,50 @@ async def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Ac
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
-        name, log = ("trainer", "trainer.log") if rank == 0 else (f"trainer rank {rank}", f"trainer_{rank}.log")
-        actors.append(Actor(name, directory / "logs" / log, gpus[rank] | address))
+        log = "trainer.log" if rank == 0 else f"trainer_{rank}.log"
+        actors.append(Actor(_name(rank), directory / "logs" / log, gpus[rank] | address))
     return Ranks(actors, store)
+
+
+def _name(rank: int, host: str = "") -> str:
+    return f"trainer rank {rank}{f' on {host}' if host else ''}" if rank else "trainer"
 
 
 def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def refuse_torchrun(ranks: int) -> None:
-    """Raise `ConfigError` unless `torchrun` started as many processes as the trainer has ranks, on this host."""
-    started, here = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+def ranks_here(ranks: int) -> int:
+    """How many of the trainer's ranks are on this host."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else ranks
+
+
+def refuse_torchrun(config: Config) -> None:
+    """Raise `ConfigError` unless `torchrun` started as many processes as the trainer has ranks, and for what only ranks
+    of this host can do."""
+    ranks, started = config.trainer.ranks, int(os.environ["WORLD_SIZE"])
     if started != ranks:
         raise ConfigError(f"torchrun started {started} processes, but trainer.ranks = {ranks}; make them the same")
-    if started != here:
-        raise ConfigError(f"torchrun started {started - here} processes on other hosts; a run's are all on one")
+    if ranks_here(ranks) == ranks:
+        return
+    for name, value, goes in (
+        ("sync.link", config.sync.link, config.sync.link != "single_copy"),
+        ("trainer.kind", config.trainer.kind, config.trainer.kind == "pytorch"),
+    ):
+        if not goes:
+            raise ConfigError(f'{name} = "{value}" needs all ranks on one host, and torchrun started some on others')
 
 
 def join() -> bool:
     """In a process of `torchrun` but the first, be a rank of the trainer of the run that the first controls.
 
-    Returns whether this was one, when that run is over.
+    Returns whether this was one, when that run is over. Those of another host find it over the network.
     """
     if not under_torchrun() or os.environ["RANK"] == "0":
         return False
+    if os.environ["GROUP_RANK"] != "0":
+        hosts.visit()
+        return True
     while True:  # torchrun ends this process if the first fails before it opens
         visitor = socket.socket(socket.AF_UNIX)
         try:
@@ -134,22 +158,22 @@ def join() -> bool:
             time.sleep(0.1)
             continue
         visitor.sendall(bytes([int(os.environ["RANK"])]))
-        be_guest(visitor)
+        be_guest(Line(visitor.detach()))
         return True
 
 
-def _receive(count: int) -> dict[int, socket.socket]:
-    """Wait for so many processes of `torchrun`, by rank."""
+def _receive(count: int) -> dict[int, Line]:
+    """Wait for so many processes of `torchrun` on this host, by rank."""
     place = _meeting_place()
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
     try:
         with socket.socket(socket.AF_UNIX) as door:
-            door.settimeout(ARRIVAL)
+            door.settimeout(hosts.ARRIVAL)
             door.bind(str(place / "door"))
             door.listen(count)
             arrived = [door.accept()[0] for _ in range(count)]
-            return {guest.recv(1)[0]: guest for guest in arrived}
+            return {guest.recv(1)[0]: Line(guest.detach()) for guest in arrived}
     finally:
         shutil.rmtree(place)
 

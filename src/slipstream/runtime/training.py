@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from slipstream.actor import Reply
-from slipstream.config import Config
+from slipstream.config import Config, ConfigError
 from slipstream.models import dtype_of
 from slipstream.runtime.placement import threads
 from slipstream.sync.checksum import checksum
@@ -31,6 +32,11 @@ class TrainerService:
     def __init__(self, config: Config, run: str) -> None:
         torch.set_num_threads(threads(config.trainer.threads, config))
         self._config, self._run = config, Path(run)
+        if not self._run.is_dir():
+            raise ConfigError(
+                f"run.dir = {run} is not there on {socket.gethostname()}; where a trainer has ranks on several hosts "
+                "it has to be on a file system of all of them"
+            )
         with naming_remedies(config, "start"):
             self._trainer = Trainer(config)
         ranks = self._trainer.ranks

@@ -79,7 +79,7 @@ class Plan:
                 raise ConfigError(f"--{name} is set by the study; {SET_BY_STUDY[name]}")
         for run in self.runs():
             config, held = settled(self.configuration(run)), run.path / "config.toml"
-            if held.exists() and (changed := _differences(load_config(held), config)):
+            if held.exists() and (changed := _differences(settled(load_config(held)), config)):
                 raise ConfigError(
                     f"{run.path} holds a run of another configuration ({', '.join(changed)}); "
                     "name another --dir, or remove it"
