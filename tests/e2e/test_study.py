@@ -13,7 +13,7 @@ from tests.e2e.test_runs import end, kill, lines, model, options, slipstream, st
 
 pytestmark = pytest.mark.e2e
 OURS = ("--run.dir", "--loop.max_lag", "--loop.steps")
-TOKENS, STEP = 1500, 3 * 4 * 6
+TOKENS, STEP = 4500, 3 * 4 * 6
 
 
 def test_a_study_that_is_stopped_goes_on(model: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -118,7 +118,9 @@ def test_one_that_is_wrong_is_not(fault: str, why: str, kernel: Kernel, capfd: p
 def test_one_that_is_not_there_is_refused_by_name_alone(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=r'"FA4": it is not installed; pip install flash-attn-4, or leave it out'):
+    with pytest.raises(
+        ConfigError, match=r'"FA4": it is not installed; pip install flash-attn-4==4.0.0b19, or leave it out'
+    ):
         use_installed("FA4", HERE, torch.bfloat16, MODEL)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigError, match=r'"FA3": it is for GPUs of compute capability 9.x, and this one has 8.x'):

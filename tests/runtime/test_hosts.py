@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.actor import Line, serve
+from slipstream.actor import serve
 from slipstream.config import load_config
 from slipstream.rollout import Batch
 from slipstream.runtime import hosts
@@ -89,23 +89,21 @@ def test_who_does_not_know_the_word_stays_outside(monkeypatch: pytest.MonkeyPatc
     """However many knock with another one, with a pickle, or with nothing, before the rank does that is waited for."""
     threads = []
 
-    def knock(said: Any, port: str) -> Line:
-        line = PlainLine(socket.create_connection(("127.0.0.1", int(port))).detach())
-        if said is None:
-            line.close()
-        elif isinstance(said, bytes):
-            line.send_bytes(said)
-        else:
-            line.send(said)
-        return line
+    def knock(said: bytes | None, port: str) -> socket.socket:
+        visitor = socket.create_connection(("127.0.0.1", int(port)))
+        visitor.sendall(said) if said is not None else visitor.close()
+        return visitor
 
     def opened(value: str) -> None:
         word, port, _ = value.split(" ", 2)
-        sayings = [None, pickle.dumps("x"), "", f"{word[:-1]} 1 a", ["list"], f"{word} 1 there"]
+        half = word[:-1]
+        sayings = [None, pickle.dumps("x") + b"\n", b"\n", f"{half} 1 a\n".encode(), half.encode(), b"x" * 5000,
+                   f"{word} 1 there\n".encode()]  # fmt: skip
         threads.append(threading.Thread(target=lambda: kept.extend(knock(said, port) for said in sayings)))
         threads[0].start()
 
-    kept: list[Line] = []
+    kept: list[socket.socket] = []
+    monkeypatch.setattr(hosts, "IDLE", 1)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(hosts, "_store", lambda: Store(opened))
     guests = hosts.receive(1)

@@ -33,7 +33,8 @@ class Kind(NamedTuple):
 
 KINDS = {
     "FA3": Kind("flash_attn_interface", "build flash-attention's folder `hopper`", (9,)),
-    "FA4": Kind("flash_attn.cute", "pip install flash-attn-4", (9, 10)),
+    # The last whose results torch 2.11 to 2.13 take.
+    "FA4": Kind("flash_attn.cute", "pip install flash-attn-4==4.0.0b19", (9, 10)),
 }
 # Two prompts in the one row, of which two completions share the first: queries and keys as `packing` makes them.
 RUNS = (

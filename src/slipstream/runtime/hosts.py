@@ -6,6 +6,7 @@ knocks has to know the word that lies beside it.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
@@ -23,6 +24,7 @@ from slipstream.runtime.wire import PlainLine
 ARRIVAL = 300.0  # seconds that the processes of `torchrun` have to import what they need
 DOOR = "slipstream/door"
 SERVICE = "slipstream.runtime.training:TrainerService"  # the only one that a controller may ask another host for
+LONGEST = 1024  # bytes that a visitor may say before it is known
 IDLE, AGAIN, TRIES = 5, 2, 5  # seconds without a word after which a host is asked for one, how often, and how long
 
 
@@ -35,36 +37,44 @@ def receive(count: int) -> dict[int, PlainLine]:
         store.set(DOOR, f"{word} {door.getsockname()[1]} {named}")
         last = time.monotonic() + ARRIVAL
         while len(guests) < count:
-            door.settimeout(max(0.0, last - time.monotonic()))
+            door.settimeout(max(0.01, last - time.monotonic()))
             try:
                 visitor, _ = door.accept()
             except TimeoutError:
                 came = f"of {count} ranks on other hosts {len(guests)} came in {ARRIVAL:.0f} s"
                 raise ConfigError(f"{came}; see what torchrun said there") from None
-            line = _line(visitor)
-            said, rank, line.host = (*str(_said(line)).split(" ", 2), "", "", "")[:3]
-            if hmac.compare_digest(said.encode(), word.encode()):
-                guests[int(rank)] = line
-            else:
-                line.close()
+            said, _, who = _said(visitor).partition(b" ")
+            if not hmac.compare_digest(said, word.encode()):
+                visitor.close()
+                continue
+            rank, _, host = who.decode().partition(" ")
+            guests[int(rank)] = _line(visitor, host)
     return guests
 
 
 def visit() -> None:
-    """In a process on another host, be a rank of the trainer until the run is over."""
-    word, port, host = _store().get(DOOR).decode().split(" ", 2)
-    line = _line(socket.create_connection((host, int(port)), ARRIVAL))
-    line.send(f"{word} {os.environ['RANK']} {socket.gethostname()}")
+    """In a process on another host, be a rank of the trainer until the run is over. Raises `ConfigError` if none is."""
+    try:
+        word, port, host = _store().get(DOOR).decode().split(" ", 2)
+        visitor = socket.create_connection((host, int(port)), ARRIVAL)
+        visitor.sendall(f"{word} {os.environ['RANK']} {socket.gethostname()}\n".encode())
+    except (RuntimeError, OSError):  # the store's are RuntimeErrors, with all that C++ knows
+        raise ConfigError(f"no run began on {os.environ['MASTER_ADDR']}; see what torchrun said there") from None
+    line = _line(visitor, host)
     threading.Thread(target=_end_after, args=(line.fileno(),), daemon=True).start()
     be_guest(line, SERVICE)
 
 
-def _said(line: PlainLine) -> Any:
-    """The first words of a visitor, if there are any soon."""
-    try:
-        return line.recv() if line.poll(IDLE) else ""
-    except (OSError, EOFError, ValueError):
-        return ""
+def _said(visitor: socket.socket) -> bytes:
+    """The first line of a visitor, or nothing if it does not come soon."""
+    said, last = b"", time.monotonic() + IDLE
+    with contextlib.suppress(OSError):
+        while not said.endswith(b"\n") and len(said) < LONGEST:
+            visitor.settimeout(max(0.01, last - time.monotonic()))
+            if not (more := visitor.recv(LONGEST)):
+                break
+            said += more
+    return said.removesuffix(b"\n")
 
 
 def _store() -> Any:
@@ -88,8 +98,8 @@ def _own_address(other: str) -> tuple[str, str, socket.AddressFamily]:
     return ("", other, family) if loopback and own != other and other != "localhost" else (own, own, family)
 
 
-def _line(connected: socket.socket) -> PlainLine:
-    """A line that breaks when the host at its other end is gone, too."""
+def _line(connected: socket.socket, host: str) -> PlainLine:
+    """A line to a host that breaks when that host is gone, too."""
     connected.settimeout(None)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -98,7 +108,9 @@ def _line(connected: socket.socket) -> PlainLine:
     for name, value in patience.items():
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return PlainLine(connected.detach())
+    line = PlainLine(connected.detach())
+    line.host = host
+    return line
 
 
 def _end_after(line: int) -> None:
