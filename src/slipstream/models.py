@@ -28,8 +28,9 @@ def dtype_name(config: Config) -> str:
     """The number format that both sides compute in: "auto" is bfloat16, but float32 if one of them is a CPU."""
     if config.model.dtype != "auto":
         return config.model.dtype
-    on_gpus = torch.cuda.is_available() and "cpu" not in (config.generator.device, config.trainer.device)
-    return "bfloat16" if on_gpus else "float32"
+    named = {device.partition(":")[0] for device in (config.generator.device, config.trainer.device)}
+    on_gpus = torch.cuda.is_available() and "cpu" not in named
+    return "bfloat16" if on_gpus or config.sync.link == "single_copy" else "float32"  # which is for GPUs alone
 
 
 def dtype_of(config: Config) -> torch.dtype:
@@ -214,7 +215,7 @@ def decoder_of(model: Any) -> Any:
 
 
 class Heads(NamedTuple):
-    """Of attention: how many queries have, how many keys and values, and the size of each."""
+    """Of attention: how many queries have, how many keys and values, and the size of each; none where there is none."""
 
     queries: int
     keys: int
@@ -224,7 +225,8 @@ class Heads(NamedTuple):
 def heads_of(config: Any) -> Heads:
     """The heads of the model with this configuration, of the part that reads text."""
     text = config.get_text_config()
-    queries = text.num_attention_heads
+    if not (queries := getattr(text, "num_attention_heads", 0)):
+        return Heads(0, 0, 0)
     keys = getattr(text, "num_key_value_heads", None) or queries
     return Heads(queries, keys, getattr(text, "head_dim", None) or text.hidden_size // queries)
 

@@ -291,7 +291,6 @@ def test_dropout_changes_no_probability(tmp_path: Path) -> None:
         ("Gemma2", {"attn_logit_softcapping": None}, "scaled or capped"),
         ("Gemma2", {"final_logit_softcapping": None}, "attn_logit_softcapping"),
         ("OPT", {}, ""),
-        ("Mamba", {}, ""),
     ],
 )
 def test_logits_that_are_not_the_heads_are_refused(kind: str, change: dict[str, Any], refused: str) -> None:
@@ -304,6 +303,16 @@ def test_logits_that_are_not_the_heads_are_refused(kind: str, change: dict[str, 
         return
     with pytest.raises(ValueError, match=f"can't train a {config.model_type}.*{refused}"):
         Policy(model)
+
+
+def test_a_model_without_attention_is_trained(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(vocab_size=38, hidden_size=32, num_hidden_layers=2, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    trainer = make_trainer(tmp_path)
+    before = {name: p.detach().clone() for name, p in trainer.parameters.items()}
+    stats = trainer.step(random_batch(38))
+    assert math.isfinite(stats.loss) and not stats.skipped
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.parameters.items())
 
 
 def test_an_adapter_where_a_model_has_to_be_is_refused(tiny: Path, tmp_path: Path) -> None:

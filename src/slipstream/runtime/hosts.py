@@ -1,7 +1,7 @@
 """Processes of `torchrun` on other hosts: how they find the controller of a run, and how both see that one is gone.
 
 The controller opens a door, and says where it is in the store by which the processes of `torchrun` find each other. Who
-knocks has to know the word that lies beside it.
+knocks has to know the word that lies beside it. So whoever can reach that store is trusted, as by torch itself.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
+import queue
 import secrets
-import select
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 
@@ -22,47 +24,93 @@ from slipstream.config import ConfigError
 from slipstream.runtime.wire import PlainLine
 
 ARRIVAL = 300.0  # seconds that the processes of `torchrun` have to import what they need
-DOOR = "slipstream/door"
+STARTS = timedelta(days=1)  # the longest that a run may take to begin; without its first host nobody waits for it
 SERVICE = "slipstream.runtime.training:TrainerService"  # the only one that a controller may ask another host for
 LONGEST = 1024  # bytes that a visitor may say before it is known
+AT_ONCE = 64  # visitors that are not known yet
 IDLE, AGAIN, TRIES = 5, 2, 5  # seconds without a word after which a host is asked for one, how often, and how long
 
 
-def receive(count: int) -> dict[int, PlainLine]:
-    """Wait for so many processes on other hosts, by rank. Raises `ConfigError` if they don't come."""
+def receive(wanted: Collection[int]) -> dict[int, PlainLine]:
+    """Wait for these ranks on other hosts. Raises `ConfigError` if they don't come."""
     store, word = _store(), secrets.token_hex(16)
     bound, named, family = _own_address(os.environ["MASTER_ADDR"])
+    known: queue.SimpleQueue[tuple[int, PlainLine]] = queue.SimpleQueue()
+    strangers: deque[socket.socket] = deque()
     guests: dict[int, PlainLine] = {}
+
+    def greet(visitor: socket.socket) -> None:
+        said, _, who = _said(visitor).partition(b" ")
+        rank, _, host = who.decode(errors="replace").partition(" ")
+        with contextlib.suppress(ValueError):  # those that newer ones have pushed out are gone
+            strangers.remove(visitor)
+            if hmac.compare_digest(said, word.encode()) and rank.isdecimal() and int(rank) in wanted:
+                known.put((int(rank), _line(PlainLine, visitor, host)))
+                return
+        visitor.close()
+
     with socket.create_server((bound, 0), family=family) as door:
-        store.set(DOOR, f"{word} {door.getsockname()[1]} {named}")
+        store.set(_door(), f"{word} {door.getsockname()[1]} {named}")
         last = time.monotonic() + ARRIVAL
-        while len(guests) < count:
-            door.settimeout(max(0.01, last - time.monotonic()))
-            try:
+        door.settimeout(0.1)
+        while len(guests) < len(wanted):
+            with contextlib.suppress(TimeoutError):
                 visitor, _ = door.accept()
-            except TimeoutError:
-                came = f"of {count} ranks on other hosts {len(guests)} came in {ARRIVAL:.0f} s"
-                raise ConfigError(f"{came}; see what torchrun said there") from None
-            said, _, who = _said(visitor).partition(b" ")
-            if not hmac.compare_digest(said, word.encode()):
-                visitor.close()
-                continue
-            rank, _, host = who.decode().partition(" ")
-            guests[int(rank)] = _line(visitor, host)
+                strangers.append(visitor)
+                threading.Thread(target=greet, args=(visitor,), daemon=True).start()
+                with contextlib.suppress(OSError, IndexError):  # some leave by themselves
+                    if len(strangers) > AT_ONCE:
+                        strangers.popleft().shutdown(socket.SHUT_RDWR)  # who has the word says it at once
+            while not known.empty():
+                rank, line = known.get()
+                if guests.setdefault(rank, line) is not line:
+                    line.close()
+            if time.monotonic() > last and len(guests) < len(wanted):
+                missing = ", ".join(map(str, sorted(set(wanted) - guests.keys())))
+                raise ConfigError(f"ranks {missing} did not come in {ARRIVAL:.0f} s; see what torchrun said there")
     return guests
 
 
 def visit() -> None:
     """In a process on another host, be a rank of the trainer until the run is over. Raises `ConfigError` if none is."""
     try:
-        word, port, host = _store().get(DOOR).decode().split(" ", 2)
+        word, port, host = _store().get(_door()).decode().split(" ", 2)
         visitor = socket.create_connection((host, int(port)), ARRIVAL)
         visitor.sendall(f"{word} {os.environ['RANK']} {socket.gethostname()}\n".encode())
     except (RuntimeError, OSError):  # the store's are RuntimeErrors, with all that C++ knows
         raise ConfigError(f"no run began on {os.environ['MASTER_ADDR']}; see what torchrun said there") from None
-    line = _line(visitor, host)
-    threading.Thread(target=_end_after, args=(line.fileno(),), daemon=True).start()
-    be_guest(line, SERVICE)
+    be_guest(_line(ReadLine, visitor, host), SERVICE)
+
+
+class ReadLine(PlainLine):
+    """A line that is read all the time: who waits for a busy process to read takes its host for lost in the end.
+
+    When the other end is gone this process ends, some time after what it is in the middle of should have ended too.
+    """
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(handle)
+        self._arrived: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        with self._arrived.not_empty:
+            return self._arrived.not_empty.wait_for(lambda: bool(self._arrived.queue), timeout)
+
+    def recv(self) -> Any:
+        message = self._arrived.get()
+        if message is None:
+            self._arrived.put(None)
+            raise EOFError
+        return self.loads(message)
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                self._arrived.put(self.recv_bytes())
+        self._arrived.put(None)
+        time.sleep(ORPHANED)
+        os._exit(1)
 
 
 def _said(visitor: socket.socket) -> bytes:
@@ -82,7 +130,12 @@ def _store() -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ARRIVAL))
+    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=STARTS)
+
+
+def _door() -> str:
+    """Where in that store; it outlives processes that `torchrun` starts anew."""
+    return f"slipstream/door/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _own_address(other: str) -> tuple[str, str, socket.AddressFamily]:
@@ -98,7 +151,7 @@ def _own_address(other: str) -> tuple[str, str, socket.AddressFamily]:
     return ("", other, family) if loopback and own != other and other != "localhost" else (own, own, family)
 
 
-def _line(connected: socket.socket, host: str) -> PlainLine:
+def _line(kind: type[PlainLine], connected: socket.socket, host: str) -> PlainLine:
     """A line to a host that breaks when that host is gone, too."""
     connected.settimeout(None)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -108,15 +161,6 @@ def _line(connected: socket.socket, host: str) -> PlainLine:
     for name, value in patience.items():
         if hasattr(socket, name):
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    line = PlainLine(connected.detach())
+    line = kind(connected.detach())
     line.host = host
     return line
-
-
-def _end_after(line: int) -> None:
-    """End this process some time after its controller: one that waits for other ranks does not see that it has none."""
-    watched = select.poll()
-    watched.register(os.dup(line), select.POLLRDHUP)
-    watched.poll()
-    time.sleep(ORPHANED)
-    os._exit(1)

@@ -38,10 +38,11 @@ def place(config: Config, gpus: int, ranks: int = 0) -> Placement:
     count = generator.engines
     asked = f"generator.count = {count} with generator.tensor_parallel = {each}"
     wanted = count * each
+    told = "trainer.ranks =" if ranks == config.trainer.ranks else "of trainer.ranks, here"
     if gpus and colocated and wanted > gpus:
         raise ConfigError(f"{asked} need {wanted} GPUs, but there are {gpus}; lower one of them")
     if 0 < gpus < ranks and config.trainer.device != "cpu":
-        raise ConfigError(f"trainer.ranks = {ranks}, but there are {gpus} GPUs here, and each rank needs its own")
+        raise ConfigError(f"{told} {ranks}, but there are {gpus} GPUs here, and each rank needs its own")
     if each > max(1, gpus):
         raise ConfigError(f"generator.tensor_parallel = {each}, but there are {gpus} GPUs here")
     if config.sync.link == "single_copy":
@@ -60,7 +61,7 @@ def place(config: Config, gpus: int, ranks: int = 0) -> Placement:
     short = (generator.device == "auto" and wanted > gpus) or (config.trainer.device == "auto" and len(left) < ranks)
     if gpus > 1 and short:
         raise ConfigError(
-            f"{asked} and trainer.ranks = {ranks} need {wanted + ranks} GPUs, but there are {gpus}; lower one of them, "
+            f"{asked} and {told} {ranks} need {wanted + ranks} GPUs, but there are {gpus}; lower one of them, "
             "or name generator.device and trainer.device to share"
         )
     placement = Placement(generators, _chosen("trainer", config.trainer.device, tuple(left[:ranks]), gpus, ranks))
@@ -119,5 +120,6 @@ def threads(option: int, config: Config) -> int:
     if option:
         return option
     turns = config.loop.max_lag == 0 or config.sync.placement == "colocated"
-    engines, ranks = config.generator.engines, config.trainer.ranks
+    engines = 0 if os.environ.get("GROUP_RANK", "0") != "0" else config.generator.engines  # on torchrun's other hosts
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
     return max(1, cores // (max(engines, ranks) if turns else engines + ranks))

@@ -89,7 +89,7 @@ async def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Ac
         gpus += [{} if placement.trainer else visible(())] * (ranks - here)  # those elsewhere have their own
         guests = await asyncio.to_thread(_receive, here - 1)
         if ranks > here:
-            guests |= await asyncio.to_thread(hosts.receive, ranks - here)
+            guests |= await asyncio.to_thread(hosts.receive, range(here, ranks))
         address = {name: os.environ.pop(name) for name in ADDRESS if name in os.environ}  # nobody else's business
         return Ranks(
             [
@@ -125,9 +125,13 @@ def ranks_here(ranks: int) -> int:
 
 
 def refuse_torchrun(config: Config) -> None:
-    """Raise `ConfigError` unless `torchrun` started as many processes as the trainer has ranks, and for what only ranks
-    of this host can do."""
+    """Raise `ConfigError` unless `torchrun` started as many processes as the trainer has ranks, for what only ranks of
+    this host can do, and in a process that is not to control a run."""
     ranks, started = config.trainer.ranks, int(os.environ["WORLD_SIZE"])
+    if os.environ.get("RANK", "0") != "0":
+        raise ConfigError(
+            "the first process of torchrun controls the run; call slipstream.runtime.ranks.join() in others"
+        )
     if started != ranks:
         raise ConfigError(f"torchrun started {started} processes, but trainer.ranks = {ranks}; make them the same")
     if ranks_here(ranks) == ranks:
@@ -135,6 +139,7 @@ def refuse_torchrun(config: Config) -> None:
     for name, value, goes in (
         ("sync.link", config.sync.link, config.sync.link != "single_copy"),
         ("trainer.kind", config.trainer.kind, config.trainer.kind == "pytorch"),
+        ("trainer.device", config.trainer.device, config.trainer.device.partition(":")[1] == ""),
     ):
         if not goes:
             raise ConfigError(f'{name} = "{value}" needs all ranks on one host, and torchrun started some on others')

@@ -1,4 +1,4 @@
-"""Calls to processes on other hosts: their arguments are JSON, so that no message can run code.
+"""Calls to processes on other hosts: their arguments are JSON, so that to read a message runs no code.
 
 What is called with batches, configurations, paths and plain values arrives as it was sent: tuples stay tuples, and
 arrays keep their format.
@@ -28,14 +28,22 @@ PLAIN = (str, int, float, bool, type(None))
 
 
 class PlainLine(Line):
-    """A connection with another host."""
+    """A connection with another host. One that breaks, in whatever way, or says what makes no sense, has ended."""
 
     def send(self, message: Any) -> None:
-        self.send_bytes(self.dumps(message))
+        """Raises `BrokenPipeError`."""
+        data = self.dumps(message)
+        try:
+            self.send_bytes(data)
+        except OSError as error:
+            raise BrokenPipeError(str(error)) from error
 
     def recv(self) -> Any:
-        """Raises `ValueError` for what is no such message."""
-        return self.loads(self.recv_bytes())
+        """Raises `EOFError`."""
+        try:
+            return self.loads(self.recv_bytes())
+        except OSError as error:
+            raise EOFError(str(error)) from error
 
     @staticmethod
     def dumps(message: Any) -> bytes:
@@ -44,7 +52,11 @@ class PlainLine(Line):
 
     @staticmethod
     def loads(data: bytes) -> Any:
-        return _decoded(json.loads(data))
+        """Raises `EOFError` for what is no such message."""
+        try:
+            return _decoded(json.loads(data))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise EOFError(f"{type(error).__name__}: {error}") from error
 
 
 def _encoded(value: Any) -> Any:
