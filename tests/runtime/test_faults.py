@@ -149,6 +149,8 @@ async def started(
             began = time.monotonic()
             await pools.close()
             took = time.monotonic() - began
+    while time.monotonic() < began + took + 5 and any(map(lives, processes)):
+        await asyncio.sleep(0.01)  # what is killed is gone a little later
     assert not {process for process in processes if lives(process)}
     assert took < close, f"closing took {took:.1f} s"
 

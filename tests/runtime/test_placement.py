@@ -121,3 +121,12 @@ def test_cores_are_shared_with_generators_of_this_host_alone(monkeypatch: pytest
     assert threads(0, config_of(*LOCAL)) == 12
     assert threads(0, config_of(*LOCAL, "--trainer.ranks=2")) == 6
     assert threads(3, config_of(*LOCAL)) == 3
+
+
+def test_cores_are_those_of_a_host_where_torchrun_has_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: range(12), raising=False)
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert threads(0, config_of("--generator.count=2", "--trainer.ranks=6")) == 3
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert threads(0, config_of("--generator.count=2", "--trainer.ranks=6")) == 6

@@ -120,6 +120,7 @@ def threads(option: int, config: Config) -> int:
     if option:
         return option
     turns = config.loop.max_lag == 0 or config.sync.placement == "colocated"
-    engines = 0 if os.environ.get("GROUP_RANK", "0") != "0" else config.generator.engines  # on torchrun's other hosts
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
+    torchrun = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
+    engines = 0 if torchrun.get("GROUP_RANK", "0") != "0" else config.generator.engines  # which are on its first host
+    ranks = int(torchrun.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
     return max(1, cores // (max(engines, ranks) if turns else engines + ranks))
