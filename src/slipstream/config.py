@@ -147,8 +147,8 @@ class GeneratorConfig(Section):
     tensor_parallel: int = option(1, "GPUs that one generator's weights are spread over (vllm).", ge=1)
     memory: float = option(
         0.0,
-        "Share of a GPU's memory for one generator (vllm), on a CPU of the host's; 0 means 0.85, or 0.4 where others "
-        "use it, and on a CPU room for one whole sequence and some more.",
+        "Share of a GPU's memory for one generator (vllm), on a CPU of the host's; 0 means 0.85, or 0.8 divided by "
+        "the processes that use it, and on a CPU room for one whole sequence and some more.",
         ge=0,
         le=1,
     )

@@ -364,10 +364,9 @@ class Run:
     async def _start(self) -> None:
         """Start the processes, restore the last checkpoint, connect the link and see that both sides agree."""
         self.progress.note(f"run directory {self.directory.path}; generators and trainer start")
-        async with asyncio.TaskGroup() as starting:
-            starting.create_task(self._start_pools())
-            if self.scoring:
-                starting.create_task(self.scoring.start())
+        await self._start_pools()
+        if self.scoring:  # afterwards, since these may share a GPU
+            await self.scoring.start()
         if checkpoints := self.directory.checkpoints():
             await self._restore(checkpoints[-1])
         self.recorder.truncate(self.state.step, len(self.tally.evaluations))

@@ -80,8 +80,9 @@ def test_versions_that_shall_stay_outlive_a_resume(tmp_path: Path, monkeypatch: 
     class Generator:
         actor, outstanding, version = SimpleNamespace(), 0, 0
 
-        async def renew(self, config: Config) -> None:
+        async def replace(self, config: Config) -> Any:
             self.actor = SimpleNamespace(call=lambda *_: asyncio.sleep(0))
+            return lambda: asyncio.sleep(0)
 
         async def answer(self, call: Any, doing: str, limit: float) -> Any:
             return await call
@@ -173,7 +174,7 @@ def test_an_engine_ends_by_itself_or_is_killed(hangs: bool, tmp_path: Path, monk
                 began.append(lives(first))
                 await actor.start("ending:Engine", 0.0)
 
-            return actor, start()
+            return actor, start
 
         config: Any = None
         actor = Actor("engine")
@@ -182,7 +183,7 @@ def test_an_engine_ends_by_itself_or_is_killed(hangs: bool, tmp_path: Path, monk
         first = actor._process.pid  # type: ignore[union-attr]
         waits = asyncio.ensure_future(generator.generate([5], Sampling()))
         await generator.stats()
-        await generator.renew(config)
+        await (await generator.replace(config))()
         assert began == [False] and (folder / "ended").exists() != hangs
         with pytest.raises(ActorDied):
             await waits

@@ -53,8 +53,8 @@ Counts = Callable[[], Drawn | None]  # before a swap; None as long as that is no
 class VllmEngine:
     """One vLLM engine with the methods of `generators.torch.Engine`. Raises `ConfigError` for what it can't run."""
 
-    def __init__(self, config: Config, version: int = 0, shared_gpu: bool = False, log: Path | None = None) -> None:
-        self._llm: Any = start_vllm("generator", lambda: _new_engine(engine_arguments(config, shared_gpu)), log)
+    def __init__(self, config: Config, version: int = 0, sharers: int = 1, log: Path | None = None) -> None:
+        self._llm: Any = start_vllm("generator", lambda: _new_engine(engine_arguments(config, sharers)), log)
         self._eos = end_of_sequence(generation_config(config.model.path), self._llm.model_config.hf_config)
         self._seeded = config.loop.max_lag == 0
         self._vocabulary: int = self._llm.model_config.get_vocab_size()
@@ -362,8 +362,9 @@ def _new_engine(arguments: dict[str, Any]) -> Any:
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
-def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
-    """vLLM's engine arguments for a configuration; `generator.options` has the last word."""
+def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
+    """vLLM's engine arguments for an engine whose GPU has so many processes, itself included; `generator.options` has
+    the last word."""
     generator, on_cpu = config.generator, not torch.cuda.is_available()
     colocated = config.sync.placement == "colocated"
     arguments: dict[str, Any] = {
@@ -372,7 +373,7 @@ def engine_arguments(config: Config, shared_gpu: bool) -> dict[str, Any]:
         "tensor_parallel_size": generator.tensor_parallel,
         "max_num_seqs": generator.slots,
         "max_model_len": generator.context or None,
-        "gpu_memory_utilization": generator.memory or (0.4 if shared_gpu and not colocated else 0.85),
+        "gpu_memory_utilization": generator.memory or (0.85 if sharers == 1 or colocated else round(0.8 / sharers, 3)),
         "enable_sleep_mode": colocated and not on_cpu,
         "logprobs_mode": PROCESSED,
         "max_logprobs": max(20, config.sampling.top_k),

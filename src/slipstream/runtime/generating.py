@@ -63,9 +63,9 @@ OpenWeights = Callable[[str, Ticket, int], Weights]
 class GeneratorService:
     """An engine and its end of the weight link."""
 
-    def __init__(self, config: Config, log: Path | None = None, shared_gpu: bool = False) -> None:
+    def __init__(self, config: Config, log: Path | None = None, sharers: int = 1) -> None:
         torch.set_num_threads(threads(config.generator.threads, config))
-        self._config, self._log, self._shared_gpu = config, log, shared_gpu
+        self._config, self._log, self._sharers = config, log, sharers
         self._engine, self._open_weights = self._load()
         self._weights: Weights | None = None
         self._replies: dict[Hashable, Reply] = {}

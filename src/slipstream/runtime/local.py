@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from uuid import uuid4
 from slipstream.actor import Actor, ActorError
 from slipstream.config import Config, ConfigError
 from slipstream.rollout import Batch, Completion, StepStats
-from slipstream.runtime.placement import Placement, place, visible
+from slipstream.runtime.placement import GpuLocks, Placement, place, visible
 from slipstream.runtime.pool import IDLE, GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import WeightLink, nothing
 from slipstream.runtime.ranks import Ranks, ranks_here, trainer_actor
@@ -74,22 +74,24 @@ class Pools:
     async def start(cls, config: Config, directory: Path) -> Pools:
         """Start all processes and load the model in each. Raises `ConfigError` for what they refuse.
 
-        All start at once, but for engines that take turns with the trainer: they take the memory that they find free.
+        Those that share a GPU start one after the other, the trainer first; all others at once. Engines that take turns
+        with the trainer wait until it has left the GPU.
         """
         placement = place(config, gpus_here(), ranks_here(config.trainer.ranks))
         trainer = await trainer_actor(directory, placement, config.trainer.ranks)
-        free = asyncio.Event()
+        free, locks = asyncio.Event(), GpuLocks()
 
         async def generators() -> GeneratorPool:
             await free.wait()
-            return await start_generators(config, directory, placement)
+            return await start_generators(config, directory, placement, locks=locks)
 
         starting = asyncio.ensure_future(generators())
         try:
-            if config.sync.placement != "colocated":
-                free.set()
             kind = SERVICES.get(config.trainer.kind, config.trainer.kind)
-            await _start([trainer], [trainer.start(kind, config, str(directory))])
+            async with locks.hold(placement.trainer):
+                if config.sync.placement != "colocated":
+                    free.set()
+                await _start([trainer], [trainer.start(kind, config, str(directory))])
             if config.sync.placement == "colocated":
                 await trainer.call("offload")
                 free.set()
@@ -110,9 +112,11 @@ class Pools:
         await self.link.close()
 
 
-async def start_generators(config: Config, directory: Path, placement: Placement, service: str = "") -> GeneratorPool:
+async def start_generators(
+    config: Config, directory: Path, placement: Placement, service: str = "", locks: GpuLocks | None = None
+) -> GeneratorPool:
     """The generators alone, each with the model's own weights; `service` is in the place of the one that
-    `generator.kind` names. Raises `ConfigError` for what they refuse."""
+    `generator.kind` names, and `locks` are shared with what else starts. Raises `ConfigError` for what they refuse."""
     if config.generator.servers:
         run = uuid4().hex
         servers = [Server(url, config, run) for url in config.generator.servers]
@@ -120,13 +124,20 @@ async def start_generators(config: Config, directory: Path, placement: Placement
         return GeneratorPool([ProcessGenerator(server, server.ranks) for server in servers])
     kind = service or SERVICES.get(config.generator.kind, config.generator.kind)
 
-    def begin(number: int, config: Config) -> tuple[Actor, Coroutine[Any, Any, None]]:
-        log = directory / "logs" / f"generator_{number}.log"
-        actor = Actor(f"generator {number}", log, visible(placement.generators[number]))
-        return actor, actor.start(kind, config, log, placement.shared)
+    locks = locks or GpuLocks()
+
+    def begin(number: int, config: Config) -> tuple[Actor, Callable[[], Coroutine[Any, Any, None]]]:
+        log, gpus = directory / "logs" / f"generator_{number}.log", placement.generators[number]
+        actor = Actor(f"generator {number}", log, visible(gpus))
+
+        async def start() -> None:
+            async with locks.hold(gpus):
+                await actor.start(kind, config, log, placement.sharers(gpus))
+
+        return actor, start
 
     begun = [begin(number, config) for number in range(len(placement.generators))]
-    await _start([actor for actor, _ in begun], [start for _, start in begun])
+    await _start([actor for actor, _ in begun], [start() for _, start in begun])
     ranks, idle = config.generator.tensor_parallel, IDLE if config.generator.kind in SERVICES else 0.0
     return GeneratorPool([
         ProcessGenerator(actor, ranks, partial(begin, number), idle) for number, (actor, _) in enumerate(begun)
@@ -135,9 +146,13 @@ async def start_generators(config: Config, directory: Path, placement: Placement
 
 async def _start(actors: Sequence[Actor | Ranks | Server], starts: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Start all of these, or none of them."""
+    starting = [asyncio.ensure_future(start) for start in starts]
     try:
-        await asyncio.gather(*starts)
+        await asyncio.gather(*starting)
     except BaseException as error:
+        for start in starting:  # else those that wait for a GPU would start later
+            start.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
         await asyncio.gather(*(actor.stop(grace=0.5) for actor in actors))
         raise _for_a_user(error) from None
 

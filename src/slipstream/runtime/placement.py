@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from slipstream.config import Config, ConfigError
@@ -23,6 +27,29 @@ class Placement:
         """Whether a generator uses the same GPU as the trainer or another generator."""
         taken = [gpu for gpus in (*self.generators, self.trainer) for gpu in gpus]
         return len(set(taken)) < len(taken)
+
+    def sharers(self, gpus: Iterable[int]) -> int:
+        """Number of generators and trainer ranks that use the same one of these GPUs, at most; 1 without a GPU."""
+        return max((sum(gpu in used for used in (*self.generators, self.trainer)) for gpu in gpus), default=1)
+
+
+class GpuLocks:
+    """Lets processes that share a GPU start one after the other.
+
+    vLLM sizes its cache by how much free memory shrinks while it starts, so it counts what another process allocates
+    meanwhile as its own.
+    """
+
+    def __init__(self) -> None:
+        self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    @asynccontextmanager
+    async def hold(self, gpus: Iterable[int]) -> AsyncIterator[None]:
+        """Wait until no other process starts on these GPUs, and keep others from it."""
+        async with AsyncExitStack() as held:
+            for gpu in sorted(set(gpus)):  # in one order for all, so that no two wait for each other
+                await held.enter_async_context(self._locks[gpu])
+            yield
 
 
 def place(config: Config, gpus: int, ranks: int = 0) -> Placement:

@@ -26,7 +26,8 @@ GRACE = 20.0  # seconds in which an engine ends, with the processes that it has 
 REFUSALS = {kind.__name__: kind for kind in (GenerationError, ContextFull)}  # what an engine says of a request
 
 Result = TypeVar("Result")
-Begin = Callable[[Config], tuple[Actor, Coroutine[Any, Any, None]]]
+Start = Callable[[], Coroutine[Any, Any, None]]
+Begin = Callable[[Config], tuple[Actor, Start]]
 
 
 class ProcessGenerator:
@@ -157,8 +158,9 @@ class ProcessGenerator:
         self.totals = {name: value + self._before.get(name, 0.0) for name, value in stats.items()}
         return self.totals
 
-    async def renew(self, config: Config) -> None:
-        """Start a new engine in the place of this one, whose requests fail with `ActorDied`. The pool is held.
+    async def replace(self, config: Config) -> Start:
+        """End this engine, whose requests fail with `ActorDied`. Returns what starts the one in its place, which may
+        be called when all that share its GPU have ended. The pool is held.
 
         The old one has `GRACE` seconds to end by itself, since one that is killed leaves its workers' memory behind.
         """
@@ -167,12 +169,9 @@ class ProcessGenerator:
         with contextlib.suppress(ActorDied):  # what it did since it was last asked is not known then
             await self.stats()
         self._before = dict(self.totals)
-        self.actor, started = self._begin(config)  # first: who looks for one that lives finds it
-        try:
-            await old.stop(GRACE)
-            await started
-        finally:
-            started.close()  # if this was called off before it could begin
+        self.actor, start = self._begin(config)  # first: who looks for one that lives finds it
+        await old.stop(GRACE)
+        return start
 
     async def close(self) -> None:
         await self.actor.stop()

@@ -14,7 +14,7 @@ from pathlib import Path
 from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.config import Config, ConfigError
 from slipstream.models import load_tokenizer
-from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
+from slipstream.runtime.pool import GeneratorPool, ProcessGenerator, Start
 from slipstream.runtime.ranks import Ranks
 from slipstream.sync.checkpoint import newest_first, remove, version_of
 from slipstream.sync.link import PublishStats
@@ -53,9 +53,11 @@ class RestartLink:
         config = self._config.model_copy(
             update={"model": self._config.model.model_copy(update={"path": str(path.resolve())})}
         )
-        renewed = [self._renew(g, config, version) for g in self._pool.generators]
+        generators = self._pool.generators
+        starts = await asyncio.gather(*(g.replace(config) for g in generators))
+        renewed = (self._renew(g, start, version) for g, start in zip(generators, starts, strict=True))
         failed = [error for error in await asyncio.gather(*renewed) if error]
-        if len(failed) == len(renewed):
+        if len(failed) == len(generators):
             raise failed[0]
         self._pool.resume()
         for old in newest_first(self._directory.iterdir())[self._keep :]:
@@ -77,9 +79,9 @@ class RestartLink:
         await asyncio.to_thread(lambda: load_tokenizer(self._config.model.path).save_pretrained(partial))
         return partial.rename(path)
 
-    async def _renew(self, generator: ProcessGenerator, config: Config, version: int) -> Exception | None:
+    async def _renew(self, generator: ProcessGenerator, start: Start, version: int) -> Exception | None:
         try:
-            await generator.renew(config)
+            await start()
             await generator.answer(generator.actor.call("begin", version), "begin", BEGIN)
         except (ActorDied, ActorError, ConfigError) as error:
             generator.actor.give_up(f"{generator.actor.name} did not start again: {error}")

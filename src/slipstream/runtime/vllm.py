@@ -11,7 +11,7 @@ class VllmService(GeneratorService):
     """`GeneratorService` with vLLM in the place of the embedded engine."""
 
     def _load(self) -> tuple[Engine, OpenWeights]:
-        engine = VllmEngine(self._config, shared_gpu=self._shared_gpu, log=self._log)
+        engine = VllmEngine(self._config, sharers=self._sharers, log=self._log)
         collect_seldom()
         self._over = engine.end_with_core()
         return engine, engine.open_weights

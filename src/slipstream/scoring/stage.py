@@ -77,7 +77,9 @@ class ScoringStage:
         """Start the processes that scorer and teacher need, if any. Raises `ConfigError` for what they refuse."""
         try:
             parts: list[Any] = [self.scorer, self.teacher]
-            await asyncio.gather(*(part.start() for part in parts if hasattr(part, "start")))
+            for part in parts:  # one after the other, since they may share a GPU
+                if hasattr(part, "start"):
+                    await part.start()
         except ActorError as error:
             if error.kind in ("ConfigError", "ValueError", "OSError", "ImportError"):
                 raise ConfigError(str(error)) from None
