@@ -48,6 +48,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def _require_libraries(report: Any) -> Any:
+    """Turn a skip for a missing library into a failure if SLIPSTREAM_TEST_LIBRARIES is "required", as in CI."""
+    if report.skipped and os.environ.get("SLIPSTREAM_TEST_LIBRARIES") == "required":
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if "could not import" in reason or "is not installed" in reason:
+            report.outcome = "failed"
+            report.longrepr = f"{reason}; every library has to be there with SLIPSTREAM_TEST_LIBRARIES=required"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Any:
+    return _require_libraries((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Any:
+    return _require_libraries((yield))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def warm_server() -> None:
     warm.begin()
