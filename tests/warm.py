@@ -75,10 +75,7 @@ def launch(self: actor.Actor) -> socket.socket:
     ours, theirs = socket.socketpair()
     if self._log:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-    said, environment = (
-        self._log or Path(os.devnull),
-        {**os.environ, **self._environment, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
-    )
+    said, environment = self._log or Path(os.devnull), self._child_environment()
     connection = Connection(theirs.detach())
     process = forked.Process(target=live, args=(connection, said, environment))
     process.start()

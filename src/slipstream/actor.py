@@ -40,6 +40,9 @@ OURS, SAID = "slipstream.", (ValueError, RuntimeError, OSError)  # where, and by
 ORPHANED = 30.0  # seconds that a process without a controller has to end by itself
 SHOWS = 0.2  # seconds after which the end of a process is known whose connection has ended
 ENDS = 5.0  # seconds that a process is given to end when it is of no more use
+# What `torchrun` tells a process of its place among others; a child process has one only if it is told so.
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+            "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID")  # fmt: skip
 READY = "ready"  # answered for every service once it is built
 
 
@@ -135,10 +138,14 @@ class Actor:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the controller, which stops the others in order
-                env=os.environ | {**self._environment, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
+                env=self._child_environment(),
             )
         theirs.close()
         return ours
+
+    def _child_environment(self) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+        return inherited | {**self._environment, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         """Call a method of the service. Raises what it raised as `ActorError`, or `ActorDied`.

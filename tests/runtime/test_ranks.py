@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
-from slipstream.actor import ActorDied, ActorError
+from slipstream.actor import Actor, ActorDied, ActorError, Line
 from slipstream.config import ConfigError, load_config
 from slipstream.rollout import Sampling
 from slipstream.run import train
 from slipstream.runtime.placement import Placement
-from slipstream.runtime.ranks import Ranks, trainer_actor
+from slipstream.runtime.ranks import Ranks, _receive, join, refuse_other_user, trainer_actor
 from tests.processes import descendants
 from tests.runtime.test_faults import pid_of, started
 from tests.trainers.test_trainer import random_batch
@@ -255,3 +255,68 @@ def test_a_rank_that_fails_is_heard_while_others_wait_for_it() -> None:
         assert all(actor.killed for actor in ranks.actors)  # type: ignore[attr-defined]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["link", "open to all", "of another user"])
+def test_ranks_meet_in_a_directory_of_their_user_alone(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket that another user has put at that path is never connected to: what it sends would be unpickled."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "GROUP_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    place = tmp_path / f"slipstream-{os.getuid()}-{os.getppid()}"
+    held = tmp_path / "elsewhere" if kind == "link" else place
+    held.mkdir(mode=0o777 if kind == "open to all" else 0o700)
+    held.chmod(0o777 if kind == "open to all" else 0o700)
+    if kind == "link":
+        place.symlink_to(held)
+    if kind == "of another user":
+        lstat, other = Path.lstat, held.stat().st_uid + 1
+        monkeypatch.setattr(
+            Path,
+            "lstat",
+            lambda path: os.stat_result((*lstat(path)[:4], other, *lstat(path)[5:])) if path == place else lstat(path),
+        )
+    monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # as it ends for what is another user's
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(str(held / "door"))
+        door.listen(1)
+        door.setblocking(False)
+        for meet in (join, lambda: _receive(1)):
+            with pytest.raises(ConfigError, match="is not a private directory of this user"):
+                meet()
+        with pytest.raises(BlockingIOError):
+            door.accept()
+
+
+def test_a_process_of_another_user_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    refuse_other_user(ours)
+    monkeypatch.setattr(os, "getuid", lambda: 2**20)
+    with pytest.raises(ConfigError, match="where ranks of the trainer of user 1048576 meet"):
+        refuse_other_user(ours)
+    ours.close()
+    theirs.close()
+
+
+def test_stores_of_ranks_and_links_listen_on_the_loopback_interface(tmp_path: Path) -> None:
+    """Not on every interface of the host."""
+    ranks: Any = asyncio.run(trainer_actor(tmp_path, Placement(((),), ()), 2))
+    port = f"{ranks._store.port:04X}"
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    listening = [line.split()[1] for table in tables for line in table if line.split()[3] == "0A"]
+    assert [address for address in listening if address.endswith(f":{port}")] == [f"0100007F:{port}"]
+
+
+def test_no_worker_but_a_rank_is_told_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torchrun` has set stays set in the controller, from beginning to end."""
+    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "h"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("slipstream.runtime.ranks._receive", lambda count: {1: Line(os.dup(0))})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ranks: Any = asyncio.run(trainer_actor(tmp_path, Placement(((),), ()), 2))
+    assert ranks.actors[0]._child_environment().items() >= (told | {"LOCAL_WORLD_SIZE": "2"}).items()
+    assert not told.keys() & Actor("generator")._child_environment().keys()
+    assert os.environ.items() >= (told | {"LOCAL_WORLD_SIZE": "2"}).items()

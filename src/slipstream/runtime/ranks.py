@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
+import stat
+import struct
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.actor import Actor, ActorDied, ActorError, Line, be_guest
+from slipstream.actor import TORCHRUN, Actor, ActorDied, ActorError, Line, be_guest
 from slipstream.config import Config, ConfigError
 from slipstream.runtime import hosts
 from slipstream.runtime.placement import Placement, visible
 
 DEATH_SHOWS = 1.0  # seconds after a failure in which a process whose death may be behind it is known to be dead
-ADDRESS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-           "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID")  # fmt: skip
 
 
 class Ranks:
@@ -90,16 +91,16 @@ async def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Ac
         guests = await asyncio.to_thread(_receive, here - 1)
         if ranks > here:
             guests |= await asyncio.to_thread(hosts.receive, range(here, ranks))
-        address = {name: os.environ.pop(name) for name in ADDRESS if name in os.environ}  # nobody else's business
+        address = {name: os.environ[name] for name in TORCHRUN if name in os.environ}
         return Ranks(
             [
                 Actor("trainer", directory / "logs" / "trainer.log", gpus[0] | address),
                 *(Actor(_name(rank, guest.host), None, gpus[rank], guest) for rank, guest in sorted(guests.items())),
             ]
         )
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from slipstream.sync.nccl import loopback_store
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     actors = []
     for rank in range(ranks):
         address = {
@@ -156,33 +157,61 @@ def join() -> bool:
         hosts.visit()
         return True
     while True:  # torchrun ends this process if the first fails before it opens
-        visitor = socket.socket(socket.AF_UNIX)
+        place, visitor = _meeting_place(), socket.socket(socket.AF_UNIX)
         try:
-            visitor.connect(str(_meeting_place() / "door"))
+            refuse_public(place)
+            visitor.connect(str(place / "door"))
         except (FileNotFoundError, ConnectionRefusedError):
             time.sleep(0.1)
             continue
+        refuse_other_user(visitor)
         visitor.sendall(bytes([int(os.environ["RANK"])]))
         be_guest(Line(visitor.detach()))
         return True
 
 
 def _receive(count: int) -> dict[int, Line]:
-    """Wait for so many processes of `torchrun` on this host, by rank."""
+    """Wait for so many processes of `torchrun` on this host, by rank. Raises `ConfigError` where another user holds
+    the place where they meet."""
     place = _meeting_place()
     shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(mode=0o700)
+    with contextlib.suppress(FileExistsError):  # which is refused below
+        place.mkdir(mode=0o700)
+    refuse_public(place)
     try:
         with socket.socket(socket.AF_UNIX) as door:
             door.settimeout(hosts.ARRIVAL)
             door.bind(str(place / "door"))
             door.listen(count)
             arrived = [door.accept()[0] for _ in range(count)]
+            for guest in arrived:
+                refuse_other_user(guest)
             return {guest.recv(1)[0]: Line(guest.detach()) for guest in arrived}
     finally:
         shutil.rmtree(place)
 
 
 def _meeting_place() -> Path:
-    """A directory of this user that the processes of one `torchrun` know, and that others can't write into."""
-    return Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}-{os.getppid()}"
+    """A directory that the processes of one `torchrun` know."""
+    parent = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(parent) / f"slipstream-{os.getuid()}-{os.getppid()}"
+
+
+def refuse_public(place: Path) -> None:
+    """Raise `ConfigError` unless this is a directory of this user that no other user can write into: messages through a
+    socket in it are unpickled. Raises `FileNotFoundError` where there is nothing."""
+    found = place.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{place} is not a private directory of this user, so ranks of the trainer can't meet there: remove it, or "
+            "set XDG_RUNTIME_DIR to a directory that only you can write into"
+        )
+
+
+def refuse_other_user(connected: socket.socket) -> None:
+    """Raise `ConfigError` if the process at the other end is another user's, on systems that tell."""
+    if hasattr(socket, "SO_PEERCRED"):
+        size = struct.calcsize("3i")  # process, user, group
+        _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        if user != os.getuid():
+            raise ConfigError(f"user {user} answers where ranks of the trainer of user {os.getuid()} meet")

@@ -9,6 +9,7 @@ code runs over gloo.
 from __future__ import annotations
 
 import contextlib
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class NcclSender(Sender):
         self._parameters, self._ranks = parameters, receivers + 1
         self._device = next(iter(parameters.values())).device
         self._layout = Layout(shapes_of(parameters), dtype)
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIME_LIMIT)
+        self._store = loopback_store(TIME_LIMIT)
         self._group: Any = None
         self._buckets = self._layout.buckets(BUCKET)
         size = max(end - start for start, end, _ in self._buckets)
@@ -105,6 +106,15 @@ class Nccl:
     """Both ends."""
 
     Sender, Receiver = NcclSender, NcclReceiver
+
+
+def loopback_store(timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """A store at a free port of the loopback interface; by itself torch listens on all interfaces of the host."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+    )
 
 
 def join(store: Any, rank: int, ranks: int, device: torch.device) -> Any:
