@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slipstream.config import ConfigError, load_config
-from slipstream.models import dtype_of, settled, stored_dtype
+from slipstream.models import dtype_of, stored_dtype
 from slipstream.packed.policy import Policy
+from slipstream.runtime.placement import settled
 from tests.trainers.test_trainer import make_trainer
 
 
@@ -99,6 +100,7 @@ def test_both_sides_compute_in_what_both_are_fast_in(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     config = load_config(None, ["--model.path=m", "--environment.name=addition", *flags])
     assert dtype_of(config) == dtype
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(gpus))
     assert settled(config).model.dtype == str(dtype).removeprefix("torch.")
 
 

@@ -194,8 +194,7 @@ def _config_to_draw(target: str, environment: str | None, flags: list[str], defa
     changes = [f"--model.path={_policy_of(target)}", "--generator.servers=[]"]
     if trained.lora.rank:  # the adapters are the policy's own, and no others are added to them
         changes += [f"--lora.{name}={json.dumps(option.default)}" for name, option in LoraConfig.model_fields.items()]
-    if trained.sync.link == "lora":
-        changes += ["--sync.link=shared"]
+        changes += ["--sync.link=auto"]
     if environment and environment != trained.environment.name:  # options and rewards of steps are the other's
         changes += [f"--environment.name={environment}", "--environment.options={}", "--algorithm.process=0"]
     return load_config(run, [*changes, *flags])
@@ -206,10 +205,11 @@ def _config_to_verify(target: str, flags: list[str]) -> Config:
     since those are what the link brings."""
     run, asked = Path(target) / "config.toml", dict(parse_flags(flags))
     trained = load_config(run) if run.exists() else None
-    link = asked.get("sync.link", trained.sync.link if trained else "shared")
-    restarts = asked.get("sync.restart", trained.sync.restart if trained else False)
+    restarts = asked.get("sync.restart", trained and trained.sync.restart)
+    adapts = asked.get("lora.rank", trained and trained.lora.rank)
+    vllm = asked.get("generator.kind", trained and trained.generator.kind) == "vllm"
     # Where something can be computed again, it is.
-    changes = [] if link == "lora" or restarts else ["--sync.interruption=recompute"]
+    changes = [] if restarts or (adapts and vllm) else ["--sync.interruption=recompute"]
     if not trained:
         return _config_to_draw(target, None, [*changes, *flags], default="addition")
     if not trained.lora.rank:

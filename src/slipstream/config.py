@@ -163,6 +163,12 @@ class GeneratorConfig(Section):
         """Those that the run starts: servers run by themselves."""
         return 0 if self.servers else self.count
 
+    @property
+    def remote(self) -> str:
+        """Host and port of the first server on another host, or ""."""
+        urls = [urlsplit(url) for url in self.servers]
+        return next((u.netloc for u in urls if u.hostname not in ("localhost", "127.0.0.1", "::1")), "")
+
     @model_validator(mode="before")
     @classmethod
     def _count_servers(cls, values: Any) -> Any:
@@ -279,9 +285,10 @@ class SyncConfig(Section):
     """How new weights reach the generators."""
 
     link: str = option(
-        "shared",
-        '"shared" (memory of this host), "single_copy" (of one GPU), "nccl" (broadcast beside the running engine), '
-        '"nccl_direct" (by vLLM, held), "lora" (adapters alone), "checkpoint" (files), or "module:Class".',
+        "auto",
+        '"auto" (by placement), "shared" (memory of this host), "single_copy" (of one GPU), "nccl" (broadcast beside '
+        'the running engine), "nccl_direct" (by vLLM, held), "lora" (adapters alone), "checkpoint" (files), or '
+        '"module:Class".',
     )
     placement: Literal["disaggregated", "colocated"] = option(
         "disaggregated",
@@ -349,7 +356,11 @@ class Config(Section):
         for name, value, known in (
             ("generator.kind", self.generator.kind, ("torch", "vllm")),
             ("trainer.kind", self.trainer.kind, ("pytorch",)),
-            ("sync.link", self.sync.link, ("shared", "single_copy", "nccl", "nccl_direct", "lora", "checkpoint")),
+            (
+                "sync.link",
+                self.sync.link,
+                ("auto", "shared", "single_copy", "nccl", "nccl_direct", "lora", "checkpoint"),
+            ),
         ):
             if value not in known and ":" not in value:
                 names = ", ".join(f'"{k}"' for k in known)
@@ -364,17 +375,22 @@ class Config(Section):
             for name, value, needed in needs:
                 if value not in (needed, "auto"):
                     raise ConfigError(f'sync.link = "single_copy" needs {name} = {json.dumps(needed)}, not {value!r}')
-        if (self.sync.link == "lora") != (bool(self.lora.rank) and self.generator.kind == "vllm"):
+        if self.sync.link == "lora" and not self.serves_adapters:
             raise ConfigError(
-                f'sync.link = "{self.sync.link}" with lora.rank = {self.lora.rank} and generator.kind = '
-                f'"{self.generator.kind}" can\'t be: vLLM takes adapters by that link, and nothing else does'
+                f'sync.link = "lora" is for lora.rank above 0 with generator.kind = "vllm", not for lora.rank = '
+                f'{self.lora.rank} with "{self.generator.kind}"; leave sync.link out'
             )
-        if self.sync.link == "lora" and self.lora.experts:
-            raise ConfigError('lora.experts = true can\'t be with vLLM; set it to false, or generator.kind = "torch"')
-        if self.sync.link == "lora" and self.sync.interruption == "recompute":
+        if self.serves_adapters and self.sync.link not in ("lora", "auto"):
             raise ConfigError(
-                'sync.interruption = "recompute" can\'t be with sync.link = "lora", where keys and values belong to an '
-                'adapter; use "continue" (finish on it), "retry" or "drain"'
+                f'sync.link = "{self.sync.link}" can\'t bring adapters (lora.rank = {self.lora.rank}) to vLLM; '
+                "leave sync.link out"
+            )
+        if self.serves_adapters and self.lora.experts:
+            raise ConfigError('lora.experts = true can\'t be with vLLM; set it to false, or generator.kind = "torch"')
+        if self.serves_adapters and self.sync.interruption == "recompute":
+            raise ConfigError(
+                'sync.interruption = "recompute" can\'t be with adapters in vLLM, where keys and values belong to one; '
+                'use "continue" (finish on it), "retry" or "drain"'
             )
         if self.sync.link == "nccl_direct" and self.generator.kind == "torch":
             raise ConfigError('sync.link = "nccl_direct" is vLLM\'s own; set generator.kind = "vllm", or use "nccl"')
@@ -449,7 +465,7 @@ class Config(Section):
         if not sync.restart:
             return
         _refuse_beside("sync.restart = true", (
-            (sync.link != "checkpoint", f'sync.link = "{sync.link}"', 'set it to "checkpoint"'),
+            (sync.link not in ("auto", "checkpoint"), f'sync.link = "{sync.link}"', 'set it to "checkpoint"'),
             (sync.interruption not in ("retry", "drain"),
              f'sync.interruption = "{sync.interruption}": sequences go with an engine', 'set it to "retry" or "drain"'),
             (sync.verify == "full", 'sync.verify = "full": engines serve what they load, and no checksums are compared',
@@ -510,7 +526,7 @@ class Config(Section):
             (rule.overlong == "penalty", 'algorithm.overlong = "penalty"', "algorithm", ("overlong_soft",)),
             (self.generator.kind != "torch", 'generator.kind = "vllm"', "generator",
              ("tensor_parallel", "memory", "options")),
-            (self.sync.link == "checkpoint", 'sync.link = "checkpoint"', "sync", ("keep",)),
+            (self.sync.link in ("auto", "checkpoint"), 'sync.link = "checkpoint"', "sync", ("keep",)),
             (rule.filter_equal, "algorithm.filter_equal = true", "algorithm", ("filter_most",)),
             (rule.kl, "algorithm.kl", "algorithm", ("reference", "reference_decay", "kl_estimator", "kl_weighted")),
             (rule.reference == "average", 'algorithm.reference = "average"', "algorithm", ("reference_decay",)),
@@ -556,7 +572,7 @@ class Config(Section):
                 (trainer.shards > 0, f"trainer.shards = {trainer.shards}", "set it to 0"),
                 (self.lora.experts, "lora.experts", "set it to false"),
             ))  # fmt: skip
-        if sync.link == "lora" and self.generator.kind == "vllm" and self.lora.rank > HIGHEST_RANK:
+        if self.serves_adapters and self.lora.rank > HIGHEST_RANK:
             raise ConfigError(
                 f"lora.rank = {self.lora.rank} is more than the {HIGHEST_RANK} that vLLM serves; lower it"
             )
@@ -577,6 +593,11 @@ class Config(Section):
                     f'sync.link = "single_copy" with generator.tensor_parallel = {spread} needs {needed}: a rank of '
                     "the trainer computes on the weights of a rank of the engine"
                 )
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether vLLM serves adapters over the weights that it has loaded."""
+        return bool(self.lora.rank) and self.generator.kind == "vllm"
 
     @property
     def spare_copy(self) -> bool:
@@ -600,8 +621,7 @@ class Config(Section):
         generator, link = self.generator, self.sync.link
         if not (servers := generator.servers):
             return
-        urls = [urlsplit(url) for url in servers]
-        other = next((u.netloc for u in urls if u.hostname not in ("localhost", "127.0.0.1", "::1")), "")
+        urls, other = [urlsplit(url) for url in servers], generator.remote
         theirs = ("tensor_parallel", "memory", "options", "slots", "device")
         given = [name for name in theirs if self._changed("generator", name)]
         reach = '"checkpoint"' if other else '"shared", "nccl" or "checkpoint"'
@@ -614,8 +634,8 @@ class Config(Section):
             (bool(given), "".join(f"generator.{n}" for n in given[:1]), "give it to `vllm serve` instead"),
             (link in ("nccl_direct", "single_copy"), f'sync.link = "{link}", which takes engines that the run starts',
              f"set it to {reach}, or leave servers out"),
-            (link == "lora", 'sync.link = "lora", which takes engines that the run starts',
-             f"set it to {reach} and lora.rank to 0, or leave servers out"),
+            (self.lora.rank > 0, f"lora.rank = {self.lora.rank}: adapters take engines that the run starts",
+             "set it to 0, or leave servers out"),
             (link in ("shared", "nccl") and bool(other), f'sync.link = "{link}", which does not reach {other}',
              'set it to "checkpoint", with run.dir on a file system that both hosts have'),
         ))  # fmt: skip

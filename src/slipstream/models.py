@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from slipstream.config import Config, ConfigError, LoraConfig, ModelConfig, with_options
+from slipstream.config import Config, ConfigError, LoraConfig, ModelConfig
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
@@ -37,11 +37,6 @@ def dtype_of(config: Config) -> torch.dtype:
     """That number format, in which weights are published, too."""
     dtype: torch.dtype = getattr(torch, dtype_name(config))
     return dtype
-
-
-def settled(config: Config) -> Config:
-    """The configuration with what it leaves to this host decided, as a run records it. Raises `ConfigError`."""
-    return with_options(config, model=config.model.model_dump() | {"dtype": dtype_name(config)})
 
 
 def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> Any:

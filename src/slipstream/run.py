@@ -26,7 +26,7 @@ from slipstream.environments.load import load_environment
 from slipstream.evaluation import close_environment, evaluate
 from slipstream.heap import set_heap_aside
 from slipstream.ledger import Entry
-from slipstream.models import check_path, has_experts, load_tokenizer, pick_device, refuse_adapter, settled
+from slipstream.models import check_path, has_experts, load_tokenizer, pick_device, refuse_adapter
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
@@ -34,7 +34,8 @@ from slipstream.observe.waiting import told_of
 from slipstream.rollout import Batch, Rollout, Sampling, StepStats
 from slipstream.rule import cut_batch, has_signal, load_rule
 from slipstream.runtime.local import Pools
-from slipstream.runtime.ranks import refuse_torchrun, under_torchrun
+from slipstream.runtime.placement import settled, under_torchrun
+from slipstream.runtime.ranks import refuse_torchrun
 from slipstream.scoring.load import make_scoring
 from slipstream.scoring.teacher import Snapshots
 from slipstream.state import LoopState
@@ -363,7 +364,8 @@ class Run:
 
     async def _start(self) -> None:
         """Start the processes, restore the last checkpoint, connect the link and see that both sides agree."""
-        self.progress.note(f"run directory {self.directory.path}; generators and trainer start")
+        where, link = self.directory.path, self.config.sync.link
+        self.progress.note(f'run directory {where}, sync.link = "{link}"; generators and trainer start')
         await self._start_pools()
         if self.scoring:  # afterwards, since these may share a GPU
             await self.scoring.start()

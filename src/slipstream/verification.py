@@ -28,8 +28,8 @@ from slipstream.generators.vllm import VllmEngine
 from slipstream.models import dtype_name, load_tokenizer
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.generating import Engine, GeneratorService, OpenWeights
-from slipstream.runtime.local import Pools, gpus_here, start_generators
-from slipstream.runtime.placement import place
+from slipstream.runtime.local import Pools, start_generators
+from slipstream.runtime.placement import gpus_here, place, settled
 from slipstream.runtime.pool import GeneratorPool
 from slipstream.runtime.training import TrainerService
 from slipstream.runtime.vllm import VllmService
@@ -178,6 +178,7 @@ async def verify(
     """Publish B once a sequence of A has drawn `after` tokens, and compare. See the module.
 
     How long a publish takes is not known before: without `tokens`, completions of LENGTHS are tried."""
+    config = settled(config)
     lengths = [tokens] if tokens is not None else [n for n in LENGTHS if n > after] or [LENGTHS[-1] + after]
     while True:
         verdict = await _verify(config, prompts, lengths.pop(0), after, seed)

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.config import Config, ConfigError, load_config
 from slipstream.runtime import placement
-from slipstream.runtime.placement import place, threads, visible
+from slipstream.runtime.placement import place, settled, threads, visible
 
 SINGLE_COPY = ["--sync.link=single_copy", "--model.dtype=bfloat16"]
 SERVER = ["--generator.servers=['http://far:1']", "--sync.link=checkpoint"]
@@ -61,6 +61,55 @@ def test_places(flags: list[str], gpus: int, generators: tuple[tuple[int, ...], 
     assert (found.generators, found.trainer) == (generators, trainer)
     taken = [*trainer, *(gpu for each in generators for gpu in each)]
     assert found.shared == any(taken.count(gpu) > 1 for gpu in taken)
+
+
+OWN_GPUS = ["--generator.device=cuda:0", "--trainer.device=cuda:1"]
+ONE_GPU = ["--generator.device=cuda:1", "--trainer.device=cuda:1"]
+SERVERS = ["--generator.servers=['http://localhost:1', 'http://127.0.0.1:2']"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "link"),
+    [
+        ([], 0, "shared"),
+        ([], 1, "single_copy"),
+        ([], 2, "nccl"),
+        (["--generator.kind=torch"], 1, "shared"),
+        (["--generator.kind=torch"], 2, "nccl"),
+        (["--generator.kind=torch", "--lora.rank=4"], 2, "nccl"),
+        (["--generator.kind=mine:Mine"], 2, "shared"),
+        (["--trainer.kind=mine:Mine"], 2, "shared"),
+        (["--generator.count=3", "--trainer.ranks=4"], 8, "nccl"),
+        (["--generator.count=2", "--generator.device=cuda:0"], 4, "shared"),
+        (["--generator.count=2"], 1, "shared"),
+        (OWN_GPUS, 4, "nccl"),
+        (ONE_GPU, 4, "single_copy"),
+        (["--trainer.device=cpu"], 2, "shared"),
+        (["--generator.device=cpu"], 2, "shared"),
+        (["--sync.every=2"], 1, "shared"),
+        (["--model.dtype=float32"], 1, "shared"),
+        (["--trainer.compute_copy=false"], 1, "shared"),
+        (["--lora.rank=4"], 1, "lora"),
+        (["--lora.rank=4"], 0, "lora"),
+        (["--lora.rank=4", *IN_TURNS], 1, "lora"),
+        (IN_TURNS, 2, "shared"),
+        (SERVERS, 0, "shared"),
+        (SERVERS, 1, "shared"),
+        (SERVERS, 2, "nccl"),
+        ([*SERVERS, "--trainer.device=cpu"], 2, "shared"),
+        (["--generator.servers=['http://far:1']"], 2, "checkpoint"),
+        (["--sync.restart=true", "--sync.interruption=retry"], 2, "checkpoint"),
+    ],
+)
+def test_auto_chooses_the_link_by_engine_adapters_and_placement(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], gpus: int, link: str
+) -> None:
+    monkeypatch.setattr(placement.torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(placement.torch.cuda, "device_count", lambda: gpus)
+    found = settled(config_of(*flags))
+    assert found.sync.link == link
+    assert settled(found) == found, "a resumed run keeps its link"
+    place(found, gpus)  # which refuses links that the devices can't have
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,10 @@ def test_an_engine_ends_by_itself_or_is_killed(hangs: bool, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--sync.interruption=retry"], 'sync.restart = true does not go with sync.link = "shared"; set it to "check'),
+        (
+            ["--sync.interruption=retry", "--sync.link=shared"],
+            'sync.restart = true does not go with sync.link = "shared"; set it to "check',
+        ),
         (
             ["--sync.link=checkpoint"],
             'sync.interruption = "continue": sequences go with an engine; set it to "retry',

@@ -382,17 +382,16 @@ def test_what_is_no_vllm_server_is_told(model: Path) -> None:
         ({"generator.servers": ["here:8000", "http://localhost:1"]}, "each is a URL such as http://host:8000"),
         ({"generator.servers": ["http://localhost:1", "http://localhost:1/"]}, "name each once"),
         ({"generator.device": "cuda:1"}, "generator.device; give it to `vllm serve`"),
-        ({"generator.servers": ["http://far:1"]}, 'sync.link = "shared", which does not reach far:1'),
+        (
+            {"generator.servers": ["http://far:1"], "sync.link": "shared"},
+            'sync.link = "shared", which does not reach far:1',
+        ),
         ({"sync.link": "nccl_direct"}, 'set it to "shared", "nccl" or "checkpoint", or leave servers out'),
         (
             {"sync.link": "single_copy", "model.dtype": "bfloat16"},
             '"single_copy", which takes engines that the run starts',
         ),
-        ({"sync.link": "lora", "lora.rank": 8}, '"nccl" or "checkpoint" and lora.rank to 0, or leave servers out'),
-        (
-            {"sync.link": "lora", "lora.rank": 8, "generator.servers": ["http://far:1"]},
-            'sync.link = "lora", which takes engines that the run starts; set it to "checkpoint" and lora.rank to 0',
-        ),
+        ({"lora.rank": 8}, "lora.rank = 8: adapters take engines that the run starts; set it to 0, or leave servers"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(more: dict[str, Any], named: str, model: Path) -> None:

@@ -13,10 +13,10 @@ from uuid import uuid4
 from slipstream.actor import Actor, ActorError
 from slipstream.config import Config, ConfigError
 from slipstream.rollout import Batch, Completion, StepStats
-from slipstream.runtime.placement import GpuLocks, Placement, place, visible
+from slipstream.runtime.placement import GpuLocks, Placement, gpus_here, place, ranks_here, settled, visible
 from slipstream.runtime.pool import IDLE, GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import WeightLink, nothing
-from slipstream.runtime.ranks import Ranks, ranks_here, trainer_actor
+from slipstream.runtime.ranks import Ranks, trainer_actor
 from slipstream.runtime.restart import RestartLink
 from slipstream.runtime.servers import Server
 from slipstream.runtime.turns import Turns
@@ -77,6 +77,7 @@ class Pools:
         Those that share a GPU start one after the other, the trainer first; all others at once. Engines that take turns
         with the trainer wait until it has left the GPU.
         """
+        config = settled(config)
         placement = place(config, gpus_here(), ranks_here(config.trainer.ranks))
         trainer = await trainer_actor(directory, placement, config.trainer.ranks)
         free, locks = asyncio.Event(), GpuLocks()
@@ -155,13 +156,6 @@ async def _start(actors: Sequence[Actor | Ranks | Server], starts: Sequence[Coro
         await asyncio.gather(*starting, return_exceptions=True)
         await asyncio.gather(*(actor.stop(grace=0.5) for actor in actors))
         raise _for_a_user(error) from None
-
-
-def gpus_here() -> int:
-    """How many GPUs this host lends to this process."""
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _for_a_user(failure: BaseException) -> BaseException:

@@ -9,7 +9,10 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from slipstream.config import Config, ConfigError
+import torch
+
+from slipstream.config import Config, ConfigError, with_options
+from slipstream.models import dtype_name
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -50,6 +53,44 @@ class GpuLocks:
             for gpu in sorted(set(gpus)):  # in one order for all, so that no two wait for each other
                 await held.enter_async_context(self._locks[gpu])
             yield
+
+
+def settled(config: Config) -> Config:
+    """The configuration with every "auto" that depends on this host resolved, as a run records it.
+
+    Raises `ConfigError` where the host has too few GPUs.
+    """
+    if config.sync.link == "auto":
+        link = choose_link(config, gpus_here(), ranks_here(config.trainer.ranks))
+        config = with_options(config, sync=config.sync.model_dump() | {"link": link})
+    return with_options(config, model=config.model.model_dump() | {"dtype": dtype_name(config)})
+
+
+def choose_link(config: Config, gpus: int, ranks: int = 0) -> str:
+    """The weight link that `sync.link = "auto"` names on a host with this many GPUs and trainer ranks.
+
+    The choice depends on the engine, on adapters, and on which GPUs the trainer and the generators use.
+    Raises `ConfigError` where there are too few GPUs.
+    """
+    generator, own = config.generator, ":" in config.generator.kind + config.trainer.kind
+    if config.sync.restart or generator.remote:
+        return "checkpoint"
+    if config.serves_adapters:
+        return "lora"
+    placement = place(config, gpus, ranks)
+    if own or config.sync.placement == "colocated" or not (placement.trainer and all(placement.generators)):
+        return "shared"
+    if generator.servers:  # on a host with one GPU they share it with the trainer
+        return "nccl" if gpus > 1 else "shared"
+    if not placement.shared:
+        return "nccl"
+    return "single_copy" if placement.generators == (placement.trainer,) and _fits_single_copy(config) else "shared"
+
+
+def _fits_single_copy(config: Config) -> bool:
+    """Whether a trainer can compute on the weights of the vLLM engine on its GPU."""
+    possible = config.trainer.compute_copy and config.trainer.ranks == config.sync.every == 1 and not config.lora.rank
+    return possible and config.generator.kind == "vllm" and dtype_name(config) == "bfloat16"
 
 
 def place(config: Config, gpus: int, ranks: int = 0) -> Placement:
@@ -115,6 +156,21 @@ def _on_the_same(config: Config, gpus: int) -> Placement:
             f'"{devices[0]}" and trainer.device = "{devices[1]}" are others; leave one of them out'
         )
     return Placement((both,), both)
+
+
+def gpus_here() -> int:
+    """How many GPUs this host lends to this process."""
+    return torch.cuda.device_count()
+
+
+def under_torchrun() -> bool:
+    """Whether `torchrun` started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def ranks_here(ranks: int) -> int:
+    """How many of the trainer's ranks are on this host."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else ranks
 
 
 def visible(gpus: tuple[int, ...]) -> dict[str, str]:

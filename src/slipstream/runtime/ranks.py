@@ -18,7 +18,7 @@ from typing import Any
 from slipstream.actor import TORCHRUN, Actor, ActorDied, ActorError, Line, be_guest
 from slipstream.config import Config, ConfigError
 from slipstream.runtime import hosts
-from slipstream.runtime.placement import Placement, visible
+from slipstream.runtime.placement import Placement, ranks_here, under_torchrun, visible
 
 DEATH_SHOWS = 1.0  # seconds after a failure in which a process whose death may be behind it is known to be dead
 
@@ -114,15 +114,6 @@ async def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Ac
 
 def _name(rank: int, host: str = "") -> str:
     return f"trainer rank {rank}{f' on {host}' if host else ''}" if rank else "trainer"
-
-
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def ranks_here(ranks: int) -> int:
-    """How many of the trainer's ranks are on this host."""
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else ranks
 
 
 def refuse_torchrun(config: Config) -> None:

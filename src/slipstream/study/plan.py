@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config import Config, ConfigError, load_config, parse_flags
-from slipstream.models import settled
+from slipstream.runtime.placement import settled
 
 # What each correction changes in the configuration; a user's own come from the command line.
 CORRECTIONS: dict[str, tuple[str, ...]] = {
