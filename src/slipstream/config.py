@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from slipstream.rollout import Sampling
+
 HIGHEST_RANK = 512  # of adapters, that vLLM makes room for
 
 
@@ -111,7 +113,7 @@ class TeacherConfig(Section):
 class SamplingConfig(Section):
     """How training completions are drawn."""
 
-    temperature: float = option(1.0, "Softmax temperature of training rollouts.", gt=0)
+    temperature: float = option(1.0, "Softmax temperature of training rollouts, from 0.01 to 100.", gt=0)
     top_k: int = option(0, "Keep the k likeliest tokens; 0 keeps all.", ge=0)
     top_p: float = option(1.0, "Keep the likeliest tokens up to this probability mass.", gt=0, le=1)
     max_tokens: int = option(128, "Longest completion in tokens.", ge=1)
@@ -314,7 +316,7 @@ class EvaluationConfig(Section):
     every: int = option(0, "Steps between evaluations; 0 evaluates at the start and the end only.", ge=0)
     every_tokens: int = option(0, "Trained tokens between evaluations, beside those by steps; 0 is never.", ge=0)
     tasks: int = option(100, "Held-out tasks to evaluate on; 0 turns evaluation off.", ge=0)
-    temperature: float = option(0.0, "Softmax temperature of evaluation; 0 is greedy.", ge=0)
+    temperature: float = option(0.0, "Softmax temperature of evaluation, from 0.01 to 100; 0 is greedy.", ge=0)
 
 
 class CheckpointConfig(Section):
@@ -353,6 +355,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _possible(self) -> Config:
         loop = self.loop
+        self._refuse_sampling()
         for name, value, known in (
             ("generator.kind", self.generator.kind, ("torch", "vllm")),
             ("trainer.kind", self.trainer.kind, ("pytorch",)),
@@ -493,6 +496,18 @@ class Config(Section):
             raise ConfigError(
                 'algorithm.kl_weighted does not go with kl_estimator = "k2"; use "k3", or set it to false'
             )
+
+    def _refuse_sampling(self) -> None:
+        """Raise `ConfigError` for values that no engine can draw by."""
+        drawn = self.sampling
+        for section, changes in (
+            ("sampling", drawn.model_dump(exclude={"stop"}) | {"stop_strings": tuple(drawn.stop)}),
+            ("evaluation", {"temperature": self.evaluation.temperature}),
+        ):
+            try:
+                Sampling(**changes)
+            except ValueError as error:
+                raise ConfigError(f"{section}.{error}".replace("stop_strings", "stop")) from None
 
     def _refuse_scoring(self) -> None:
         """Raise `ConfigError` for a scorer or a teacher that can't be."""

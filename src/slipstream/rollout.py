@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
-from math import inf
 from typing import Any, NamedTuple
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # vLLM raises lower ones to this minimum
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1000
+MAX_INT = 2**31 - 1  # of a count or a token id
 
 
 class VersionSpan(NamedTuple):
@@ -43,16 +46,27 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, sound, wanted in (
-            ("temperature", _number(self.temperature) and 0 <= self.temperature < inf, "a number, 0 or more"),
-            ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "a whole number, 0 for all"),
+            (
+                "temperature",
+                _number(self.temperature)
+                and (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE),
+                f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+            ),
+            ("top_k", _whole(self.top_k, 0), f"a whole number up to {MAX_INT}, 0 for all"),
             ("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, 1 at most"),
             ("max_tokens", isinstance(self.max_tokens, int) and self.max_tokens >= 1, "a whole number, 1 or more"),
-            ("stop_tokens", all(isinstance(t, int) for t in self.stop_tokens), "token ids"),
-            ("stop_strings", all(isinstance(t, str) and t for t in self.stop_strings), "strings that are not empty"),
+            ("stop_tokens", _list(self.stop_tokens) and all(_whole(t, 0) for t in self.stop_tokens), "token ids"),
+            (
+                "stop_strings",
+                _list(self.stop_strings)
+                and len(self.stop_strings) <= MAX_STOP_STRINGS
+                and all(isinstance(t, str) and 0 < len(t) <= MAX_STOP_CHARACTERS for t in self.stop_strings),
+                f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
+            ),
             ("seed", isinstance(self.seed, int), "a whole number"),
         ):
             if not sound:
-                raise ValueError(f"{name} = {getattr(self, name)!r} must be {wanted}")
+                raise ValueError(f"{name} = {_shown(getattr(self, name))} must be {wanted}")
 
     @property
     def truncates(self) -> bool:
@@ -62,6 +76,20 @@ class Sampling:
 
 def _number(value: object) -> bool:
     return isinstance(value, int | float)
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and least <= value <= MAX_INT
+
+
+def _list(value: object) -> bool:
+    return isinstance(value, tuple | list)
+
+
+def _shown(value: object) -> str:
+    """A value as an error message shows it: one line of at most 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import random
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.config import ConfigError, load_config
 from slipstream.generators.base import ContextFull, EngineFailed, GenerationError
+from slipstream.generators.sampling import BLOCK, Sampler
 from slipstream.generators.torch import Engine, TorchGenerator
 from slipstream.models import routers_of
 from slipstream.rollout import Completion, Sampling
@@ -25,6 +28,115 @@ def drain(engine: Engine) -> dict[Any, Completion]:
     while engine.busy:
         finished |= dict(engine.step())
     return finished
+
+
+def test_a_request_without_a_distribution_fails_alone() -> None:
+    """NaN in the weights of one token: its request is told so; neighbours and who takes its slot draw as ever."""
+    model = build_model("llama", vocab_size=8 * BLOCK + 97)
+    prompts = [(5, 6, 8, 9, 11), (3,), (2, 12)]
+    whole = Engine(model, slots=4)
+    for key, prompt in enumerate(prompts):
+        whole.submit(key, prompt, Sampling(max_tokens=6, seed=key))
+    expected = drain(whole)
+    assert all(7 not in completion.token_ids for completion in expected.values())
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    engine = Engine(model, slots=4)
+    failing = ("sampled", (7,), Sampling(max_tokens=6)), ("greedy", (4, 7, 4), Sampling(temperature=0))
+    for turn in range(2):  # the second time in the slots of the first
+        for key, prompt, sampling in failing:
+            engine.submit((key, turn), prompt, sampling)
+        for key, prompt in enumerate(prompts):
+            engine.submit(key, prompt, Sampling(max_tokens=6, seed=key))
+        outcomes = drain(engine)
+        for key, *_ in failing:
+            with pytest.raises(GenerationError, match="logits are not finite at token 1 of the completion"):
+                raise outcomes[key, turn]
+        for key, completion in expected.items():
+            assert outcomes[key].token_ids == completion.token_ids
+            assert outcomes[key].logprobs == pytest.approx(completion.logprobs, abs=BOUND)
+
+
+@pytest.mark.parametrize("logits", [[torch.nan, 0.0, 0.0], [torch.inf, 0.0, 0.0], [-torch.inf] * 3])
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"temperature": 0.5, "top_k": 2, "top_p": 0.9}])
+@pytest.mark.parametrize("vocabulary", [3, 20 * BLOCK + 17])
+def test_logits_that_are_no_distribution_are_told_by_their_log_probability(
+    logits: list[float], changes: dict[str, Any], vocabulary: int
+) -> None:
+    rows = torch.zeros(2, vocabulary)
+    rows[0, :3] = torch.tensor(logits)
+    if logits[0] == -torch.inf:
+        rows[0] = -torch.inf
+    drawn = Sampler([Sampling(**changes)] * 2, rows.device).draw(rows, np.zeros(2, dtype=np.uint64))
+    assert [math.isfinite(logprob) for logprob in drawn.logprobs] == [False, True]
+    assert all(0 <= token < vocabulary for token in drawn.tokens)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": value} for value in (1e-320, 1e-40, 0.009, 101, 1e308, 2**70, math.nan, math.inf, -1, "1")
+    ] + [{"top_k": 2**70}, {"top_k": -1}, {"top_p": 0}, {"top_p": math.nan}, {"max_tokens": 0},
+     {"stop_tokens": (2**70,)}, {"stop_strings": "END"}, {"stop_strings": ("",)},
+     {"stop_strings": ("x" * 1001,)}, {"stop_strings": ("x",) * 65}],
+)  # fmt: skip
+def test_values_that_no_engine_can_draw_by_are_refused_where_they_enter(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=rf"^{name} = [^\n]* must be [^\n]*$"):
+        Sampling(**changes)
+    if name in ("temperature", "top_k", "top_p", "max_tokens") and isinstance(changes[name], float | int):
+        with pytest.raises(ConfigError, match=rf"sampling\.{name}"):
+            load_config(None, ["--model.path=m", "--environment.name=e", f"--sampling.{name}={changes[name]}"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 0}, {"temperature": 0.01}, {"temperature": 100}, {"seed": -(2**80)}, {"top_k": 2**31 - 1},
+     {"top_p": 1e-320}, {"max_tokens": 2**70}],
+)  # fmt: skip
+def test_the_ends_of_what_is_allowed_are_drawn_by(changes: dict[str, Any]) -> None:
+    engine = Engine(build_model(), slots=1, context=20)
+    engine.submit(0, (3, 4), Sampling(**changes))
+    (completion,) = drain(engine).values()
+    assert all(map(math.isfinite, completion.logprobs)) and len(completion.token_ids) == 18
+
+
+STOPS = ["🙂🙃", "終わり", "</answer>", "é", "🏁" * 20]
+
+
+@pytest.mark.parametrize("kind", ["bytes in a run", "bytes alone"])
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("before", ["", "a", "€€", "🙂"])
+def test_a_stop_string_is_found_where_every_token_is_a_byte(kind: str, stop: str, before: str) -> None:
+    """It ends the completion at its very last byte."""
+    tokenizer = byte_tokenizer(kind)
+    engine = Engine(build_model(vocab_size=len(tokenizer)), tokenizer=tokenizer)
+    ids = tokenizer.encode(before + stop)
+    assert len(ids) == len((before + stop).encode())
+    engine.submit(0, (3,), Sampling(max_tokens=200, stop_strings=(stop, "never said")))
+    sequence = engine._queue[0]
+    for token in ids[:-1]:
+        sequence.tokens.append(token)
+        assert not engine._stops(sequence)
+    sequence.tokens.append(ids[-1])
+    assert engine._stops(sequence)
+
+
+def byte_tokenizer(kind: str) -> Any:
+    """One token a byte, decoded as Llama's tokenizers do (a run of bytes as one) or as GPT-2's do."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if kind == "bytes in a run":
+        vocabulary = {"<unk>": 256} | {f"<0x{i:02X}>": i for i in range(256)}
+        tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    else:
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(alphabet))}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def reference_logits(model: Any, completion: Completion) -> torch.Tensor:

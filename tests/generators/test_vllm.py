@@ -302,6 +302,26 @@ def test_what_waits_in_vllm_is_not_drained(small: Any) -> None:
     engine.abort(12)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_hold_nan_fail_each_request_and_not_the_engine(small: Any, temperature: float) -> None:
+    """And where they are whole again, so are completions."""
+
+    def fill(worker: Any, value: float) -> None:
+        with torch.no_grad():
+            worker.model_runner.model.model.norm.weight.fill_(value)
+
+    for value, key in ((1.0, "before"), (torch.nan, "during"), (1.0, "after")):
+        small._llm.collective_rpc(fill, args=(value,))
+        small.submit(key, [5, 6, 7], Sampling(temperature, max_tokens=4))
+        outcomes = dict(small.step())
+        while small.busy:
+            outcomes |= dict(small.step())
+        if key == "during":
+            assert isinstance(outcomes[key], GenerationError) and "logits are not finite" in str(outcomes[key])
+        else:
+            assert len(outcomes[key].token_ids) == 4 and not small.busy
+
+
 def test_a_preempted_sequence_keeps_its_tokens(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the model runner forgets it until it is resumed, as vLLM's second one does, too."""
     from slipstream.generators import vllm_worker

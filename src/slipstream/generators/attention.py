@@ -55,6 +55,11 @@ class SlotCache:
                 new[:, :, : old.shape[2]] = old
                 tensors[layer] = new
 
+    def clear_slot(self, slot: int) -> None:
+        """Set all keys and values of one slot to zero."""
+        for tensor in (*self.keys, *self.values):
+            tensor[slot] = 0
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
         for tensor in (*self.keys, *self.values):

@@ -39,6 +39,14 @@ class EngineFailed(RuntimeError):
     """An engine that can't go on. What it was asked for might be served well by another."""
 
 
+def refused_logits(position: int) -> GenerationError:
+    """The failure of a request for which the model's logits are no distribution at token `position`, from 1."""
+    return GenerationError(
+        f"the model's logits are not finite at token {position} of the completion, so no token can be drawn; check "
+        "the weights for NaN or infinities"
+    )
+
+
 def refuse_prompt(prompt: Sequence[int], context: int, vocabulary: int) -> None:
     """Raise `GenerationError` for a prompt that no engine of this context and vocabulary can serve."""
     if not prompt:

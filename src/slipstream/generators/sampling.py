@@ -22,7 +22,11 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class Drawn:
-    """Per row: the token, its log-probability under the distribution drawn from, and the tokens kept by top-k/top-p."""
+    """Per row: the token, its log-probability under the distribution drawn from, and the tokens kept by top-k/top-p.
+
+    A row whose logits are no distribution (a NaN, +inf, or -inf alone) has a log-probability that is not finite, and
+    an arbitrary token of the vocabulary.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -63,7 +67,7 @@ class Sampler:
         chosen = logprobs.gather(-1, tokens)
         if self._any_greedy:
             tokens = torch.where(self._greedy, logits.argmax(-1, keepdim=True), tokens)
-            chosen = torch.where(self._greedy, 0.0, chosen)
+            chosen = torch.where(self._greedy & chosen.isfinite(), 0.0, chosen)
         return Drawn(tokens[:, 0].tolist(), chosen[:, 0].tolist(), kept)
 
 
@@ -71,21 +75,23 @@ def invert(probabilities: Tensor, u: Tensor) -> Tensor:
     """The token `[rows, 1]` at which the cumulative probability passes `u` `[rows, 1]`, a number in [0, 1).
 
     Large vocabularies are searched in two steps, first for a block of tokens and then inside it, which spares the
-    cumulative sum over all of them. Sums are float64; a token of probability 0 is never chosen.
+    cumulative sum over all of them. Sums are float64; a token of probability 0 is never chosen. Rows with NaN get an
+    arbitrary token of the vocabulary.
     """
     vocabulary = probabilities.shape[-1]
     if vocabulary <= 8 * BLOCK:
         mass = probabilities.cumsum(-1, dtype=torch.float64)
-        return torch.searchsorted(mass, u * mass[:, -1:], right=True)
+        return torch.searchsorted(mass, u * mass[:, -1:], right=True).clamp(max=vocabulary - 1)
     blocks = pad(probabilities, (0, -vocabulary % BLOCK)).view(len(probabilities), -1, BLOCK)
     sums = blocks.sum(-1).double()
     mass = sums.cumsum(-1)
     target = u * mass[:, -1:]
-    block = torch.searchsorted(mass, target, right=True)
+    block = torch.searchsorted(mass, target, right=True).clamp(max=blocks.shape[1] - 1)
     rest = (target - (mass - sums).gather(-1, block)) / sums.gather(-1, block)
     inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1, dtype=torch.float64)
     rest = rest.clamp(0, 1 - 2.0**-48)
-    return block * BLOCK + torch.searchsorted(inside, rest * inside[:, -1:], right=True)
+    found = block * BLOCK + torch.searchsorted(inside, rest * inside[:, -1:], right=True)
+    return found.clamp(max=vocabulary - 1)
 
 
 def truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

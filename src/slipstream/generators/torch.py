@@ -8,6 +8,7 @@ What becomes of a sequence that outlives a swap is the caller's choice, swap by 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
-from slipstream.generators.base import EngineFailed, GenerationError, Interruption, refuse_prompt
+from slipstream.generators.base import EngineFailed, GenerationError, Interruption, refuse_prompt, refused_logits
 from slipstream.generators.sampling import Sampler
 from slipstream.models import end_of_sequence
 from slipstream.rollout import Completion, Sampling, spans_of
@@ -28,6 +29,7 @@ from slipstream.sync.single_copy import lend
 
 SERVED = ("gemma3_text", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe")
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+REPLACEMENT = "\ufffd"  # of bytes that are no character
 PROMPT_TOKENS = 4096  # padded prompt tokens in one pass: bounds how long running sequences wait for joining ones
 
 
@@ -40,6 +42,7 @@ class _Sequence:
     sampling: Sampling
     stop_tokens: frozenset[int]
     limit: int
+    stop_bytes: int = 0  # of the longest stop string
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -128,7 +131,8 @@ class Engine:
             raise GenerationError("record_experts: this model has no experts")
         stop_tokens = frozenset(sampling.stop_tokens) | self._eos
         limit = min(sampling.max_tokens, self.context - len(prompt))
-        self._queue.append(_Sequence(key, prompt, sampling, stop_tokens, limit))
+        stop_bytes = max((len(stop.encode(errors="surrogatepass")) for stop in sampling.stop_strings), default=0)
+        self._queue.append(_Sequence(key, prompt, sampling, stop_tokens, limit, stop_bytes))
 
     def abort(self, key: Hashable) -> None:
         """Forget a request; unknown keys are ignored, since it may just have finished."""
@@ -178,8 +182,8 @@ class Engine:
         self._running = []
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[Hashable, Completion]]:
-        """One forward pass, none while asleep: a token for all that run and join. Returns what finished."""
+    def step(self) -> list[tuple[Hashable, Completion | GenerationError]]:
+        """One forward pass, none while asleep: a token for all that run and join. Returns what finished or failed."""
         if self.asleep:
             return []
         began = time.perf_counter()
@@ -198,7 +202,7 @@ class Engine:
         if any(s.sampling.record_experts for s in self._running):
             self._record_experts(joining)
         self._draw(logits)
-        finished = [(s.key, self._completion(s)) for s in self._running if s.finish not in (None, "abort")]
+        finished = [(s.key, self._outcome(s)) for s in self._running if s.finish not in (None, "abort")]
         self.tokens_generated += len(self._running)
         self.busy_seconds += time.perf_counter() - began
         return finished
@@ -249,7 +253,8 @@ class Engine:
                 source += earlier
                 slot += [taken] * len(earlier)
                 place += range(len(earlier))
-            gather.append([*earlier, *[0] * (longest - len(earlier))])
+            padding = earlier[0] if earlier else 0  # its own: a masked NaN of another sequence would still reach it
+            gather.append([*earlier, *[padding] * (longest - len(earlier))])
             scatter += range(index * longest, index * longest + len(earlier))
         self._cache.reserve(max(lengths))
         self._positions = self._ids(positions)
@@ -269,6 +274,9 @@ class Engine:
         drawn = self._sampler.draw(logits, np.array([len(s.tokens) for s in self._running], dtype=np.uint64))
         for i, sequence in enumerate(self._running):
             token = drawn.tokens[i]
+            if not math.isfinite(drawn.logprobs[i]):
+                sequence.finish = sequence.finish or "failed"
+                self._cache.clear_slot(i)  # a masked NaN would still reach the slot's next sequence
             sequence.tokens.append(token)
             sequence.logprobs.append(drawn.logprobs[i])
             sequence.versions.append(self.version)
@@ -281,11 +289,20 @@ class Engine:
                     sequence.finish = "length"
 
     def _stops(self, sequence: _Sequence) -> bool:
-        """Whether the newest token completes a stop string. A token may end in the middle of a character or string."""
-        stops = sequence.sampling.stop_strings
-        tail = sequence.tokens[-(max(map(len, stops)) + 4) :]
-        text = self._tokenizer.decode(tail)
-        return any(stop in text for stop in stops)
+        """Whether the newest token completes a stop string.
+
+        A token is at least one byte, so that many tokens spell the longest string. The tail must start where a
+        character starts, and a character has at most 4 bytes: tokenizers that spell characters in byte tokens decode a
+        run of them to nothing but replacement characters if its first one is incomplete.
+        """
+        first = len(sequence.tokens) - sequence.stop_bytes - len(REPLACEMENT.encode())
+        for start in range(first, first - 4, -1):
+            text = self._tokenizer.decode(sequence.tokens[max(0, start) :])
+            if any(stop in text for stop in sequence.sampling.stop_strings):
+                return True
+            if start <= 0 or REPLACEMENT not in text:
+                return False
+        return False
 
     def _record_experts(self, joining: dict[tuple[int, ...], list[int]]) -> None:
         """Keep which experts each layer chose for every token of this pass, for the sequences that ask.
@@ -304,8 +321,10 @@ class Engine:
             if sequence.sampling.record_experts:
                 sequence.experts.append(routes[slot : slot + 1])
 
-    def _completion(self, sequence: _Sequence) -> Completion:
+    def _outcome(self, sequence: _Sequence) -> Completion | GenerationError:
         sampling = sequence.sampling
+        if sequence.finish == "failed":
+            return refused_logits(len(sequence.tokens))
         return Completion(
             prompt_ids=sequence.prompt,
             token_ids=tuple(sequence.tokens),
@@ -359,9 +378,12 @@ class TorchGenerator:
                     if not future.done():
                         future.set_exception(EngineFailed(f"the engine failed: {error}"))
                 return
-            for key, completion in finished:
+            for key, outcome in finished:
                 if key in self._waiting and not self._waiting[key].done():
-                    self._waiting[key].set_result(completion)
+                    if isinstance(outcome, GenerationError):
+                        self._waiting[key].set_exception(outcome)
+                    else:
+                        self._waiting[key].set_result(outcome)
             await asyncio.sleep(0)
 
 

@@ -157,9 +157,8 @@ class VllmEngine:
         if self._unsettled:  # asked after the step, whose tokens would have to wait for the answer
             self._late += finished
             finished = self._settle()
-        completions = [(request.key, _completion(request, output.outputs[0])) for request, output in finished]
-        self.tokens_generated += sum(len(completion.token_ids) for _, completion in completions)
-        return [*refused, *completions]
+        self.tokens_generated += sum(len(output.outputs[0].token_ids) for _, output in finished)
+        return [*refused, *((request.key, _outcome(request, output.outputs[0])) for request, output in finished)]
 
     def swap(self, version: int, apply: Callable[[], Counts], how: Interruption = "continue") -> float:
         """Replace the weights under the running sequences by calling `apply`; what it returns tells later how many
@@ -405,6 +404,13 @@ def _refuse_options(options: dict[str, Any]) -> None:
     ):
         if (given := options.get(name, fits)) != fits:
             raise ConfigError(f"generator.options.{name} = {given!r} {why}; leave it out")
+
+
+def _outcome(request: _Request, output: Any) -> Completion | GenerationError:
+    try:
+        return _completion(request, output)
+    except GenerationError as error:
+        return error
 
 
 def _completion(request: _Request, output: Any) -> Completion:

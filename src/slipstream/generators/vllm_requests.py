@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from slipstream.generators.base import GenerationError, Interruption, refuse_prompt
+from slipstream.generators.base import GenerationError, Interruption, refuse_prompt, refused_logits
 from slipstream.rollout import Completion, Sampling, VersionSpan
 
 CLAIM = 30.0  # seconds for which a server is a run's that says nothing
@@ -70,7 +71,13 @@ class VllmRequest:
         kept: Iterable[Sequence[int]],
         experts: Any = None,
     ) -> Completion:
-        """The completion that these tokens are, each with the version that drew it."""
+        """The completion that these tokens are, each with the version that drew it.
+
+        Raises `GenerationError` if a log-probability is not finite: the token was drawn from no distribution.
+        """
+        logprobs = tuple(logprobs)
+        if broken := next((i for i, logprob in enumerate(logprobs, 1) if not math.isfinite(logprob)), 0):
+            raise refused_logits(broken)
         starts = [(min(start, len(tokens)), version) for start, version in self.starts]
         ends = [*(start for start, _ in starts[1:]), len(tokens)]
         spans = [VersionSpan(v, start, end) for (start, v), end in zip(starts, ends, strict=True) if start < end]
@@ -78,7 +85,7 @@ class VllmRequest:
         return Completion(
             prompt_ids=self.prompt,
             token_ids=tuple(tokens),
-            logprobs=(0.0,) * len(tokens) if greedy else tuple(logprobs),
+            logprobs=(0.0,) * len(tokens) if greedy else logprobs,
             spans=tuple(spans),
             finish_reason=finish_reason,
             temperature=self.sampling.temperature,
