@@ -67,7 +67,16 @@ class EnvironmentConfig(Section):
     )
     options: dict[str, Any] = option({}, "Keyword arguments of the environment.")
     time_limit: float = option(
-        300.0, "Seconds that one rollout may take, generation included, but not the time that engines sleep.", gt=0
+        300.0,
+        "Seconds that one rollout may take, generation included, but not the time that engines sleep or that it waits "
+        "for a slot of an engine.",
+        gt=0,
+    )
+    max_concurrent: int = option(
+        0,
+        "Most episodes in flight; others wait to begin, outside of their time limit. 0 means twice the slots of all "
+        "engines, and no bound with loop.max_lag = 0, where a bound makes results depend on timing.",
+        ge=0,
     )
     turns: int = option(0, "Replies of the policy after which a conversation ends; 0: no limit.", ge=0)
     tokens: int = option(0, "Tokens drawn after which a conversation ends; 0: no limit.", ge=0)

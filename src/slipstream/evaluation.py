@@ -14,7 +14,7 @@ import torch
 from slipstream.config import Config
 from slipstream.environments.base import Codec, Environment, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import RolloutFailed, Scoring, attempt, episode_limits
+from slipstream.environments.guard import RolloutFailed, Scoring, attempt, episode_limits, episode_places
 from slipstream.environments.load import load_environment
 from slipstream.generators.base import Generator
 from slipstream.generators.torch import Engine, TorchGenerator
@@ -33,8 +33,11 @@ async def evaluate(
     codec: Codec,
     endpoint: Endpoint | None = None,
     scoring: Scoring | None = None,
+    places: asyncio.Semaphore | None = None,
 ) -> dict[str, Any]:
-    """Play `evaluation.tasks` held-out tasks once each, and have them scored. `score` is the mean of the metric
+    """Play `evaluation.tasks` held-out tasks once each, and have them scored. `places` bound episodes in flight.
+
+    `score` is the mean of the metric
     "correct" where the environment reports one, else of the reward; a failed episode counts as 0. `versions` are the
     oldest and newest weights that drew a token of it."""
     began = time.perf_counter()
@@ -46,7 +49,7 @@ async def evaluate(
         seed = f"{config.loop.seed}/evaluation/{task.id}"
         policy = Policy(generator, codec, _sampling(config), seed, endpoint, limits)
         with contextlib.suppress(RolloutFailed):
-            return await attempt(environment, task, policy, config.environment.time_limit, scoring)
+            return await attempt(environment, task, policy, config.environment.time_limit, scoring, places)
         return None
 
     played = await asyncio.gather(*(one(task) for task in tasks))
@@ -90,7 +93,8 @@ async def evaluate_model(config: Config) -> dict[str, Any]:
     try:
         if scoring:
             await scoring.start()
-        return await evaluate(config, environment, generator, codec, endpoint, scoring)
+        places = episode_places(config, config.generator.slots)
+        return await evaluate(config, environment, generator, codec, endpoint, scoring, places)
     finally:
         if scoring:
             await scoring.close()

@@ -21,7 +21,7 @@ from slipstream.config import Config, ConfigError, load_config
 from slipstream.directory import RunDirectory, write_json
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt, episode_limits
+from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt, episode_limits, episode_places
 from slipstream.environments.load import load_environment
 from slipstream.evaluation import close_environment, evaluate
 from slipstream.heap import set_heap_aside
@@ -113,6 +113,7 @@ class Run:
         self.stopped: str | None = None
         self.scoring = make_scoring(config, self.codec, directory.path / "logs")
         self._started: Pools | None = None
+        self._places: asyncio.Semaphore | None = None  # for episodes in flight
         self._changed = asyncio.Event()
         self._groups: set[asyncio.Task[None]] = set()
         self._evaluation: asyncio.Task[None] | None = None
@@ -188,7 +189,7 @@ class Run:
         limits = episode_limits(options)
         policy = Policy(self.pools.generator, self.codec, self._sampling(), seed, self.endpoint, limits)
         try:
-            rollouts = await attempt(self.environment, task, policy, options.time_limit, self.scoring)
+            rollouts = await attempt(self.environment, task, policy, options.time_limit, self.scoring, self._places)
         except RolloutFailed as failure:
             if dead := self.pools.generator.dead:  # whatever the environment made of it
                 raise dead from None
@@ -338,7 +339,7 @@ class Run:
             return
         step = self.state.step
         result = await evaluate(
-            self.config, self.environment, self.pools.generator, self.codec, self.endpoint, self.scoring
+            self.config, self.environment, self.pools.generator, self.codec, self.endpoint, self.scoring, self._places
         )
         if dead := self.pools.generator.dead:  # a score of what was not drawn is none
             raise dead
@@ -387,6 +388,7 @@ class Run:
     async def _start_pools(self) -> None:
         starting = Pools.start(self.config, self.directory.path)
         self._started = await told_of(starting, self.progress.note, self.directory.path / "logs")
+        self._places = episode_places(self.config, self.pools.generator.slots)
 
     async def _restore(self, path: Path) -> None:
         try:

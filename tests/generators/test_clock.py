@@ -1,17 +1,21 @@
-"""While engines sleep, no time passes for episodes. The loop of these tests waits for nothing: it leaps in time."""
+"""While engines sleep, and while a request waits for a slot, no time passes for its episode. The loop of these tests
+waits for nothing: it leaps in time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slipstream.config import load_config
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.conversation import Limits
-from slipstream.environments.guard import RolloutFailed, attempt
+from slipstream.environments.guard import RolloutFailed, attempt, episode_places
+from slipstream.generators.torch import TorchGenerator
 from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.turns import Turns
@@ -58,7 +62,7 @@ class Engine(ProcessGenerator):
         done.set_result(None)
         return done
 
-    async def generate(self, prompt_ids: Any, sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Any, sampling: Sampling, clock: Any = None) -> Completion:
         drawn = 0.0
         while drawn < self._seconds:
             await asyncio.sleep(0.1)
@@ -106,3 +110,131 @@ def test_time_awake_does(sleeps: float, monkeypatch: pytest.MonkeyPatch) -> None
     assert run(monkeypatch, episode(5.0, sleeps, conversation=0)) == "time limit"
     rollout = run(monkeypatch, episode(2.5, sleeps, conversation=6.0))
     assert rollout.metrics["ended"] == 1 and 0 < rollout.reward < 3
+
+
+SLOTS, SECONDS = 2, 0.3  # of an engine that is asked for far more than it can draw in the time limit of an episode
+
+
+class Crowded:
+    """An engine of `SLOTS` slots, in this process or behind an actor, that draws a token in `SECONDS` and admits
+    requests in order of arrival."""
+
+    dead, name, slots = None, "engine", SLOTS
+
+    def __init__(self) -> None:
+        self.queue: deque[Any] = deque()
+        self.began: list[float] = []
+
+    def submit(self, key: Any, prompt: Any, sampling: Sampling) -> None:
+        self.queue.append(key)
+
+    def abort(self, key: Any) -> None:
+        self.queue = deque(k for k in self.queue if k != key)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue)
+
+    def step(self) -> list[tuple[Any, Completion]]:
+        loop: Any = asyncio.get_running_loop()
+        loop.now += SECONDS
+        keys = [self.queue.popleft() for _ in range(min(SLOTS, len(self.queue)))]
+        return [(key, Completion((1,), (5,), (0.0,), (VersionSpan(0, 0, 1),), "length")) for key in keys]
+
+    def call(self, method: str, key: Any, prompt: Any, sampling: Sampling) -> asyncio.Future[Any]:
+        """As an actor: all that was drawn arrives in the next turn of the loop."""
+        loop = asyncio.get_running_loop()
+        told = loop.create_future()
+        self.queue.append(key)
+        turns = (len(self.queue) + SLOTS - 1) // SLOTS
+        loop.call_at(turns * SECONDS, lambda: told.done() or told.set_result(self._one()))
+        return told
+
+    def post(self, method: str, *arguments: Any) -> None: ...
+
+    def _one(self) -> Completion:
+        return Completion((1,), (5,), (0.0,), (VersionSpan(0, 0, 1),), "length")
+
+
+class Says:
+    """One reply in a conversation, the number of which is the metric `turns`."""
+
+    train = test = ()
+
+    def __init__(self) -> None:
+        self.at_once = self.most = 0
+
+    async def rollout(self, task: Task, policy: Policy) -> Rollout:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        try:
+            await policy.conversation().ask("and?")
+            return policy.rollout(1.0)
+        finally:
+            self.at_once -= 1
+
+
+def in_a_process() -> Any:
+    engine: Any = Crowded()
+    return GeneratorPool([ProcessGenerator(engine, slots=SLOTS)])
+
+
+def here() -> Any:
+    engine: Any = Crowded()
+    return TorchGenerator(engine)
+
+
+@pytest.mark.parametrize("engine", [in_a_process, here])
+@pytest.mark.parametrize("bound", [None, 4])
+def test_time_in_the_queue_of_an_engine_counts_for_no_limit(
+    engine: Callable[[], Any], bound: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen episodes of 0.3 s at two slots take 2.4 s, and each of them far less than its limit of 1 s."""
+    environment, count = Says(), 16
+
+    async def play() -> list[Any]:
+        generator, codec = engine(), Codec(build_tokenizer())
+        places = asyncio.Semaphore(bound) if bound else None
+        limits = Limits(seconds=0.9)
+        policies = [Policy(generator, codec, Sampling(), str(i), limits=limits) for i in range(count)]
+        one = (attempt(environment, Task(p.secret, "hi"), p, 1.0, places=places) for p in policies)
+        return await asyncio.gather(*one, return_exceptions=True)
+
+    played = run(monkeypatch, play())
+    assert [getattr(p, "reason", "played") for p in played] == ["played"] * count
+    assert {rollout.metrics["turns"] for (rollout,) in played} == {1.0}, "a conversation ended in the queue"
+    assert environment.most == (bound or count)
+
+
+def test_time_in_a_slot_does_and_a_drain_is_a_wait_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(drains: bool) -> str:
+        engine: Any = Crowded()
+        engine.queue.extend(range(20))  # of somebody else, whom this pool does not know of
+        generator = ProcessGenerator(engine, slots=SLOTS)
+        policy = Policy(GeneratorPool([generator]), Codec(build_tokenizer()), Sampling(), "0")
+        try:
+            playing = asyncio.ensure_future(attempt(Says(), Task("0", "hi"), policy, 1.0))
+            if drains:
+                with generator.slots.closed():
+                    ended, _ = await asyncio.wait([playing], timeout=2.9)
+                    assert not ended
+            await playing
+            return "played"
+        except RolloutFailed as failed:
+            return failed.reason
+
+    assert run(monkeypatch, play(drains=False)) == "time limit"
+    assert run(monkeypatch, play(drains=True)) == "played"
+
+
+def test_episodes_in_flight_are_twice_the_slots_and_whole_waves_where_a_run_is_reproducible() -> None:
+    def most(slots: int, *flags: str) -> int | None:
+        config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])
+        places = episode_places(config, slots)
+        return places and places._value
+
+    assert most(64) == 128 and most(64, "--environment.max_concurrent=9") == 9
+    assert most(0) is None, "of servers whose slots are not known"
+    assert most(1) == 8, "a group begins together"
+    assert most(64, "--loop.max_lag=0") is None
+    assert most(64, "--loop.max_lag=0", "--environment.max_concurrent=9") == 9

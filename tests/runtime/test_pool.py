@@ -26,7 +26,7 @@ class Fake:
         self.dead: ActorDied | None = None
         self.go = asyncio.Event()
 
-    async def generate(self, prompt_ids: Any, sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Any, sampling: Sampling, clock: Any = None) -> Completion:
         self.seen.append(tuple(prompt_ids))
         self.outstanding += 1
         await self.go.wait()
@@ -43,7 +43,7 @@ class Timed:
         self.actor, self.dead, self.number, self.outstanding, self._draw = self, None, number, 0, draw
         self.most = 0
 
-    async def generate(self, prompt_ids: Any, sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Any, sampling: Sampling, clock: Any = None) -> Completion:
         self.outstanding += 1
         self.most = max(self.most, self.outstanding)
         for _ in range(self._draw.randint(10, 40)):

@@ -405,7 +405,7 @@ def test_options_that_exclude_each_other_are_refused(more: dict[str, Any], named
 
 FACTS = {
     "logprobs_mode": "processed_logprobs", "dtype": "float32", "context": 64, "vocabulary": VOCABULARY, "eos": [1],
-    "replicas": 1, "counts": True, "max_logprobs": 20, "sizes": sizes_of(build_model().config),
+    "replicas": 1, "counts": True, "max_logprobs": 20, "slots": 16, "sizes": sizes_of(build_model().config),
 }  # fmt: skip
 Answer = Callable[[dict[str, Any]], Awaitable[Any]]
 

@@ -160,7 +160,7 @@ class Policy:
         self._drawn = itertools.count()
         self._endpoint = endpoint
         self._limits = limits
-        self.clock = getattr(generator, "clock", None) or Clock()  # of generators that sleep at times
+        self.clock: Clock = getattr(self._generator, "clock", None) or Clock()  # the episode's
         self._deadline = self.clock.time() + limits.seconds if limits.seconds else math.inf
         self.secret = secrets.token_urlsafe(16)
         self.refused = ""  # what its URL said last where it gave no completion

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import dataclasses
 import math
 import signal
 import threading
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import FrameType
 from typing import Any
 
-from slipstream.config import ConfigError, EnvironmentConfig
+from slipstream.config import Config, ConfigError, EnvironmentConfig
 from slipstream.environments.base import Environment, Policy, Task, play
 from slipstream.environments.conversation import Limits
 from slipstream.environments.scoring import ScoringError
+from slipstream.generators.clock import Clock
 from slipstream.rollout import Rollout
 
 CONVERSATION_SHARE = 0.9  # of an episode's time limit
@@ -44,18 +46,35 @@ def episode_limits(config: EnvironmentConfig) -> Limits:
     return Limits(config.turns, config.tokens, config.time_limit * CONVERSATION_SHARE)
 
 
+def episode_places(config: Config, slots: int) -> asyncio.Semaphore | None:
+    """Places for episodes in flight, by default twice as many as the engines have `slots` (0: unknown); None is no
+    bound.
+
+    By default a synchronous run has no bound. It begins a whole wave at once, so that the order in which requests reach
+    the engine does not depend on when other episodes end.
+    """
+    auto = 0 if config.loop.max_lag == 0 or not slots else max(2 * slots, config.loop.group_size)
+    count = config.environment.max_concurrent or auto
+    return asyncio.Semaphore(count) if count else None
+
+
 async def attempt(
-    environment: Environment, task: Task, policy: Policy, time_limit: float, scoring: Scoring | None = None
+    environment: Environment,
+    task: Task,
+    policy: Policy,
+    time_limit: float,
+    scoring: Scoring | None = None,
+    places: asyncio.Semaphore | None = None,
 ) -> tuple[Rollout, ...]:
     """Play one episode, end it, and have it scored: one rollout, or one of each role.
 
     Raises `RolloutFailed` for an exception, a hang, or a reward that is no finite number; a `ConfigError`, such as a
     package that is missing, is the run's, since no other episode would do better. `time_limit` is in seconds of the
-    policy's clock; `scoring` has a clock of its own.
+    policy's clock, which begins when there is one of the `places` for the episode; `scoring` has a clock of its own.
     """
     token = _in_episode.set(True)
     try:
-        async with policy.clock.timeout(time_limit) as clock:
+        async with _place(places, policy.clock), policy.clock.timeout(time_limit) as clock:
             rollouts = await play(environment, task, policy, unrewarded=scoring is not None)
         policy.end()
         if not all(rollout.completions for rollout in rollouts):
@@ -82,6 +101,20 @@ async def attempt(
     finally:
         policy.end()
         _in_episode.reset(token)
+
+
+@contextlib.asynccontextmanager
+async def _place(places: asyncio.Semaphore | None, clock: Clock) -> AsyncIterator[None]:
+    """One of the places, if they are bounded; the clock is stopped until it is had."""
+    if places is None:
+        yield
+        return
+    with clock.paused():
+        await places.acquire()
+    try:
+        yield
+    finally:
+        places.release()
 
 
 def _sound(rollout: Rollout) -> Rollout:

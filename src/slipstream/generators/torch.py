@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
 from slipstream.generators.base import EngineFailed, GenerationError, Interruption, refuse_prompt, refused_logits
+from slipstream.generators.clock import Clock, Slots
 from slipstream.generators.sampling import Sampler
 from slipstream.models import end_of_sequence
 from slipstream.rollout import Completion, Sampling, spans_of
@@ -342,6 +343,7 @@ class TorchGenerator:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._slots = Slots(engine.slots)
         self._waiting: dict[Hashable, asyncio.Future[Completion]] = {}
         self._stepping: asyncio.Task[None] | None = None
         self._keys = 0
@@ -350,7 +352,12 @@ class TorchGenerator:
     def version(self) -> int:
         return self.engine.version
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    def session(self) -> TorchSession:
+        """For the requests of one episode."""
+        return TorchSession(self)
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, clock: Clock | None = None) -> Completion:
+        """As `Generator.generate`. The episode's `clock` is stopped while the request waits for a slot."""
         self._keys += 1
         key = self._keys
         self.engine.submit(key, prompt_ids, sampling)
@@ -358,7 +365,8 @@ class TorchGenerator:
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._step())
         try:
-            completion: Completion = await future
+            with self._slots.request(clock or Clock()):
+                completion: Completion = await future
             return completion
         finally:
             self._waiting.pop(key, None)
@@ -385,6 +393,18 @@ class TorchGenerator:
                     else:
                         self._waiting[key].set_result(outcome)
             await asyncio.sleep(0)
+
+
+class TorchSession:
+    """A `TorchGenerator` as one episode sees it, with the episode's clock."""
+
+    def __init__(self, generator: TorchGenerator) -> None:
+        self.clock = Clock()
+        self._generator = generator
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """As `Generator.generate`."""
+        return await self._generator.generate(prompt_ids, sampling, self.clock)
 
 
 def refuse_unserved(config: Any) -> None:

@@ -138,6 +138,7 @@ class WorkerExtension:
             "eos": sorted(end_of_sequence(generation_config(model.model), model.hf_config)),
             "replicas": parallel.data_parallel_size * parallel.pipeline_parallel_size,
             "counts": counts_tokens(self.model_runner),
+            "slots": self.vllm_config.scheduler_config.max_num_seqs,
         }
 
     def slipstream_claim(self, run: str, address: str, anew: bool) -> str | None:

@@ -122,7 +122,7 @@ async def start_generators(
         run = uuid4().hex
         servers = [Server(url, config, run) for url in config.generator.servers]
         await _start(servers, [server.start() for server in servers])
-        return GeneratorPool([ProcessGenerator(server, server.ranks) for server in servers])
+        return GeneratorPool([ProcessGenerator(server, server.ranks, slots=server.slots) for server in servers])
     kind = service or SERVICES.get(config.generator.kind, config.generator.kind)
 
     locks = locks or GpuLocks()
@@ -140,8 +140,9 @@ async def start_generators(
     begun = [begin(number, config) for number in range(len(placement.generators))]
     await _start([actor for actor, _ in begun], [start() for _, start in begun])
     ranks, idle = config.generator.tensor_parallel, IDLE if config.generator.kind in SERVICES else 0.0
+    slots: int = config.generator.options.get("max_num_seqs", config.generator.slots)
     return GeneratorPool([
-        ProcessGenerator(actor, ranks, partial(begin, number), idle) for number, (actor, _) in enumerate(begun)
+        ProcessGenerator(actor, ranks, partial(begin, number), idle, slots) for number, (actor, _) in enumerate(begun)
     ])  # fmt: skip
 
 

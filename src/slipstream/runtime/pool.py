@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from slipstream.actor import Actor, ActorDied, ActorError, went_well
 from slipstream.config import Config
 from slipstream.generators.base import ContextFull, GenerationError
-from slipstream.generators.clock import Clock
+from slipstream.generators.clock import Clock, Slots
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.servers import Server
 
@@ -33,11 +33,20 @@ Begin = Callable[[Config], tuple[Actor, Start]]
 class ProcessGenerator:
     """An engine in a process of its own or a server, as a `Generator`. `ranks` of its processes hold weights, and
     `begin` starts another in its place. While a version is `doubted`, what it draws is kept back. None of its processes
-    uses more than `idle` of a processor while it stands still."""
+    uses more than `idle` of a processor while it stands still. It decodes as many sequences at once as it has `slots`
+    (0: unknown)."""
 
-    def __init__(self, actor: Actor | Server, ranks: int = 1, begin: Begin | None = None, idle: float = IDLE) -> None:
+    def __init__(
+        self,
+        actor: Actor | Server,
+        ranks: int = 1,
+        begin: Begin | None = None,
+        idle: float = IDLE,
+        slots: int = 0,
+    ) -> None:
         self.actor = actor
         self.ranks = ranks
+        self.slots = Slots(slots)
         self._begin, self._idle = begin, idle
         self._before: dict[str, float] = {}  # totals of those that were in this one's place
         self.outstanding = 0
@@ -51,11 +60,14 @@ class ProcessGenerator:
         self._judged = asyncio.Event()
         self.totals: dict[str, float] = {"tokens": 0, "busy": 0.0}
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, clock: Clock | None = None) -> Completion:
+        """As `Generator.generate`. The episode's `clock` is stopped while the request waits for a slot."""
         self.outstanding += 1
         key, actor = next(self._keys), self.actor
         try:
-            completion: Completion = await self._draw(actor.call("generate", key, tuple(prompt_ids), sampling))
+            call: Awaitable[Completion] = actor.call("generate", key, tuple(prompt_ids), sampling)
+            with self.slots.request(clock or Clock()):
+                completion = await self._draw(call)
             while any(span.version == self.doubted for span in completion.spans):
                 await self._judged.wait()
                 if actor.dead:
@@ -185,6 +197,7 @@ class Session:
     """
 
     def __init__(self, pool: GeneratorPool) -> None:
+        self.clock = Clock(pool.clock)  # the episode's
         self._pool = pool
         self._home: ProcessGenerator | None = None
 
@@ -194,7 +207,7 @@ class Session:
             await self._pool.awake.wait()
             self._home = self._pool.choose(self._home)
             try:
-                return await self._home.generate(prompt_ids, sampling)
+                return await self._home.generate(prompt_ids, sampling, self.clock)
             except ActorDied:
                 if self._pool.dead:
                     raise
@@ -223,6 +236,12 @@ class GeneratorPool:
         """Generators are there again."""
         self.clock.go_on()
         self.awake.set()
+
+    @property
+    def slots(self) -> int:
+        """Sequences that all generators decode at once; 0 if that is unknown of one of them."""
+        counts = [g.slots.count for g in self.generators]
+        return sum(counts) if all(counts) else 0
 
     @property
     def living(self) -> list[ProcessGenerator]:

@@ -14,6 +14,7 @@ import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from slipstream.actor import Actor, ActorDied, ActorError, went_well
@@ -247,7 +248,8 @@ class WeightLink:
     async def _swap(self, generator: ProcessGenerator, version: int) -> float:
         hold: float
         generator.doubt(version)
-        hold, generator.totals = await generator.actor.call("swap", version)
+        with generator.slots.closed() if self._sync.interruption == "drain" else nullcontext():
+            hold, generator.totals = await generator.actor.call("swap", version)
         generator.version = version
         return hold
 

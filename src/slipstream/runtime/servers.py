@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import time
 from collections.abc import Collection, Coroutine, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ class Server:
 
     def __init__(self, url: str, config: Config, run: str = "") -> None:
         self.name = url.rstrip("/")
-        self.ranks = 0
+        self.ranks = self.slots = 0
         self.dead: ActorDied | None = None
         self._config = config
         self._http: Any = None
@@ -97,7 +98,7 @@ class Server:
             await self._ask("POST", "/resume")  # a run that was killed in the middle of a swap has left it paused
         except _Failed as failure:
             raise ConfigError(f"{failure}; see its log") from None
-        self._facts = facts[0]
+        self._facts, self.slots = facts[0], facts[0]["slots"]
         self._context: int = self._config.generator.context or facts[0]["context"]
         self._watching = asyncio.create_task(self._watch())
 
@@ -204,8 +205,8 @@ class Server:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        limit = self._config.environment.time_limit
-        asking = self._ask("POST", "/v1/completions", body | NO_PENALTIES, limit, {"X-Request-Id": request.name})
+        # It may wait for a slot first, and its episode has a time limit that leaves this out.
+        asking = self._ask("POST", "/v1/completions", body | NO_PENALTIES, math.inf, {"X-Request-Id": request.name})
         answer = asyncio.ensure_future(asking)
         answer.add_done_callback(went_well)  # raised below, if still wanted
         self._since = self._since if self._requests else time.perf_counter()
@@ -363,7 +364,7 @@ class Server:
         import aiohttp
 
         limit = min(limit or LIMIT, LAST) if self._silent else limit or LIMIT
-        timeout = aiohttp.ClientTimeout(total=limit, sock_connect=LIMIT / 3)
+        timeout = aiohttp.ClientTimeout(total=None if limit == math.inf else limit, sock_connect=LIMIT / 3)
         try:
             async with self._http.request(
                 method, self.name + path, json=body, timeout=timeout, headers=headers
