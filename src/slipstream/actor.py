@@ -27,12 +27,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.heap import set_heap_aside
+from slipstream.things import build, load_thing
 
 Reply = Callable[[Any], None]
 LOG_LINES = 15
@@ -330,7 +330,7 @@ def serve(connection: Line, only: str = "") -> None:
     try:
         if only and name != only:
             raise ValueError(f"{name} is asked for, and this process is there for {only} alone")
-        service: Service = imported(name)(*connection.loads(arguments))
+        service: Service = build(imported(name), connection.loads(arguments), ("busy", "handle", "tick", "close"))
     except Exception as error:
         answer(0, error)
         connection.send(replies)
@@ -371,11 +371,11 @@ def worded(error: BaseException) -> bool:
 
 
 def imported(name: str) -> Any:
-    """What "module:attribute" names. To look for garbage between imports would take a fifth of their time."""
-    module, _, attribute = name.partition(":")
+    """What "module:attribute" or "file.py:attribute" names, imported without garbage collection, which takes a fifth of
+    the time."""
     gc.disable()
     try:
-        return getattr(import_module(module), attribute)
+        return load_thing(name, "service")
     finally:
         gc.freeze()  # modules stay
         gc.enable()

@@ -152,7 +152,7 @@ class LoopConfig(Section):
 class GeneratorConfig(Section):
     """The generator pool."""
 
-    kind: str = option("torch", '"torch" (embedded), "vllm", or your own service as "module:Class".')
+    kind: str = option("torch", '"torch" (embedded), "vllm", or your own service as "module:Class" or "file.py:Class".')
     count: int = option(1, "Generators, each in its own process.", ge=1)
     servers: list[str] = option([], "URLs of vLLM servers that you started, to attach to instead (vllm).")
     tensor_parallel: int = option(1, "GPUs that one generator's weights are spread over (vllm).", ge=1)
@@ -190,7 +190,7 @@ class GeneratorConfig(Section):
 class TrainerConfig(Section):
     """The optimizer and its schedule."""
 
-    kind: str = option("pytorch", '"pytorch", or your own service as "module:Class".')
+    kind: str = option("pytorch", '"pytorch", or your own service as "module:Class" or "file.py:Class".')
     ranks: int = option(1, "Processes that train together, each with a GPU of its own.", ge=1)
     parallel: Literal["fsdp", "ddp", "tensor"] = option(
         "fsdp",
@@ -299,7 +299,7 @@ class SyncConfig(Section):
         "auto",
         '"auto" (by placement), "shared" (memory of this host), "single_copy" (of one GPU), "nccl" (broadcast beside '
         'the running engine), "nccl_direct" (by vLLM, held), "lora" (adapters alone), "checkpoint" (files), or '
-        '"module:Class".',
+        '"module:Class" or "file.py:Class".',
     )
     placement: Literal["disaggregated", "colocated"] = option(
         "disaggregated",
@@ -376,7 +376,9 @@ class Config(Section):
         ):
             if value not in known and ":" not in value:
                 names = ", ".join(f'"{k}"' for k in known)
-                raise ConfigError(f'{name} = "{value}" is unknown; give {names} or your own as "module:Class"')
+                raise ConfigError(
+                    f'{name} = "{value}" is unknown; give {names} or your own as "module:Class" or "file.py:Class"'
+                )
         if self.sync.link == "single_copy":
             needs: tuple[tuple[str, Any, Any], ...] = (
                 ("generator.count", self.generator.count, 1),

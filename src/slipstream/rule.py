@@ -19,7 +19,7 @@ from slipstream.algorithms import advantages, aggregation, corrections, losses
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config import Config, ConfigError, suggest
 from slipstream.rollout import Batch, Group, Rollout
-from slipstream.things import load_thing, one_line
+from slipstream.things import load_option, one_line
 
 ADVANTAGES = (advantages.group_mean, advantages.leave_one_out, advantages.pass_at_k, advantages.reward)
 LOSSES = (
@@ -124,10 +124,7 @@ def _choose(option: str, chosen: Mapping[str, Any], built_in: Sequence[Callable[
         raise ConfigError(f'{option} has no name; give {{ name = "{next(iter(known))}", ... }}')
     if name in RECIPES and name not in known:
         raise ConfigError(f"{option}: {name} is no single function here but {RECIPES[name]}")
-    try:
-        function = known.get(name) or load_thing(name, "function", list(known))
-    except Exception as error:
-        raise ConfigError(f"{option} = {json.dumps(name)} can't be loaded: {one_line(error)}") from None
+    function = known.get(name) or load_option(option, name, "function", list(known))
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

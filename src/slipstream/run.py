@@ -39,6 +39,7 @@ from slipstream.runtime.ranks import refuse_torchrun
 from slipstream.scoring.load import make_scoring
 from slipstream.scoring.teacher import Snapshots
 from slipstream.state import LoopState
+from slipstream.sync.link import find_link
 
 PROBES = 4
 FUTILE = 20  # steps' worth of groups without signal in a row that call for a warning
@@ -81,7 +82,9 @@ def _checked(config: Config) -> Config:
         check_path(config.algorithm.reference, "algorithm.reference")
     pick_device(config.generator.device, "generator.device")
     pick_device(config.trainer.device, "trainer.device")
-    return settled(config)
+    config = settled(config)
+    find_link(config.sync.link)
+    return config
 
 
 async def _run(config: Config, directory: RunDirectory, quiet: bool) -> dict[str, Any]:

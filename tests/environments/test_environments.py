@@ -215,7 +215,7 @@ def test_a_module_is_found_where_the_user_stands(users: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("gsm9k", {}, "environment.name = 'gsm9k' can't be loaded: no such environment .did you mean gsm8k"),
+        ("gsm9k", {}, "environment.name = .gsm9k. can't be loaded: no such environment .did you mean gsm8k"),
         ("nowhere.py:thing", {}, "there is no file"),
         ("no_such_module:thing", {}, "No module named 'no_such_module'"),
         ("USERS:nothing", {}, "has no attribute 'nothing'"),

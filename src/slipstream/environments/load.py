@@ -13,7 +13,7 @@ from slipstream.config import ConfigError, EnvironmentConfig, suggest
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.scoring import ScorerPool
 from slipstream.rollout import Rollout
-from slipstream.things import load_thing, one_line
+from slipstream.things import load_option
 
 BUILT_IN = {"addition": "slipstream.environments.addition:Addition", "gsm8k": "slipstream.environments.gsm8k:Gsm8k"}
 LIBRARIES = {  # their environments are named "library:environment"
@@ -27,11 +27,8 @@ REWARD_SHARE = 0.1  # of a rollout's time limit: whoever waits for a scorer behi
 def load_environment(config: EnvironmentConfig) -> Environment:
     """The environment that `config.name` names, with `config.options`. Raises `ConfigError`."""
     library, _, inside = config.name.partition(":")
-    try:
-        name = LIBRARIES.get(library) or BUILT_IN.get(config.name, config.name)
-        thing = load_thing(name, "environment", list(BUILT_IN))
-    except Exception as error:
-        raise ConfigError(f"environment.name = {config.name!r} can't be loaded: {one_line(error)}") from None
+    name = LIBRARIES.get(library) or BUILT_IN.get(config.name, config.name)
+    thing = load_option("environment.name", name, "environment", list(BUILT_IN))
     if inspect.isclass(thing):
         environment = _construct(thing, config, {"name": inside} if library in LIBRARIES else {})
     elif callable(thing) and not hasattr(thing, "rollout"):

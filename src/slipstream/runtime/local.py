@@ -92,7 +92,9 @@ class Pools:
             async with locks.hold(placement.trainer):
                 if config.sync.placement != "colocated":
                     free.set()
-                await _start([trainer], [trainer.start(kind, config, str(directory))])
+                await _start(
+                    [trainer], [trainer.start(kind, config, str(directory))], f'trainer.kind = "{config.trainer.kind}"'
+                )
             if config.sync.placement == "colocated":
                 await trainer.call("offload")
                 free.set()
@@ -138,7 +140,7 @@ async def start_generators(
         return actor, start
 
     begun = [begin(number, config) for number in range(len(placement.generators))]
-    await _start([actor for actor, _ in begun], [start() for _, start in begun])
+    await _start([actor for actor, _ in begun], [start() for _, start in begun], f'generator.kind = "{kind}"')
     ranks, idle = config.generator.tensor_parallel, IDLE if config.generator.kind in SERVICES else 0.0
     slots: int = config.generator.options.get("max_num_seqs", config.generator.slots)
     return GeneratorPool([
@@ -146,8 +148,10 @@ async def start_generators(
     ])  # fmt: skip
 
 
-async def _start(actors: Sequence[Actor | Ranks | Server], starts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Start all of these, or none of them."""
+async def _start(
+    actors: Sequence[Actor | Ranks | Server], starts: Sequence[Coroutine[Any, Any, None]], option: str = ""
+) -> None:
+    """Start all of these, whose service `option` names (for messages), or none of them."""
     starting = [asyncio.ensure_future(start) for start in starts]
     try:
         await asyncio.gather(*starting)
@@ -156,11 +160,13 @@ async def _start(actors: Sequence[Actor | Ranks | Server], starts: Sequence[Coro
             start.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
         await asyncio.gather(*(actor.stop(grace=0.5) for actor in actors))
-        raise _for_a_user(error) from None
+        raise _for_a_user(error, option) from None
 
 
-def _for_a_user(failure: BaseException) -> BaseException:
+def _for_a_user(failure: BaseException, option: str) -> BaseException:
     """What a process refused at start is the user's to mend: one line, no traceback."""
+    if isinstance(failure, ActorError) and failure.kind == "LoadError":
+        return ConfigError(f"{option} can't be loaded: {failure}")
     if isinstance(failure, ActorError) and failure.kind in ("ConfigError", "GenerationError", "ValueError", "OSError"):
         return ConfigError(str(failure))
     return failure

@@ -11,7 +11,7 @@ from slipstream.environments.base import Task
 from slipstream.environments.scoring import ScorerPool
 from slipstream.rollout import Rollout
 from slipstream.scoring.base import Scorer
-from slipstream.things import load_thing
+from slipstream.things import load_option
 
 PARAMETERS = ("rollout", "completion")
 
@@ -22,10 +22,7 @@ def own_scorer(config: Config) -> Scorer:
     A function takes (task, rollout) or (task, completion), the last one of the rollout. Raises `ConfigError`.
     """
     options = config.scoring
-    try:
-        thing = load_thing(options.kind)
-    except Exception as error:
-        raise ConfigError(f"scoring.kind = {options.kind!r} can't be loaded: {' '.join(str(error).split())}") from None
+    thing = load_option("scoring.kind", options.kind)
     if inspect.isclass(thing):
         return _made(thing, options.options, options.kind)
     if not inspect.isfunction(thing):

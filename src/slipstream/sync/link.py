@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import Config, ConfigError
+from slipstream.things import load_option
 
 Ticket = dict[str, Any]
 Parameters = Mapping[str, Tensor]  # whole, by name; of a trainer of several ranks each is gathered when it is read
@@ -108,15 +108,11 @@ class PublishStats:
 
 def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:
     """The two ends of the link named by `sync.link`. Raises `ConfigError`."""
-    module, _, attribute = LINKS.get(name, name).partition(":")
-    try:
-        link = getattr(import_module(module), attribute)
-        return link.Sender, link.Receiver
-    except (ImportError, AttributeError, ValueError) as error:
-        known = ", ".join(f'"{k}"' for k in LINKS)
-        raise ConfigError(
-            f'sync.link = "{name}" can\'t be used ({error}); give {known} or your own as "module:Class"'
-        ) from None
+    link = load_option("sync.link", LINKS.get(name, name), "link", list(LINKS))
+    for end in ("Sender", "Receiver"):
+        if not hasattr(link, end):
+            raise ConfigError(f'sync.link = "{name}" has no {end}; a link has a Sender and a Receiver')
+    return link.Sender, link.Receiver
 
 
 def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, list[int]]:

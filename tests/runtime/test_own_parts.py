@@ -1,0 +1,93 @@
+"""Parts of a user's own, named by a file or a module."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import ConfigError, load_config
+from slipstream.runtime.local import Pools
+from slipstream.sync.link import find_link
+
+PARTS = """
+from slipstream.runtime.generating import GeneratorService
+from slipstream.runtime.training import TrainerService
+from slipstream.sync.shared import Shared
+
+class Generator(GeneratorService): pass
+class Trainer(TrainerService): pass
+class Link(Shared): pass
+class Plain: pass
+class Hollow:
+    def __init__(self, *arguments): pass
+"""
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Path:
+    path = tmp_path / "parts.py"
+    path.write_text(PARTS)
+    return path
+
+
+def start(model: Path, directory: Path, **kinds: str) -> str:
+    """The link of a run with these kinds, once its processes have started and are connected."""
+    flags = [f"--{name.replace('_', '.')}={kind}" for name, kind in kinds.items()]
+
+    async def main() -> str:
+        config = load_config(None, [f"--model.path={model}", "--environment.name=addition", *flags])
+        pools = await Pools.start(config, directory)
+        try:
+            await pools.link.connect(0)
+            return str((await pools.link.publish(1)).version)
+        finally:
+            await pools.close()
+
+    return asyncio.run(main())
+
+
+def test_a_file_holds_generator_trainer_and_link(tiny: Path, parts: Path, tmp_path: Path) -> None:
+    kinds = {"generator_kind": "Generator", "trainer_kind": "Trainer", "sync_link": "Link"}
+    assert start(tiny, tmp_path, **{option: f"{parts}:{name}" for option, name in kinds.items()}) == "1"
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "said"),
+    [
+        ("generator.kind", "{file}:Generatr", "has no attribute 'Generatr' (did you mean Generator?)"),
+        ("trainer.kind", "{folder}/part.py:Trainer", "part.py (did you mean parts.py?)"),
+        ("generator.kind", "no_such_module:Generator", "No module named 'no_such_module'"),
+        (
+            "trainer.kind",
+            "{file}:Plain",
+            "it can't be called with 2 arguments (too many positional arguments); docs/own",
+        ),
+        ("generator.kind", "{file}:Hollow", "it has no attribute 'busy'; docs/own-parts.md says what it needs"),
+    ],
+)
+def test_a_misspelt_service_is_one_line(
+    option: str, name: str, said: str, tiny: Path, parts: Path, tmp_path: Path
+) -> None:
+    kind = name.format(file=parts, folder=parts.parent)
+    with pytest.raises(ConfigError) as caught:
+        start(tiny, tmp_path, **{option.replace(".", "_"): kind})
+    assert str(caught.value).startswith(f'{option} = "{kind}" can\'t be loaded: ') and said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("{file}:Lnk", "has no attribute 'Lnk' (did you mean Link?)"),
+        ("{folder}/pats.py:Link", "pats.py (did you mean parts.py?)"),
+        ("{file}:Plain", "has no Sender; a link has a Sender and a Receiver"),
+    ],
+)
+def test_a_misspelt_link_is_one_line(name: str, said: str, parts: Path) -> None:
+    link = name.format(file=parts, folder=parts.parent)
+    with pytest.raises(ConfigError) as caught:
+        find_link(link)
+    assert str(caught.value).startswith(f'sync.link = "{link}" ') and said in str(caught.value)
+    assert "\n" not in str(caught.value)
