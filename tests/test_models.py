@@ -12,10 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slipstream.config import ConfigError, load_config
-from slipstream.models import dtype_of, stored_dtype
+from slipstream.models import dtype_of, first_not_finite, load_causal_lm, load_tokenizer, stored_dtype
 from slipstream.packed.policy import Policy
 from slipstream.runtime.placement import settled
+from slipstream.scoring.model import load_classifier
+from tests.conftest import build_model, build_tokenizer, save_model
 from tests.trainers.test_trainer import make_trainer
+
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture
@@ -52,6 +56,118 @@ def test_damaged_files_are_told(half: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"^model.path = '.*half' has damaged files \(.*\); fetch or save them"):
         make_trainer(half)
+
+
+def without(path: Path, name: str) -> None:
+    file = path / "model.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if n != name}, file, {"format": "pt"})
+
+
+def with_value(path: Path, value: float) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    tensors[UP][3, 5] = value
+    save_file(tensors, file, {"format": "pt"})
+
+
+def configured(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+FEWER = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+MORE = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "damage", "said"),
+    [
+        ("qwen3", lambda path: without(path, UP), rf"files lack {UP}, which its configuration asks for; fetch"),
+        ("qwen3", lambda path: configured(path, **MORE), r"lack model.layers.3.*weight and 10 more tensors, which"),
+        ("qwen3", lambda path: configured(path, **FEWER), r"hold model.layers.2.*weight and 10 more tensors, which"),
+        (
+            "qwen3",
+            lambda path: configured(path, intermediate_size=32),
+            r"\(and 8 more\) is \[32, 64\] in",
+        ),
+        ("qwen3", lambda path: configured(path, tie_word_embeddings=False), "files lack lm_head.weight"),
+        ("qwen3", lambda path: configured(path, hidden_size="x"), "is no model by its config.json.*hidden_size"),
+        ("qwen3", lambda path: configured(path, hidden_act="none"), "is no model by its config.json: KeyError: 'none'"),
+        ("qwen3", lambda path: with_value(path, float("nan")), f"{UP} holds values that are not finite"),
+        ("qwen3", lambda path: with_value(path, -float("inf")), f"{UP} holds values that are not finite"),
+        (
+            "mixtral",
+            lambda path: without(path, "model.layers.1.block_sparse_moe.experts.2.w1.weight"),
+            "model.layers.1.mlp.experts.gate_up_proj can't be made of the files",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_damaged_model_is_refused_by_the_name_of_its_tensor(
+    tmp_path: Path, family: str, damage: Any, said: str, dtype: torch.dtype
+) -> None:
+    save_model(tmp_path, family=family)
+    device = torch.device("cpu")
+    load_causal_lm(str(tmp_path), device=device, dtype=dtype)
+    damage(tmp_path)
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_causal_lm(str(tmp_path), device=device, dtype=dtype)
+    assert str(refused.value).startswith(f"model.path = '{tmp_path}'") and "\n" not in str(refused.value)
+
+
+def test_a_damaged_adapter_or_base_is_refused(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    save_model(base := tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["up_proj"])).save_pretrained(adapter := tmp_path / "adapter")
+    load_causal_lm(str(adapter), device=torch.device("cpu"), dtype=torch.float32)
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({n: t for n, t in tensors.items() if ".1.mlp.up_proj.lora_B" not in n}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"files lack model.layers.1.mlp.up_proj.lora_B"):
+        load_causal_lm(str(adapter), device=torch.device("cpu"), dtype=torch.float32)
+    save_file(tensors, file, {"format": "pt"})
+    without(base, UP)
+    with pytest.raises(ConfigError, match=rf"files lack {UP}"):
+        load_causal_lm(str(adapter), device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
+    build_model().save_pretrained(tmp_path)
+    configured(tmp_path, architectures=["Qwen3ForSequenceClassification"])
+    with pytest.raises(ConfigError, match=r"^scoring.options.path = '.*': the files lack score.weight"):
+        load_classifier(str(tmp_path), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_found_in_any_format(dtype: torch.dtype, value: float) -> None:
+    largest = torch.full((5, 70), torch.finfo(dtype).max, dtype=dtype)
+    tensors = {"a": largest, "counts": torch.ones(3, dtype=torch.int64), "none": torch.empty(0), "b": largest.clone()}
+    assert first_not_finite(tensors) is None
+    tensors["b"][4, 66] = value
+    assert first_not_finite(tensors) == "b"
+
+
+def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+    build_model().save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"has no tokenizer files \(tokenizer.json\); save the model's tokenizer there"
+    ):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+    size = len(build_tokenizer())
+    save_model(tmp_path, vocab_size=size)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(tmp_path)
+    assert len(load_tokenizer(str(tmp_path))) == size + 1
+    configured(tmp_path, vocab_size=8)
+    with pytest.raises(ConfigError, match=f"the tokenizer has {size} tokens and the model 8; save the model's own"):
+        load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("ways", [(), ("--trainer.compute_copy=false",)])

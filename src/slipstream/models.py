@@ -6,13 +6,16 @@ import importlib.util
 import json
 import logging
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from slipstream.config import Config, ConfigError, LoraConfig, ModelConfig
 
@@ -20,6 +23,10 @@ ADAPTER = "adapter_config.json"
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
+AGAIN = "fetch or save the model again"
+UNREADABLE = (  # what transformers raises for a configuration that makes no model
+    TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError, StrictDataclassError,
 )  # fmt: skip
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16}  # by the name that safetensors has for it
 
@@ -87,15 +94,101 @@ def load_causal_lm(
     """A model by local directory (an adapter's directory included) or name on the Hub. Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM
 
+    return load_pretrained(AutoModelForCausalLM, path, device=device, dtype=dtype, option=option, **options)
+
+
+def load_pretrained(
+    kind: Any, path: str, *, device: torch.device, dtype: torch.dtype, option: str, **options: Any
+) -> Any:
+    """The model at `path` as transformers' class `kind` loads it, with every tensor from the files.
+
+    Raises `ConfigError`, also for missing, unexpected and misshapen tensors and values that are not finite.
+    """
     _quiet()
     check_path(path, option)
+    adapter = adapter_at(path)
+    base = adapter["base_model_name_or_path"] if adapter else path
+    with naming_damage(path, option):
+        # Misshapen tensors are let through, so that `_refuse_other_tensors` names them.
+        model, found = kind.from_pretrained(
+            base, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+        _refuse_other_tensors(found)
+        if adapter:
+            _refuse_other_tensors(model.load_adapter(path).to_dict())
+        model = model if "device_map" in options else model.to(device)
+        if name := first_not_finite(model.state_dict()):
+            raise ValueError(f"{name} holds values that are not finite; {AGAIN}")
+    return model
+
+
+@contextmanager
+def naming_damage(path: str, option: str) -> Iterator[None]:
+    """Raise `ConfigError` for what transformers raises while it reads the files at `path`, which `option` names."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        yield
+    except ConfigError:
+        raise
     except SafetensorError as error:
         raise ConfigError(f"{option} = {path!r} has damaged files ({error}); fetch or save them again") from None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{option} = {path!r}: {_first_line(error)}") from None
-    return model if "device_map" in options else model.to(device)
+    except UNREADABLE as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"{option} = {path!r} is no model by its config.json: {type(error).__name__}: {said}"
+        ) from None
+    except RuntimeError as error:
+        if not (names := _unconverted(error)):
+            raise
+        raise ConfigError(
+            f"{option} = {path!r}: {_some(names)} can't be made of the files, which lack or misshape its tensors; "
+            f"{AGAIN}"
+        ) from None
+
+
+def _refuse_other_tensors(found: Mapping[str, Any]) -> None:
+    """Raise `ValueError` that names the tensors by which files and model differ, as transformers found them."""
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(
+            f"the files lack {_some(missing)}, which its configuration asks for; fetch or save the model again"
+        )
+    if misshapen := sorted(found["mismatched_keys"]):
+        name, stored, asked = misshapen[0]
+        more = f" (and {len(misshapen) - 1} more)" if misshapen[1:] else ""
+        raise ValueError(f"{name}{more} is {list(stored)} in the files and {list(asked)} by its configuration; {AGAIN}")
+    if unexpected := sorted(found["unexpected_keys"]):
+        raise ValueError(f"the files hold {_some(unexpected)}, which its configuration has no place for; {AGAIN}")
+
+
+def _unconverted(error: RuntimeError) -> list[str]:
+    """Parameters that transformers could not make of the tensors in the files; only its log names them."""
+    step = error.__traceback__
+    while "above report" in str(error) and step:
+        if info := step.tb_frame.f_locals.get("loading_info"):
+            return sorted(getattr(info, "conversion_errors", ())) or ["parameters"]
+        step = step.tb_next
+    return []
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more tensors" if names[1:] else "")
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Name of the first tensor with a value that is not finite, or None.
+
+    Each tensor is read once, and a device is waited for once. Formats of 8 bits and less are left out.
+    """
+    floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
+    named = {t.data_ptr(): (n, t) for n, t in reversed(floats.items())}  # tied weights once, by their first name
+    if not named:
+        return None
+    # Both extremes of a tensor with a NaN are NaN.
+    finite = torch.stack([torch.stack(t.aminmax()).double() for _, t in named.values()]).isfinite().all(1).tolist()
+    return next((name for (name, _), fine in zip(named.values(), finite, strict=True) if not fine), None)
 
 
 def stored_dtype(path: str) -> torch.dtype:
@@ -123,9 +216,25 @@ def load_tokenizer(path: str) -> Any:
     _quiet()
     check_path(path)
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path = {path!r}: no tokenizer can be loaded: {_first_line(error)}") from None
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):  # what transformers makes of no files
+        raise ConfigError(
+            f"model.path = {path!r} has no tokenizer files (tokenizer.json); save the model's tokenizer there, too"
+        )
+    _refuse_other_tokenizer(tokenizer, path)
+    return tokenizer
+
+
+def _refuse_other_tokenizer(tokenizer: Any, path: str) -> None:
+    """Raise `ConfigError` for a tokenizer with more tokens than the model at `path` has; added ones are not counted,
+    since Gemma's has one for images where the model reads none."""
+    if (size := model_sizes(path).get("vocab_size")) and tokenizer.vocab_size > size:
+        raise ConfigError(
+            f"model.path = {path!r}: the tokenizer has {tokenizer.vocab_size} tokens and the model {size}; save the "
+            "model's own tokenizer there"
+        )
 
 
 def check_path(path: str, option: str = "model.path") -> None:
@@ -278,7 +387,7 @@ def _config_at(path: str) -> Any:
         path = adapter["base_model_name_or_path"]
     try:
         return AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, *UNREADABLE):
         return None
 
 

@@ -125,7 +125,7 @@ def test_tokens_tell_the_truth(model: Path, tmp_path: Path) -> None:
             for prompt, changes, said in (
                 ([], {}, "empty"),
                 ([5] * 256, {}, "context of 256"),
-                ([5, 97], {}, "outside of 0 to 96"),
+                ([5, 97], {}, "token id 97, and the model has ids from 0 to 96"),
                 ([5], {"top_p": 0.5, "record_kept": True}, "top_k"),
                 ([5], {"temperature": 3.0}, "temperature must be in"),
             ):

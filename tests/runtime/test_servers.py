@@ -179,7 +179,7 @@ def test_tokens_tell_the_truth(server: str, model: Path, tmp_path: Path) -> None
 
             for prompt, sampling, why in (
                 ([], Sampling(), "the prompt is empty"),
-                ([VOCABULARY], Sampling(), "token id outside"),
+                ([VOCABULARY], Sampling(), "token id 97, and the model has"),
                 ([2] * CONTEXT, Sampling(), f"share a context of {CONTEXT}"),
                 ([2], Sampling(top_p=0.5, record_kept=True), "set sampling.top_k too"),
                 ([2], Sampling(top_k=50, record_kept=True), "at most 20 tokens that top_k kept"),

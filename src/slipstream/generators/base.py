@@ -56,5 +56,9 @@ def refuse_prompt(prompt: Sequence[int], context: int, vocabulary: int) -> None:
             f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {context}; "
             "shorten the prompt or raise generator.context"
         )
-    if not all(0 <= token < vocabulary for token in prompt):
-        raise GenerationError(f"the prompt has a token id outside of 0 to {vocabulary - 1}")
+    unknown = [token for token in prompt if not 0 <= token < vocabulary]
+    if unknown:
+        raise GenerationError(
+            f"the prompt has the token id {unknown[0]}, and the model has ids from 0 to {vocabulary - 1}; encode it by "
+            "the tokenizer of model.path"
+        )

@@ -245,20 +245,17 @@ def load_classifier(path: str, device: Any, dtype: Any) -> Any:
     """A sequence- or token-classification model, as its configuration says. Raises `ConfigError`."""
     import transformers
 
-    from slipstream.models import check_path
+    from slipstream.models import check_path, load_pretrained, naming_damage
 
     option = "scoring.options.path"
-    try:
-        check_path(path)
+    check_path(path, option)
+    with naming_damage(path, option):
         config = transformers.AutoConfig.from_pretrained(path)
-        named = (config.architectures or [""])[0]
-        kind = next((k for k in KINDS if named.endswith(f"For{k}")), None)
-        if kind is None:
-            raise ConfigError(
-                f"{option} = {path!r} is a {named or 'model of no kind'}, no classifier of sequences or tokens"
-            )
-        model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
-        first = next(iter(str(error).strip().splitlines()), "").replace("model.path", option)
-        raise ConfigError(first if first.startswith(option) else f"{option} = {path!r}: {first}") from None
-    return model.to(device).eval()
+    named = (config.architectures or [""])[0]
+    kind = next((k for k in KINDS if named.endswith(f"For{k}")), None)
+    if kind is None:
+        raise ConfigError(
+            f"{option} = {path!r} is a {named or 'model of no kind'}, no classifier of sequences or tokens"
+        )
+    loader = getattr(transformers, f"AutoModelFor{kind}")
+    return load_pretrained(loader, path, device=device, dtype=dtype, option=option).eval()
