@@ -11,9 +11,12 @@ import pytest
 
 from slipstream.cli import _config_to_draw, _config_to_verify
 from slipstream.config import LoraConfig, dump, load_config
-from slipstream.evaluation import close_environment
+from slipstream.environments.base import Codec, Policy, Task
+from slipstream.evaluation import close_environment, evaluate
 from slipstream.observe.tally import Tally
 from slipstream.run import Run
+from tests.conftest import build_tokenizer
+from tests.environments.test_environments import Scripted
 
 
 class Closable:
@@ -136,3 +139,24 @@ def test_the_window_ends_and_the_last_step_is_recorded_before_a_running_evaluati
 
     assert asyncio.run(main()) < 0.4
     assert written == [False]
+
+
+class TwoTasks:
+    """Answers one task; its episode of the other fails."""
+
+    train = test = (Task("good", "1+1="), Task("bad", ({"role": "user", "content": "2+2="},)))
+
+    async def rollout(self, task: Task, policy: Policy) -> float:
+        if task.id == "bad":
+            raise ValueError("no such sum")
+        await policy.sample(task.prompt)
+        return 0.5
+
+
+def test_what_failed_is_recorded_beside_what_was_answered() -> None:
+    config = load_config(None, ["--model.path=m", "--environment.name=addition"])
+    found = asyncio.run(evaluate(config, TwoTasks(), Scripted("2"), Codec(build_tokenizer())))
+    answered, failed = found["samples"]
+    assert answered == {"id": "good", "prompt": "1+1=", "completion": answered["completion"], "reward": 0.5}
+    assert "2" in answered["completion"]
+    assert failed["id"] == "bad" and failed["prompt"] == "2+2=" and "ValueError" in failed["failed"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import time
 from collections.abc import Sequence
@@ -23,7 +22,8 @@ from slipstream.observe.tally import metric_means
 from slipstream.rollout import Completion, Rollout, Sampling, mean, samples_of
 from slipstream.scoring.load import make_scoring
 
-SAMPLES = 3
+SAMPLES = 200  # tasks whose outcomes are recorded
+TEXT = 500  # characters of a prompt or a completion that are recorded
 
 
 async def evaluate(
@@ -45,15 +45,17 @@ async def evaluate(
 
     limits = episode_limits(config.environment)
 
-    async def one(task: Task) -> tuple[Rollout, ...] | None:
+    async def one(task: Task) -> tuple[tuple[Rollout, ...], dict[str, Any]]:
         seed = f"{config.loop.seed}/evaluation/{task.id}"
         policy = Policy(generator, codec, _sampling(config), seed, endpoint, limits)
-        with contextlib.suppress(RolloutFailed):
-            return await attempt(environment, task, policy, config.environment.time_limit, scoring, places)
-        return None
+        try:
+            episode = await attempt(environment, task, policy, config.environment.time_limit, scoring, places)
+        except RolloutFailed as failure:
+            return (), {"failed": failure.reason}
+        return episode, _sample(episode[-1], codec)
 
     played = await asyncio.gather(*(one(task) for task in tasks))
-    episodes = [episode for episode in played if episode]
+    episodes = [episode for episode, _ in played if episode]
     rollouts = [rollout for episode in episodes for rollout in episode]
     versions = [v for r in rollouts for c in r.completions for v in c.versions] or [generator.version]
     total = max(1, len(played))
@@ -66,7 +68,10 @@ async def evaluate(
         "metrics": metric_means(rollouts),
         "completion_length": mean([float(r.tokens) for r in rollouts]),
         "seconds": time.perf_counter() - began,
-        "samples": [_sample(t, e[-1], codec) for t, e in zip(tasks[:SAMPLES], played, strict=False) if e],
+        "samples": [
+            {"id": task.id, "prompt": _prompt(task), **sample}
+            for task, (_, sample) in zip(tasks[:SAMPLES], played, strict=False)
+        ],
     }
 
 
@@ -75,12 +80,22 @@ def _score(episode: Sequence[Rollout]) -> float:
     return mean([r.metrics["correct"] for r in episode if "correct" in r.metrics] or [r.reward for r in episode])
 
 
-def _sample(task: Task, rollout: Rollout, codec: Codec) -> dict[str, Any]:
+def _sample(rollout: Rollout, codec: Codec) -> dict[str, Any]:
     first, *more = rollout.completions
-    prompt = task.data.get("question") or codec.decode(first.prompt_ids)
     last = samples_of(rollout.completions)[-1:] if more else []  # all that was said in it, by both sides
     said = codec.decode(last[0].token_ids[last[0].drawn[0] :]) if last else first.text
-    return {"prompt": prompt, "completion": said, "reward": rollout.reward}
+    return {"completion": _cut(said), "reward": rollout.reward}
+
+
+def _prompt(task: Task) -> str:
+    """What a task asks, as text."""
+    last = task.prompt if isinstance(task.prompt, str) else task.prompt[-1].get("content")
+    return _cut(str(task.data.get("question") or last))
+
+
+def _cut(text: str) -> str:
+    half = TEXT // 2
+    return text if len(text) <= TEXT else f"{text[:half]} … {text[-half:]}"
 
 
 async def evaluate_model(config: Config) -> dict[str, Any]:

@@ -347,7 +347,7 @@ class Run:
         if dead := self.pools.generator.dead:  # a score of what was not drawn is none
             raise dead
         record = {"step": step, **result}
-        self.tally.evaluations.append(record)
+        self.tally.evaluation(record)
         self.recorder.evaluation(record)
         self.progress.evaluation(record)
 

@@ -34,7 +34,7 @@ def printed(summary: dict[str, Any], before: list[Any], after: list[Any], width:
         console = Console(file=file, width=width, force_terminal=True, color_system=None, _environ=environment)
     else:
         console = Console(file=file, _environ=environment)
-    report(summary | {"samples": {"before": before, "after": after}}, console)
+    report(summary | {"samples": {"before": before, "after": after, "better": 5, "worse": 2}}, console)
     return file.getvalue()
 
 
@@ -76,6 +76,7 @@ def test_completions_are_shown_as_they_are(width: int) -> None:
     assert "two ↵ lines" in text
     assert "before, reward 0" in text
     assert "after, reward 1" in text
+    assert "before and after: 5 better, 2 worse" in text
 
 
 def test_a_long_completion_keeps_its_ends() -> None:
@@ -87,27 +88,15 @@ def test_a_long_completion_keeps_its_ends() -> None:
     assert shorten("  abcd\n") == "abcd"
 
 
-def test_completions_are_paired_by_task() -> None:
-    """A task that failed in one evaluation must not be set against another."""
-    before = [sample("task A", "old a"), sample("task B", "old b")]
-    text = printed(SUMMARY, before, [sample("task B", "new b"), sample("task C", "new c")])
-    line = next(line for line in text.splitlines() if "new b" in line)
-    assert "old b" in line
-    assert "old a" not in text
-    assert "new c" not in text
-    assert "before, reward" not in printed(SUMMARY, before, [sample("task C")])
+def test_a_failed_episode_is_shown_with_its_reason() -> None:
+    old = {"id": "1", "prompt": "1+1=", "failed": "time limit"}
+    text = printed(SUMMARY, [old], [sample()])
+    assert "before, failed" in text and "time limit" in text and "after, reward 0" in text
 
 
 def test_a_file_gets_lines_of_a_hundred_columns() -> None:
     text = printed(SUMMARY, [sample()], [sample()])
     assert max(map(len, text.splitlines())) == 100
-
-
-def test_three_tasks_are_enough() -> None:
-    samples = [sample(f"task {i}.") for i in range(10)]
-    text = printed(SUMMARY, samples, samples)
-    assert "task 2." in text
-    assert "task 3." not in text
 
 
 def test_a_stopped_run_says_how_to_go_on() -> None:

@@ -36,7 +36,9 @@ def test_times_add_up_over_sittings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tally.lag == Counter({2: 16})
     summary = tally.summary()
     assert summary["busy"] == {"generator": 0.4, "trainer": 0.3} and summary["wall_seconds"] == 20
-    assert summary["samples"] == {"before": [], "after": []} and summary["eval"]["final"] is None
+    assert (
+        summary["samples"] == {"before": [], "after": [], "better": 0, "worse": 0} and summary["eval"]["final"] is None
+    )
 
 
 def test_a_metric_is_averaged_over_the_rollouts_that_have_it() -> None:

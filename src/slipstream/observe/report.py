@@ -15,14 +15,13 @@ from rich.text import Text
 
 from slipstream.observe.figures import duration, known, number
 
-SAMPLES = 3  # tasks whose completions are shown
 REASONS = 5  # most frequent reasons of failures
 SHOWN = 300  # characters of a completion
 PIPED_WIDTH = 100  # columns where there is no terminal
 
 
 def report(summary: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print what a run changed, completions of the same held-out tasks before and after, and what to type next.
+    """Print what a run changed, held-out tasks whose outcome changed, and what to type next.
 
     What is missing or None in the summary is shown as "–" or left out.
     """
@@ -35,11 +34,11 @@ def report(summary: Mapping[str, Any], console: Console | None = None) -> None:
         changes.add_row(name, Text(text))
     console.print(Text("What changed", style="bold"), changes, "", sep="\n")
     samples = summary.get("samples") or {}
-    answers = {sample["prompt"]: sample for sample in samples.get("after") or ()}
-    pairs = [(old, answers[old["prompt"]]) for old in samples.get("before") or () if old["prompt"] in answers]
+    pairs = list(zip(samples.get("before") or (), samples.get("after") or (), strict=False))
     if pairs:
-        console.print(Text("The same held-out tasks, before and after", style="bold"))
-    for old, new in pairs[:SAMPLES]:
+        counts = f"{number(samples.get('better'))} better, {number(samples.get('worse'))} worse"
+        console.print(Text(f"The same held-out tasks, before and after: {counts}", style="bold"))
+    for old, new in pairs:
         console.print(_side_by_side(old, new), "", sep="\n")
     for line in _next(summary):
         console.print(Text(line), soft_wrap=True)
@@ -80,8 +79,10 @@ def _side_by_side(old: Mapping[str, Any], new: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, expand=True, title_justify="left")
     table.title = Text(shorten(old.get("prompt") or ""), style="italic")
     for when, sample in (("before", old), ("after", new)):
-        table.add_column(f"{when}, reward {_plain(sample.get('reward'))}", ratio=1, overflow="fold")
-    table.add_row(*(Text(shorten(sample.get("completion") or "") or "(nothing)") for sample in (old, new)))
+        how = "failed" if "failed" in sample else f"reward {_plain(sample.get('reward'))}"
+        table.add_column(f"{when}, {how}", ratio=1, overflow="fold")
+    said = (sample.get("failed") or sample.get("completion") or "" for sample in (old, new))
+    table.add_row(*(Text(shorten(text) or "(nothing)") for text in said))
     return table
 
 

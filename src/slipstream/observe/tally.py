@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from slipstream.observe.samples import compare
 from slipstream.rollout import Batch, Rollout, mean
 from slipstream.scoring.stage import Lap
 
@@ -72,6 +73,12 @@ class Tally:
         self.trainer_busy += trainer_seconds
         self._closed, self._at_close = now, generator
 
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Add an evaluation. Samples are kept of the first and the last one alone."""
+        if len(self.evaluations) > 1:
+            self.evaluations[-1] = {k: v for k, v in self.evaluations[-1].items() if k != "samples"}
+        self.evaluations.append(record)
+
     def scoring(self, lap: Lap) -> dict[str, Any]:
         """Count what the scoring stage did since the last step; returns what its metrics line says about it."""
         self.scored += lap.scored
@@ -128,7 +135,7 @@ class Tally:
             },
             "publish": {"count": len(holds), "hold_ms": hold},
             "lost": self.lost,
-            "samples": {"before": first.get("samples", []), "after": last.get("samples", [])},
+            "samples": compare(first.get("samples", []), last.get("samples", [])),
         }
 
     def snapshot(self) -> dict[str, Any]:
