@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import Config, ConfigError, dump, join_flags, load_config, option_names, validate
+from slipstream.config import (
+    Config,
+    ConfigError,
+    dump,
+    join_flags,
+    load_config,
+    option_names,
+    validate,
+    with_absolute_paths,
+)
 
 MINIMAL = '[model]\npath = "m"\n[environment]\nname = "addition"\n'
 
@@ -190,6 +199,28 @@ def test_an_option_that_would_do_nothing_is_refused(file: Path, flags: list[str]
     assert str(caught.value).startswith(f"{name} = ") and "\n" not in str(caught.value)
     assert f"does nothing without {needed}; set that, or leave {name.partition('.')[2]} out" in str(caught.value)
     load_config(file, [*flags, *then])
+
+
+def test_a_run_records_paths_that_mean_the_same_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("models/m", "train", "start", "gsm8k"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("own.py", "tasks.jsonl"):
+        (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    options = '{data = "tasks.jsonl", more = ["./train"], split = "train", said = "a/b", long = "%s"}' % ("x/" * 3000)
+    flags = ["--model.path=models/m", "--environment.name=own.py:Own", f"--environment.options={options}"]
+    config = with_absolute_paths(load_config(None, [*flags, "--algorithm.loss=own.py:loss", "--sampling.stop=['.']"]))
+    assert config.model.path == f"{tmp_path}/models/m"
+    assert config.environment.name == f"{tmp_path}/own.py:Own"
+    assert config.algorithm.loss == {"name": f"{tmp_path}/own.py:loss"}
+    assert config.environment.options["data"] == f"{tmp_path}/tasks.jsonl"
+    assert config.environment.options["more"] == [f"{tmp_path}/train"]
+    # What is no path, or may be the name of something else, is left as it is.
+    assert (config.environment.options["split"], config.environment.options["said"]) == ("train", "a/b")
+    assert (config.algorithm.reference, config.sampling.stop) == ("start", ["."])
+    assert with_absolute_paths(load_config(None, ["--model.path=a/hub", "--environment.name=gsm8k"])) == load_config(
+        None, ["--model.path=a/hub", "--environment.name=gsm8k"]
+    )
 
 
 def test_missing_options_and_files(tmp_path: Path, file: Path) -> None:

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream import __version__
-from slipstream.config import Config, ConfigError, LoraConfig, dump, join_flags, load_config, parse_flags
+from slipstream.config import (
+    Config,
+    ConfigError,
+    LoraConfig,
+    absolute_path,
+    dump,
+    join_flags,
+    load_config,
+    parse_flags,
+)
 
 # Failures whose message is all that a user needs; their classes live in modules that are slow to import.
 FAILURES = ("RunError", "RecordError", "ActorDied", "ActorError", "GenerationError", "EngineFailed", "PublishError")
@@ -195,7 +204,8 @@ def _config_to_draw(target: str, environment: str | None, flags: list[str], defa
     if trained.lora.rank:  # the adapters are the policy's own, and no others are added to them
         changes += [f"--lora.{name}={json.dumps(option.default)}" for name, option in LoraConfig.model_fields.items()]
         changes += ["--sync.link=auto"]
-    if environment and environment != trained.environment.name:  # options and rewards of steps are the other's
+    other = environment and absolute_path(environment) != absolute_path(trained.environment.name)
+    if other:  # options and rewards of steps are those of the run's own environment
         changes += [f"--environment.name={environment}", "--environment.options={}", "--algorithm.process=0"]
     return load_config(run, [*changes, *flags])
 

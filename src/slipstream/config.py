@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from slipstream.rollout import Sampling
 
 HIGHEST_RANK = 512  # of adapters, that vLLM makes room for
+PATHS = ("model.path", "teacher.path")
 
 
 class ConfigError(ValueError):
@@ -707,6 +709,34 @@ def validate(values: Mapping[str, Any]) -> Config:
 def with_options(config: Config, **sections: dict[str, Any]) -> Config:
     """The configuration with these sections in the place of its own. Raises `ConfigError`."""
     return validate(config.model_dump() | sections)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with relative paths of what exists here made absolute, so that it means the same elsewhere.
+
+    Those are "path/to/file.py:thing" of any option, paths of models, and text in a table of options that names a file
+    or directory and has a "/" or a suffix. A name without either may be a name of something else.
+    """
+    return validate({name: _anchored(name, values) for name, values in config.model_dump().items()})
+
+
+def absolute_path(text: str) -> str:
+    """ "path/to/file.py:thing", or the path of a file or directory that exists, made absolute; other text as it is."""
+    place, colon, name = text.rpartition(":")
+    file, rest = (place, colon + name) if place.endswith(".py") else (text, "")
+    there = os.path.exists(file)  # noqa: PTH110, since Path.exists raises for a text that is too long for a path
+    return f"{Path(file).absolute()}{rest}" if there else text
+
+
+def _anchored(name: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _anchored(f"{name}.{key}", inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [_anchored(name, inside) for inside in value]
+    if not isinstance(value, str):
+        return value
+    chosen = (".options." in name or name == "algorithm.reference") and ("/" in value or Path(value).suffix)
+    return absolute_path(value) if chosen or name in PATHS or value.rpartition(":")[0].endswith(".py") else value
 
 
 def join_flags(arguments: Sequence[str]) -> list[str]:

@@ -88,7 +88,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def train(model: Path, directory: Path, **more: Any) -> dict[str, Any]:
     config = directory.parent / "empty.toml"
     config.write_text("")
-    slipstream("train", config, *options(model, directory, **more))
+    slipstream("train", config, *options(model, directory, **more), cwd=directory.parent)
     summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
     return summary
 
@@ -233,10 +233,14 @@ def test_the_modes_of_the_table(model: Path, tmp_path: Path, more: dict[str, Any
 def test_adapters_that_a_run_has_trained_are_evaluated(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By their own scale, and as the run itself has measured them at its end."""
+    """By their own scale, as the run itself has measured them at its end, and from another directory than its own."""
     directory = tmp_path / "run"
     lora = {"lora__rank": 4, "lora__alpha": 16.0, "trainer__learning_rate": 0.05}
-    trained = train(model, directory, loop__steps=2, evaluation__every=0, **lora)
+    (tmp_path / "start").symlink_to(model)
+    (tmp_path / "work.py").symlink_to(kill.WORK)
+    trained = train(
+        Path("start"), directory, environment__name="work.py:Work", loop__steps=2, evaluation__every=0, **lora
+    )
     capfd.readouterr()
     assert main(["eval", str(directory), "--json"]) == 0
     found = json.loads(capfd.readouterr().out)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.config import Config, ConfigError, with_options
+from slipstream.config import Config, ConfigError, with_absolute_paths, with_options
 from slipstream.models import dtype_name
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -56,14 +56,14 @@ class GpuLocks:
 
 
 def settled(config: Config) -> Config:
-    """The configuration with every "auto" that depends on this host resolved, as a run records it.
+    """The configuration with every "auto" resolved for this host and relative paths made absolute, as a run records it.
 
     Raises `ConfigError` where the host has too few GPUs.
     """
     if config.sync.link == "auto":
         link = choose_link(config, gpus_here(), ranks_here(config.trainer.ranks))
         config = with_options(config, sync=config.sync.model_dump() | {"link": link})
-    return with_options(config, model=config.model.model_dump() | {"dtype": dtype_name(config)})
+    return with_absolute_paths(with_options(config, model=config.model.model_dump() | {"dtype": dtype_name(config)}))
 
 
 def choose_link(config: Config, gpus: int, ranks: int = 0) -> str:
