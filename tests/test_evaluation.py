@@ -13,8 +13,9 @@ from slipstream.cli import _config_to_draw, _config_to_verify
 from slipstream.config import LoraConfig, dump, load_config
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.evaluation import close_environment, evaluate
+from slipstream.ledger import Entry
 from slipstream.observe.tally import Tally
-from slipstream.run import Run
+from slipstream.run import Run, RunError
 from tests.conftest import build_tokenizer
 from tests.environments.test_environments import Scripted
 
@@ -117,6 +118,28 @@ def test_what_is_verified_is_the_engine_and_the_link_of_the_run(
     assert (config.lora, config.generator, config.sync.link) == (run.lora, run.generator, run.sync.link)
     assert (Path(config.model.path).name, config.sync.interruption) == (path, how)
     assert _config_to_verify(target, ["--sync.interruption=retry"]).sync.interruption == "retry"
+
+
+def test_rollouts_beside_one_that_ends_the_run_are_cancelled() -> None:
+    ended: list[str] = []
+
+    async def play(task: Task, entry: Entry, member: int) -> None:
+        try:
+            await asyncio.sleep(0 if member == 1 else 60)
+            raise RunError("too many failures")
+        finally:
+            ended.append(f"rollout {member}")
+
+    async def main() -> None:
+        run: Any = Run.__new__(Run)
+        run.environment, run._play = SimpleNamespace(train=[Task("t", "?")]), play
+        run.config = load_config(None, ["--model.path=m", "--environment.name=e", "--loop.group_size=3"])
+        with pytest.raises(RunError):
+            await run._play_group(Entry(0, 0))
+        await asyncio.sleep(0)
+        assert sorted(ended) == ["rollout 0", "rollout 1", "rollout 2"]
+
+    asyncio.run(main())
 
 
 def test_the_window_ends_and_the_last_step_is_recorded_before_a_running_evaluation_is_waited_for() -> None:

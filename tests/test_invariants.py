@@ -306,6 +306,22 @@ def test_retries_are_counted_and_then_given_up() -> None:
     assert ledger.start().id == 1
 
 
+def test_a_task_that_never_can_be_played_is_left_out_unless_all_are() -> None:
+    state = LoopState(LoopConfig(groups_per_step=2, max_lag=9, retries=1, seed=1), 1, 3)
+    given_up = []
+    for _ in range(8):
+        entry = state.ledger.start()
+        given_up += [entry.task] * state.end(entry, "t", [rollout(0, 0)] * 2 * (entry.task != 1), failed=0)
+    assert given_up == [1]
+    assert [state.ledger.start().task for _ in range(9)].count(1) == 0
+    assert state.ledger.given_up > 1, "visits that are left out are counted"
+    again = LoopState(state.options, 1, 3)
+    again.restore(json.loads(json.dumps(state.snapshot())))
+    assert 1 in [again.ledger.start().task for _ in range(12)], "who resumes may have mended it"
+    state.ledger.leave_out(range(3))
+    assert {state.ledger.start().task for _ in range(9)} == {0, 1, 2}
+
+
 @pytest.mark.parametrize("move", ["ready", "trained", "filtered", "dropped_stale", "failed", "cancelled"])
 def test_impossible_transitions_are_refused(move: str) -> None:
     ledger = Ledger(3, seed=0)

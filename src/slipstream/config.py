@@ -82,7 +82,12 @@ class EnvironmentConfig(Section):
     )
     turns: int = option(0, "Replies of the policy after which a conversation ends; 0: no limit.", ge=0)
     tokens: int = option(0, "Tokens drawn after which a conversation ends; 0: no limit.", ge=0)
-    max_failures: int = option(10, "Rollouts that may fail in a row before the run stops.", ge=1)
+    max_failures: int = option(
+        10,
+        "Different tasks of which rollouts may fail in a row before the run stops. As long as none has succeeded: "
+        "rollouts, if all tasks in flight fail.",
+        ge=1,
+    )
     scorers: int = option(1, "Processes for reward functions that are not async.", ge=1)
 
 

@@ -13,7 +13,7 @@ import torch
 from slipstream.config import Config
 from slipstream.environments.base import Codec, Environment, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import RolloutFailed, Scoring, attempt, episode_limits, episode_places
+from slipstream.environments.guard import RolloutFailed, Scoring, all_or_none, attempt, episode_limits, episode_places
 from slipstream.environments.load import load_environment
 from slipstream.generators.base import Generator
 from slipstream.generators.torch import Engine, TorchGenerator
@@ -54,7 +54,7 @@ async def evaluate(
             return (), {"failed": failure.reason}
         return episode, _sample(episode[-1], codec)
 
-    played = await asyncio.gather(*(one(task) for task in tasks))
+    played = await all_or_none(one(task) for task in tasks)
     episodes = [episode for episode, _ in played if episode]
     rollouts = [rollout for episode in episodes for rollout in episode]
     versions = [v for r in rollouts for c in r.completions for v in c.versions] or [generator.version]

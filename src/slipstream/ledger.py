@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -27,13 +28,15 @@ class LedgerError(RuntimeError):
 
 @dataclass
 class Entry:
-    """One visit to a task: `task` indexes the environment's training tasks, `attempt` counts earlier tries."""
+    """One visit to a task: `task` indexes the environment's training tasks, `attempt` counts earlier tries, `failed`
+    those of them in which too few rollouts survived."""
 
     id: int
     task: int
     attempt: int = 0
     state: State = State.PENDING
     rollouts: int = 0
+    failed: int = 0
 
 
 @dataclass
@@ -55,8 +58,9 @@ class RolloutCounts:
 class Ledger:
     """All entries of a run over `tasks` tasks, shuffled afresh every epoch by `seed`.
 
-    A failed or stale entry goes back to pending until it was tried `retries` + 1 times; then it is given up. `reasons`
-    counts why rollouts failed.
+    A failed or stale entry goes back to pending until it was tried `retries` + 1 times; then it is given up. A task
+    whose every try failed is left out from then on, unless all are; a restored ledger tries it again. `given_up` counts
+    these visits, `reasons` why rollouts failed.
     """
 
     tasks: int
@@ -69,6 +73,7 @@ class Ledger:
     reasons: Counter[str] = field(default_factory=Counter)
     live: dict[int, Entry] = field(default_factory=dict)
     _order: tuple[int, list[int]] = (-1, [])
+    _left_out: set[int] = field(default_factory=set)
 
     def start(self) -> Entry:
         """Hand out the next entry: a pending one first, else the next of the shuffled epochs."""
@@ -76,12 +81,17 @@ class Ledger:
         if pending:
             entry = min(pending, key=lambda e: e.id)
         else:
-            epoch, position = divmod(self.next_id, self.tasks)
-            entry = Entry(self.next_id, self._shuffled(epoch)[position])
+            entry = self._next()
+            while entry.task in self._left_out and len(self._left_out) < self.tasks:
+                self.given_up += 1
+                entry = self._next()
             self.live[entry.id] = entry
-            self.next_id += 1
         entry.state = State.RUNNING
         return entry
+
+    def leave_out(self, tasks: Iterable[int]) -> None:
+        """Hand out no entry of these tasks, which can't be played."""
+        self._left_out.update(tasks)
 
     def ready(self, entry_id: int, *, rollouts: int, failed: int) -> None:
         """The entry's group is complete: `rollouts` members to train on and `failed` that did not survive."""
@@ -107,16 +117,27 @@ class Ledger:
         self.counts.dropped_stale += self._leave_buffer(entry_id)
         self._try_again(entry_id)
 
-    def failed(self, entry_id: int, *, rollouts: int) -> None:
-        """Too few of the entry's `rollouts` rollouts survived to make a group; the task is tried again."""
-        self._expect(entry_id, State.RUNNING)
+    def failed(self, entry_id: int, *, rollouts: int) -> bool:
+        """Too few of the entry's `rollouts` rollouts survived to make a group; the task is tried again.
+
+        Returns whether it is left out from now on, since every try has failed.
+        """
+        entry = self._expect(entry_id, State.RUNNING)
+        entry.failed += 1
         self.counts.generated += rollouts
         self.counts.failed += rollouts
         self._try_again(entry_id)
+        if given_up := entry.failed > self.retries:
+            self._left_out.add(entry.task)
+        return given_up
 
     def cancelled(self, entry_id: int) -> None:
         """The entry was interrupted before it ended, by a stop of the run; it is pending and has lost no try."""
         self._expect(entry_id, State.RUNNING).state = State.PENDING
+
+    @property
+    def running_tasks(self) -> set[int]:
+        return {e.task for e in self.live.values() if e.state is State.RUNNING}
 
     def count(self, state: State) -> int:
         return sum(e.state is state for e in self.live.values())
@@ -132,6 +153,12 @@ class Ledger:
         live = {e["id"]: Entry(**(e | {"state": State(e["state"])})) for e in data["live"]}
         counts = RolloutCounts(**data["counts"])
         return cls(**(data | {"live": live, "counts": counts, "reasons": Counter(data["reasons"])}))
+
+    def _next(self) -> Entry:
+        """The next visit in the order of the epochs."""
+        epoch, position = divmod(self.next_id, self.tasks)
+        self.next_id += 1
+        return Entry(self.next_id - 1, self._shuffled(epoch)[position])
 
     def _shuffled(self, epoch: int) -> list[int]:
         if self._order[0] != epoch:

@@ -373,6 +373,11 @@ def model_sizes(path: str) -> dict[str, int | None]:
     return sizes_of(config) if (config := _config_at(path)) else {}
 
 
+def longest_context(path: str) -> int:
+    """Tokens that the model at `path` can attend to; 0 if its files don't say."""
+    return getattr(_config_at(path), "max_position_embeddings", 0) or 0
+
+
 def sizes_of(config: Any) -> dict[str, int | None]:
     """In what models differ whose parameters have other shapes; of the part that reads and draws text."""
     text = config.get_text_config()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import math
 import signal
@@ -21,12 +22,14 @@ from slipstream.config import Config, ConfigError, load_config
 from slipstream.directory import RunDirectory, write_json
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import LoopWatch, RolloutFailed, attempt, episode_limits, episode_places
+from slipstream.environments.guard import LoopWatch, RolloutFailed, all_or_none, attempt, episode_limits, episode_places
 from slipstream.environments.load import load_environment
+from slipstream.environments.prompts import describe, too_long
 from slipstream.evaluation import close_environment, evaluate
+from slipstream.failures import FailureStreak
 from slipstream.heap import set_heap_aside
 from slipstream.ledger import Entry
-from slipstream.models import check_path, has_experts, load_tokenizer, pick_device, refuse_adapter
+from slipstream.models import check_path, has_experts, load_tokenizer, longest_context, pick_device, refuse_adapter
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
@@ -122,7 +125,10 @@ class Run:
         self._evaluation: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
-        self._failures_in_a_row = 0
+        self._failures = FailureStreak(config.environment.max_failures, len(self.environment.train))
+        self._failed: dict[int, RolloutFailed] = {}  # the last failure of each task in flight
+        self._too_long: dict[int, str] = {}  # tasks whose prompt leaves no room in the context, and its length
+        self._given_up: set[int] = set()
         self._aside = False  # whether the heap is, until the end of the run
 
     async def train(self) -> dict[str, Any]:
@@ -161,14 +167,19 @@ class Run:
         """Play all rollouts of one task at once; whoever survives makes the group."""
         task, size = self.environment.train[entry.task], self.config.loop.group_size
         try:
-            played = await asyncio.gather(*(self._play(task, entry, member) for member in range(size)))
+            played = await all_or_none(self._play(task, entry, member) for member in range(size))
         except asyncio.CancelledError:
             self.state.ledger.cancelled(entry.id)
             raise
+        self._end_group(entry, task, played)
+        self._admit()
+        self._changed.set()
+
+    def _end_group(self, entry: Entry, task: Task, played: Sequence[tuple[Rollout, ...] | None]) -> None:
         rollouts = [rollout for episode in played if episode for rollout in episode]
         failed = sum(episode is None for episode in played)
         rule, first = self.config.algorithm, self.state.step == 0
-        self.state.end(
+        given_up = self.state.end(
             entry,
             task.id,
             rollouts,
@@ -176,14 +187,34 @@ class Run:
             has_signal=lambda group: not rule.filter_equal or has_signal(self.rule, self.config, group, strict=first),
             filter_most=rule.filter_most or math.inf,
         )
+        failure = self._failed.pop(entry.task, None)
+        if given_up and failure:
+            self._give_up(entry.task, failure)
         if self.state.filtered_in_a_row == FUTILE * self.config.loop.groups_per_step:
             self.progress.warn(
                 f"the last {self.state.filtered_in_a_row} groups had advantages of 0 and were filtered, so that no "
                 "step can be taken: give tasks that the policy solves sometimes, raise sampling.temperature or "
                 "loop.group_size, limit this with algorithm.filter_most, or set algorithm.filter_equal = false"
             )
-        self._admit()
-        self._changed.set()
+
+    def _give_up(self, index: int, failure: RolloutFailed) -> None:
+        """Name a task that can't be played. Raises `RunError` if most can't."""
+        task, tries = self.environment.train[index], self.config.loop.retries + 1
+        last = failure.detail.splitlines()[-1]
+        self.tally.given_up[task.id] = failure.reason
+        self._given_up.add(index)
+        playable = len(self.environment.train) - len(self._too_long)
+        if 2 * len(self._given_up) > playable:
+            found = f"{len(self._given_up)} of {playable} tasks can't be played: they failed in each of {tries} tries"
+            raise RunError(f"{found}, the last with: {failure.reason}\n{failure.detail}\n{self._mend}") from None
+        source = f" ({task.source})" if getattr(task, "source", "") else ""
+        self.progress.warn(
+            f"task {task.id}{source} is left out from now on: it failed in each of {tries} tries, the last with: {last}"
+        )
+
+    @property
+    def _mend(self) -> str:
+        return f"Mend the environment or its scorer, then: slipstream train --resume {self.directory.path}"
 
     async def _play(self, task: Task, entry: Entry, member: int) -> tuple[Rollout, ...] | None:
         """One episode, or None with its reason counted; too many failures in a row end the run."""
@@ -197,17 +228,14 @@ class Run:
             if dead := self.pools.generator.dead:  # whatever the environment made of it
                 raise dead from None
             self.state.ledger.reasons[failure.reason] += 1
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row >= options.max_failures:
-                raise RunError(
-                    f"{self._failures_in_a_row} rollouts in a row failed, the last with: {failure.reason}\n"
-                    f"{failure.detail}\nMend the environment or its scorer, then: slipstream train --resume "
-                    f"{self.directory.path}"
-                ) from None
+            self._failed[entry.task] = failure
+            if self._failures.failed(entry.task, self.state.ledger.running_tasks):
+                found = f"{self._failures.rollouts} rollouts of {len(self._failures.tasks)} tasks in a row failed"
+                raise RunError(f"{found}, the last with: {failure.reason}\n{failure.detail}\n{self._mend}") from None
             return None
         finally:
             self.tally.tokens_generated += sum(len(c.token_ids) for c in policy.completions)
-        self._failures_in_a_row = 0
+        self._failures.succeeded()
         return rollouts
 
     # buffer -> batch -> step -> published weights
@@ -368,6 +396,7 @@ class Run:
 
     async def _start(self) -> None:
         """Start the processes, restore the last checkpoint, connect the link and see that both sides agree."""
+        await self._find_long_prompts()
         where, link = self.directory.path, self.config.sync.link
         self.progress.note(f'run directory {where}, sync.link = "{link}"; generators and trainer start')
         await self._start_pools()
@@ -375,6 +404,8 @@ class Run:
             await self.scoring.start()
         if checkpoints := self.directory.checkpoints():
             await self._restore(checkpoints[-1])
+        self.state.ledger.leave_out(self._too_long)
+        self.tally.given_up |= {self.environment.train[i].id: f"prompt of {n}" for i, n in self._too_long.items()}
         self.recorder.truncate(self.state.step, len(self.tally.evaluations))
         await self.pools.link.connect(self.state.version)
         await self._refresh_teacher()
@@ -387,6 +418,26 @@ class Run:
         self.tally.open(await self.pools.generator.stats())
         self._aside = not gc.get_freeze_count()  # else it is another's to undo
         set_heap_aside()
+
+    async def _find_long_prompts(self) -> None:
+        """Find the tasks whose prompts leave no room in the context. Raises `ConfigError` if that is all of them."""
+        known = self.config.generator.context, longest_context(self.config.model.path)
+        context = min((tokens for tokens in known if tokens), default=0)
+        training, held_out = self.environment.train, self.environment.test[: self.config.evaluation.tasks]
+        if not context:
+            return
+        remedy = f"no room in the context of {context} tokens; shorten them, or raise generator.context if it is lower"
+        self._too_long = await asyncio.to_thread(too_long, training, self.codec, context)
+        if len(self._too_long) == len(training):
+            raise ConfigError(f"the prompts of all training tasks leave {remedy}: {describe(self._too_long, training)}")
+        others = await asyncio.to_thread(too_long, held_out, self.codec, context)
+        for what, tasks, found in (
+            ("training tasks are left out", training, self._too_long),
+            ("held-out tasks will fail", held_out, others),
+        ):
+            if found:
+                named = describe(found, tasks)
+                self.progress.warn(f"{len(found)} of {len(tasks)} {what}, since their prompts leave {remedy}: {named}")
 
     async def _start_pools(self) -> None:
         starting = Pools.start(self.config, self.directory.path)
@@ -415,7 +466,8 @@ class Run:
         if not sampling.record_kept:  # what top_k and top_p leave is no matter of the policy
             sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0)
         policy = Policy(self.pools.generator, self.codec, sampling, f"{self.config.loop.seed}/probe")
-        tasks = self.environment.train[:PROBES]
+        playable = (t for i, t in enumerate(self.environment.train) if i not in self._too_long)
+        tasks = list(itertools.islice(playable, PROBES))
         drawn = await asyncio.gather(*(policy.sample(t.prompt, seed=i) for i, t in enumerate(tasks)))
         async with self.pools.trainers_turn(publishes=False):
             scored = await self.pools.trainer.score(drawn)

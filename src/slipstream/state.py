@@ -71,26 +71,27 @@ class LoopState:
         failed: int,
         has_signal: Callable[[Group], bool] = lambda group: True,
         filter_most: float = math.inf,
-    ) -> None:
+    ) -> bool:
         """A group has ended with these survivors: it is ready, filtered because it has no signal, or tried again.
+        Returns whether the task is given up for good instead.
 
         At most `filter_most` groups in a row are filtered; those that follow are ready as they are, until one has
         signal.
         """
         group = Group(entry.id, task_id, tuple(rollouts))
         if max(map(len, group.roles.values()), default=0) < SMALLEST_GROUP:
-            self.ledger.failed(entry.id, rollouts=len(rollouts) + failed)
-            return
+            return self.ledger.failed(entry.id, rollouts=len(rollouts) + failed)
         self.ledger.ready(entry.id, rollouts=len(rollouts), failed=failed)
         empty = not has_signal(group)
         if empty and self.filtered_in_a_row < filter_most:
             self.ledger.filtered(entry.id)
             self.filtered_in_a_row += 1
-            return
+            return False
         if len(self.ready) >= self.capacity:
             raise BufferFull(f"entry {entry.id} arrived at a buffer that holds {self.capacity} groups already")
         self.filtered_in_a_row = self.filtered_in_a_row if empty else 0
         bisect.insort(self.ready, group, key=lambda g: (g.oldest_version, g.entry))
+        return False
 
     def cut(self) -> list[Group]:
         """The groups of the next step, taken from the buffer for good; nothing while there are too few fresh ones.

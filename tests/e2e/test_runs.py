@@ -272,7 +272,7 @@ calls = 0
 
 def tasks():
     from slipstream.environments.base import Task
-    return [Task(str(i), "w1 w2 w3") for i in range(20)]
+    return [Task(str(i), "w1 " * (5000 if i == 7 else 3)) for i in range(20)]
 
 class Sometimes:
     test = []
@@ -280,6 +280,7 @@ class Sometimes:
     async def rollout(self, task, policy):
         global calls
         calls, mine = calls + 1, calls
+        if task.id == "3": raise KeyError("no answer")
         completion = await policy.sample(task.prompt)
         if mine % 5 == 1: raise ValueError("a bad day")
         if mine % 5 == 3: return math.nan
@@ -305,8 +306,15 @@ class Always(Sometimes):
 def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     named = {"environment__options": "{}", "environment__time_limit": 3}
-    summary = train(model, tmp_path / "some", environment__name=f"{tmp_path / 'broken.py'}:Sometimes", **named)
+    (tmp_path / "empty.toml").write_text("")
+    some = options(model, tmp_path / "some", environment__name=f"{tmp_path / 'broken.py'}:Sometimes", **named)
+    said = " ".join(slipstream("train", tmp_path / "empty.toml", *some).stderr.split())
+    assert "warning: 1 of 20 training tasks are left out" in said and "task 7 (5000 tokens)" in said
+    last = "failed in each of 4 tries, the last with: KeyError: 'no answer'"
+    assert f"warning: task 3 is left out from now on: it {last}" in said
+    summary = json.loads((tmp_path / "some" / "summary.json").read_text())
     assert summary["steps"] == 6
+    assert summary["given_up_tasks"] == {"7": "prompt of 5000 tokens", "3": "KeyError"}
     assert summary["failures"]["ValueError"] > 5 and summary["failures"]["reward is nan"] > 5
     assert summary["failures"]["blocked the event loop"] == 1
     counts = summary["rollouts"]
@@ -317,7 +325,7 @@ def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path
     directory = tmp_path / "all"
     never = options(model, directory, environment__name=f"{tmp_path / 'broken.py'}:Always", **named)
     said = slipstream("train", tmp_path / "empty.toml", *never, status=1).stderr
-    assert "10 rollouts in a row failed, the last with: RuntimeError" in said
+    assert re.search(r"\d+ rollouts of \d+ tasks in a row failed, the last with: RuntimeError", said)
     assert "never works" in said and f"slipstream train --resume {directory}" in said
 
 
@@ -391,6 +399,17 @@ def test_an_agent_is_trained_with_vllm_behind_its_url(tmp_path: Path) -> None:
             "model.path = '.' has no config.json",
         ),
         (["train", "empty.toml", "--model.path=MODEL", "--environment.name=additon"], "did you mean addition"),
+        (
+            [
+                "train",
+                "empty.toml",
+                "--model.path=MODEL",
+                "--environment.name=WORK",
+                "--generator.context=16",
+                "--sampling.max_tokens=8",
+            ],
+            "the prompts of all training tasks leave no room in the context of 16 tokens; shorten them",
+        ),
         (["eval", "MODEL"], "name an environment: --environment NAME"),
         (["generate", "gone", "--prompt", "x"], "model.path = 'gone'"),
         (["generate", "MODEL", "--prompt", "x", "--temperature", "-1"], "evaluation.temperature = -1: it must be"),

@@ -35,11 +35,13 @@ Prompt = str | Sequence[Message] | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem. `prompt` is text or chat messages; `data` is whatever the reward needs, such as the answer."""
+    """One problem. `prompt` is text or chat messages; `data` is whatever the reward needs, such as the answer; `source`
+    is where it was read, such as "train.jsonl, line 7"."""
 
     id: str
     prompt: str | tuple[dict[str, str], ...]
     data: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 class Environment(Protocol):
@@ -88,6 +90,11 @@ class Codec:
         if wrong := [i for i in ids if not 0 <= i < count]:
             raise ValueError(f"{wrong[0]} is no token's id; there are {count}")
         return tuple(ids)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest entry of the vocabulary."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property
     def chats(self) -> bool:

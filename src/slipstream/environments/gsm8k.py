@@ -60,6 +60,7 @@ class Gsm8k:
                     f"{split}/{i}",
                     f"{prefix}Question: {r['question']}\nAnswer:" if shots else r["question"] + INSTRUCTION,
                     {"question": r["question"], "answer": gold(r["answer"])},
+                    r["source"],
                 )
                 for i, r in enumerate(rows)
             ]
@@ -139,7 +140,7 @@ def _problems(where: str, rows: Sequence[tuple[int, Any]], skip_malformed: bool)
         try:
             if MARKER not in row["answer"] or not NUMBER.fullmatch(gold(row["answer"])) or not row["question"].strip():
                 raise ValueError
-            problems.append(row)
+            problems.append(row | {"source": f"{where}, line {number}"})
         except (ValueError, KeyError, TypeError, AttributeError):
             malformed.append(number)
     if malformed:

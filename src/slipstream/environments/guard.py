@@ -10,9 +10,9 @@ import math
 import signal
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.config import Config, ConfigError, EnvironmentConfig
 from slipstream.environments.base import Environment, Policy, Task, play
@@ -38,7 +38,8 @@ class EpisodeBlocked(BaseException):
     """Raised inside an episode that held up the event loop. No `except Exception` of a user's can swallow it."""
 
 
-Scoring = Callable[[Task, Rollout], Awaitable[Rollout]]
+Scoring = Callable[[Task, Rollout], Coroutine[Any, Any, Rollout]]
+Result = TypeVar("Result")
 
 
 def episode_limits(config: EnvironmentConfig) -> Limits:
@@ -80,7 +81,7 @@ async def attempt(
         if not all(rollout.completions for rollout in rollouts):
             raise RolloutFailed("no completion", "the episode returned without having sampled from the policy")
         if scoring:
-            rollouts = tuple(await asyncio.gather(*(scoring(task, rollout) for rollout in rollouts)))
+            rollouts = tuple(await all_or_none(scoring(task, rollout) for rollout in rollouts))
         return tuple(map(_sound, rollouts))
     except asyncio.CancelledError:
         current = asyncio.current_task()
@@ -101,6 +102,16 @@ async def attempt(
     finally:
         policy.end()
         _in_episode.reset(token)
+
+
+async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """What all of them return. If one raises, the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 @contextlib.asynccontextmanager

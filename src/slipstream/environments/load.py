@@ -126,7 +126,7 @@ def read_tasks(path: Path) -> list[Task]:
             if not prompt:
                 raise ValueError
             prompt = prompt if isinstance(prompt, str) else tuple(dict(message) for message in prompt)
-            tasks.append(Task(str(data.pop("id", number)), prompt, data))
+            tasks.append(Task(str(data.pop("id", number)), prompt, data, f"{path}, line {number}"))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
                 f'{path}, line {number}: not a task; a line is {{"prompt": text or messages, ...}}'

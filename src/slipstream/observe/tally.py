@@ -36,6 +36,7 @@ class Tally:
     rewards: list[float] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # generators that have left the pool, and why
+    given_up: dict[str, str] = field(default_factory=dict)  # tasks that can't be played, by id, and why
 
     def __post_init__(self) -> None:
         self._seen = time.perf_counter()
@@ -135,6 +136,7 @@ class Tally:
             },
             "publish": {"count": len(holds), "hold_ms": hold},
             "lost": self.lost,
+            "given_up_tasks": self.given_up,
             "samples": compare(first.get("samples", []), last.get("samples", [])),
         }
 
