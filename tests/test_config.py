@@ -136,6 +136,12 @@ def test_every_option_is_documented_once() -> None:
         ),
         (["--sync.link", "fast"], 'sync.link = "fast" is unknown; give "auto", "shared", "single_copy"'),
         (["--loop", "3"], "unknown option --loop"),
+        (
+            ["--trainer.device=mps"],
+            'trainer.device = "mps": it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream comp',
+        ),
+        (["--generator.device=gpu"], 'generator.device = "gpu": it must be "auto", "cpu", "cuda" or "cuda:N"'),
+        (["--teacher.path=t", "--teacher.device=cuda:x"], 'teacher.device = "cuda:x": it must be "auto", "cpu"'),
         (["--loop.steps", '"7"'], 'loop.steps = "7": it must be a valid integer'),
         (["--loop.steps", "true"], "loop.steps = true: it must be a valid integer"),
         (["--algorithm.whiten", "yes"], 'algorithm.whiten = "yes": it must be a valid boolean'),

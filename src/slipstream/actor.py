@@ -210,7 +210,7 @@ class Actor:
         """Send a signal to the process and whatever it has started itself, if any of them is left."""
         assert self._process
         if not self._over():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS permits no signal to a zombie
                 os.killpg(self._process.pid, number)
 
     def _over(self) -> bool:
@@ -296,7 +296,7 @@ def went_well(done: asyncio.Future[Any]) -> bool:
 def group_lives(group: int) -> bool:
     """Whether a process of this group is left that does more than wait for somebody to see that it has ended."""
     if not Path("/proc/self/stat").exists():
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS permits no signal to a zombie
             os.killpg(group, 0)
             return True
         return False

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slipstream import __version__
 from slipstream.config import (
+    NO_SYSTEM,
     Config,
     ConfigError,
     LoraConfig,
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A command's own options that stand for one of the configuration have its name, and lie under what is given so.
     flags = [f"--{name}={value}" for name, value in vars(options).items() if "." in name and value is not None] + flags
     try:
+        if sys.platform == "win32":
+            raise ConfigError(NO_SYSTEM)
         list(parse_flags(flags))  # a flag that is none is the first thing to say
         status: int | None = options.command(options, flags)
         return status or 0

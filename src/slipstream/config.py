@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ from slipstream.rollout import Sampling
 
 HIGHEST_RANK = 512  # of adapters, that vLLM makes room for
 PATHS = ("model.path", "teacher.path")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+NO_SYSTEM = "Slipstream runs on Linux, and on macOS on the CPU; on Windows use WSL 2"
+NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
 
 
 class ConfigError(ValueError):
@@ -32,6 +36,13 @@ class Section(BaseModel):
     """A part of the configuration. A value must have its option's type: no text for a number, no 1 for true."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("device", check_fields=False)
+    @classmethod
+    def _supported(cls, device: str) -> str:
+        if not DEVICE.fullmatch(device):
+            raise ConfigError(NO_DEVICE)
+        return device
 
 
 def option(default: Any, description: str, **bounds: Any) -> Any:
@@ -828,7 +839,7 @@ def _toml(value: Any) -> str:
 def _explain(error: Any) -> str:
     name = ".".join(str(part) for part in error["loc"])
     cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError):
+    if isinstance(cause, ConfigError) and not name:
         return str(cause)
     if error["type"] == "extra_forbidden":
         known = option_names() if "." in name else list(SECTIONS)
@@ -837,7 +848,7 @@ def _explain(error: Any) -> str:
         if name in SECTIONS:
             name += "." + next(key for key, info in SECTIONS[name].model_fields.items() if info.is_required())
         return f"{name} is not set; add it to the file or give --{name} VALUE"
-    expected = error["msg"][0].lower() + error["msg"][1:]
+    expected = str(cause) if isinstance(cause, ConfigError) else error["msg"][0].lower() + error["msg"][1:]
     shown = _toml(error["input"]) if _writable(error["input"]) else repr(error["input"])
     return f"{name} = {shown}: {expected.replace('input should', 'it must')}"
 

@@ -5,7 +5,6 @@ config.toml  metrics.jsonl  evaluations.jsonl  rollouts/  checkpoints/step_N/  p
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -15,7 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.config import Config, ConfigError, dump
+from slipstream.config import NO_SYSTEM, Config, ConfigError, dump
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    raise ConfigError(NO_SYSTEM) from None
 
 PARTIAL = ".partial"
 STEP = re.compile(r"step_\d+")  # a whole checkpoint's name
@@ -95,12 +99,22 @@ class RunDirectory:
     def _hold(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / "lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock(self.path / "lock")
         except BlockingIOError:
             raise ConfigError(f"{self.path} is in use by another process; stop that run first") from None
         except OSError as error:
             raise ConfigError(f"run.dir = {str(self.path)!r}: {error.strerror}; name another directory") from None
+
+
+def lock(path: Path, mode: str = "w") -> IO[str]:
+    """The file, locked for this process until it is closed. Raises `BlockingIOError` if another process holds it."""
+    file = path.open(mode)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from slipstream.config import Config, ConfigError, LoraConfig, ModelConfig
+from slipstream.config import DEVICE, NO_DEVICE, Config, ConfigError, LoraConfig, ModelConfig
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
@@ -271,10 +271,9 @@ def pick_device(option: str, name: str) -> torch.device:
     """The device that `auto` means here, or the one named by the option `name`. Raises `ConfigError`."""
     if option == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(option)
-    except RuntimeError:
-        raise ConfigError(f'{name} = "{option}" is no device; give "auto", "cpu", "cuda" or "cuda:N"') from None
+    if not DEVICE.fullmatch(option):
+        raise ConfigError(f'{name} = "{option}": {NO_DEVICE}')
+    device = torch.device(option)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f'{name} = "{option}", but there are {torch.cuda.device_count()} GPUs here; try "auto"')
     return device

@@ -9,7 +9,6 @@ each time that a run was started), `lag.json` (all that the table and the pictur
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import shlex
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import ConfigError
-from slipstream.directory import write_atomically
+from slipstream.directory import lock, write_atomically
 from slipstream.study.draw import AXES, draw
 from slipstream.study.plan import Plan
 from slipstream.study.records import Course, read_course
@@ -38,11 +37,11 @@ def study_lag(plan: Plan, *, jobs: int, target: float | None, command: Sequence[
         raise ConfigError(f"--jobs {jobs} --seeds {plan.seeds}: give at least 1 of each")
     plan.check()
     plan.directory.mkdir(parents=True, exist_ok=True)
-    with (plan.directory / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{plan.directory} is in use by another study; stop that one first") from None
+    try:
+        held = lock(plan.directory / "lock")
+    except BlockingIOError:
+        raise ConfigError(f"{plan.directory} is in use by another study; stop that one first") from None
+    with held:
         runner = Runner(plan, jobs)
         asyncio.run(runner.run())
     courses = _courses(plan)

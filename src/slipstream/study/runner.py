@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from slipstream.directory import lock
 from slipstream.observe.figures import duration, number
 from slipstream.study.plan import Plan, Run
 
@@ -161,8 +161,7 @@ class Runner:
 def held(path: Path) -> bool:
     """Whether a process has this run's directory, as the run of a study that was killed with -9 still may."""
     try:
-        with (path / "lock").open("r") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(path / "lock", "r").close()
     except FileNotFoundError:
         return False
     except BlockingIOError:
