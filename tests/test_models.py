@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from slipstream import models
 from slipstream.config import ConfigError, load_config
 from slipstream.models import dtype_of, first_not_finite, load_causal_lm, load_tokenizer, stored_dtype
 from slipstream.packed.policy import Policy
@@ -56,6 +57,22 @@ def test_damaged_files_are_told(half: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ConfigError, match=r"^model.path = '.*half' has damaged files \(.*\); fetch or save them"):
         make_trainer(half)
+
+
+def test_a_name_of_no_directory_is_answered_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_session() -> None:
+        raise OSError("Name or service not known")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "get_session", get_session)
+    models._hub_answers.cache_clear()
+    with pytest.raises(ConfigError, match=r"'models/gemma': no such directory, and https://.* can't be reached"):
+        load_tokenizer("models/gemma")
+    (tmp_path / "models").mkdir()
+    monkeypatch.delattr(models, "get_session")
+    with pytest.raises(ConfigError, match=r"'models/gemma': no such directory in 'models', which is here"):
+        load_tokenizer("models/gemma")
+    models._hub_answers.cache_clear()
 
 
 def without(path: Path, name: str) -> None:

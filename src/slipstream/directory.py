@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from slipstream.config import NO_SYSTEM, Config, ConfigError, dump
+from slipstream.integrity import MANIFEST, STATE, Damaged, manifest, read_whole, sealed
 
 try:
     import fcntl
 except ImportError:  # Windows has none
     raise ConfigError(NO_SYSTEM) from None
 
-PARTIAL = ".partial"
+PARTIAL, DAMAGED = ".partial", ".damaged"
 STEP = re.compile(r"step_\d+")  # a whole checkpoint's name
 
 
@@ -37,15 +38,14 @@ class RunDirectory:
         self._lock: IO[str] | None = None
 
     @classmethod
-    def create(cls, config: Config, path: Path) -> RunDirectory:
-        """A new run's directory. Raises `ConfigError` where there is a run already."""
+    def create(cls, path: Path) -> RunDirectory:
+        """A new run's directory; there is a run in it from `write_config` on. Raises `ConfigError` if there is one."""
         directory = cls(path)
         if directory.config.exists():
             raise ConfigError(
                 f"run.dir = {str(path)!r} holds a run; go on with `slipstream train --resume {path}` or name another"
             )
         directory._hold()
-        directory.write_config(config)
         return directory
 
     @classmethod
@@ -66,7 +66,7 @@ class RunDirectory:
         write_atomically(self.config, dump(config))
 
     def checkpoints(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
+        """Checkpoints that were written to their end, oldest first."""
         found = [p for p in self._checkpoints.glob("step_*") if STEP.fullmatch(p.name)]
         return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
 
@@ -81,6 +81,7 @@ class RunDirectory:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
+        write_atomically(partial / MANIFEST, manifest(partial))
         for file in [p for p in partial.rglob("*") if p.is_file()]:
             _sync(file)
         partial.rename(final)
@@ -88,9 +89,23 @@ class RunDirectory:
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
 
-    def discard(self) -> None:
-        """The configuration turned out to be impossible: forget it, so that the directory can be used again."""
-        self.config.unlink(missing_ok=True)
+    def newest_whole(self) -> tuple[Path | None, dict[str, Any], list[str]]:
+        """The newest checkpoint whose files are those that were written, its state, and what is wrong with newer ones,
+        which are renamed; None before the first checkpoint. Raises `ConfigError` if all are damaged."""
+        damaged: dict[Path, str] = {}
+        for path in reversed(self.checkpoints()):
+            try:
+                state = read_whole(path)
+            except Damaged as error:
+                damaged[path] = str(error)
+                continue
+            return path, state, [_set_aside(path, why) for path, why in damaged.items()]
+        if damaged:
+            path, why = next(iter(damaged.items()))
+            raise ConfigError(
+                f"{path}: {why}, and no other checkpoint is whole; remove {self._checkpoints} to begin from the start"
+            )
+        return None, {}, []
 
     def close(self) -> None:
         if self._lock:
@@ -123,6 +138,19 @@ def write_atomically(path: Path, text: str) -> None:
     partial.write_text(text, encoding="utf-8")
     _sync(partial)
     partial.replace(path)
+
+
+def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Write what a checkpoint knows beside the weights, as `RunDirectory.newest_whole` reads it."""
+    write_json(checkpoint / STATE, sealed(state))
+
+
+def _set_aside(checkpoint: Path, why: str) -> str:
+    """Rename a damaged checkpoint. Returns what to tell the user."""
+    aside = checkpoint.with_name(checkpoint.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+    return f"checkpoint {checkpoint.name} is damaged ({why}): renamed to {aside.name}, the one before is taken"
 
 
 def write_json(path: Path, value: Any) -> None:

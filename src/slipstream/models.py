@@ -6,13 +6,16 @@ import importlib.util
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import get_session, snapshot_download, try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -24,6 +27,7 @@ WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
+HUB_TIMEOUT_S = 5.0
 AGAIN = "fetch or save the model again"
 UNREADABLE = (  # what transformers raises for a configuration that makes no model
     TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError, StrictDataclassError,
@@ -247,6 +251,30 @@ def check_path(path: str, option: str = "model.path") -> None:
         raise ConfigError(f"{option} = {path!r} is a file; give the directory that the model was saved to")
     elif path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
         raise ConfigError(f"{option} = {path!r}: no such directory, and not a Hub name (owner/name)")
+    elif local.parent.is_dir():
+        raise ConfigError(
+            f"{option} = {path!r}: no such directory in {str(local.parent)!r}, which is here; make it first"
+        )
+    elif not (HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(path, "config.json"), str) or _hub_answers()):
+        raise ConfigError(
+            f"{option} = {path!r}: no such directory, and {ENDPOINT} can't be reached to look for a model of this "
+            "name; give a local directory, or connect this host"
+        )
+
+
+@cache
+def _hub_answers() -> bool:
+    """Whether the Hub can be reached; transformers would try for more than a minute."""
+    answered: list[int] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # of which class depends on the release of huggingface_hub
+            answered.append(get_session().head(ENDPOINT, timeout=HUB_TIMEOUT_S).status_code)
+
+    asking = threading.Thread(target=ask, daemon=True)  # a timeout does not bound the search for an address
+    asking.start()
+    asking.join(HUB_TIMEOUT_S)
+    return bool(answered)
 
 
 def refuse_adapter(path: str) -> None:

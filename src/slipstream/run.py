@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import json
 import math
 import signal
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.config import Config, ConfigError, load_config
-from slipstream.directory import RunDirectory, write_json
+from slipstream.directory import RunDirectory, write_json, write_state
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import LoopWatch, RolloutFailed, all_or_none, attempt, episode_limits, episode_places
@@ -57,12 +56,8 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     config = _checked(config)
     name = Path(config.environment.name.partition(":")[0]).stem
     path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    with contextlib.closing(RunDirectory.create(config, path)) as directory:
-        try:
-            return asyncio.run(_run(config, directory, quiet))
-        except ConfigError:
-            directory.discard()
-            raise
+    with contextlib.closing(RunDirectory.create(path)) as directory:
+        return asyncio.run(_run(config, directory, quiet))
 
 
 def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:
@@ -385,12 +380,12 @@ class Run:
         known = self.state.snapshot() | {"tally": self.tally.snapshot()}
         if (written := self.directory.checkpoint(self.state.step)).exists():
             await self.recorder.flush()  # what is known to be recorded
-            write_json(written / "run.json", known)  # the weights are these; what is known about them may have grown
+            write_state(written, known)  # the weights are these; what is known about them may have grown
             return
         with self.directory.new_checkpoint(self.state.step, self.config.checkpoint.keep) as path:
             await self.pools.trainer.save(path / "trainer")
             await self.recorder.flush()
-            write_json(path / "run.json", known)
+            write_state(path, known)
 
     # beginning and end
 
@@ -399,11 +394,14 @@ class Run:
         await self._find_long_prompts()
         where, link = self.directory.path, self.config.sync.link
         self.progress.note(f'run directory {where}, sync.link = "{link}"; generators and trainer start')
+        checkpoint, state, damaged = await asyncio.to_thread(self.directory.newest_whole)
+        for line in damaged:
+            self.progress.warn(line)
         await self._start_pools()
         if self.scoring:  # afterwards, since these may share a GPU
             await self.scoring.start()
-        if checkpoints := self.directory.checkpoints():
-            await self._restore(checkpoints[-1])
+        if checkpoint:
+            await self._restore(checkpoint, state)
         self.state.ledger.leave_out(self._too_long)
         self.tally.given_up |= {self.environment.train[i].id: f"prompt of {n}" for i, n in self._too_long.items()}
         self.recorder.truncate(self.state.step, len(self.tally.evaluations))
@@ -412,9 +410,9 @@ class Run:
         if self.scoring:
             self.state.ready = [await self.scoring.teach(group) for group in self.state.ready]
         await self._probe()
-        self.directory.write_config(self.config)
         if not self.tally.evaluations and not self.stopped:
             await self._evaluate()
+        self.directory.write_config(self.config)  # from here on there is a run to resume
         self.tally.open(await self.pools.generator.stats())
         self._aside = not gc.get_freeze_count()  # else it is another's to undo
         set_heap_aside()
@@ -444,14 +442,7 @@ class Run:
         self._started = await told_of(starting, self.progress.note, self.directory.path / "logs")
         self._places = episode_places(self.config, self.pools.generator.slots)
 
-    async def _restore(self, path: Path) -> None:
-        try:
-            data = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{path / 'run.json'} can't be read ({error}); remove {path} to go on from the checkpoint before it, "
-                "if there is one"
-            ) from None
+    async def _restore(self, path: Path, data: dict[str, Any]) -> None:
         try:
             self.state.restore(data)
         except ValueError as error:

@@ -24,6 +24,9 @@ import kill
 from work import save_model
 
 from slipstream.cli import main
+from slipstream.config import load_config
+from slipstream.run import RunError
+from slipstream.run import train as run_training
 from tests.processes import descendants, lives
 
 pytestmark = pytest.mark.e2e
@@ -144,12 +147,14 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path, capfd: 
     half_written = last.with_name("step_8.partial")
     shutil.copytree(last, half_written)
     shutil.copytree(last, last.with_name("step_6.mine"))
-    (last / "run.json").write_text("{")
-    said = refused(capfd, "train", "--resume", directory)
-    assert f"{last / 'run.json'} can't be read" in said and f"remove {last} to go on from the checkpoint" in said
-    shutil.rmtree(last)
-    assert "resumed after step 4" in slipstream("train", "--resume", directory).stderr
-    assert last.exists() and not half_written.exists()
+    weights = next((last / "trainer").glob("*.distcp"))
+    with weights.open("r+b") as file:
+        file.seek(weights.stat().st_size // 2)
+        file.write(b"\xff" * 64)
+    said = slipstream("train", "--resume", directory).stderr
+    told = f"checkpoint step_6 is damaged (trainer/{weights.name} has other bytes than were written): renamed to"
+    assert told in said and "resumed after step 4" in said
+    assert last.exists() and last.with_name("step_6.damaged").exists() and not half_written.exists()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -449,6 +454,19 @@ def test_a_mistake_found_late_is_all_that_a_process_says(model: Path, tmp_path: 
     )
     assert done.stderr.startswith("slipstream: ") and "cuda:9" in done.stderr and not done.stdout
     assert done.stderr.strip().count("\n") == 0, done.stderr
+
+
+def test_a_start_that_fails_leaves_its_directory_free(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise RunError("no engine starts")
+
+    monkeypatch.setattr("slipstream.run.Pools.start", fail)
+    config = load_config(None, options(model, tmp_path / "run"))
+    for _ in range(2):  # the second time it would be taken
+        with pytest.raises(RunError, match="no engine starts"):
+            run_training(config, quiet=True)
 
 
 def test_help_and_config_are_for_people() -> None:

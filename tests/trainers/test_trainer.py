@@ -6,6 +6,7 @@ import copy
 import errno
 import math
 import random
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,13 @@ from hypothesis import strategies as st
 from slipstream import config as configuration
 from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import ConfigError
+from slipstream.directory import RunDirectory
 from slipstream.packed import logprobs as logprobs_module
 from slipstream.packed.packing import bundle, bundle_length, length, plan
 from slipstream.packed.policy import Policy
 from slipstream.rollout import Batch, Completion, Group, Rollout, Sample, VersionSpan
 from slipstream.runtime.training import TrainerService
-from slipstream.sync.gathered import whole
+from slipstream.sync.gathered import part_here, whole
 from slipstream.trainers.checkpoint import CheckpointFailed
 from slipstream.trainers.guards import NotFinite, OutOfMemory, naming_remedies
 from slipstream.trainers.trainer import Trainer
@@ -388,6 +390,35 @@ def test_other_parameters_are_refused(rank: int, tiny: Path, tmp_path: Path) -> 
     make_trainer(tiny, f"--lora.rank={rank}").save(tmp_path / "saved").result()
     with pytest.raises(ValueError, match="other parameters"):
         make_trainer(tiny, "--lora.rank=4").restore(tmp_path / "saved")
+
+
+SHARDED = ["--model.dtype=bfloat16", "--trainer.compute_copy=false"]
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--lora.rank=4"], SHARDED, ["--algorithm.kl=0.1", "--algorithm.reference=average"]]
+)
+@pytest.mark.parametrize("where", ["parameters", "moments", "average"])
+def test_a_broken_policy_leaves_the_last_checkpoint(tiny: Path, tmp_path: Path, flags: list[str], where: str) -> None:
+    trainer, directory = make_trainer(tiny, *flags), RunDirectory(tmp_path)
+    with directory.new_checkpoint(1, keep=1) as path:
+        trainer.save(path / "trainer").result()
+    name, parameter = list(trainer.parameters.items())[-1]
+    state = trainer._all()
+    broken = {
+        "parameters": parameter.detach(),
+        "moments": state["moments"][name]["exp_avg_sq"],
+        "average": state["average"].get(name),
+    }[where]
+    if broken is None:
+        return
+    part_here(broken).view(-1)[-1] = float("nan")
+    with (
+        pytest.raises(CheckpointFailed, match=rf"{re.escape(name)} holds values that are not finite. No checkpoint"),
+        directory.new_checkpoint(2, keep=1) as path,
+    ):
+        trainer.save(path / "trainer").result()
+    assert [path.name for path in directory.checkpoints()] == ["step_1"]
 
 
 def test_what_the_disk_does_not_take_is_told(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
     load,
 )
 
-from slipstream.models import save_policy
-from slipstream.sync.gathered import whole
+from slipstream.models import first_not_finite, save_policy
+from slipstream.sync.gathered import part_here, whole
 from slipstream.trainers.parallel import Ranks
 
 State = dict[str, Any]
@@ -62,7 +62,8 @@ class CheckpointFailed(RuntimeError):
 
 def save(path: Path, state: State, ranks: Ranks) -> Future[None]:
     """Copy the state and write it into `path`; all is there with the result, which raises `CheckpointFailed` if it
-    is not."""
+    is not. So does a state with values that are not finite: older checkpoints stay."""
+    _refuse_not_finite(state)
     saved: Future[None] = Future()
 
     def settle(writing: Any) -> None:
@@ -80,6 +81,21 @@ def save(path: Path, state: State, ranks: Ranks) -> Future[None]:
         writing: Any = async_save(state, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.files is None)
     writing.add_done_callback(settle)
     return saved
+
+
+def _refuse_not_finite(state: State) -> None:
+    moments = {
+        f"{kind} of {name}": values[kind]
+        for name, values in state["moments"].items()
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
+    kept = {f"average of {name}": value for name, value in state["average"].items()}
+    for tensors in (state["parameters"], moments, kept):
+        if name := first_not_finite({name: part_here(value) for name, value in tensors.items()}):
+            raise CheckpointFailed(
+                f"the policy is broken: {name} holds values that are not finite. No checkpoint was written; go on from "
+                "the last one with a lower trainer.learning_rate, or trainer.gradient_clip"
+            )
 
 
 @contextmanager

@@ -1,0 +1,79 @@
+"""A run goes on from a checkpoint whose every byte is the one that was written, or says why there is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import ConfigError
+from slipstream.directory import RunDirectory, write_state
+from slipstream.integrity import MANIFEST, STATE
+
+STATES = {2: {"step": 2, "counts": {1: 0.1, 10: [True, None]}}, 4: {"step": 4, "text": "ü\n"}}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    """A run's directory with checkpoints after steps 2 and 4, written as a run writes them."""
+    made = RunDirectory(tmp_path / "run")
+    for step, state in STATES.items():
+        with made.new_checkpoint(step, keep=2) as path:
+            (path / "trainer").mkdir()
+            (path / "trainer" / "weights").write_bytes(bytes(range(200)) * step)
+            (path / "trainer" / ".metadata").write_bytes(b"what is where")
+            write_state(path, state)
+    return made
+
+
+def test_the_newest_checkpoint_is_taken_with_its_state(directory: RunDirectory) -> None:
+    assert directory.newest_whole() == (directory.checkpoint(4), json.loads(json.dumps(STATES[4])), [])
+    write_state(directory.checkpoint(4), {"step": 4, "grown": True})
+    assert directory.newest_whole()[1] == {"step": 4, "grown": True}
+    assert RunDirectory(directory.path.with_name("none")).newest_whole() == (None, {}, [])
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(7)
+        file.write(b"\xff\xff")
+
+
+def change_a_digit(path: Path) -> None:
+    path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "said"),
+    [
+        ("trainer/weights", overwrite, "trainer/weights has other bytes"),
+        ("trainer/weights", lambda path: path.write_bytes(path.read_bytes()[:-1]), "trainer/weights has other bytes"),
+        ("trainer/weights", Path.unlink, "weights can't be read: No such file"),
+        ("trainer/.metadata", overwrite, "trainer/.metadata has other bytes"),
+        (STATE, change_a_digit, "run.json has other bytes"),
+        (STATE, lambda path: path.write_text("{"), "run.json or manifest.json is damaged"),
+        (STATE, lambda path: path.write_text("[1]"), "run.json or manifest.json is damaged"),
+        (STATE, lambda path: path.write_bytes(b"\xff\xfe"), "run.json or manifest.json is damaged"),
+        (MANIFEST, Path.unlink, "manifest.json can't be read: No such file"),
+        (MANIFEST, lambda path: path.write_text("null"), "run.json or manifest.json is damaged"),
+    ],
+)
+def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_damage_is_told(
+    directory: RunDirectory, name: str, harm: Callable[[Path], object], said: str
+) -> None:
+    harm(directory.checkpoint(4) / name)
+    path, state, [told] = directory.newest_whole()
+    assert path == directory.checkpoint(2) and state == json.loads(json.dumps(STATES[2]))
+    assert told.startswith("checkpoint step_4 is damaged (") and said in told and "\n" not in told
+    assert [p.name for p in directory.checkpoints()] == ["step_2"]
+    assert directory.checkpoint(4).with_name("step_4.damaged").exists(), "a damaged checkpoint is the user's to remove"
+
+
+def test_nothing_is_renamed_where_every_checkpoint_is_damaged(directory: RunDirectory) -> None:
+    for step in STATES:
+        (directory.checkpoint(step) / MANIFEST).unlink()
+    with pytest.raises(ConfigError, match=r"step_4: .*, and no other checkpoint is whole; remove .* to begin from"):
+        directory.newest_whole()
+    assert len(directory.checkpoints()) == 2
