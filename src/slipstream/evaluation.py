@@ -17,7 +17,7 @@ from slipstream.environments.guard import RolloutFailed, Scoring, all_or_none, a
 from slipstream.environments.load import load_environment
 from slipstream.generators.base import Generator
 from slipstream.generators.torch import Engine, TorchGenerator
-from slipstream.models import dtype_of, load_causal_lm, load_tokenizer, pick_device
+from slipstream.models import context_of, dtype_of, load_causal_lm, load_tokenizer, pick_device
 from slipstream.observe.tally import metric_means
 from slipstream.rollout import Completion, Rollout, Sampling, mean, samples_of
 from slipstream.scoring.load import make_scoring
@@ -102,7 +102,7 @@ async def evaluate_model(config: Config) -> dict[str, Any]:
     """Play held-out tasks with the model at `config.model.path`; see `evaluate`."""
     environment = load_environment(config.environment)
     generator, tokenizer = load_generator(config)
-    codec = Codec(tokenizer)
+    codec = Codec(tokenizer, context_of(config))
     endpoint = Endpoint(codec)
     scoring = make_scoring(config, codec)
     try:
@@ -120,7 +120,7 @@ async def evaluate_model(config: Config) -> dict[str, Any]:
 async def generate_texts(config: Config, prompts: Sequence[str]) -> list[Completion]:
     """Complete each prompt as evaluations do; the chat template is applied where the tokenizer has one."""
     generator, tokenizer = load_generator(config)
-    policy = Policy(generator, Codec(tokenizer), _sampling(config), "")
+    policy = Policy(generator, Codec(tokenizer, context_of(config)), _sampling(config), "")
     return list(await asyncio.gather(*(policy.sample(p, seed=config.loop.seed + i) for i, p in enumerate(prompts))))
 
 

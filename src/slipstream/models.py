@@ -395,6 +395,12 @@ def has_experts(path: str) -> bool:
     return any((count or 0) > 1 for count in counts)
 
 
+def context_of(config: Config) -> int:
+    """Tokens that prompt and completion share; 0 if neither the run nor the model bounds them."""
+    known = config.generator.context, longest_context(config.model.path)
+    return min((limit for limit in known if limit), default=0)
+
+
 def model_sizes(path: str) -> dict[str, int | None]:
     """`sizes_of` the model at `path`, or below the adapters there; nothing where it can't be read."""
     return sizes_of(config) if (config := _config_at(path)) else {}

@@ -28,7 +28,7 @@ from slipstream.evaluation import close_environment, evaluate
 from slipstream.failures import FailureStreak
 from slipstream.heap import set_heap_aside
 from slipstream.ledger import Entry
-from slipstream.models import check_path, has_experts, load_tokenizer, longest_context, pick_device, refuse_adapter
+from slipstream.models import check_path, context_of, has_experts, load_tokenizer, pick_device, refuse_adapter
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.tally import Tally
@@ -104,7 +104,7 @@ class Run:
         self.rule = load_rule(config)
         self.environment = load_environment(config.environment)
         self.tokenizer = load_tokenizer(config.model.path)
-        self.codec = Codec(self.tokenizer)
+        self.codec = Codec(self.tokenizer, context_of(config))
         self.endpoint = Endpoint(self.codec)
         self._keep_routing = config.algorithm.keep_routing and has_experts(config.model.path)
         self.recorder = Recorder(directory.path, self.tokenizer.decode)
@@ -419,8 +419,7 @@ class Run:
 
     async def _find_long_prompts(self) -> None:
         """Find the tasks whose prompts leave no room in the context. Raises `ConfigError` if that is all of them."""
-        known = self.config.generator.context, longest_context(self.config.model.path)
-        context = min((tokens for tokens in known if tokens), default=0)
+        context = self.codec.limits.context
         training, held_out = self.environment.train, self.environment.test[: self.config.evaluation.tasks]
         if not context:
             return

@@ -274,7 +274,7 @@ def test_bad_bodies_prompts_and_paths() -> None:
 
 def test_a_generator_that_is_gone_is_an_error_of_the_server() -> None:
     class Gone(TorchGenerator):
-        async def generate(self, prompt_ids: Any, sampling: Sampling) -> Any:
+        async def generate(self, prompt_ids: Any, sampling: Sampling, *clock: Any) -> Any:
             raise ConnectionError("the generator is gone")
 
     async def main() -> None:
@@ -292,9 +292,9 @@ def test_requests_are_served_outside_of_the_episode_that_started_the_server() ->
     seen = []
 
     class Looks(TorchGenerator):
-        async def generate(self, prompt_ids: Any, sampling: Sampling) -> Any:
+        async def generate(self, prompt_ids: Any, sampling: Sampling, *clock: Any) -> Any:
             seen.append(_in_episode.get())
-            return await super().generate(prompt_ids, sampling)
+            return await super().generate(prompt_ids, sampling, *clock)
 
     async def main() -> None:
         async with served() as it:

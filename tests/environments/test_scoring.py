@@ -86,7 +86,7 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(ScoringError, match=r"there is no file .*gone.py") as failure:
                 await pool.score(TASK, completion("2"))
-            assert failure.value.reason == "ImportError"
+            assert failure.value.reason == "LoadError"
         await pool.close()
 
     asyncio.run(main())

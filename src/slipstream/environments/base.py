@@ -16,10 +16,13 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from operator import index
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
 
 from slipstream.config import ConfigError
 from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
+from slipstream.environments.rollout_checks import checked_rollouts
+from slipstream.environments.text_limits import MAX_INLINE, TextLimits, characters, off_loop
 from slipstream.environments.tools import Parse, Tool, Tools, hermes, plain
 from slipstream.generators.base import Generator
 from slipstream.generators.clock import Clock
@@ -64,19 +67,39 @@ class Environment(Protocol):
 
 
 class Codec:
-    """Prompts to token ids and back. Text is encoded once for all rollouts of a group."""
+    """Prompts to token ids and back. Text is encoded once for all rollouts of a group.
 
-    def __init__(self, tokenizer: Any) -> None:
+    `context` bounds prompts, in tokens; 0: no bound. All that encodes raises `ContextFull` for what is too long.
+    """
+
+    def __init__(self, tokenizer: Any, context: int = 0) -> None:
         self._tokenizer = tokenizer
+        self.limits = TextLimits(tokenizer, context)
         self._ends: set[int | None] | None = None
-        self.encode_text = functools.lru_cache(maxsize=4096)(self._encode_text)
+        self.encode_text = functools.lru_cache(maxsize=256)(self._encode_text)
+
+    async def encoded(self, prompt: Prompt) -> tuple[int, ...]:
+        """`encode`, which does not hold up the event loop."""
+        return await off_loop(self.size(prompt), self.encode, prompt)
+
+    def size(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> int:
+        """Characters of text and messages, or the number of token ids. Raises `ContextFull` if it is too large."""
+        if not isinstance(prompt, str):
+            is_ids = not len(prompt) or isinstance(prompt[0], SupportsIndex)
+            self.limits.refuse(f"{len(prompt)} {'tokens' if is_ids else 'messages'}", len(prompt))
+            if is_ids:
+                return len(prompt)
+        size = characters(prompt) + characters(tools)
+        self.limits.refuse_size(size)
+        return size
 
     def encode(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> tuple[int, ...]:
         """Token ids of a prompt, with the chat template applied where the tokenizer has one; `tools` need one."""
+        self.size(prompt, tools)
         if isinstance(prompt, str):
             return self.encode_text(prompt)
-        if not prompt or isinstance(prompt[0], int):
-            return tuple(prompt)  # type: ignore[arg-type]
+        if not len(prompt) or isinstance(prompt[0], SupportsIndex):
+            return tuple(int(index(token)) for token in prompt)  # type: ignore[arg-type]
         if self._tokenizer.chat_template:
             return self._chat(prompt, tools)
         if tools:
@@ -85,16 +108,12 @@ class Codec:
 
     def encode_raw(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """Token ids of text as it is, without a template, or of ids. Raises `ValueError` for what is no token's id."""
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        self.size(prompt)
+        ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         count = len(self._tokenizer)
         if wrong := [i for i in ids if not 0 <= i < count]:
             raise ValueError(f"{wrong[0]} is no token's id; there are {count}")
         return tuple(ids)
-
-    @functools.cached_property
-    def longest_token(self) -> int:
-        """Characters of the longest entry of the vocabulary."""
-        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @property
     def chats(self) -> bool:
@@ -103,10 +122,11 @@ class Codec:
 
     def encode_more(self, text: str) -> tuple[int, ...]:
         """Token ids of text that continues a sequence: as it is, and nothing before it."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._tokenize(text, add_special_tokens=False)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """The text of a prompt of chat messages."""
+        self.size(messages, tools)
         options = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
         text: str = self._tokenizer.apply_chat_template(list(messages), **options)
         return text
@@ -139,9 +159,15 @@ class Codec:
     def _encode_text(self, text: str) -> tuple[int, ...]:
         if self._tokenizer.chat_template:
             return self._chat([{"role": "user", "content": text}])
-        return tuple(self._tokenizer.encode(text))
+        return self._tokenize(text)
+
+    def _tokenize(self, text: str, **options: Any) -> tuple[int, ...]:
+        self.limits.refuse_text(text)
+        return tuple(self._tokenizer.encode(text, **options))
 
     def _chat(self, messages: Any, tools: Sequence[Any] | None = None) -> tuple[int, ...]:
+        if self.size(messages, tools) > MAX_INLINE:
+            self.limits.refuse_text(self.render(messages, tools))
         options = {"tools": tools or None, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
         return tuple(self._tokenizer.apply_chat_template(list(messages), **options))
 
@@ -172,6 +198,7 @@ class Policy:
         self.secret = secrets.token_urlsafe(16)
         self.refused = ""  # what its URL said last where it gave no completion
         self.completions: list[Completion] = []
+        self.recorded: list[Completion] = []  # the same, whatever the environment does to that list
         self.conversations: list[Conversation] = []
 
     async def sample(self, prompt: Prompt, **changes: Any) -> Completion:
@@ -187,13 +214,15 @@ class Policy:
 
     async def draw(self, prompt: Prompt, **changes: Any) -> Completion:
         """`sample`, for who keeps to the limits."""
-        prompt_ids = self._codec.encode(prompt)
         sampling = dataclasses.replace(self.sampling, **{"seed": self._next_seed(), **changes})
         sampling = dataclasses.replace(sampling, record_kept=sampling.record_kept and sampling.truncates)
+        prompt_ids = await self._codec.encoded(prompt)
         completion = await self._generator.generate(prompt_ids, sampling)
-        text = self._codec.decode(completion.token_ids, sampling.stop_strings)
+        ids = completion.token_ids
+        text = await off_loop(len(ids), self._codec.decode, ids, sampling.stop_strings)
         completion = dataclasses.replace(completion, text=text)
         self.completions.append(completion)
+        self.recorded.append(completion)
         return completion
 
     def conversation(
@@ -269,17 +298,18 @@ class Policy:
 async def play(environment: Environment, task: Task, policy: Policy, unrewarded: bool = False) -> tuple[Rollout, ...]:
     """One episode, whatever the environment returned, as rollouts: one, or one of each role.
 
-    `unrewarded`: it need not return a reward, which is NaN then, since a later stage gives one.
+    `unrewarded`: it need not return a reward, which is NaN then, since a later stage gives one. Raises
+    `InvalidRollout` for a rollout that is not what the policy drew.
     """
     outcome: Any = environment.rollout(task, policy)
     if inspect.isawaitable(outcome):
         outcome = await outcome
     if isinstance(outcome, Rollout):
-        return (outcome,)
+        outcome = (outcome,)
     if outcome is None and unrewarded:
-        return (policy.rollout(math.nan),)
+        outcome = (policy.rollout(math.nan),)
     if isinstance(outcome, list | tuple) and outcome and all(isinstance(part, Rollout) for part in outcome):
-        return tuple(outcome)
+        return checked_rollouts(outcome, policy.recorded)
     if isinstance(outcome, str) or not hasattr(outcome, "__float__"):
         raise TypeError(f"the reward is {outcome!r}: return a number, policy.rollout(number), or a list of rollouts")
-    return (policy.rollout(outcome),)
+    return checked_rollouts((policy.rollout(outcome),), policy.recorded)

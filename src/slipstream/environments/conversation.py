@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slipstream.environments.text_limits import characters, off_loop
 from slipstream.environments.tools import Tools
 from slipstream.generators.base import ContextFull
 from slipstream.rollout import Completion, Rollout, rewards_of_turns
@@ -105,7 +106,7 @@ class Conversation:
         left = min(most, self._limits.tokens - self._drawn()) if self._limits.tokens else most
         try:
             async with self._clock.timeout(self._seconds_left()) as clock:
-                completion = await self._policy.draw(self._prompt(), max_tokens=left, **changes)
+                completion = await self._policy.draw(await self._prompt(), max_tokens=left, **changes)
         except TimeoutError:
             if not clock.expired():
                 raise
@@ -152,7 +153,11 @@ class Conversation:
     def _seconds_left(self) -> float | None:
         return None if self._deadline == float("inf") else self._deadline - self._clock.time()
 
-    def _prompt(self) -> tuple[int, ...]:
+    async def _prompt(self) -> tuple[int, ...]:
+        """`_next_prompt`, which does not hold up the event loop."""
+        return await off_loop(len(self._text) + characters(self.messages[self._read :]), self._next_prompt)
+
+    def _next_prompt(self) -> tuple[int, ...]:
         """The sequence so far with all that was said since the last reply; else, where a template rewrites what was
         said before, all of it anew."""
         new, tools = self.messages[self._read :], self._tools.schemas

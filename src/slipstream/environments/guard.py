@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 from slipstream.config import Config, ConfigError, EnvironmentConfig
 from slipstream.environments.base import Environment, Policy, Task, play
 from slipstream.environments.conversation import Limits
+from slipstream.environments.rollout_checks import InvalidRollout
 from slipstream.environments.scoring import ScoringError
 from slipstream.generators.clock import Clock
 from slipstream.rollout import Rollout
 
+MAX_REWARD = 1e12  # by amount; squares of advantages have to fit into float32
 CONVERSATION_SHARE = 0.9  # of an episode's time limit
 _in_episode: contextvars.ContextVar[bool] = contextvars.ContextVar("in_episode", default=False)
 
@@ -92,6 +94,8 @@ async def attempt(
         raise RolloutFailed("blocked the event loop", f"task {task.id}:\n{_tail()}") from None
     except (RolloutFailed, ConfigError):
         raise
+    except InvalidRollout as error:
+        raise RolloutFailed(f"invalid rollout: {error.field}", f"task {task.id}: {error}") from None
     except ScoringError as error:
         raise RolloutFailed(error.reason, f"task {task.id}: {error}") from None
     except (Exception, SystemExit) as error:
@@ -130,10 +134,10 @@ async def _place(places: asyncio.Semaphore | None, clock: Clock) -> AsyncIterato
 
 def _sound(rollout: Rollout) -> Rollout:
     reward = float(rollout.reward)
-    if not math.isfinite(reward):
-        raise RolloutFailed(f"reward is {reward}", "a reward must be a finite number")
-    if odd := next((s.reward for turn in rollout.steps for s in turn if not math.isfinite(s.reward)), None):
-        raise RolloutFailed(f"reward of a step is {odd}", "a reward must be a finite number")
+    steps = [step.reward for turn in rollout.steps for step in turn]
+    for what, value in (("reward", reward), *(("reward of a step", value) for value in steps)):
+        if not abs(value) <= MAX_REWARD:
+            raise RolloutFailed(f"{what} is {value:g}", f"a reward must be a finite number, up to {MAX_REWARD:g}")
     metrics = {name: float(value) for name, value in rollout.metrics.items()}
     if infinite := next((name for name, value in metrics.items() if math.isinf(value)), ""):
         raise RolloutFailed(

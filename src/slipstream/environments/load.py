@@ -147,6 +147,9 @@ def read_lines(path: Path) -> list[tuple[int, Any]]:
 
 def _parsed(line: str) -> Any:
     try:
-        return json.loads(line)
-    except ValueError:
+        value = json.loads(line)
+        if "\\u" in line:  # may be half of a surrogate pair, which is no text
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (ValueError, RecursionError):
         return None

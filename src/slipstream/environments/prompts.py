@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.environments.base import Codec, Task
+from slipstream.generators.base import ContextFull
 
 TOKENIZED = 2**20  # bytes of a prompt up to which its tokens are counted exactly
 
@@ -22,10 +23,17 @@ def too_long(tasks: Sequence[Task], codec: Codec, context: int) -> dict[int, str
         bytes_ = sum(len(text.encode(errors="replace")) for text in texts)
         if bytes_ + least * (len(texts) + 1) < context:
             continue
-        if bytes_ > max(TOKENIZED, context * codec.longest_token):
-            found[index] = f"{bytes_ // codec.longest_token} tokens or more"
-        elif (tokens := _tokens(task.prompt, codec)) >= context:
-            found[index] = f"{tokens} tokens"
+        longest = codec.limits.longest_token
+        if bytes_ > max(TOKENIZED, context * longest):
+            found[index] = f"{bytes_ // longest} tokens or more"
+            continue
+        try:
+            tokens = _tokens(task.prompt, codec)
+        except ContextFull:
+            found[index] = f"{bytes_} bytes"
+        else:
+            if tokens >= context:
+                found[index] = f"{tokens} tokens"
     return found
 
 
@@ -50,8 +58,10 @@ def _texts(prompt: Any) -> list[str]:
 
 
 def _tokens(prompt: Any, codec: Codec) -> int:
-    """Tokens of a prompt; 0 if it can't be encoded, which its episodes will report."""
+    """Tokens of a prompt; 0 if it can't be encoded, which its episodes will report. Raises `ContextFull`."""
     try:
         return len(codec.encode(prompt))
+    except ContextFull:
+        raise
     except Exception:  # a chat template is a program: it may raise anything
         return 0

@@ -62,7 +62,7 @@ def _hermes_call(body: str) -> Call:
 
 def plain(text: str) -> list[Call]:
     """One call, alone on the last line of the text: `name(argument)`. For models too small for JSON."""
-    found = re.search(r"(?:\A|\n)\s*(\w+)\((.*)\)\s*\Z", text)
+    found = re.fullmatch(r"(\w+)\((.*)\)", text.rstrip().rpartition("\n")[2].lstrip())
     return [Call(found[1], found[2])] if found else []
 
 
@@ -113,8 +113,7 @@ class Tools:
             arguments = {first: arguments} if first else {}
         try:
             async with asyncio.timeout(self._time_limit) as clock:
-                result = await self._call(call.name, arguments)
-            told = result if isinstance(result, str) else json.dumps(result, default=str)
+                told = await self._call(call.name, arguments)
         except TimeoutError as error:
             what = f"took longer than {self._time_limit:g} s" if clock.expired() else str(error)
             return f"error: {what}", False
@@ -125,14 +124,25 @@ class Tools:
             return _short(f"error: {type(error).__name__}: {error}"), False
         return _short(told), True
 
-    async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The function's result as text."""
+
         def call() -> Any:  # the arguments are checked against the annotations, and made to fit where they can be
             return self._adapters[name].validate_python(ArgsKwargs((), dict(arguments)))
 
+        def call_to_text() -> Any:
+            result = call()
+            return result if inspect.isawaitable(result) else _text(result)
+
         if inspect.iscoroutinefunction(self._functions[name]):
-            return await call()
-        result = await _in_thread(call)
-        return await result if inspect.isawaitable(result) else result
+            result = await call()
+        elif inspect.isawaitable(result := await _in_thread(call_to_text)):
+            result = await result
+        return result if isinstance(result, str) else await _in_thread(lambda: _text(result))
+
+
+def _text(result: Any) -> str:
+    return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:

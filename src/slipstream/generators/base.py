@@ -47,15 +47,20 @@ def refused_logits(position: int) -> GenerationError:
     )
 
 
+def refuse_length(found: str, tokens: int, context: int) -> None:
+    """Raise `ContextFull`, which says what was `found`, for a prompt of at least so many tokens if no other fits."""
+    if tokens >= context:
+        raise ContextFull(
+            f"the prompt has {found}, but prompt and completion share a context of {context} tokens; shorten the "
+            "prompt or raise generator.context"
+        )
+
+
 def refuse_prompt(prompt: Sequence[int], context: int, vocabulary: int) -> None:
     """Raise `GenerationError` for a prompt that no engine of this context and vocabulary can serve."""
     if not prompt:
         raise GenerationError("the prompt is empty; give at least one token")
-    if len(prompt) >= context:
-        raise ContextFull(
-            f"the prompt has {len(prompt)} tokens, but prompt and completion share a context of {context}; "
-            "shorten the prompt or raise generator.context"
-        )
+    refuse_length(f"{len(prompt)} tokens", len(prompt), context)
     unknown = [token for token in prompt if not 0 <= token < vocabulary]
     if unknown:
         raise GenerationError(

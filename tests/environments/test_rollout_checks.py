@@ -1,0 +1,151 @@
+"""A rollout that an environment built itself is trained on if it is what the policy drew in this episode."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.environments.base import Codec, Policy, Task
+from slipstream.environments.guard import RolloutFailed, attempt
+from slipstream.generators.torch import Engine, TorchGenerator
+from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan
+from tests.conftest import build_model, build_tokenizer
+
+TASK = Task("t", "12+34=")
+Build = Callable[[Policy, Completion, Completion], Any]
+
+
+def play(build: Build, seed: str = "0") -> tuple[tuple[Rollout, ...] | RolloutFailed, Policy]:
+    """What comes of an episode of two draws that returns what `build` makes of them; and its policy."""
+    tokenizer = build_tokenizer()
+    engine = Engine(build_model(vocab_size=len(tokenizer)), slots=2, tokenizer=tokenizer, version=3)
+    policy = Policy(TorchGenerator(engine), Codec(tokenizer), Sampling(max_tokens=4, top_k=5, record_kept=True), seed)
+
+    class Built:
+        train = test = (TASK,)
+
+        async def rollout(self, task: Task, policy: Policy) -> Any:
+            return build(policy, await policy.sample("12"), await policy.sample("3"))
+
+    try:
+        return asyncio.run(attempt(Built(), TASK, policy, 10.0)), policy
+    except RolloutFailed as failure:
+        return failure, policy
+
+
+def changed(**changes: Any) -> Build:
+    return lambda _, one, other: Rollout((one, dataclasses.replace(other, **changes)), 1.0)
+
+
+def of_rollout(**changes: Any) -> Build:
+    return lambda _, one, other: dataclasses.replace(Rollout((one, other), 1.0), **changes)
+
+
+ELSEWHERE = Completion((3, 4), (5,), (-1.0,), (VersionSpan(3, 0, 1),), "stop")
+DIFFERS = r"is not what the policy drew in this episode"
+
+
+@pytest.mark.parametrize(
+    ("build", "field", "problem"),
+    [
+        (changed(token_ids=(5, 6, 7, 8)), "completions.token_ids", rf"completions\[1\].token_ids {DIFFERS}"),
+        (changed(token_ids=(5, 6, 7, 10**6)), "completions.token_ids", DIFFERS),
+        (changed(token_ids=(-1,)), "completions.token_ids", DIFFERS),
+        (changed(token_ids=(2**70,)), "completions.token_ids", DIFFERS),
+        (changed(token_ids=()), "completions.token_ids", DIFFERS),
+        (changed(token_ids=None), "completions.token_ids", DIFFERS),
+        (changed(prompt_ids=(3, 4, 5)), "completions.prompt_ids", DIFFERS),
+        (changed(logprobs=(-0.5,)), "completions.logprobs", rf"completions\[1\].logprobs {DIFFERS}"),
+        (changed(logprobs=(np.nan,) * 4), "completions.logprobs", DIFFERS),
+        (changed(spans=(VersionSpan(3, 0, 2),)), "completions.spans", DIFFERS),
+        (changed(spans=(VersionSpan(99, 0, 4),)), "completions.spans", DIFFERS),
+        (changed(temperature=0.5), "completions.temperature", DIFFERS),
+        (changed(kept=None), "completions.kept", DIFFERS),
+        (changed(kept=(np.array([1]),) * 4), "completions.kept", DIFFERS),
+        (changed(experts=np.zeros((5, 1, 1))), "completions.experts", DIFFERS),
+        (changed(text="\ud800"), "completions.text", "half of a surrogate pair"),
+        (changed(text=7), "completions.text", r"completions\[1\].text is a int, not text"),
+        (lambda _, one, other: Rollout((ELSEWHERE,), 1.0), "completions.token_ids", DIFFERS),
+        (lambda _, one, other: [Rollout((one,), 1.0), Rollout((one,), 0.0)], "completions", "of its role already"),
+        (lambda _, one, other: Rollout((other, other), 1.0), "completions", r"completions\[1\] is in the rollouts"),
+        (of_rollout(completions=({"token_ids": [5]},)), "completions", r"completions\[0\] is a dict, not a completion"),
+        (of_rollout(completions="12"), "completions", "completions is a str"),
+        (of_rollout(role=7), "role", "role is a int, not text"),
+        (of_rollout(role="\ud800"), "role", "surrogate"),
+        (of_rollout(metrics={7: 1.0}), "metrics", "metrics is a int"),
+        (of_rollout(metrics=[1.0]), "metrics", "metrics is a list"),
+        (of_rollout(steps=((StepReward(3, 1.0),),)), "steps", "1 entries for 2 completions"),
+        (of_rollout(steps=((StepReward(4, 1.0),), ())), "steps", r"steps\[0\] ends at token 4, .* completion has 4"),
+        (of_rollout(steps=((StepReward(-1, 1.0),), ())), "steps", "ends at token -1"),
+        (of_rollout(steps=(7, 8)), "steps", "pairs"),
+        (of_rollout(teacher=((0.0,) * 4,)), "teacher", "one log-probability for each drawn token"),
+        (of_rollout(teacher=((0.0,) * 4, (np.inf,) * 4)), "teacher", "not finite"),
+    ],
+)  # fmt: skip
+def test_a_rollout_that_was_not_drawn_so_fails_by_the_field_that_is_wrong(
+    build: Build, field: str, problem: str
+) -> None:
+    failure, _ = play(build)
+    assert isinstance(failure, RolloutFailed) and failure.reason == f"invalid rollout: {field}"
+    with pytest.raises(RolloutFailed, match=problem):
+        raise failure
+    assert "\n" not in failure.detail and "task t" in failure.detail
+
+
+@pytest.mark.parametrize("reward", [1e308, -1e39, 1e13, float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["reward", "step"])
+def test_a_reward_that_float32_can_not_compute_with_fails_its_rollout(reward: float, where: str) -> None:
+    steps = ((StepReward(0, reward),), ())
+    failure, _ = play(of_rollout(reward=reward) if where == "reward" else of_rollout(steps=steps))
+    assert isinstance(failure, RolloutFailed) and "finite number, up to 1e+12" in failure.detail
+
+
+def test_a_rollout_of_an_earlier_episode_is_none_of_this_one() -> None:
+    earlier, _ = play(lambda policy, *_: policy.rollout(1.0))
+    assert isinstance(earlier, tuple)
+    failure, policy = play(lambda *_: earlier[0], seed="1")
+    assert isinstance(failure, RolloutFailed) and failure.reason == "invalid rollout: completions.token_ids"
+    assert policy.recorded
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda policy, one, other: policy.rollout(1.0, turn_rewards=[1.0, 0.0], style=0.5),
+        lambda policy, one, other: 1.0,
+        lambda policy, one, other: Rollout((other, one), 1.0),
+        lambda policy, one, other: Rollout((other,), 1.0),
+        lambda policy, one, other: [Rollout((one,), 1.0, role="a"), Rollout((one, other), 0.0, role="b")],
+        lambda policy, one, other: Rollout([dataclasses.replace(one)], 1.0),  # type: ignore[arg-type]
+        changed(text="without its thoughts", finish_reason="cut"),
+    ],
+)  # fmt: skip
+def test_what_was_drawn_passes_in_any_order_part_and_role(build: Build) -> None:
+    """With the very values that the engine reported; the text is the environment's, which a scorer may see."""
+    rollouts, policy = play(build)
+    assert isinstance(rollouts, tuple)
+    for rollout in rollouts:
+        for completion in rollout.completions:
+            given = [dataclasses.replace(drawn, text=completion.text) for drawn in policy.recorded]
+            assert any(completion.logprobs is drawn.logprobs and completion.kept is drawn.kept for drawn in given)
+            assert completion.text in ("without its thoughts", *(drawn.text for drawn in policy.recorded))
+
+
+def test_rollouts_of_the_policy_pass_as_the_drawn_objects() -> None:
+    rollouts, policy = play(lambda policy, one, other: policy.rollout(1.0))
+    assert isinstance(rollouts, tuple)
+    assert all(a is b for a, b in zip(rollouts[0].completions, policy.recorded, strict=True))
+
+
+def test_what_an_environment_adds_to_the_list_of_completions_was_not_drawn() -> None:
+    def build(policy: Policy, one: Completion, other: Completion) -> float:
+        policy.completions.append(ELSEWHERE)
+        return 1.0
+
+    failure, _ = play(build)
+    assert isinstance(failure, RolloutFailed) and failure.reason == "invalid rollout: completions.token_ids"
