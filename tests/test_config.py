@@ -187,6 +187,12 @@ def test_mistakes_are_one_line(file: Path, flags: list[str], said: str) -> None:
         (["--teacher.memory=0.2", "--teacher.path=x"], 'teacher.kind = "vllm"', ["--teacher.kind=vllm"]),
         (["--algorithm.process=0.5"], "scoring.kind, a scorer that rewards steps", ["--scoring.kind=mine.py:score"]),
         (["--algorithm.process=1"], "scoring.kind, a scorer that rewards steps", ["--environment.name=mine.py:Mine"]),
+        (["--trainer.parallel=ddp"], "trainer.ranks above 1", ["--trainer.ranks=2"]),
+        (["--evaluation.every=5", "--evaluation.tasks=0"], "evaluation.tasks above 0", ["--evaluation.tasks=9"]),
+        (["--evaluation.every_tokens=5", "--evaluation.tasks=0"], "evaluation.tasks above 0", ["--evaluation.tasks=9"]),
+        (["--sync.interruption=drain", "--loop.max_lag=0"], "loop.max_lag above 0", ["--loop.max_lag=1"]),
+        (["--sync.interruption=drain", "--loop.max_lag=0"], "loop.max_lag above 0", ["--sync.placement=colocated"]),
+        (["--algorithm.keep_sampling_mask=false"], "sampling.top_k or top_p", ["--sampling.top_p=0.9"]),
         (["--algorithm.overlong_soft=4"], 'algorithm.overlong = "penalty"', ["--algorithm.overlong=penalty"]),
         (["--algorithm.filter_most=4"], "algorithm.filter_equal = true", ["--algorithm.filter_equal=true"]),
         (["--algorithm.reference=average"], "algorithm.kl", ["--algorithm.kl=0.1"]),
@@ -203,7 +209,7 @@ def test_an_option_that_would_do_nothing_is_refused(file: Path, flags: list[str]
         load_config(file, flags)
     name = flags[0].removeprefix("--").partition("=")[0]
     assert str(caught.value).startswith(f"{name} = ") and "\n" not in str(caught.value)
-    assert f"does nothing without {needed}; set that, or leave {name.partition('.')[2]} out" in str(caught.value)
+    assert f"does nothing without {needed}; set that, or leave {name.partition('.')[2]} at" in str(caught.value)
     load_config(file, [*flags, *then])
 
 
@@ -227,6 +233,54 @@ def test_a_run_records_paths_that_mean_the_same_elsewhere(tmp_path: Path, monkey
     assert with_absolute_paths(load_config(None, ["--model.path=a/hub", "--environment.name=gsm8k"])) == load_config(
         None, ["--model.path=a/hub", "--environment.name=gsm8k"]
     )
+
+
+VLLM = ["--generator.kind=vllm"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "then"),
+    [
+        (["--generator.options.pipeline_parallel_size=2"], "= 2 can't be served: a link", []),
+        (["--generator.options.data_parallel_size=2"], "one replica; use generator.count", []),
+        (["--generator.options.data_parallel_backend=ray"], "one replica; use generator.count", []),
+        (["--generator.options.distributed_executor_backend=ray"], 'workers run on this host; use "mp"', []),
+        (["--generator.options.enable_expert_parallel=true"], "experts are updated in place on one GPU", []),
+        (
+            ["--generator.options.quantization=fp8"],
+            '= "fp8" can\'t be served: links write weights as',
+            ["--lora.rank=8"],
+        ),
+        (
+            ["--generator.options.quantization=fp8"],
+            "set sync.restart",
+            ["--sync.restart=true", "--sync.interruption=retry"],
+        ),
+        (
+            ["--generator.options.tensor_parallel_size=2"],
+            "is set by the run; set generator.tensor_parallel instead",
+            [],
+        ),
+        (["--generator.options.max_model_len=9"], "= 9 is set by the run; set generator.context instead", []),
+        (["--generator.options.enable_lora=true"], "= true is set by the run; set lora.rank instead", []),
+        (["--generator.options.worker_extension_cls=a.B"], '= "a.B" is set by the run; leave it out', []),
+    ],
+)
+def test_engine_options_that_a_run_sets_or_can_not_serve_are_refused(
+    file: Path, flags: list[str], said: str, then: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [*VLLM, *flags])
+    name = flags[0].removeprefix("--").partition("=")[0]
+    assert str(caught.value).startswith(f"{name} = ") and said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    if then:
+        load_config(file, [*VLLM, *flags, *then])
+
+
+def test_engine_options_that_change_nothing_of_weights_and_processes_are_passed_on(file: Path) -> None:
+    given = '{ pipeline_parallel_size = 1, kv_cache_dtype = "fp8", block_size = 32, max_num_batched_tokens = 128 }'
+    assert load_config(file, [*VLLM, "--generator.options", given]).generator.options["block_size"] == 32
 
 
 def test_missing_options_and_files(tmp_path: Path, file: Path) -> None:

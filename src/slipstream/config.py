@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from slipstream import engine_options
 from slipstream.rollout import Sampling
 
 HIGHEST_RANK = 512  # of adapters, that vLLM makes room for
@@ -475,6 +476,8 @@ class Config(Section):
                         "these; give it as text"
                     )
         self._refuse_idle()
+        for fault in engine_options.faults(self):
+            raise ConfigError(fault)
         return self
 
     def _refuse_turns(self) -> None:
@@ -561,6 +564,9 @@ class Config(Section):
         """Raise `ConfigError` for an option that is set and would do nothing, since another is not."""
         rule, teacher, place = self.algorithm, self.teacher, self.environment.name.partition(":")
         own = bool(place[1]) and place[0] not in ("reasoning-gym", "verifiers")  # may reward steps itself
+        sync, drawn = self.sync, self.sampling
+        drains = sync.interruption == "drain" and sync.placement == "disaggregated" and not sync.restart
+        flies = self.loop.max_lag or not drains  # a synchronous run has nothing in flight at a swap
         for works, needed, section, names in (
             (self.lora.rank, "lora.rank", "lora", ("alpha", "targets", "experts")),
             (self.scoring.kind, "scoring.kind", "scoring", ("options", "weights", "concurrency", "time_limit")),
@@ -570,15 +576,21 @@ class Config(Section):
             (rule.overlong == "penalty", 'algorithm.overlong = "penalty"', "algorithm", ("overlong_soft",)),
             (self.generator.kind != "torch", 'generator.kind = "vllm"', "generator",
              ("tensor_parallel", "memory", "options")),
-            (self.sync.link in ("auto", "checkpoint"), 'sync.link = "checkpoint"', "sync", ("keep",)),
+            (sync.link in ("auto", "checkpoint"), 'sync.link = "checkpoint"', "sync", ("keep",)),
             (rule.filter_equal, "algorithm.filter_equal = true", "algorithm", ("filter_most",)),
             (rule.kl, "algorithm.kl", "algorithm", ("reference", "reference_decay", "kl_estimator", "kl_weighted")),
             (rule.reference == "average", 'algorithm.reference = "average"', "algorithm", ("reference_decay",)),
+            (drawn.top_k or drawn.top_p < 1, "sampling.top_k or top_p", "algorithm", ("keep_sampling_mask",)),
+            (self.trainer.ranks > 1, "trainer.ranks above 1", "trainer", ("parallel",)),
+            (self.evaluation.tasks, "evaluation.tasks above 0", "evaluation", ("every", "every_tokens")),
+            (flies, "loop.max_lag above 0", "sync", ("interruption",)),
         ):  # fmt: skip
             if not works and (idle := [name for name in names if self._changed(section, name)]):
                 value = _toml(getattr(getattr(self, section), idle[0]))
+                default = _toml(SECTIONS[section].model_fields[idle[0]].default)
                 raise ConfigError(
-                    f"{section}.{idle[0]} = {value} does nothing without {needed}; set that, or leave {idle[0]} out"
+                    f"{section}.{idle[0]} = {value} does nothing without {needed}; set that, or leave {idle[0]} at "
+                    f"{default}"
                 )
 
     def _refuse_ranks(self) -> None:

@@ -49,7 +49,6 @@ BATCH_INVARIANT = {
 INVARIANT = {
     "compilation_config": {"mode": 0, "custom_ops": ["all"], "cudagraph_mode": "FULL_DECODE_ONLY"},
     "max_num_batched_tokens": SHORT,
-    "max_num_seqs": SHORT,
 }
 Wanted = Sequence[tuple[Completion, VersionSpan]]
 CHANGE = 0.05  # size of the difference between A and B, in standard deviations of each parameter
@@ -221,7 +220,7 @@ def _of_engines(config: Config) -> Config:
         others = {"sync": {"link": "shared"}}
     if gpus_here() and config.generator.kind == "vllm":
         os.environ.update(BATCH_INVARIANT)
-        generator["options"] = INVARIANT | config.generator.options
+        generator |= {"slots": SHORT, "options": INVARIANT | config.generator.options}
     return with_options(config, generator=generator, **others)
 
 

@@ -589,14 +589,9 @@ def test_a_run_learns_with_vllm_from_the_command_line(model: Path, tmp_path: Pat
 
 def test_what_vllm_can_not_do_is_said_in_one_line(model: Path, tmp_path: Path) -> None:
     for flags, said in (
-        (["--generator.options.max_model_len=100000"], "does not start.*100000"),
+        (["--generator.context=100000"], "does not start.*100000"),
         (["--generator.options.no_such_option=1"], "does not start.*no_such_option"),
         (["--generator.tensor_parallel=2"], "tensor_parallel = 2, but there are 0 GPUs"),
-        (
-            ["--generator.options.worker_extension_cls=a.B"],
-            "worker_extension_cls = 'a.B' has not what new weights",
-        ),
-        (["--generator.options.enable_lora=true"], 'enable_lora = True is what sync.link = "lora" sets'),
     ):
         with pytest.raises(Exception, match=said):
             asyncio.run(Pools.start(config_of(model, *flags), tmp_path))

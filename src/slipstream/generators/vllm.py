@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from slipstream.config import Config, ConfigError
+from slipstream.config import Config
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.vllm_adapters import AdapterWeights
 from slipstream.generators.vllm_adapters import arguments as adapter_arguments
@@ -392,18 +392,7 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     if on_cpu:
         arguments |= cpu_arguments(config.model.path, dtype_of(config), generator.context, generator.memory)
         arguments |= {"async_scheduling": False}
-    _refuse_options(generator.options)
     return arguments | generator.options
-
-
-def _refuse_options(options: dict[str, Any]) -> None:
-    for name, fits, why in (
-        ("logprobs_mode", PROCESSED, "is not how probabilities are told that tokens are drawn by"),
-        ("worker_extension_cls", EXTENSION, "has not what new weights need"),
-        ("enable_lora", False, 'is what sync.link = "lora" sets, with slots for its versions'),
-    ):
-        if (given := options.get(name, fits)) != fits:
-            raise ConfigError(f"generator.options.{name} = {given!r} {why}; leave it out")
 
 
 def _outcome(request: _Request, output: Any) -> Completion | GenerationError:
