@@ -26,7 +26,7 @@ from typing import Any
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from work import at_least_one, save_model, versions
+from work import at_least_one, conditions, save_model
 
 from slipstream.config import dump, load_config
 
@@ -127,21 +127,25 @@ def prompt_tokens(path: Path) -> int:
     return int(pc.sum(lengths).as_py())
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--shape", default="1.7B")
+    found.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
+    found.add_argument("--kind", default="vllm")
+    found.add_argument("--groups", type=int, default=16)
+    found.add_argument("--prompt", type=int, default=128)
+    found.add_argument("--completion", type=int, default=512, help="tokens, or their median with a spread")
+    found.add_argument("--spread", type=float, default=0.0, help="of the logarithm of the lengths; 0: all are equal")
+    found.add_argument("--warmup", type=at_least_one, default=8)
+    found.add_argument("--steps", type=int, default=20)
+    found.add_argument("--seconds", type=float, default=0.0, help="end after so many, even before all steps")
+    found.add_argument("--log", type=Path, help="keep what the run and its processes print")
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="1.7B")
-    parser.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
-    parser.add_argument("--kind", default="vllm")
-    parser.add_argument("--groups", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--completion", type=int, default=512, help="tokens, or their median with a spread")
-    parser.add_argument("--spread", type=float, default=0.0, help="of the logarithm of the lengths; 0: all are equal")
-    parser.add_argument("--warmup", type=at_least_one, default=8)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=0.0, help="end after so many, even before all steps")
-    parser.add_argument("--log", type=Path, help="keep what the run and its processes print")
-    parser.add_argument("--json", type=Path)
-    options, flags = parser.parse_known_args()
+    options, flags = parser().parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # not without ending what it started
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         model, directory = options.model or Path(temporary) / "model", Path(temporary) / "run"
@@ -159,14 +163,10 @@ def main() -> None:
                 parts = [log, *sorted((directory / "logs").glob("*"))]
                 options.log.write_text("\n".join(f"== {p.name}\n{p.read_text()}" for p in parts if p.exists()))
         found = describe(lines, options.warmup, directory)
-    gpu = torch.cuda.is_available()
-    device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if gpu else "CPU"
-    command = " ".join(["python", *sys.argv])
     keep = ("step", "window_seconds", "tokens", "step_seconds", "wait_seconds", "hold_ms", "lag_mean", "utilisation",
             "memory_gb", "generator_busy_seconds", "trainer_busy_seconds", "ready", "running")  # fmt: skip
     each = [{name: line[name] for name in keep} for line in lines]
-    described = {"command": command, "device": device, "versions": versions(), "shape": options.shape, "flags": flags}
-    result = {**described, **found, "each": each}
+    result = {**conditions(), "shape": options.shape, "flags": flags, **found, "each": each}
     print(json.dumps({k: v for k, v in result.items() if k not in ("each", "flags")}, indent=1), flush=True)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -15,13 +15,12 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, Qwen3ForCausalLM
-from work import build_model
+from work import build_model, conditions
 
 from slipstream.generators.torch import Engine
 from slipstream.rollout import Sampling
@@ -58,12 +57,16 @@ def theirs(
     return sum(lengths) / (time.perf_counter() - began)
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--rounds", type=int, default=5)
+    found.add_argument("--threads", type=int, default=2)
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     torch.set_num_threads(options.threads)
     rng = random.Random(0)
     loads = {"equal": [64] * 64, "mixed": [rng.randint(16, 256) for _ in range(256)]}
@@ -91,10 +94,7 @@ def main() -> None:
             print(f"{shape:>4} {load:>6}: {ratio:.2f}x ({strict:.2f}x)  ", end="")
             print("  ".join(f"{name} {value:,.0f}" for name, value in medians.items()), flush=True)
     if options.json:
-        command = " ".join(["python", *sys.argv])
-        options.json.write_text(
-            json.dumps({"command": command, "torch": torch.__version__, "results": results}, indent=1)
-        )
+        options.json.write_text(json.dumps({**conditions(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

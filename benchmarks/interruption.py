@@ -15,14 +15,13 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from work import build_model, save_model
+from work import build_model, conditions, save_model
 
 from slipstream.config import load_config
 from slipstream.generators.base import Interruption
@@ -99,13 +98,17 @@ def work(published: Published, how: Interruption | None) -> dict[str, float]:
     return {"seconds": time.perf_counter() - began, "tokens_wasted": engine.tokens_wasted - wasted} | found
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--kind", choices=["torch", "vllm"], default="torch")
+    found.add_argument("--rounds", type=int, default=3)
+    found.add_argument("--threads", type=int, default=2)
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=["torch", "vllm"], default="torch")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         published = Published(options.kind, Path(folder))
@@ -124,8 +127,7 @@ def main() -> None:
             f"{found['extra_seconds']:+.2f} s on {undisturbed:.2f}, {found['tokens_wasted']:.0f} tokens wasted"
         )
     if options.json:
-        command = " ".join(["python", *sys.argv])
-        result = {"command": command, "rounds": options.rounds, "undisturbed_seconds": undisturbed, "modes": modes}
+        result = {**conditions(), "rounds": options.rounds, "undisturbed_seconds": undisturbed, "modes": modes}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 from safetensors.numpy import load_file
-from work import save_model
+from work import conditions, save_model
 
 STEPS, GROUPS, SIZE = 60, 4, 4
 WORK = Path(__file__).parent / "work.py"
@@ -133,12 +133,16 @@ def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--runs", type=int, default=30)
+    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
@@ -158,13 +162,8 @@ def main() -> None:
             print(f"run {number + 1}/{options.runs}: max_lag {max_lag}, killed {victims}: sound", flush=True)
     print(f"{options.runs} runs, {kills} kills: all conserved; {equal} synchronous runs equal an undisturbed one")
     if options.json:
-        found = {
-            "command": " ".join(["python", *sys.argv]),
-            "runs": options.runs,
-            "kills": kills,
-            "bit_identical": equal,
-        }
-        options.json.write_text(json.dumps(found, indent=1))
+        found = {**conditions(), "runs": options.runs, "kills": kills, "bit_identical": equal}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How lean the package is: the time that `import slipstream` takes, what it loads, and the lines of src/.
+"""How lean the package is: the processor time that `import slipstream` takes, what it loads, and the lines of src/.
 
-    python benchmarks/lean.py
+    python benchmarks/lean.py [--json FILE]
 
 It also tells how long a full garbage collection takes in a process that trains, and where it is installed in one that
 drives vLLM: such processes leave out of it what they have loaded.
@@ -10,15 +10,19 @@ Lines are counted three ways: as `wc -l` does, without blank lines, and code alo
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import io
+import json
+import resource
 import statistics
 import subprocess
 import sys
-import time
 import tokenize
 from pathlib import Path
+
+from work import conditions
 
 SOURCE = Path(__file__).parent.parent / "src" / "slipstream"
 COLLECT = "import gc, time, {}; gc.collect(); at = time.perf_counter(); gc.collect(); print(time.perf_counter() - at)"
@@ -47,12 +51,25 @@ def code_lines(text: str) -> int:
     return len(lines - {text.count("\n") + 1})
 
 
+def children_seconds() -> float:
+    """Processor time of the processes that have ended, which other work on the machine changes little."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
+    options = parser().parse_args()
     seconds = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = children_seconds()
         assert subprocess.run([sys.executable, "-c", IMPORT], check=False).returncode == 0, "torch was loaded"
-        seconds.append(time.perf_counter() - began)
+        seconds.append(children_seconds() - began)
     texts = [path.read_text() for path in SOURCE.rglob("*.py")]
     whole = sum(text.count("\n") for text in texts)
     full = sum(sum(bool(line.strip()) for line in text.splitlines()) for text in texts)
@@ -61,6 +78,9 @@ def main() -> None:
         f"import slipstream: {statistics.median(seconds):.2f} s (median of 5, interpreter's start included), no torch"
     )
     print(f"src/: {len(texts)} files, {whole:,} lines, {full:,} of them not blank, {code:,} of code")
+    found = {"import_s": seconds, "files": len(texts), "lines": whole, "not_blank": full, "code": code}
+    if options.json:
+        options.json.write_text(json.dumps({**conditions(), **found}, indent=1) + "\n")
     for name, modules in PROCESSES.items():
         if importlib.util.find_spec(modules.partition(".")[0]):
             done = subprocess.run([sys.executable, "-c", COLLECT.format(modules)], check=True, capture_output=True)

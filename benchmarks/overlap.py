@@ -13,12 +13,11 @@ import argparse
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from work import save_model
+from work import conditions, save_model
 
 import slipstream
 
@@ -64,12 +63,16 @@ def balance(scratch: Path, steps: int = 8) -> tuple[int, int, float]:
     return prompt_tokens, slots, ratio
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--steps", type=int, default=40)
+    found.add_argument("--rounds", type=int, default=3)
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
         save_model("1M", scratch / "model")
@@ -93,10 +96,9 @@ def main() -> None:
         median = statistics.median(r["speedup"] for r in rounds)
         print(f"overlap is worth {median:.2f}x (median of {options.rounds}; generation / training = {ratio:.2f})")
         if options.json:
-            command = " ".join(["python", *sys.argv])
-            found = {"command": command, "balance": ratio, "prompt_tokens": prompt_tokens, "slots": slots,
+            found = {**conditions(), "balance": ratio, "prompt_tokens": prompt_tokens, "slots": slots,
                      "rounds": rounds, "speedup": median}  # fmt: skip
-            options.json.write_text(json.dumps(found, indent=1))
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from typing import Any
 
 import torch
 from trainer import DTYPE, GPU, make_rollouts
-from work import at_least_one, prompts, rewards, save_model, versions
+from work import at_least_one, conditions, prompts, rewards, save_model
 
 GROUP, LONGEST = 8, 4096
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -68,25 +68,29 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 HERE = Path(__file__).parent
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("what", choices=["rollouts", "run", "one"])  # "one" is a trainer's own process
+    found.add_argument("--with", dest="settings", nargs="+", default=[])
+    found.add_argument("--set", dest="changes", nargs="*", default=[], metavar="NAME=VALUE")
+    found.add_argument("--shape", default="1.7B")
+    found.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
+    found.add_argument("--groups", type=int, default=16)
+    found.add_argument("--prompt", type=int, default=128)
+    found.add_argument("--completion", type=int, default=512)
+    found.add_argument("--warmup", type=at_least_one, default=2)
+    found.add_argument("--steps", type=int, default=4)
+    found.add_argument("--seconds", type=float, default=300.0, help="that one trainer may take")
+    found.add_argument("--transfer", choices=[*TRANSFERS], default="own", help="how TRL sends weights")
+    found.add_argument("--default-stream", action="store_true", help="keep TRL on the stream that vLLM takes it from")
+    found.add_argument("--url", default="", help="of a server, for the process of a trainer")
+    found.add_argument("--logs", type=Path, default=Path(), help="folder for what trainers and servers print")
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rollouts", "run", "one"])  # "one" is a trainer's own process
-    parser.add_argument("--with", dest="settings", nargs="+", default=[])
-    parser.add_argument("--set", dest="changes", nargs="*", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--shape", default="1.7B")
-    parser.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
-    parser.add_argument("--groups", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--completion", type=int, default=512)
-    parser.add_argument("--warmup", type=at_least_one, default=2)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=300.0, help="that one trainer may take")
-    parser.add_argument("--transfer", choices=[*TRANSFERS], default="own", help="how TRL sends weights")
-    parser.add_argument("--default-stream", action="store_true", help="keep TRL on the stream that vLLM takes it from")
-    parser.add_argument("--url", default="", help="of a server, for the process of a trainer")
-    parser.add_argument("--logs", type=Path, default=Path(), help="folder for what trainers and servers print")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # not without ending what it started
     if options.what == "one":
         print(json.dumps(train(options)), flush=True)
@@ -102,9 +106,7 @@ def main() -> None:
                 torch.cuda.empty_cache()
         options.model = model.resolve()
         results: list[dict[str, Any]] = []
-        described = {"command": " ".join(["python", *sys.argv]), "shape": options.shape, "results": results}
-        described["versions"] = versions()
-        described["device"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if GPU else "CPU"
+        described = {**conditions(), "shape": options.shape, "results": results}
         for setting in settings:
             try:
                 if options.what == "run" and server is None:

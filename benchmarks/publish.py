@@ -12,11 +12,10 @@ import argparse
 import asyncio
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
-from work import save_model
+from work import conditions, save_model
 
 import slipstream
 from slipstream.rollout import Completion, Sampling
@@ -66,12 +65,16 @@ def check(completions: list[Completion], publishes: int) -> None:
         assert [s.start for s in completion.spans[1:]] == [s.end for s in completion.spans[:-1]]
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--publishes", type=int, default=40)
+    found.add_argument("--link", default="shared")
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--publishes", type=int, default=40)
-    parser.add_argument("--link", default="shared")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         save_model("11M", Path(temporary) / "model")
         found = asyncio.run(measure(Path(temporary), options.link, options.publishes))
@@ -80,7 +83,7 @@ def main() -> None:
         f"{found['publish_ms']:.1f} ms; one decode step takes {found['decode_step_ms']:.1f} ms"
     )
     if options.json:
-        options.json.write_text(json.dumps({"command": " ".join(["python", *sys.argv]), **found}, indent=1))
+        options.json.write_text(json.dumps({**conditions(), **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

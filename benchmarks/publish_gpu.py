@@ -18,17 +18,16 @@ import json
 import os
 import re
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from work import save_model, versions
+from work import conditions, save_model
 
 from slipstream.actor import Reply
-from slipstream.config import load_config
+from slipstream.config import Config, load_config
 from slipstream.rollout import Sampling
 from slipstream.runtime.local import SERVICES, Pools
 from slipstream.runtime.training import TrainerService
@@ -88,11 +87,16 @@ class MeasuredTrainer(TrainerService):
         return torch.cuda.memory_allocated() - masters
 
 
+def configure(model: Path, link: str, memory: float) -> Config:
+    return load_config(None, [
+        f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", f"--sync.link={link}",
+        "--generator.kind=vllm", f"--generator.slots={SEQUENCES}",
+        f"--generator.memory={memory}", "--generator.context=4096", *MORE.get(link, []),
+    ])  # fmt: skip
+
+
 async def measure(model: Path, folder: Path, link: str, publishes: int, memory: float) -> dict[str, Any]:
-    flags = [f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", f"--sync.link={link}",
-             "--generator.kind=vllm", f"--generator.slots={SEQUENCES}",
-             f"--generator.memory={memory}", "--generator.context=4096", *MORE.get(link, [])]  # fmt: skip
-    config = load_config(None, flags)
+    config = configure(model, link, memory)
     SERVICES.update(vllm="publish_gpu:TimedService", pytorch="publish_gpu:MeasuredTrainer")
     began = time.perf_counter()
     pools = await Pools.start(config, folder)
@@ -167,14 +171,18 @@ def rate(ends: list[float], start: float, end: float) -> float:
     return sum(max(0.0, min(b, end) - max(a, start)) / (b - a) for a, b in itertools.pairwise(ends)) / (end - start)
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("links", nargs="+")
+    found.add_argument("--shape", default="1.7B")
+    found.add_argument("--publishes", type=int, default=10)
+    found.add_argument("--memory", type=float, default=0.8)
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("links", nargs="+")
-    parser.add_argument("--shape", default="1.7B")
-    parser.add_argument("--publishes", type=int, default=10)
-    parser.add_argument("--memory", type=float, default=0.8)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # at which it tells what the model takes
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
@@ -186,10 +194,7 @@ def main() -> None:
             results.append(asyncio.run(measured))
             print(json.dumps({k: v for k, v in results[-1].items() if k != "each"}), flush=True)
             if options.json:
-                device = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-                described = {"command": " ".join(["python", *sys.argv]), "device": device}
-                described |= {"versions": versions(), "results": results}
-                options.json.write_text(json.dumps(described, indent=1) + "\n")
+                options.json.write_text(json.dumps({**conditions(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How far trainer and generator are apart with and without replay of sampling masks and of routing.
 
-    python benchmarks/replay.py --out benchmarks/results/replay.json
+    python benchmarks/replay.py --json benchmarks/results/replay.json
 
 Masks: a dense Qwen3 draws with top-p 0.9. Routing: a Qwen3-MoE draws. The generator computes in bfloat16 and the
 trainer in float32, on weights that both have exactly: so they round differently, as other kernels and batches do in
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from work import conditions
 
 from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import load_config
@@ -95,20 +96,24 @@ def measure(name: str, spread: float, rate: float) -> dict[str, Any]:
     return {"tokens": sum(len(c.token_ids) for c in drawn), "learning_rate": rate, "mismatch_kl": rows}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    found.add_argument(
         "--spread", type=float, default=3.0, help="size of the random weights, in those of a fresh model"
     )
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 1e-5])
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    found.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 1e-5])
+    found.add_argument("--json", type=Path)
+    return found
+
+
+def main() -> None:
+    options = parser().parse_args()
     torch.set_num_threads(1)
     found = {name: [measure(name, options.spread, rate) for rate in options.learning_rates] for name in WORK}
-    text = json.dumps({"shape": SHAPE, "experts": EXPERTS, "spread": options.spread, **found}, indent=1)
+    text = json.dumps({**conditions(), "shape": SHAPE, "experts": EXPERTS, "spread": options.spread, **found}, indent=1)
     print(text)
-    if options.out:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -17,14 +17,13 @@ import json
 import multiprocessing
 import shutil
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from work import save_model
+from work import conditions, save_model
 
 import slipstream
 
@@ -80,13 +79,17 @@ def compare(instant: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return sides | {"change": other["busy"]["generator"] / instant["busy"]["generator"] - 1}
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--steps", type=int, default=20)
+    found.add_argument("--rounds", type=int, default=3)
+    found.add_argument("--prompt-tokens", type=int, default=448)
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt-tokens", type=int, default=448)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     work = (options.steps, options.prompt_tokens)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
@@ -105,10 +108,9 @@ def main() -> None:
         print(f"generator busy {busy['instant']:.1%} with the instant scorer, {busy['other']:.1%} with the slow one "
               f"(change {change:+.1%}; medians of {options.rounds})")  # fmt: skip
         if options.json:
-            command = " ".join(["python", *sys.argv])
-            result = {"command": command, "score_seconds": seconds, "workers": WORKERS, "chance": chance["change"],
+            result = {**conditions(), "score_seconds": seconds, "workers": WORKERS, "chance": chance["change"],
                       "change": change, "busy": busy, "rounds": rounds}  # fmt: skip
-            options.json.write_text(json.dumps(result, indent=1))
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import math
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from work import SHAPES, save_model, versions
+from work import SHAPES, conditions, save_model
 
 from slipstream.algorithms.advantages import group_mean, make_batch
-from slipstream.config import load_config
+from slipstream.config import Config, load_config
 from slipstream.models import device_here
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
 from slipstream.trainers.trainer import Trainer
@@ -70,10 +69,13 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def configure(model: Path, flags: list[str]) -> Config:
+    own = [f"--model.path={model}", f"--model.dtype={DTYPE}", "--environment.name=addition"]
+    return load_config(None, [*own, *flags])
+
+
 def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    config = load_config(
-        None, [f"--model.path={model}", f"--model.dtype={DTYPE}", "--environment.name=addition", *flags]
-    )
+    config = configure(model, flags)
     began = time.perf_counter()
     trainer = Trainer(config)
     loaded = time.perf_counter() - began
@@ -111,18 +113,22 @@ def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[
     return {"attention": trainer.attention, "load_s": loaded, "first_step_s": steps[0]["seconds"], **medians}
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--shape", default="1.7B")
+    found.add_argument("--vocabulary", type=int, default=0)
+    found.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
+    found.add_argument("--tokens", type=int, default=65536)
+    found.add_argument("--lengths", type=int, nargs=2, default=(), metavar=("PROMPT", "COMPLETION"))
+    found.add_argument("--steps", type=int, default=5)
+    found.add_argument("--warmup", type=int, default=3)
+    found.add_argument("--profile", type=Path, help="write where one more step's time goes")
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="1.7B")
-    parser.add_argument("--vocabulary", type=int, default=0)
-    parser.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
-    parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--lengths", type=int, nargs=2, default=(), metavar=("PROMPT", "COMPLETION"))
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--profile", type=Path, help="write where one more step's time goes")
-    parser.add_argument("--json", type=Path)
-    options, flags = parser.parse_known_args()
+    options, flags = parser().parse_known_args()
     if options.vocabulary:
         SHAPES[options.shape]["vocab_size"] = options.vocabulary
     with tempfile.TemporaryDirectory() as folder:
@@ -137,14 +143,7 @@ def main() -> None:
         found = measure(options.model or Path(folder), options, flags)
     if not FIRST:
         return
-    command = " ".join(["python", *sys.argv])
-    result = {
-        "command": command,
-        "device": torch.cuda.get_device_name() if GPU else "CPU",
-        "versions": versions(),
-        "shape": options.shape,
-        **found,
-    }
+    result = {**conditions(), "shape": options.shape, **found}
     print(json.dumps(result), flush=True)
     if options.json:
         before = json.loads(options.json.read_text()) if options.json.exists() else []

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import tempfile
 import time
 import traceback
@@ -19,38 +18,45 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from work import save_model, versions
+from work import conditions, save_model
 
-from slipstream.config import load_config
+from slipstream.config import Config, load_config
 from slipstream.verification import verify
 
 
+def configure(model: str, dtype: str, case: str) -> Config:
+    head, *more = case.split(",")
+    engine, link, interruption, tensor_parallel = head.split(":")
+    return load_config(None, [
+        f"--model.path={model}", f"--model.dtype={dtype}", "--environment.name=addition",
+        f"--generator.kind={engine}", f"--sync.link={link}", f"--sync.interruption={interruption}",
+        f"--generator.tensor_parallel={tensor_parallel}", "--generator.context=1024",
+        *(f"--{option}" for option in more),
+    ])  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("cases", nargs="+")
+    found.add_argument("--shape", default="1M")
+    found.add_argument("--dtype", default="float32")
+    found.add_argument("--prompts", type=int, default=32)
+    found.add_argument("--tokens", type=int, default=128)
+    found.add_argument("--after", type=int, default=24)
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+")
-    parser.add_argument("--shape", default="1M")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--after", type=int, default=24)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser().parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
         save_model(options.shape, Path(folder), getattr(torch, options.dtype))
         for case in options.cases:
-            head, *more = case.split(",")
-            engine, link, interruption, tensor_parallel = head.split(":")
-            flags = [
-                f"--model.path={folder}", f"--model.dtype={options.dtype}", "--environment.name=addition",
-                f"--generator.kind={engine}", f"--sync.link={link}", f"--sync.interruption={interruption}",
-                f"--generator.tensor_parallel={tensor_parallel}", "--generator.context=1024",
-                *(f"--{option}" for option in more),
-            ]  # fmt: skip
             began = time.perf_counter()
             sizes = {"prompts": options.prompts, "tokens": options.tokens, "after": options.after}
             try:
-                found = asyncio.run(verify(load_config(None, flags), **sizes))
+                found = asyncio.run(verify(configure(folder, options.dtype, case), **sizes))
                 result = {"case": case, "exact": found.exact, **asdict(found)}
             except Exception as error:
                 traceback.print_exc()
@@ -59,10 +65,7 @@ def main() -> None:
             print(json.dumps(result), flush=True)
             results.append(result)
             if options.json:
-                device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-                command = f"python benchmarks/verify.py {' '.join(sys.argv[1:])}"
-                described = {"command": command, "device": device, "versions": versions(), "results": results}
-                options.json.write_text(json.dumps(described, indent=1) + "\n")
+                options.json.write_text(json.dumps({**conditions(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

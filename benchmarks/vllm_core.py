@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from work import SHAPES, save_model, versions
+from work import SHAPES, conditions, save_model
 
-from slipstream.config import load_config
+from slipstream.config import Config, load_config
 from slipstream.generators.vllm import VllmEngine
 from slipstream.rollout import Sampling
 
@@ -31,14 +31,17 @@ GPU = torch.cuda.is_available()
 WAYS = {"one process": "0", "two processes": "1"}  # of `VLLM_ENABLE_V1_MULTIPROCESSING`
 
 
-def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
-    config = load_config(None, [
+def configure(options: argparse.Namespace, flags: list[str]) -> Config:
+    return load_config(None, [
         f"--model.path={options.model}", f"--model.dtype={'bfloat16' if GPU else 'float32'}",
         "--environment.name=addition", "--generator.kind=vllm", f"--generator.slots={options.slots}",
         f"--generator.context={options.prompt + options.completion}",
         f"--sampling.max_tokens={options.completion}", *flags,
     ])  # fmt: skip
-    engine = VllmEngine(config)
+
+
+def measure(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
+    engine = VllmEngine(configure(options, flags))
     words = SHAPES[options.shape]["vocab_size"]
     rounds = [drawn(engine, words, options, number) for number in range(options.rounds + 1)][1:]
     return {"tokens_per_s": statistics.median(rounds), "rounds": rounds}
@@ -55,18 +58,22 @@ def drawn(engine: VllmEngine, words: int, options: argparse.Namespace, number: i
     return tokens / (time.perf_counter() - began)
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--shape", default="1.7B")
+    found.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
+    found.add_argument("--slots", type=int, default=256)
+    found.add_argument("--sequences", type=int, default=768)
+    found.add_argument("--prompt", type=int, default=128)
+    found.add_argument("--completion", type=int, default=512)
+    found.add_argument("--rounds", type=int, default=3)
+    found.add_argument("--way", choices=WAYS, help="measure one way in this process, for --json")
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="1.7B")
-    parser.add_argument("--model", type=Path, help="a model saved before, instead of one of this shape")
-    parser.add_argument("--slots", type=int, default=256)
-    parser.add_argument("--sequences", type=int, default=768)
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--completion", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--way", choices=WAYS, help="measure one way in this process, for --json")
-    parser.add_argument("--json", type=Path)
-    options, flags = parser.parse_known_args()
+    options, flags = parser().parse_known_args()
     if options.way:
         options.json.write_text(json.dumps(measure(options, flags)))  # vLLM says things of its own
         return
@@ -88,13 +95,7 @@ def main() -> None:
             found[way] = json.loads(told.read_text())
             print(way, json.dumps(found[way]), flush=True)
     if options.json:
-        result = {
-            "command": " ".join(["python", *sys.argv]),
-            "device": torch.cuda.get_device_name() if GPU else "CPU",
-            "versions": versions(),
-            "results": found,
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(json.dumps({**conditions(), "results": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

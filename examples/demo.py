@@ -96,14 +96,18 @@ def configuration(
         parser.error(str(error))
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--dir", type=Path, default=Path("runs/demo"))
+    found.add_argument("--quiet", action="store_true")
+    found.add_argument("--head-size", type=int, default=16, help="of attention; vLLM needs 32 on a CPU, 64 on a GPU")
+    found.add_argument("--start-only", action="store_true", help="make the start model, and leave it at that")
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--quiet", action="store_true")
-    parser.add_argument("--head-size", type=int, default=16, help="of attention; vLLM needs 32 on a CPU, 64 on a GPU")
-    parser.add_argument("--start-only", action="store_true", help="make the start model, and leave it at that")
-    options, flags = parser.parse_known_args()
+    options, flags = parser().parse_known_args()
 
     start = options.dir / "start"
     config = configuration(parser, "addition", options.dir, options.seed, flags)
