@@ -229,7 +229,7 @@ class Run:
                 raise RunError(f"{found}, the last with: {failure.reason}\n{failure.detail}\n{self._mend}") from None
             return None
         finally:
-            self.tally.tokens_generated += sum(len(c.token_ids) for c in policy.completions)
+            self.tally.tokens_generated += sum(len(c.token_ids) for c in policy.recorded)
         self._failures.succeeded()
         return rollouts
 

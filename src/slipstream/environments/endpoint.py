@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import itertools
 import json
+import logging
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from slipstream.config import ConfigError
 from slipstream.environments.base import Codec, Policy
+from slipstream.environments.text_limits import off_loop
 from slipstream.environments.tools import beside_hermes, hermes
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion
@@ -30,8 +33,17 @@ if TYPE_CHECKING:
 
 # Fields that say nothing about the answer. Any other that is not declared below has to be null, zero or empty.
 IGNORED = {"metadata", "model", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "store", "user"}
-LARGEST_BODY = 64 * 2**20
+MAX_BODY, MIN_BODY_LIMIT = 64 * 2**20, 2**20  # bytes of a request
+BYTES_PER_TOKEN = 32  # of JSON that escapes every character
+BODY_TIMEOUT_S = 60.0
+BACKLOG = 1024  # connections that wait to be accepted
+MAX_ERRORS = 5  # that one answer names
+JSON = "application/json"
 ENDED = "there is no such episode, or it has ended"
+
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]  # of which the first error is enough
 
 
 class _Part(BaseModel):
@@ -42,7 +54,7 @@ class _Part(BaseModel):
 class _Message(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: str
-    content: str | list[_Part] | None = None
+    content: str | Items[_Part] | None = None
 
     def plain(self) -> dict[str, Any]:
         """What a chat template takes: the content as one string."""
@@ -59,7 +71,7 @@ class _Request(BaseModel):
     top_k: int | None = Field(None, ge=0, lt=2**31)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     seed: int | None = None
     n: int = Field(1, ge=1, le=128)
     logprobs: bool | Literal[0, 1] = False
@@ -79,8 +91,8 @@ class _Request(BaseModel):
 
 
 class _Chat(_Request):
-    messages: list[_Message] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[_Message] = Field(min_length=1)
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: dict[Literal["type"], Literal["text"]] | None = None
 
@@ -90,7 +102,7 @@ class _Chat(_Request):
 
 
 class _Text(_Request):
-    prompt: str | list[int]
+    prompt: str | Items[int]
 
     def encode(self, codec: Codec) -> tuple[int, ...]:
         return codec.encode_raw(self.prompt)
@@ -118,6 +130,8 @@ class Endpoint:
         self._codec = codec
         self._episodes: dict[str, _Episode] = {}
         self._server: asyncio.Task[web.AppRunner] | None = None
+        context = codec.limits.context
+        self._max_body = max(MIN_BODY_LIMIT, BYTES_PER_TOKEN * context) if context else MAX_BODY
 
     async def open(self, policy: Policy) -> str:
         """The base URL at which `policy` is sampled until `end`. Raises `ConfigError` where aiohttp is missing."""
@@ -146,23 +160,24 @@ class Endpoint:
             from aiohttp import web
         except ImportError:
             raise ConfigError("policy.base_url() needs aiohttp: pip install 'slipstream-rl[endpoint]'") from None
-        app = web.Application(client_max_size=LARGEST_BODY)
+        app = web.Application(client_max_size=self._max_body)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        silent = logging.Logger("endpoint", logging.CRITICAL + 1)  # a client that sends no HTTP is told 400, by aiohttp
+        runner = web.AppRunner(app, access_log=None, logger=silent, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG).start()
         return runner
 
     async def _answer(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
-        secret, _, route = request.path.lstrip("/").partition("/v1/")
+        secret = ""
         try:
-            answer = await self._serve(request.method, secret, route, await request.read())
-            if isinstance(answer, str):
-                return web.Response(text=answer, content_type="text/event-stream")
-            return web.json_response(answer)
-        except (_Refused, web.HTTPException) as error:
+            secret, _, route = request.path.lstrip("/").partition("/v1/")
+            body = await self._read(request) if secret in self._episodes else b""
+            text, kind = await self._serve(request.method, secret, route, body)
+            return web.Response(text=text, content_type=kind)
+        except _Refused as error:
             status, kind, message = error.status, "invalid_request_error", str(error)
         except Exception as error:  # the agent's client raises it: what it means for the episode is the agent's to say
             status, kind, message = 500, "server_error", f"{type(error).__name__}: {error}"
@@ -171,23 +186,39 @@ class Endpoint:
         described = {"message": message, "type": kind, "param": None, "code": None}
         return web.json_response({"error": described}, status=status)
 
-    async def _serve(self, method: str, secret: str, route: str, body: bytes) -> dict[str, Any] | str:
-        """The answer to a request of the episode with this secret: JSON, or the events of a stream as text."""
+    async def _read(self, request: web.Request) -> bytes:
+        """The body of a request, decompressed. Raises `_Refused`."""
+        from aiohttp import web
+
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await request.read()
+        except TimeoutError:
+            raise _Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+        except web.HTTPRequestEntityTooLarge:
+            limit = f"{self._max_body} bytes, as follows from generator.context"
+            raise _Refused(413, f"the body has more than {limit}; shorten the prompt") from None
+        except Exception as error:  # of aiohttp, or of what decompresses
+            raise _Refused(400, f"the body can't be read: {type(error).__name__}: {error}") from None
+
+    async def _serve(self, method: str, secret: str, route: str, body: bytes) -> tuple[str, str]:
+        """The answer to a request of the episode with this secret, and its content type."""
         episode = self._episodes.get(secret)
         if episode is None:
             raise _Refused(404, ENDED)
         if (method, route) == ("GET", "models"):
             model = {"id": "policy", "object": "model", "created": int(time.time()), "owned_by": "slipstream"}
-            return {"object": "list", "data": [model]}
+            return json.dumps({"object": "list", "data": [model]}), JSON
         if method != "POST" or route not in ROUTES:
             raise _Refused(404, f"{method} {route} is not served; POST {' or '.join(ROUTES)}, or GET models")
-        asked = _parse(ROUTES[route], body)
+        asked, prompt = await off_loop(len(body), _parse, ROUTES[route], body, self._codec)
         try:
-            prompt = asked.encode(self._codec)
-        except Exception as error:  # a chat template is a program: it may raise anything
-            raise _Refused(400, f"the prompt can't be encoded: {error}") from None
+            dataclasses.replace(episode.policy.sampling, **asked.changes())
+        except ValueError as error:
+            raise _Refused(400, str(error).replace("stop_strings", "stop")) from None
         seeds = [{} if asked.seed is None else {"seed": asked.seed + i} for i in range(asked.n)]
-        drawing = asyncio.gather(*(episode.policy.sample(prompt, **asked.changes(), **seed) for seed in seeds))
+        draws = [asyncio.ensure_future(episode.policy.sample(prompt, **asked.changes(), **seed)) for seed in seeds]
+        drawing = asyncio.gather(*draws)
         episode.requests.add(drawing)
         try:
             drawn = await drawing
@@ -199,19 +230,44 @@ class Endpoint:
             raise _Refused(404, ENDED) from None
         finally:
             episode.requests.discard(drawing)
-        answer = _body(asked, drawn, self._codec)
-        return _events(asked, answer) if asked.stream else answer
+            for draw in draws:  # the others of one that failed
+                draw.cancel()
+        return await off_loop(sum(len(c.token_ids) for c in drawn), _answer_text, asked, drawn, self._codec)
 
 
-def _parse(kind: type[_Chat] | type[_Text], body: bytes) -> _Chat | _Text:
+def _answer_text(asked: _Request, drawn: Sequence[Completion], codec: Codec) -> tuple[str, str]:
+    """The answer and its content type."""
+    answer = _body(asked, drawn, codec)
+    return (_events(asked, answer), "text/event-stream") if asked.stream else (json.dumps(answer), JSON)
+
+
+def _parse(kind: type[_Chat] | type[_Text], body: bytes, codec: Codec) -> tuple[_Chat | _Text, tuple[int, ...]]:
+    """The request and the token ids of its prompt. Raises `_Refused`."""
+    asked = _request(kind, body, codec)
+    try:
+        return asked, asked.encode(codec)
+    except GenerationError as error:
+        raise _Refused(400, str(error)) from None
+    except Exception as error:  # a chat template is a program: it may raise anything
+        raise _Refused(400, f"the prompt can't be encoded: {error}") from None
+
+
+def _request(kind: type[_Chat] | type[_Text], body: bytes, codec: Codec) -> _Chat | _Text:
     try:
         fields = from_json(body)
+        if isinstance(fields, dict):
+            for name in ("messages", "prompt"):  # a model of each is made next
+                if isinstance(items := fields.get(name), list):
+                    codec.limits.refuse(f"{len(items)} tokens or messages", len(items))
         if isinstance(fields, dict):
             fields = {name: value for name, value in fields.items() if value is not None}
         asked = kind.model_validate(fields)
     except ValidationError as error:
-        found = [f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg']}" for e in error.errors()]
+        errors = error.errors(include_url=False, include_context=False, include_input=False)[:MAX_ERRORS]
+        found = [f"{'.'.join(map(str, e['loc'])) or 'the body'}: {e['msg']}" for e in errors]
         raise _Refused(400, "; ".join(found)) from None
+    except GenerationError as error:
+        raise _Refused(400, str(error)) from None
     except ValueError as error:
         raise _Refused(400, f"the body is not JSON: {error}") from None
     for name, value in (asked.model_extra or {}).items():

@@ -136,8 +136,11 @@ def _sound(rollout: Rollout) -> Rollout:
     reward = float(rollout.reward)
     steps = [step.reward for turn in rollout.steps for step in turn]
     for what, value in (("reward", reward), *(("reward of a step", value) for value in steps)):
-        if not abs(value) <= MAX_REWARD:
-            raise RolloutFailed(f"{what} is {value:g}", f"a reward must be a finite number, up to {MAX_REWARD:g}")
+        if not math.isfinite(value):
+            raise RolloutFailed(f"{what} is {value}", "a reward must be a finite number")
+        if abs(value) > MAX_REWARD:
+            found = f"{what} above {MAX_REWARD:g}"
+            raise RolloutFailed(found, f"it is {value:g}; a reward must be a finite number, up to {MAX_REWARD:g}")
     metrics = {name: float(value) for name, value in rollout.metrics.items()}
     if infinite := next((name for name, value in metrics.items() if math.isinf(value)), ""):
         raise RolloutFailed(
