@@ -295,7 +295,7 @@ class AlgorithmConfig(Section):
     )
     filter_equal: bool = option(False, "Replace groups whose advantages are all 0 instead of skipping their gradient.")
     filter_most: int = option(
-        0, "Groups to replace in a row before they are trained on as they are; 0 has no limit.", ge=0
+        0, "Groups to replace in a row before they are trained on as they are; 0 means 20 steps' worth.", ge=0
     )
 
     @field_validator("advantage", "loss", "aggregation", "corrections", mode="before")

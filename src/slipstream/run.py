@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,7 @@ from slipstream.state import LoopState
 from slipstream.sync.link import find_link
 
 PROBES = 4
-FUTILE = 20  # steps' worth of groups without signal in a row that call for a warning
+FUTILE = 20  # steps' worth of groups without signal in a row that call for a warning, and are replaced by default
 
 
 class RunError(RuntimeError):
@@ -173,24 +172,30 @@ class Run:
     def _end_group(self, entry: Entry, task: Task, played: Sequence[tuple[Rollout, ...] | None]) -> None:
         rollouts = [rollout for episode in played if episode for rollout in episode]
         failed = sum(episode is None for episode in played)
-        rule, first = self.config.algorithm, self.state.step == 0
+        rule, first, before = self.config.algorithm, self.state.step == 0, self.state.filtered_in_a_row
         given_up = self.state.end(
             entry,
             task.id,
             rollouts,
             failed=failed,
             has_signal=lambda group: not rule.filter_equal or has_signal(self.rule, self.config, group, strict=first),
-            filter_most=rule.filter_most or math.inf,
+            filter_most=self._filter_most,
         )
         failure = self._failed.pop(entry.task, None)
         if given_up and failure:
             self._give_up(entry.task, failure)
-        if self.state.filtered_in_a_row == FUTILE * self.config.loop.groups_per_step:
+        if before < FUTILE * self.config.loop.groups_per_step == self.state.filtered_in_a_row:
             self.progress.warn(
-                f"the last {self.state.filtered_in_a_row} groups had advantages of 0 and were filtered, so that no "
-                "step can be taken: give tasks that the policy solves sometimes, raise sampling.temperature or "
-                "loop.group_size, limit this with algorithm.filter_most, or set algorithm.filter_equal = false"
+                f"the last {self.state.filtered_in_a_row} groups had advantages of 0 and were replaced; after "
+                f"algorithm.filter_most = {self._filter_most} in a row they are trained on as they are, which changes "
+                "nothing: give tasks that the policy solves sometimes, raise sampling.temperature or loop.group_size, "
+                "or set algorithm.filter_equal = false"
             )
+
+    @property
+    def _filter_most(self) -> int:
+        """Groups without signal in a row that are replaced."""
+        return self.config.algorithm.filter_most or FUTILE * self.config.loop.groups_per_step
 
     def _give_up(self, index: int, failure: RolloutFailed) -> None:
         """Name a task that can't be played. Raises `RunError` if most can't."""

@@ -292,13 +292,11 @@ class Sometimes:
         if mine == 20: time.sleep(600)
         return float(completion.token_ids[0] % 3)
 
-class Late(Sometimes):
-    # No group has signal before the 300th rollout; and `close` is not async.
+class Equal(Sometimes):
+    # No group has signal; and `close` is not async.
     async def rollout(self, task, policy):
-        global calls
-        calls += 1
-        completion = await policy.sample(task.prompt)
-        return float(calls > 300 and completion.token_ids[0])
+        await policy.sample(task.prompt)
+        return 1.0
     def close(self): print("closed")
 
 class Always(Sometimes):
@@ -337,10 +335,15 @@ def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path
 def test_groups_without_signal_are_warned_of_once(model: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "empty.toml").write_text("")
-    late = {"environment__name": f"{tmp_path / 'broken.py'}:Late", "environment__options": "{}"}
+    late = {"environment__name": f"{tmp_path / 'broken.py'}:Equal", "environment__options": "{}"}
     flags = options(model, tmp_path / "run", **late, algorithm__filter_equal="true", loop__steps=2)
     done = slipstream("train", tmp_path / "empty.toml", *flags)
-    assert " ".join(done.stderr.split()).count("warning: the last 60 groups had advantages of 0") == 1
+    said = (
+        "warning: the last 60 groups had advantages of 0 and were replaced; after algorithm.filter_most = 60 in a row"
+    )
+    assert " ".join(done.stderr.split()).count(said) == 1
+    counts = json.loads((tmp_path / "run" / "summary.json").read_text())["rollouts"]
+    assert (counts["filtered"], counts["trained"]) == (60 * 4, 2 * 3 * 4), "generation did not end"
     assert done.stdout.startswith("closed\n")
 
 
