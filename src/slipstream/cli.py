@@ -23,7 +23,16 @@ from slipstream.config import (
 )
 
 # Failures whose message is all that a user needs; their classes live in modules that are slow to import.
-FAILURES = ("RunError", "RecordError", "ActorDied", "ActorError", "GenerationError", "EngineFailed", "PublishError")
+FAILURES = (
+    "RunError",
+    "RecordError",
+    "ActorDied",
+    "ActorError",
+    "GenerationError",
+    "EngineFailed",
+    "PublishError",
+    "EvaluationError",
+)
 DESCRIPTION = "Fine-tune a language model with reinforcement learning, generating and training at the same time."
 EXAMPLES = """
 examples:
@@ -141,14 +150,20 @@ def _train(options: argparse.Namespace, flags: list[str]) -> None:
 
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.evaluation import evaluate_model
+    from slipstream.observe.figures import counts
 
     config = _config_to_draw(options.target, options.environment, flags)
     result = asyncio.run(evaluate_model(config))
+    if result["failed"]:
+        told = f"{result['failed']} of {result['tasks']} held-out tasks failed, the last with: {result['last_failure']}"
+        print(f"slipstream: {told}", file=sys.stderr)
     if options.json:
         print(json.dumps(result, indent=1))
     else:
         print(f"{config.environment.name}: score {result['score']:.3f} on {result['tasks']} held-out tasks", end="")
-        print(f" ({result['failed']} failed), {result['completion_length']:.0f} tokens each, {result['seconds']:.1f} s")
+        failed = f"{result['failed']} failed" + f": {counts(result['failures'])}" * bool(result["failures"])
+        failed += f", rewards that raised: {counts(result['reward_errors'])}" * bool(result["reward_errors"])
+        print(f" ({failed}), {result['completion_length']:.0f} tokens each, {result['seconds']:.1f} s")
 
 
 def _generate(options: argparse.Namespace, flags: list[str]) -> None:

@@ -100,7 +100,12 @@ class EnvironmentConfig(Section):
         "rollouts, if all tasks in flight fail.",
         ge=1,
     )
-    scorers: int = option(1, "Processes for reward functions that are not async.", ge=1)
+    scorers: int = option(
+        0, "Most processes for reward functions that are not async, started when needed; 0 is one a core.", ge=0
+    )
+    reward_error: Literal["zero", "fail"] = option(
+        "zero", "A reward function that raises: the reward is 0, counted, with a warning; or the rollout fails."
+    )
 
 
 class ScoringConfig(Section):

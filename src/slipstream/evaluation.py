@@ -5,16 +5,26 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from slipstream.config import Config
+from slipstream.config import Config, ConfigError
 from slipstream.environments.base import Codec, Environment, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import RolloutFailed, Scoring, all_or_none, attempt, episode_limits, episode_places
+from slipstream.environments.guard import (
+    RolloutFailed,
+    Scoring,
+    all_or_none,
+    attempt,
+    count_reward_errors,
+    episode_limits,
+    episode_places,
+)
 from slipstream.environments.load import load_environment
+from slipstream.environments.scoring import ScoringError
 from slipstream.generators.base import Generator
 from slipstream.generators.torch import Engine, TorchGenerator
 from slipstream.models import context_of, dtype_of, load_causal_lm, load_tokenizer, pick_device
@@ -34,23 +44,34 @@ async def evaluate(
     endpoint: Endpoint | None = None,
     scoring: Scoring | None = None,
     places: asyncio.Semaphore | None = None,
+    told: Callable[[ScoringError], None] = lambda error: None,
 ) -> dict[str, Any]:
-    """Play `evaluation.tasks` held-out tasks once each, and have them scored. `places` bound episodes in flight.
+    """Play `evaluation.tasks` held-out tasks once each, and have them scored.
 
-    `score` is the mean of the metric
-    "correct" where the environment reports one, else of the reward; a failed episode counts as 0. `versions` are the
-    oldest and newest weights that drew a token of it."""
+    `places` bound episodes in flight; `told` hears of reward functions that raise. `score` is the mean of the metric
+    "correct" where the environment reports one, else of the reward; a failed episode counts as 0, and `failures` counts
+    the reasons. `versions` are the oldest and newest weights that drew a token of it.
+    """
     began = time.perf_counter()
     tasks = environment.test[: config.evaluation.tasks]
 
     limits = episode_limits(config.environment)
+    failures: list[RolloutFailed] = []
+    raised: Counter[str] = Counter()
+
+    def count(error: ScoringError) -> None:
+        raised[error.reason] += 1
+        told(error)
+
+    errors, limit = count_reward_errors(config.environment, count), config.environment.time_limit
 
     async def one(task: Task) -> tuple[tuple[Rollout, ...], dict[str, Any]]:
         seed = f"{config.loop.seed}/evaluation/{task.id}"
         policy = Policy(generator, codec, _sampling(config), seed, endpoint, limits)
         try:
-            episode = await attempt(environment, task, policy, config.environment.time_limit, scoring, places)
+            episode = await attempt(environment, task, policy, limit, scoring, places, errors)
         except RolloutFailed as failure:
+            failures.append(failure)
             return (), {"failed": failure.reason}
         return episode, _sample(episode[-1], codec)
 
@@ -64,7 +85,10 @@ async def evaluate(
         "score": sum(_score(episode) for episode in episodes) / total,
         "reward": sum(mean([r.reward for r in episode]) for episode in episodes) / total,
         "tasks": len(played),
-        "failed": len(played) - len(episodes),
+        "failed": len(failures),
+        "failures": dict(Counter(failure.reason for failure in failures)),
+        "last_failure": failures[-1].one_line if failures else None,
+        "reward_errors": dict(raised),
         "metrics": metric_means(rollouts),
         "completion_length": mean([float(r.tokens) for r in rollouts]),
         "seconds": time.perf_counter() - began,
@@ -98,9 +122,18 @@ def _cut(text: str) -> str:
     return text if len(text) <= TEXT else f"{text[:half]} … {text[-half:]}"
 
 
+class EvaluationError(RuntimeError):
+    """No held-out task could be played."""
+
+
 async def evaluate_model(config: Config) -> dict[str, Any]:
-    """Play held-out tasks with the model at `config.model.path`; see `evaluate`."""
+    """Play held-out tasks with the model at `config.model.path`; see `evaluate`. Raises `EvaluationError`."""
     environment = load_environment(config.environment)
+    if not environment.test[: config.evaluation.tasks]:
+        raise ConfigError(
+            f"environment.name = {config.environment.name!r} has {len(environment.test)} held-out tasks, and "
+            f"evaluation.tasks = {config.evaluation.tasks}: there is nothing to evaluate on"
+        )
     generator, tokenizer = load_generator(config)
     codec = Codec(tokenizer, context_of(config))
     endpoint = Endpoint(codec)
@@ -109,7 +142,12 @@ async def evaluate_model(config: Config) -> dict[str, Any]:
         if scoring:
             await scoring.start()
         places = episode_places(config, config.generator.slots)
-        return await evaluate(config, environment, generator, codec, endpoint, scoring, places)
+        result = await evaluate(config, environment, generator, codec, endpoint, scoring, places)
+        if result["failed"] == result["tasks"]:
+            raise EvaluationError(
+                f"all {result['tasks']} held-out tasks failed, the last with: {result['last_failure']}"
+            )
+        return result
     finally:
         if scoring:
             await scoring.close()

@@ -20,9 +20,18 @@ from slipstream.config import Config, ConfigError, load_config
 from slipstream.directory import RunDirectory, write_json, write_state
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import LoopWatch, RolloutFailed, all_or_none, attempt, episode_limits, episode_places
+from slipstream.environments.guard import (
+    LoopWatch,
+    RolloutFailed,
+    all_or_none,
+    attempt,
+    count_reward_errors,
+    episode_limits,
+    episode_places,
+)
 from slipstream.environments.load import load_environment
 from slipstream.environments.prompts import describe, too_long
+from slipstream.environments.scoring import ScoringError
 from slipstream.evaluation import close_environment, evaluate
 from slipstream.failures import FailureStreak
 from slipstream.heap import set_heap_aside
@@ -120,9 +129,11 @@ class Run:
         self._saving: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._failures = FailureStreak(config.environment.max_failures, len(self.environment.train))
+        self._reward_errors = count_reward_errors(config.environment, self._count_reward_error)
         self._failed: dict[int, RolloutFailed] = {}  # the last failure of each task in flight
         self._too_long: dict[int, str] = {}  # tasks whose prompt leaves no room in the context, and its length
         self._given_up: set[int] = set()
+        self._warned_of_reward = False
         self._aside = False  # whether the heap is, until the end of the run
 
     async def train(self) -> dict[str, Any]:
@@ -200,7 +211,6 @@ class Run:
     def _give_up(self, index: int, failure: RolloutFailed) -> None:
         """Name a task that can't be played. Raises `RunError` if most can't."""
         task, tries = self.environment.train[index], self.config.loop.retries + 1
-        last = failure.detail.splitlines()[-1]
         self.tally.given_up[task.id] = failure.reason
         self._given_up.add(index)
         playable = len(self.environment.train) - len(self._too_long)
@@ -209,8 +219,21 @@ class Run:
             raise RunError(f"{found}, the last with: {failure.reason}\n{failure.detail}\n{self._mend}") from None
         source = f" ({task.source})" if getattr(task, "source", "") else ""
         self.progress.warn(
-            f"task {task.id}{source} is left out from now on: it failed in each of {tries} tries, the last with: {last}"
+            f"task {task.id}{source} is left out from now on: it failed in each of {tries} tries, the last with: "
+            f"{failure.one_line}"
         )
+
+    def _count_reward_error(self, error: ScoringError) -> None:
+        self.tally.reward_errors[error.reason] = self.tally.reward_errors.get(error.reason, 0) + 1
+        self._warn_of_reward(error)
+
+    def _warn_of_reward(self, error: ScoringError) -> None:
+        if not self._warned_of_reward:
+            self._warned_of_reward = True
+            self.progress.warn(
+                f"the reward function raised {error.one_line}; the reward is 0 then, and reward_errors in "
+                'metrics.jsonl counts it. Mend the function, or set environment.reward_error = "fail"'
+            )
 
     @property
     def _mend(self) -> str:
@@ -223,7 +246,9 @@ class Run:
         limits = episode_limits(options)
         policy = Policy(self.pools.generator, self.codec, self._sampling(), seed, self.endpoint, limits)
         try:
-            rollouts = await attempt(self.environment, task, policy, options.time_limit, self.scoring, self._places)
+            rollouts = await attempt(
+                self.environment, task, policy, options.time_limit, self.scoring, self._places, self._reward_errors
+            )
         except RolloutFailed as failure:
             if dead := self.pools.generator.dead:  # whatever the environment made of it
                 raise dead from None
@@ -339,6 +364,7 @@ class Run:
             "generators": len(self.pools.generator.living),
             "rollouts": dataclasses.asdict(state.ledger.counts),
             "failures": dict(state.ledger.reasons),
+            "reward_errors": dict(self.tally.reward_errors),
             **(self.tally.scoring(self.scoring.lap()) if self.scoring else {}),
         }
         self.recorder.step(record, batch)
@@ -370,14 +396,20 @@ class Run:
             return
         step = self.state.step
         result = await evaluate(
-            self.config, self.environment, self.pools.generator, self.codec, self.endpoint, self.scoring, self._places
-        )
+            self.config, self.environment, self.pools.generator, self.codec, self.endpoint, self.scoring, self._places,
+            self._warn_of_reward,
+        )  # fmt: skip
         if dead := self.pools.generator.dead:  # a score of what was not drawn is none
             raise dead
         record = {"step": step, **result}
         self.tally.evaluation(record)
         self.recorder.evaluation(record)
         self.progress.evaluation(record)
+        if result["failed"] == result["tasks"]:
+            self.progress.warn(
+                f"all {result['tasks']} held-out tasks failed in the evaluation after step {step}, the last with: "
+                f"{result['last_failure']}"
+            )
 
     async def _save(self) -> None:
         """Write all that the run needs to go on from here. Generation and training go on meanwhile."""

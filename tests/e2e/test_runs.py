@@ -347,6 +347,49 @@ def test_groups_without_signal_are_warned_of_once(model: Path, tmp_path: Path) -
     assert done.stdout.startswith("closed\n")
 
 
+HELD_OUT = """
+from slipstream.environments.base import Task
+
+class Some:
+    train = test = [Task(str(i), f"w{i} w2") for i in range(6)]
+    async def rollout(self, task, policy):
+        await policy.sample(task.prompt)
+        if task.id in self.bad: raise KeyError("no answer to " + task.id)
+        return 1.0
+    bad = ("2", "4")
+
+class None_(Some):
+    bad = tuple("012345")
+
+class Empty(Some):
+    test = []
+"""
+
+
+def test_an_evaluation_says_why_episodes_failed_and_fails_if_all_did(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "held.py").write_text(HELD_OUT)
+
+    def evaluated(thing: str, *more: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        named = ["--environment", f"{tmp_path / 'held.py'}:{thing}", "--sampling.max_tokens=3"]
+        status = main(["eval", str(model), *named, *more])
+        return status, *capfd.readouterr()
+
+    status, out, err = evaluated("Some")
+    assert status == 0 and "score 0.667 on 6 held-out tasks (2 failed: KeyError 2)" in out
+    last = "KeyError: 'no answer to 4'"
+    assert err.splitlines()[-1] == f"slipstream: 2 of 6 held-out tasks failed, the last with: {last}"
+    status, out, err = evaluated("Some", "--json")
+    assert status == 0 and json.loads(out)["failures"] == {"KeyError": 2} and json.loads(out)["last_failure"] == last
+    status, out, err = evaluated("None_")
+    assert status == 1 and not out
+    assert err.splitlines()[-1].startswith("slipstream: all 6 held-out tasks failed, the last with: KeyError: 'no")
+    status, out, err = evaluated("Empty")
+    assert status == 2 and "there is nothing to evaluate on" in err
+
+
 AGENT = """
 import asyncio, json, sys, urllib.request
 from slipstream.environments.base import Task

@@ -19,7 +19,8 @@ from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import ConfigError, load_config
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import RolloutFailed, _in_episode, attempt
+from slipstream.environments.guard import RolloutFailed, attempt
+from slipstream.environments.scoring import EPISODE
 from slipstream.evaluation import evaluate
 from slipstream.generators.torch import Engine, TorchGenerator
 from slipstream.packed.packing import bundle, pack
@@ -293,7 +294,7 @@ def test_requests_are_served_outside_of_the_episode_that_started_the_server() ->
 
     class Looks(TorchGenerator):
         async def generate(self, prompt_ids: Any, sampling: Sampling, *clock: Any) -> Any:
-            seen.append(_in_episode.get())
+            seen.append(EPISODE.get() is not None)
             return await super().generate(prompt_ids, sampling, *clock)
 
     async def main() -> None:

@@ -92,9 +92,9 @@ async def cancels() -> float:
         (lambda: asyncio.wait_for(asyncio.sleep(60), 0.01), "TimeoutError"),
         (cancels, "CancelledError"),
         (lambda: sys.exit(2), "SystemExit"),
-        (lambda: "good", "TypeError"),
-        (lambda: "1.5", "TypeError"),
-        (lambda: None, "TypeError"),
+        (lambda: "good", "reward is no number"),
+        (lambda: "1.5", "reward is no number"),
+        (lambda: None, "reward is no number"),
     ],
 )
 def test_a_broken_episode_costs_one_rollout(body: Any, reason: str) -> None:
@@ -187,7 +187,6 @@ def test_a_broken_reward_costs_one_score_and_its_process(rewards: str) -> None:
             ("busy", "reward time limit"),
             ("die", "reward process died"),
             ("raise", "KeyError"),
-            ("text", "ValueError"),
         ):
             with pytest.raises(ScoringError) as failure:
                 await pool.score(TASK, completion(said))

@@ -13,6 +13,7 @@ from slipstream.config import ConfigError, EnvironmentConfig
 from slipstream.environments.base import Task
 from slipstream.environments.guard import RolloutFailed, attempt
 from slipstream.environments.load import load_environment
+from slipstream.environments.scoring import RewardErrors
 from tests.environments.test_environments import policy
 
 USERS = """
@@ -32,6 +33,34 @@ def reward(task, completion):
 
 def forgot_async(task, policy):
     return 1.0
+
+def text(task, completion):
+    return "1"
+
+async def awaited_text(task, completion):
+    return "1"
+
+def raises(task, completion):
+    raise KeyError(completion.text)
+
+async def awaited_raises(task, completion):
+    raise KeyError(completion.text)
+
+def slow(task, completion):
+    time.sleep(0.2)
+    return 1.0
+
+class Strict(Mine):
+    def __init__(self, digits=1):
+        assert digits < 9, "digits: 1 to 8"
+
+class Lazy(Mine):
+    train = (n for n in range(3))
+
+class Late(Mine):
+    @property
+    def train(self):
+        raise KeyError("question")
 """
 
 
@@ -52,6 +81,14 @@ def users(tmp_path: Path) -> Path:
         ("broken.py:f", {}, r"^environment.name = .*KeyError: 'nowhere' \(.*broken.py, line 2\)"),
         ("unclosed.py:f", {}, r"^environment.name = .*invalid syntax \(unclosed.py, line 1\)"),
         ("users.py:rewrad", {}, "^environment.name = .*no attribute 'rewrad' .did you mean reward"),
+        (
+            "users.py:Strict",
+            {"digits": 9},
+            r"^environment.options for .*AssertionError: digits: 1 to 8 .*users.py, line",
+        ),
+        ("users.py:Mine", {}, r"^environment.name = .*train\[0\] is 1; make it a slipstream.environments.base.Task"),
+        ("users.py:Lazy", {}, "^environment.name = .*train is a generator; make it a list of tasks"),
+        ("users.py:Late", {}, "^environment.name = .*its tasks can't be read: KeyError: 'question' .*users.py, line"),
         ("users.py:made", {"hint": 1}, "^environment.options: .* is made already and takes none"),
         ("users.py:forgot_async", {"train": "tasks.jsonl"}, "^environment.name = .*`async def`"),
         ("users.py:reward", {"train": "latin.jsonl"}, "latin.jsonl: not UTF-8 at byte 15"),
@@ -124,3 +161,47 @@ def test_a_hung_reward_costs_one_rollout_and_not_those_that_wait_behind_it(users
             await environment.close()
 
     assert asyncio.run(main()) == ["reward time limit", 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def played(users: Path, thing: str, count: int, limit: float = 60.0, errors: RewardErrors | None = None) -> list[Any]:
+    """What so many episodes come to that a function of the user's rewards: the reward, or the failure."""
+    name, options = f"{users / 'users.py'}:{thing}", {"train": str(users / "tasks.jsonl")}
+
+    async def main() -> list[Any]:
+        environment: Any = load_environment(EnvironmentConfig(name=name, options=options, scorers=1))
+
+        async def play() -> Any:
+            try:
+                [rollout] = await attempt(environment, Task("t", "1+1="), policy("2"), limit, reward_errors=errors)
+                return rollout.reward
+            except RolloutFailed as failure:
+                return failure
+
+        try:
+            return [await play(), *await asyncio.gather(*(play() for _ in range(count - 1)))]
+        finally:
+            await environment.close()
+
+    return asyncio.run(main())
+
+
+def test_the_wait_for_a_free_reward_process_counts_for_no_time_limit(users: Path) -> None:
+    """Nor does its start: six rewards of 0.2 s, one after the other, within an episode's limit of 0.8 s."""
+    assert played(users, "slow", 6, limit=0.8) == [1.0] * 6
+
+
+@pytest.mark.parametrize("thing", ["text", "awaited_text"])
+def test_text_is_no_reward_of_a_function_as_of_a_class(users: Path, thing: str) -> None:
+    [failure] = played(users, thing, 1, errors=RewardErrors(10, lambda error: None))
+    assert failure.reason == "reward is no number"
+    assert failure.detail == "task t: the reward is '1', of type str: return a number"
+
+
+@pytest.mark.parametrize("thing", ["raises", "awaited_raises"])
+def test_a_reward_that_raises_is_0_and_counted_until_it_does_nothing_else(users: Path, thing: str) -> None:
+    told: list[str] = []
+    outcomes = played(users, thing, 5, errors=RewardErrors(3, lambda error: told.append(error.one_line)))
+    assert outcomes[:3] == [0.0] * 3 and told == ["KeyError: '2'"] * 3
+    assert [failure.reason for failure in outcomes[3:]] == ["KeyError"] * 2
+    [failure] = played(users, thing, 1, errors=None)
+    assert failure.reason == "KeyError"

@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.config import ScoringConfig
 from slipstream.environments.base import Task
-from slipstream.environments.scoring import ScorerPool, ScoringError
+from slipstream.environments.scoring import ScorerPool, ScoringError, cores
 from slipstream.rollout import Rollout
 from slipstream.scoring.functions import ProcessFunction
 from slipstream.scoring.stage import ScoringStage
@@ -80,6 +80,18 @@ def test_a_worker_loads_no_tensor_library(rewards: str) -> None:
     assert asyncio.run(main()) == 0.0
 
 
+def test_workers_follow_the_cores_and_start_when_they_are_needed(rewards: str) -> None:
+    async def main() -> set[int]:
+        pool = ScorerPool(rewards, 0, 10.0)
+        assert pool.processes == cores() > 0
+        try:
+            return {await pool.score(TASK, completion("pid")) for _ in range(3)}
+        finally:
+            await pool.close()
+
+    assert len(asyncio.run(main())) == 1
+
+
 def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     async def main() -> None:
         pool = ScorerPool(f"{tmp_path / 'gone.py'}:reward", 1, 10.0)
@@ -121,7 +133,7 @@ def test_closing_ends_a_score_that_is_under_way(rewards: str) -> None:
 def test_a_slow_start_takes_nothing_from_the_time_of_a_score(slow: str, tmp_path: Path) -> None:
     async def main() -> None:
         pool = ScorerPool(slow, 1, 1.0)
-        stage = ScoringStage(ScoringConfig(time_limit=1.0), ProcessFunction(pool, 1, lambda r: r.completions[-1]))
+        stage = ScoringStage(ScoringConfig(time_limit=1.0), ProcessFunction(pool, lambda r: r.completions[-1]))
         asyncio.get_running_loop().call_later(1.5, (tmp_path / "gate").touch)
         assert (await stage(TASK, Rollout((completion("2"),), 0.0))).reward == 1.0
         await stage.close()

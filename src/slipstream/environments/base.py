@@ -66,6 +66,17 @@ class Environment(Protocol):
         ...
 
 
+class NoNumber(TypeError):
+    """A reward that is none."""
+
+
+def as_reward(value: Any) -> float:
+    """A reward as a plain number. Raises `NoNumber`, for text too."""
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise NoNumber(f"the reward is {value!r:.80}, of type {type(value).__name__}: return a number")
+    return float(value)
+
+
 class Codec:
     """Prompts to token ids and back. Text is encoded once for all rollouts of a group.
 
@@ -280,7 +291,7 @@ class Policy:
         for conversation in self.conversations:
             told.update(conversation.metrics())
         steps = rewards_of_turns(self.completions, turn_rewards)
-        return Rollout(tuple(self.completions), float(reward), dict(told) | metrics, steps)
+        return Rollout(tuple(self.completions), as_reward(reward), dict(told) | metrics, steps)
 
     def _refuse_limits(self, where: str) -> None:
         for name in ("turns", "tokens"):
@@ -310,6 +321,4 @@ async def play(environment: Environment, task: Task, policy: Policy, unrewarded:
         outcome = (policy.rollout(math.nan),)
     if isinstance(outcome, list | tuple) and outcome and all(isinstance(part, Rollout) for part in outcome):
         return checked_rollouts(outcome, policy.recorded)
-    if isinstance(outcome, str) or not hasattr(outcome, "__float__"):
-        raise TypeError(f"the reward is {outcome!r}: return a number, policy.rollout(number), or a list of rollouts")
-    return checked_rollouts((policy.rollout(outcome),), policy.recorded)
+    return checked_rollouts((policy.rollout(as_reward(outcome)),), policy.recorded)

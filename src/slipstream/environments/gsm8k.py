@@ -39,7 +39,7 @@ class Gsm8k:
         train: int | None = None,
         test: int | None = None,
         skip_malformed: bool = False,
-        scorers: int = 1,
+        scorers: int = 0,
         time_limit: float = 60.0,
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import dataclasses
 import math
 import signal
@@ -15,16 +14,15 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from slipstream.config import Config, ConfigError, EnvironmentConfig
-from slipstream.environments.base import Environment, Policy, Task, play
+from slipstream.environments.base import Environment, NoNumber, Policy, Task, as_reward, play
 from slipstream.environments.conversation import Limits
 from slipstream.environments.rollout_checks import InvalidRollout
-from slipstream.environments.scoring import ScoringError
+from slipstream.environments.scoring import EPISODE, RewardErrors, ScoringError, Waits
 from slipstream.generators.clock import Clock
 from slipstream.rollout import Rollout
 
 MAX_REWARD = 1e12  # by amount; squares of advantages have to fit into float32
 CONVERSATION_SHARE = 0.9  # of an episode's time limit
-_in_episode: contextvars.ContextVar[bool] = contextvars.ContextVar("in_episode", default=False)
 
 
 class RolloutFailed(Exception):
@@ -34,6 +32,12 @@ class RolloutFailed(Exception):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+    @property
+    def one_line(self) -> str:
+        """The reason with the end of the detail."""
+        last = self.detail.splitlines()[-1] if self.detail else ""
+        return last if last.startswith(self.reason) else f"{self.reason}: {last}"
 
 
 class EpisodeBlocked(BaseException):
@@ -68,14 +72,16 @@ async def attempt(
     time_limit: float,
     scoring: Scoring | None = None,
     places: asyncio.Semaphore | None = None,
+    reward_errors: RewardErrors | None = None,
 ) -> tuple[Rollout, ...]:
     """Play one episode, end it, and have it scored: one rollout, or one of each role.
 
     Raises `RolloutFailed` for an exception, a hang, or a reward that is no finite number; a `ConfigError`, such as a
     package that is missing, is the run's, since no other episode would do better. `time_limit` is in seconds of the
     policy's clock, which begins when there is one of the `places` for the episode; `scoring` has a clock of its own.
+    A reward function that raises fails the rollout unless `reward_errors` count it.
     """
-    token = _in_episode.set(True)
+    token = EPISODE.set(Waits(policy.clock, reward_errors))
     try:
         async with _place(places, policy.clock), policy.clock.timeout(time_limit) as clock:
             rollouts = await play(environment, task, policy, unrewarded=scoring is not None)
@@ -96,6 +102,8 @@ async def attempt(
         raise
     except InvalidRollout as error:
         raise RolloutFailed(f"invalid rollout: {error.field}", f"task {task.id}: {error}") from None
+    except NoNumber as error:
+        raise RolloutFailed("reward is no number", f"task {task.id}: {error}") from None
     except ScoringError as error:
         raise RolloutFailed(error.reason, f"task {task.id}: {error}") from None
     except (Exception, SystemExit) as error:
@@ -105,7 +113,12 @@ async def attempt(
         raise RolloutFailed(type(error).__name__, f"task {task.id}:\n{_tail()}{refused}") from None
     finally:
         policy.end()
-        _in_episode.reset(token)
+        EPISODE.reset(token)
+
+
+def count_reward_errors(options: EnvironmentConfig, told: Callable[[ScoringError], None]) -> RewardErrors | None:
+    """What `attempt` does with rewards that raise, as `environment.reward_error` says."""
+    return RewardErrors(options.max_failures, told) if options.reward_error == "zero" else None
 
 
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -133,7 +146,7 @@ async def _place(places: asyncio.Semaphore | None, clock: Clock) -> AsyncIterato
 
 
 def _sound(rollout: Rollout) -> Rollout:
-    reward = float(rollout.reward)
+    reward = as_reward(rollout.reward)
     steps = [step.reward for turn in rollout.steps for step in turn]
     for what, value in (("reward", reward), *(("reward of a step", value) for value in steps)):
         if not math.isfinite(value):
@@ -184,5 +197,5 @@ class LoopWatch:
         self._beat = asyncio.get_running_loop().call_later(min(1.0, self._limit / 4), self._heartbeat)
 
     def _ring(self, _number: int, _frame: FrameType | None) -> None:
-        if _in_episode.get():
+        if EPISODE.get():
             raise EpisodeBlocked

@@ -11,9 +11,9 @@ from typing import Any
 
 from slipstream.config import ConfigError, EnvironmentConfig, suggest
 from slipstream.environments.base import Environment, Policy, Task
-from slipstream.environments.scoring import ScorerPool
+from slipstream.environments.scoring import ScorerPool, cores, scored
 from slipstream.rollout import Rollout
-from slipstream.things import load_option
+from slipstream.things import load_option, one_line
 
 BUILT_IN = {"addition": "slipstream.environments.addition:Addition", "gsm8k": "slipstream.environments.gsm8k:Gsm8k"}
 LIBRARIES = {  # their environments are named "library:environment"
@@ -37,13 +37,36 @@ def load_environment(config: EnvironmentConfig) -> Environment:
         environment = thing
         if config.options:
             raise ConfigError(f"environment.options: {config.name} is made already and takes none; name its class")
-    for attribute in ("train", "test", "rollout"):
-        if not hasattr(environment, attribute):
-            raise ConfigError(f"environment.name = {config.name!r} has no {attribute!r}; an environment needs it")
-    if not environment.train:
-        raise ConfigError(f"environment.name = {config.name!r} has no training tasks; check environment.options")
+    try:
+        _check(environment, config.name)
+    except ConfigError:
+        raise
+    except Exception as error:  # of a property, or of a data set that is read when it is asked for
+        raise ConfigError(f"environment.name = {config.name!r}: its tasks can't be read: {one_line(error)}") from None
     found: Environment = environment
     return found
+
+
+def _check(environment: Any, name: str) -> None:
+    """Raise `ConfigError` for what is no environment, and for tasks that are none."""
+    for attribute in ("train", "test", "rollout"):
+        if not hasattr(environment, attribute):
+            raise ConfigError(f"environment.name = {name!r} has no {attribute!r}; an environment needs it")
+    for split in ("train", "test"):
+        tasks = getattr(environment, split)
+        if not hasattr(tasks, "__len__") or not hasattr(tasks, "__getitem__"):
+            raise ConfigError(
+                f"environment.name = {name!r}: {split} is a {type(tasks).__name__}; make it a list of tasks"
+            )
+        for index in range(len(tasks)):
+            task: Any = tasks[index]
+            if not hasattr(task, "id") or not isinstance(getattr(task, "prompt", None), str | list | tuple):
+                raise ConfigError(
+                    f"environment.name = {name!r}: {split}[{index}] is {task!r:.80}; make it a "
+                    "slipstream.environments.base.Task, whose prompt is text or a list of messages"
+                )
+    if not len(environment.train):
+        raise ConfigError(f"environment.name = {name!r} has no training tasks; check environment.options")
 
 
 def _construct(kind: type, config: EnvironmentConfig, named: dict[str, str]) -> Any:
@@ -55,7 +78,7 @@ def _construct(kind: type, config: EnvironmentConfig, named: dict[str, str]) -> 
             hint = suggest(name, list(parameters)) or f"; it takes {', '.join(parameters) or 'none'}"
             raise ConfigError(f"environment.options.{name} is unknown to {config.name}{hint}")
     # What the run already says about rewards is passed on to an environment that has a scorer pool of its own.
-    for name, value in (("scorers", config.scorers), ("time_limit", config.time_limit * REWARD_SHARE)):
+    for name, value in (("scorers", config.scorers or cores()), ("time_limit", config.time_limit * REWARD_SHARE)):
         if name in parameters:
             options.setdefault(name, value)
     try:
@@ -64,6 +87,8 @@ def _construct(kind: type, config: EnvironmentConfig, named: dict[str, str]) -> 
         raise
     except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"environment.options for {config.name}: {' '.join(str(error).split())}") from None
+    except Exception as error:  # an assertion, or whatever else the environment's code, or its library's, raises
+        raise ConfigError(f"environment.options for {config.name}: {one_line(error)}") from None
 
 
 class FunctionEnvironment:
@@ -94,8 +119,9 @@ class FunctionEnvironment:
         if self._is_episode:
             outcome: Rollout | float = await self._function(task, policy)
             return outcome
-        score = self._scorers.score if self._scorers else self._function
-        reward: float = await score(task, await policy.sample(task.prompt))
+        completion = await policy.sample(task.prompt)
+        score = self._scorers.score(task, completion) if self._scorers else scored(self._function(task, completion))
+        reward: float = await score
         return reward
 
     async def close(self) -> None:

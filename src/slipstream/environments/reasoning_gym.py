@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.config import ConfigError, suggest
 from slipstream.environments.base import Policy, Task
+from slipstream.environments.scoring import scored
 from slipstream.rollout import Rollout
 
 ASK = "Think, then give your final answer between <answer> and </answer>."
@@ -44,5 +45,6 @@ class ReasoningGym:
         said = await policy.conversation(self._system).ask(str(task.prompt))
         answers = re.findall(r"<answer>(.*?)</answer>", said, re.DOTALL)
         answer = (answers[-1] if answers else said).strip()
-        score = await asyncio.to_thread(self._puzzles.score_answer, answer, self._puzzles[task.data["index"]])
+        puzzle = self._puzzles[task.data["index"]]
+        score = await scored(asyncio.to_thread(self._puzzles.score_answer, answer, puzzle))
         return policy.rollout(score, correct=float(score == 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -35,3 +35,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high, width = min(values), max(values), min(width, len(values))
     picked = [values[round(i * (len(values) - 1) / (width - 1))] for i in range(width)]
     return "".join(BLOCKS[round((v - low) / ((high - low) or 1) * (len(BLOCKS) - 1))] for v in picked)
+
+
+def counts(reasons: Mapping[str, int]) -> str:
+    """Reasons with how often each occurred, the most frequent first: "time limit 3, KeyError 1"."""
+    return ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items(), key=lambda pair: -pair[1]))

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.observe.figures import duration, known, number, sparkline
+from slipstream.observe.figures import counts, duration, known, number, sparkline
 
 FIELDS = {
     "step": "{step}/{steps}",
@@ -88,7 +88,8 @@ class Progress:
         """An evaluation has ended."""
         low, high = record.get("versions") or (None, None)
         versions = f"version {number(low)}" if low == high else f"versions {number(low)} to {number(high)}"
-        failed = f", {number(record['failed'])} failed" if record.get("failed") else ""
+        reasons = f" ({counts(record['failures'])})" if record.get("failures") else ""
+        failed = f", {number(record['failed'])} failed{reasons}" if record.get("failed") else ""
         score, tasks = number(record.get("score"), 3), number(record.get("tasks"))
         self._score = f"{score} on {tasks} tasks{failed} ({versions})"
         self.note(f"evaluation after step {number(record.get('step'))}: {self._score}")

@@ -36,6 +36,7 @@ class Tally:
     rewards: list[float] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)  # generators that have left the pool, and why
+    reward_errors: dict[str, int] = field(default_factory=dict)  # by type: each gave a reward of 0
     given_up: dict[str, str] = field(default_factory=dict)  # tasks that can't be played, by id, and why
 
     def __post_init__(self) -> None:
@@ -136,6 +137,7 @@ class Tally:
             },
             "publish": {"count": len(holds), "hold_ms": hold},
             "lost": self.lost,
+            "reward_errors": self.reward_errors,
             "given_up_tasks": self.given_up,
             "samples": compare(first.get("samples", []), last.get("samples", [])),
         }

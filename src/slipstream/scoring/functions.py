@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.config import Config, ConfigError
 from slipstream.environments.base import Task
-from slipstream.environments.scoring import ScorerPool
+from slipstream.environments.scoring import ScorerPool, scored
 from slipstream.rollout import Rollout
 from slipstream.scoring.base import Scorer
 from slipstream.things import load_option
@@ -38,8 +38,7 @@ def own_scorer(config: Config) -> Scorer:
     subject: Callable[[Rollout], Any] = _itself if names[1] == "rollout" else _last
     if inspect.iscoroutinefunction(thing):
         return AsyncFunction(thing, subject)
-    processes = config.environment.scorers
-    return ProcessFunction(ScorerPool(options.kind, processes, options.time_limit), processes, subject)
+    return ProcessFunction(ScorerPool(options.kind, config.environment.scorers, options.time_limit), subject)
 
 
 class AsyncFunction:
@@ -49,7 +48,7 @@ class AsyncFunction:
         self._function, self._subject = function, subject
 
     async def score(self, task: Task, rollout: Rollout) -> Any:
-        return await self._function(task, self._subject(rollout))
+        return await scored(self._function(task, self._subject(rollout)))
 
     async def close(self) -> None: ...
 
@@ -59,9 +58,9 @@ class ProcessFunction:
 
     keeps_time = True  # the pool's clock runs from when a process is there for the score
 
-    def __init__(self, pool: ScorerPool, concurrency: int, subject: Callable[[Rollout], Any]) -> None:
+    def __init__(self, pool: ScorerPool, subject: Callable[[Rollout], Any]) -> None:
         self._pool, self._subject = pool, subject
-        self.concurrency = concurrency
+        self.concurrency = pool.processes
 
     async def score(self, task: Task, rollout: Rollout) -> Any:
         return await self._pool.score(task, self._subject(rollout))
