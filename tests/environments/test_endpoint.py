@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import contextlib
 import copy
+import gzip
 import json
 from collections.abc import AsyncIterator
 from functools import partial
@@ -22,6 +23,7 @@ from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import RolloutFailed, attempt
 from slipstream.environments.scoring import EPISODE
 from slipstream.evaluation import evaluate
+from slipstream.generators.base import GenerationError
 from slipstream.generators.torch import Engine, TorchGenerator
 from slipstream.packed.packing import bundle, pack
 from slipstream.packed.policy import Policy as TrainedPolicy
@@ -39,13 +41,13 @@ TEMPLATE = (
 class Served:
     """A real model with an endpoint, and a client."""
 
-    def __init__(self, client: aiohttp.ClientSession, **sampling: Any) -> None:
+    def __init__(self, client: aiohttp.ClientSession, context: int = 0, **sampling: Any) -> None:
         self.tokenizer = build_tokenizer()
         self.tokenizer.chat_template = TEMPLATE
         self.model = build_model(vocab_size=len(self.tokenizer), eos_token_id=1, pad_token_id=0)
         self.engine = Engine(self.model, slots=8, tokenizer=self.tokenizer, version=5)
         self.generator = TorchGenerator(self.engine)
-        self.codec = Codec(self.tokenizer)
+        self.codec = Codec(self.tokenizer, context)
         self.endpoint = Endpoint(self.codec)
         self.client = client
         self.sampling = Sampling(**({"max_tokens": 6} | sampling))
@@ -62,9 +64,9 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(**sampling: Any) -> AsyncIterator[Served]:
+async def served(context: int = 0, **sampling: Any) -> AsyncIterator[Served]:
     async with aiohttp.ClientSession() as client:
-        it = Served(client, **sampling)
+        it = Served(client, context, **sampling)
         try:
             yield it
         finally:
@@ -224,6 +226,10 @@ def test_content_in_parts_and_tools_reach_the_template() -> None:
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs is not supported"),
         ({"temperature": -1}, "temperature: Input should be greater"),
         ({"temperature": float("nan")}, "temperature: Input should be a finite number"),
+        ({"temperature": 1e-320}, "temperature = 1e-320 must be 0 (greedy), or from 0.01 to 100"),
+        ({"temperature": 1e308}, "temperature = 1e+308 must be"),
+        ({"stop": ["x"] * 65}, "stop = "),
+        ({"stop": ["x" * 1001]}, "at most 64 strings of 1 to 1000 characters"),
         ({"top_p": 1.5}, "top_p"),
         ({"n": 0}, "n: "),
         ({"max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
@@ -269,6 +275,104 @@ def test_bad_bodies_prompts_and_paths() -> None:
                 assert [m["id"] for m in (await response.json())["data"]] == ["policy"]
             async with it.client.get(f"{url}/completions") as response:
                 assert response.status == 404 and "GET completions is not served" in await response.text()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "complaint"),
+    [
+        ({"Content-Encoding": "gzip"}, b"no gzip", 400, "the body can't be read"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(b'{"prompt": "12"}')[:14], 400, "the body"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(b" " * 30_000_000), 413, "the body has more than 1048576 bytes"),
+        ({}, b" " * 2_000_000, 413, "the body has more than 1048576 bytes, as follows from generator.context"),
+        ({}, b'{"prompt": [' + b"3," * 300 + b"3]}", 400, "301 tokens or messages"),
+        ({}, b'{"prompt": "' + b"1" * 100_000 + b'"}', 400, "the prompt has 100000 characters"),
+        ({}, b'{"prompt": ["a"' + b', "b"' * 100 + b"]}", 400, "prompt.list"),
+    ],
+)  # fmt: skip
+def test_a_body_that_no_context_can_hold_or_that_is_damaged_is_refused(
+    headers: dict[str, str], body: bytes, status: int, complaint: str
+) -> None:
+    async def main() -> None:
+        async with served(context=256) as it:
+            policy = it.policy()
+            url = f"{await policy.base_url()}/completions"
+            async with it.client.post(url, data=body, headers=headers) as response:
+                message = (await response.json())["error"]["message"]
+                assert response.status == status and complaint in message and "\n" not in message, message
+                assert len(message) < 500
+            assert (await it.post(url, prompt="12"))[0] == 200
+            async with it.client.post(url, data=gzip.compress(b'{"prompt": "12"}'), headers=GZIP) as response:
+                assert response.status == 200
+
+    asyncio.run(main())
+
+
+GZIP = {"Content-Encoding": "gzip"}
+MALFORMED = [
+    b"nonsense\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+    b"POST / HTTP/1.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n", b"POST / HTTP/1.1\r\nno colon\r\n\r\n",
+    b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", b"\x16\x03\x01\x00" * 20 + b"\r\n\r\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", MALFORMED)
+def test_what_is_no_http_is_answered_with_4xx_and_leaves_the_terminal_alone(
+    data: bytes, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with served() as it:
+            url = await it.policy().base_url()
+            port = int(url.split(":")[2].split("/")[0])
+            for _ in range(2):  # the first request of a connection, and one after a good one
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(data)
+                answer = await reader.read(20)
+                assert answer.startswith(b"HTTP/1.") and answer.split()[1].startswith(b"4"), answer
+                writer.close()
+            assert (await it.post(f"{url}/completions", prompt="12"))[0] == 200
+
+    asyncio.run(main())
+    assert not caplog.records and capfd.readouterr() == ("", "")
+
+
+def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.environments.endpoint.BODY_TIMEOUT_S", 0.05)
+
+    async def main() -> None:
+        async with served() as it:
+            host, port = (url := await it.policy().base_url()).split("/")[2].split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            path = url.split(port)[1]
+            writer.write(f"POST {path}/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+            assert b"408" in await reader.read(20)
+            writer.close()
+
+    asyncio.run(main())
+
+
+def test_one_of_several_completions_that_fails_ends_the_others() -> None:
+    """The client is told of the failure alone, so nothing that is drawn after it is trained on."""
+
+    class Fails(TorchGenerator):
+        count = 0
+
+        async def generate(self, prompt_ids: Any, sampling: Sampling, *clock: Any) -> Any:
+            self.count += 1
+            if self.count == 2:
+                raise GenerationError("no distribution")
+            return await super().generate(prompt_ids, sampling, *clock)
+
+    async def main() -> None:
+        async with served(max_tokens=200) as it:
+            it.engine._eos = frozenset()
+            it.generator = Fails(it.engine)
+            policy = it.policy()
+            status, answer = await it.post(f"{await policy.base_url()}/completions", prompt="12", n=4)
+            assert (status, answer["error"]["message"]) == (400, "no distribution")
+            await until(lambda: not it.engine.busy)
+            assert not policy.completions
 
     asyncio.run(main())
 

@@ -100,7 +100,7 @@ class Codec:
             self.limits.refuse(f"{len(prompt)} {'tokens' if is_ids else 'messages'}", len(prompt))
             if is_ids:
                 return len(prompt)
-        size = characters(prompt) + characters(tools)
+        size = characters(prompt) + characters(tools or ())
         self.limits.refuse_size(size)
         return size
 

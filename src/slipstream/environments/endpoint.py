@@ -112,9 +112,12 @@ ROUTES: dict[str, type[_Chat] | type[_Text]] = {"chat/completions": _Chat, "comp
 
 
 class _Refused(Exception):
-    def __init__(self, status: int, message: str) -> None:
+    """A request that is answered with this status; the connection `ends` where its body was not read."""
+
+    def __init__(self, status: int, message: str, ends: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.ends = ends
 
 
 class _Episode(NamedTuple):
@@ -171,20 +174,23 @@ class Endpoint:
     async def _answer(self, request: web.Request) -> web.Response:
         from aiohttp import web
 
-        secret = ""
+        secret, ends = "", False
         try:
             secret, _, route = request.path.lstrip("/").partition("/v1/")
             body = await self._read(request) if secret in self._episodes else b""
             text, kind = await self._serve(request.method, secret, route, body)
             return web.Response(text=text, content_type=kind)
         except _Refused as error:
-            status, kind, message = error.status, "invalid_request_error", str(error)
+            status, kind, message, ends = error.status, "invalid_request_error", str(error), error.ends
         except Exception as error:  # the agent's client raises it: what it means for the episode is the agent's to say
             status, kind, message = 500, "server_error", f"{type(error).__name__}: {error}"
         if episode := self._episodes.get(secret):
             episode.policy.refused = message  # which the agent's client may not show
         described = {"message": message, "type": kind, "param": None, "code": None}
-        return web.json_response({"error": described}, status=status)
+        answer = web.json_response({"error": described}, status=status)
+        if ends:
+            answer.force_close()
+        return answer
 
     async def _read(self, request: web.Request) -> bytes:
         """The body of a request, decompressed. Raises `_Refused`."""
@@ -194,12 +200,12 @@ class Endpoint:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
         except TimeoutError:
-            raise _Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+            raise _Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", ends=True) from None
         except web.HTTPRequestEntityTooLarge:
             limit = f"{self._max_body} bytes, as follows from generator.context"
-            raise _Refused(413, f"the body has more than {limit}; shorten the prompt") from None
+            raise _Refused(413, f"the body has more than {limit}; shorten the prompt", ends=True) from None
         except Exception as error:  # of aiohttp, or of what decompresses
-            raise _Refused(400, f"the body can't be read: {type(error).__name__}: {error}") from None
+            raise _Refused(400, f"the body can't be read: {' '.join(str(error).split())}", ends=True) from None
 
     async def _serve(self, method: str, secret: str, route: str, body: bytes) -> tuple[str, str]:
         """The answer to a request of the episode with this secret, and its content type."""
