@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import gc
 import multiprocessing.util
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.actor import Actor, ActorDied, ActorError, Reply
+from slipstream.actor import Actor, ActorDied, ActorError, Reply, keep_watch, went_well
 
 
 class Echo:
@@ -26,6 +27,7 @@ class Echo:
         if prefix == "refuse":
             raise ValueError("this prefix can't be had")
         self._prefix = prefix
+        self.progress = 0
         self._later: list[tuple[Reply, Any]] = []
 
     @property
@@ -47,6 +49,11 @@ class Echo:
             os._exit(7)
         elif method == "sleep":
             time.sleep(600)
+        elif method == "work":
+            for _ in range(30):
+                time.sleep(0.1)
+                self.progress += 1
+            reply("done")
         elif method == "pid":
             reply(os.getpid())
         elif method == "named memory":
@@ -245,3 +252,71 @@ def test_a_process_that_has_ended_is_sent_no_signal(tmp_path: Path, monkeypatch:
 
     asyncio.run(main())
     assert not sent
+
+
+def test_a_process_that_hangs_is_ended_with_what_it_owes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is stopped, or makes no progress. One that is slow, is excused, or owes nothing is left in peace."""
+    monkeypatch.setattr("slipstream.actor.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("slipstream.actor.HEARTBEAT_TIMEOUT_S", 2.5)
+    monkeypatch.setattr("slipstream.actor.ENDS", 0.2)
+
+    async def main(method: str, stop: bool) -> tuple[Actor, int]:
+        actor = Actor(method, tmp_path / f"{method}.log", progress_timeout=60.0 if stop else 2.5)
+        await actor.start(SERVICE, "")
+        actor.excused = lambda asked: asked == "sleep" and method == "excused"
+        pid = await actor.call("pid")
+        if stop:
+            os.kill(pid, signal.SIGSTOP)
+        return actor, pid
+
+    async def hangs(method: str, stop: bool, said: str) -> None:
+        actor, pid = await main(method, stop)
+        calls = [asyncio.ensure_future(actor.call(method, "a")) for _ in range(2)]
+        with pytest.raises(
+            ActorDied, match=rf"^{method} {said} and has owed 2 x {method} for .* \(log: .*{method}.log\)"
+        ):
+            await calls[0]
+        while alive(pid):
+            await asyncio.sleep(0.01)
+        with pytest.raises(ActorDied):
+            await calls[1]
+
+    async def works() -> None:
+        actor, _ = await main("work", False)
+        assert await actor.call("work") == "done"
+        await actor.stop()
+
+    async def waits(method: str, stop: bool) -> None:
+        actor, pid = await main(method, stop)
+        if not stop:
+            actor.call("sleep").add_done_callback(went_well)
+        await asyncio.sleep(3.5)
+        assert not actor.dead and alive(pid)
+        actor.kill()
+
+    async def all_of_them() -> None:
+        await asyncio.gather(
+            hangs("echo", True, r"has been silent for 2.5\d* s, as if it were stopped,"),
+            hangs("sleep", False, r"has made no progress for 2.5\d* s \(runtime.progress_timeout = 2.5\)"),
+            works(), waits("excused", False), waits("idle", True),
+        )  # fmt: skip
+
+    asyncio.run(all_of_them())
+
+
+def test_a_watch_that_fails_gives_up_what_it_watches() -> None:
+    async def main() -> None:
+        async def watch() -> None:
+            raise KeyError("results")
+
+        told: list[str] = []
+        with contextlib.suppress(KeyError):
+            await keep_watch(watch(), "engine", told.append)
+        await asyncio.sleep(0)
+        assert told == ["engine can't be watched any more: KeyError: 'results'"]
+        task = keep_watch(asyncio.sleep(600), "engine", told.append)
+        task.cancel()
+        await asyncio.wait([task])
+        assert len(told) == 1
+
+    asyncio.run(main())

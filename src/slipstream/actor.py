@@ -3,6 +3,9 @@
 The two ends talk over a private socket pair with plain data (token ids, numbers, paths; weights never pass here).
 Calls made in one turn of the event loop travel in one message, in order. A process whose other end is gone ends; a
 process that dies fails every call that waits for it, with the end of its log.
+
+A process sends heartbeats with a count of its progress. One that owes an answer and is silent for too long, or makes no
+progress, is ended and counts as dead.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,9 +39,12 @@ from slipstream.heap import set_heap_aside
 from slipstream.things import build, load_thing
 
 Reply = Callable[[Any], None]
-LOG_LINES = 15
+LOG_LINES, LOG_BYTES = 15, 2**16
 OURS, SAID = "slipstream.", (ValueError, RuntimeError, OSError)  # where, and by what, failures are put into words
 ORPHANED = 30.0  # seconds that a process without a controller has to end by itself
+HEARTBEAT_S = 5.0  # between two heartbeats of a process
+HEARTBEAT_TIMEOUT_S = 45.0  # of silence after which a process that owes an answer counts as hung: it was stopped
+HEARTBEAT = -1  # in the place of a call's number
 SHOWS = 0.2  # seconds after which the end of a process is known whose connection has ended
 ENDS = 5.0  # seconds that a process is given to end when it is of no more use
 # What `torchrun` tells a process of its place among others; a child process has one only if it is told so.
@@ -65,7 +72,10 @@ class ActorError(RuntimeError):
 
 
 class Service(Protocol):
-    """What runs inside the process. `handle` answers a call through `reply`, at once or from a later `tick`."""
+    """What runs inside the process. `handle` answers a call through `reply`, at once or from a later `tick`.
+
+    It may have a `progress`: a count, of tokens or micro-batches say, that grows during calls and ticks that take long.
+    """
 
     @property
     def busy(self) -> bool:
@@ -100,8 +110,16 @@ class Actor:
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         guest: Line | None = None,
+        progress_timeout: float | None = None,
     ) -> None:
+        """Seconds without progress on what it owes, after which the process counts as hung, are `progress_timeout`;
+        without that it is not watched. What `excused` says of a method needs no progress now."""
         self.name = name
+        self.excused: Callable[[str], bool] = lambda method: False
+        self.heartbeats = 0
+        self._progress_timeout = progress_timeout
+        self._progress: Any = None  # as of the last heartbeat
+        self._owed: dict[int, tuple[str, float]] = {}  # the method of each call, and since when it waits
         self._guest = guest
         self.dumps = (guest or Line).dumps
         self._environment = environment or {}
@@ -112,6 +130,7 @@ class Actor:
         self._writer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.dead: ActorDied | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._gone = False  # with all that it has started: what has its number now is another
 
     async def start(self, service: str, *arguments: Any) -> None:
@@ -122,8 +141,10 @@ class Actor:
         threading.Thread(target=self._write, daemon=True).start()
         if self._guest:
             self._writer.put(dict(self._environment))
-        self._writer.put((service, self.dumps(arguments)))
+        self._writer.put((service, self.dumps(arguments), HEARTBEAT_S))
         await self.call(READY)
+        if self._progress_timeout is not None:
+            self._watching = keep_watch(self._watch(self._progress_timeout), self.name, self.give_up)
 
     def _launch(self) -> socket.socket:
         """Start the process. Returns this end of a connection with it."""
@@ -163,7 +184,8 @@ class Actor:
         number = next(self._numbers)
         self._send(number, method, arguments)
         self._calls[number] = future
-        future.add_done_callback(lambda _: self._calls.pop(number, None))
+        self._owed[number] = method, time.monotonic()
+        future.add_done_callback(lambda _: (self._calls.pop(number, None), self._owed.pop(number, None)))
         return future
 
     def post(self, method: str, *arguments: Any) -> None:
@@ -184,10 +206,42 @@ class Actor:
         """Begin to end a process that is of no more use. Returns what its callers are told, which is that it died if it
         did."""
         self._die(why)
-        if self._process:
-            threading.Thread(target=self._end, name=f"end of {self.name}").start()
+        self._in_thread(self._end)
         assert self.dead
         return self.dead
+
+    async def _watch(self, progress_timeout: float) -> None:
+        """Give the process up if it owes an answer and is silent, or makes no progress, for too long.
+
+        Intervals are counted, so that time in which this process stood still itself is none of them.
+        """
+        silent = idle = 0
+        while not self.dead:
+            heartbeats, progress = self.heartbeats, self._progress
+            await asyncio.sleep(HEARTBEAT_S)
+            owed = list(self._owed.values())
+            wanted = [call for call in owed if not self.excused(call[0])]
+            silent = silent + 1 if owed and self.heartbeats == heartbeats else 0
+            idle = idle + 1 if wanted and self._progress == progress else 0
+            if silent * HEARTBEAT_S >= HEARTBEAT_TIMEOUT_S:
+                self._hang(f"has been silent for {silent * HEARTBEAT_S:.3g} s, as if it were stopped,", owed)
+            elif idle * HEARTBEAT_S >= progress_timeout:
+                limit = f"runtime.progress_timeout = {progress_timeout:g}"
+                self._hang(f"has made no progress for {idle * HEARTBEAT_S:.3g} s ({limit})", wanted)
+
+    def _hang(self, found: str, owed: Sequence[tuple[str, float]]) -> None:
+        """Give the process up as hung; `owed` are the calls that wait for it."""
+        counts = Counter(method for method, _ in owed)
+        what = ", ".join(f"{count} x {method}" if count > 1 else method for method, count in counts.items())
+        waited = time.monotonic() - min(since for _, since in owed)
+        self.give_up(
+            f"{self.name} {found} and has owed {what} for {waited:.3g} s ({self._where})\n{self._log_tail()}".rstrip()
+        )
+
+    def _in_thread(self, end: Callable[[], None]) -> None:
+        """End the process in a thread: the event loop must wait neither for a process nor for a walk through /proc."""
+        if self._process:
+            threading.Thread(target=end, name=f"end of {self.name}").start()
 
     def _end(self) -> None:
         """Ask the process, and what it has started, to end: memory that has a name is freed so. Then make it."""
@@ -195,16 +249,19 @@ class Actor:
         self._signal(signal.SIGTERM)
         while not self._over() and time.monotonic() < last:
             time.sleep(0.02)
-        self.kill()
+        self._kill()
 
     def kill(self) -> None:
-        """End the process now; a guest ends when it sees that nobody is here."""
+        """Begin to end the process at once; a guest ends when it sees that nobody is here."""
         if self._process or self._guest:
             self._die(f"{self.name} was killed")
-        if self._process:
-            self._signal(signal.SIGKILL)
-            self._process.wait()
-            self._gone = True
+        self._in_thread(self._kill)
+
+    def _kill(self) -> None:
+        assert self._process
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._gone = True
 
     def _signal(self, number: int) -> None:
         """Send a signal to the process and whatever it has started itself, if any of them is left."""
@@ -218,11 +275,6 @@ class Actor:
         assert self._process
         self._gone = self._gone or (self._process.poll() is not None and not group_lives(self._process.pid))
         return self._gone
-
-    def worked(self) -> dict[int, float]:
-        """Seconds of processor time that the process and what it has started have used, each by its number; nothing
-        where that is not told."""
-        return {number: seconds for number, _, seconds in group_of(self._process.pid)} if self._process else {}
 
     def _send(self, number: int, method: str, arguments: bytes) -> None:
         if not self._outgoing:
@@ -243,6 +295,9 @@ class Actor:
         try:
             while self._connection.poll():
                 for number, error, value in self._connection.recv():
+                    if number == HEARTBEAT:
+                        self.heartbeats, self._progress = self.heartbeats + 1, value
+                        continue
                     future = self._calls.get(number)
                     if future is None or future.done():
                         continue
@@ -253,7 +308,14 @@ class Actor:
                     else:
                         future.set_result(value)
         except (EOFError, OSError):
-            self._die(f"{self.name} died ({self._where})\n{self._killed()}{self._log_tail()}".rstrip())
+            self._loop.remove_reader(self._connection.fileno())
+            threading.Thread(target=self._tell_death, daemon=True).start()
+
+    def _tell_death(self) -> None:
+        """Say of what the process died, once that is known: in a thread, since it takes a moment."""
+        why = f"{self.name} died ({self._where})\n{self._killed()}{self._log_tail()}".rstrip()
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody is left to be told
+            self._loop.call_soon_threadsafe(self._die, why)
 
     @property
     def _where(self) -> str:
@@ -270,6 +332,8 @@ class Actor:
         if self.dead:
             return
         self.dead = ActorDied(why)
+        if self._watching:
+            self._watching.cancel()
         if not hasattr(self, "_connection"):  # a guest that was never spoken to
             return
         self._loop.remove_reader(self._connection.fileno())
@@ -281,11 +345,27 @@ class Actor:
                 future.set_exception(self.dead)
 
     def _log_tail(self) -> str:
-        return _last_lines(self._log.read_text(errors="replace")) if self._log else ""
+        with contextlib.suppress(OSError), (self._log or Path(os.devnull)).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_BYTES))
+            return _last_lines(log.read().decode(errors="replace"))
+        return ""
 
 
 def _last_lines(text: str) -> str:
     return "\n".join(text.splitlines()[-LOG_LINES:])
+
+
+def keep_watch(watch: Coroutine[Any, Any, None], name: str, give_up: Callable[[str], Any]) -> asyncio.Task[None]:
+    """Run a watch in a task. If the watch itself fails, give up what it watches: nothing would find a hang any more."""
+
+    def end(task: asyncio.Task[None]) -> None:
+        if not went_well(task) and not task.cancelled():
+            error = task.exception()
+            give_up(f"{name} can't be watched any more: {type(error).__name__}: {error}")
+
+    watching = asyncio.create_task(watch)
+    watching.add_done_callback(end)
+    return watching
 
 
 def went_well(done: asyncio.Future[Any]) -> bool:
@@ -300,23 +380,19 @@ def group_lives(group: int) -> bool:
             os.killpg(group, 0)
             return True
         return False
-    return any(state != "Z" for _, state, _ in group_of(group))
-
-
-def group_of(group: int) -> Iterator[tuple[int, str, float]]:
-    """Number, state and seconds of processor time used of each process of a group, where the system tells."""
-    second = os.sysconf("SC_CLK_TCK")
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it is gone by now
-            state, _, its_group, *more = path.read_text().rpartition(")")[2].split()
-            if int(its_group) == group:
-                yield int(path.parent.name), state, (int(more[8]) + int(more[9])) / second
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False
 
 
 def serve(connection: Line, only: str = "") -> None:
     """The process's life: build the service (`only` this one, if it is named), then answer calls and tick until the
     controller is gone."""
     replies: list[tuple[int, bool, Any]] = []
+    sending, calls, ticks = threading.Lock(), 0, 0
 
     def answer(number: int, value: Any) -> None:
         if isinstance(value, BaseException):
@@ -326,7 +402,17 @@ def serve(connection: Line, only: str = "") -> None:
         else:
             replies.append((number, False, value))
 
-    name, arguments = connection.recv()
+    def send(messages: list[tuple[int, bool, Any]]) -> None:
+        with sending:
+            connection.send(messages)
+
+    def send_heartbeats() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the controller is gone, or this process closes
+            while True:
+                send([(HEARTBEAT, False, calls + getattr(service, "progress", ticks))])
+                time.sleep(heartbeat_s)
+
+    name, arguments, heartbeat_s = connection.recv()
     try:
         if only and name != only:
             raise ValueError(f"{name} is asked for, and this process is there for {only} alone")
@@ -336,6 +422,7 @@ def serve(connection: Line, only: str = "") -> None:
         connection.send(replies)
         return
     set_heap_aside()
+    threading.Thread(target=send_heartbeats, name="heartbeats", daemon=True).start()
     try:
         while True:
             while connection.poll(0 if replies or service.busy else None):
@@ -347,10 +434,13 @@ def serve(connection: Line, only: str = "") -> None:
                             service.handle(method, connection.loads(arguments), partial(answer, number))
                     except Exception as error:
                         answer(number, error)
+                    calls += 1
             if service.busy:
                 service.tick()
+                ticks += 1
             if replies:
-                connection.send(replies)
+                calls += len(replies)
+                send(replies)
                 replies.clear()
     finally:
         service.close()

@@ -367,6 +367,18 @@ class RunConfig(Section):
     dir: str = option("", "Run directory; empty means runs/ENVIRONMENT-DATE.")
 
 
+class RuntimeConfig(Section):
+    """The processes of a run."""
+
+    progress_timeout: float = option(
+        600.0,
+        "Seconds after which a trainer, generator, teacher or reward model that owes an answer and makes no progress "
+        "(steps of an engine, micro-batches, bytes of a checkpoint) is ended as hung. Must outlast the first step of a "
+        "large model, which compiles it.",
+        gt=0,
+    )
+
+
 class Config(Section):
     """A whole run."""
 
@@ -384,6 +396,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
 
     @model_validator(mode="after")
     def _possible(self) -> Config:

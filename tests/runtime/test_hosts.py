@@ -120,7 +120,7 @@ def test_another_host_is_asked_for_a_trainer_and_nothing_else() -> None:
     ours, theirs = (PlainLine(end.detach()) for end in socket.socketpair())
     serving = threading.Thread(target=serve, args=(theirs, hosts.SERVICE))
     serving.start()
-    ours.send(("os:system", PlainLine.dumps(("true",))))
+    ours.send(("os:system", PlainLine.dumps(("true",)), 5.0))
     ((_, failed, (said, kind, *_)),) = ours.recv()
     serving.join()
     assert failed and kind == "ValueError" and said.startswith("os:system is asked for, and this process is there for")

@@ -141,37 +141,3 @@ def test_what_a_dead_generator_drew_is_drawn_again() -> None:
             assert "killed" in str(error)
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_who_is_asked_may_take_long_but_not_stand_still(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.runtime.pool.QUIET", 0.05)
-    monkeypatch.setattr("slipstream.runtime.pool.LOOK", 0.01)
-
-    class Process:
-        def __init__(self, name: str, seconds: float) -> None:
-            self.name, self._seconds = name, seconds
-            self.dead: ActorDied | None = None
-
-        def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-            loop = asyncio.get_running_loop()
-            told = loop.create_future()
-            loop.call_later(self._seconds, told.set_result, self.name)
-            return told
-
-        def give_up(self, why: str) -> ActorDied:
-            self.dead = ActorDied(why)
-            return self.dead
-
-    async def main() -> None:
-        processes: list[Any] = [Process("quick", 0.0), Process("slow", 0.5)]
-        generators = [ProcessGenerator(process) for process in processes]
-        ticks = itertools.count(1)
-        monkeypatch.setattr(generators[1], "_worked", lambda: {1: next(ticks) if works else 7})
-        answers = await GeneratorPool(generators).ask("sleep", 1)
-        if works:
-            assert answers == ["quick", "slow"]
-        else:
-            assert answers == ["quick"] and "slow did not answer `sleep` within" in str(processes[1].dead)
-
-    asyncio.run(main())

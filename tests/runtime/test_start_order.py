@@ -36,6 +36,8 @@ class Service:
         if method == "export":
             arguments[0].mkdir(parents=True)
         reply({"tokens": 0, "busy": 0})
+    def tick(self):
+        pass
     def close(self):
         write("ended")
 """

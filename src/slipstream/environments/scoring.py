@@ -160,8 +160,10 @@ class ScorerPool:
 
     async def close(self) -> None:
         self._closed = True
-        for worker in list(self._workers):
+        workers = list(self._workers)
+        for worker in workers:
             self._end(worker)
+        await asyncio.gather(*(worker.stop(grace=0.0) for worker in workers))
 
     async def _start(self) -> Actor:
         """A worker that has loaded the function. Whatever goes wrong on the way, its process is ended."""

@@ -73,6 +73,7 @@ class GeneratorService:
         self._swap: tuple[int, Reply] | None = None
         self._swapped: tuple[float, Reply] | None = None
         self._sleep: tuple[int, Reply] | None = None
+        self.progress = 0  # steps of the engine
         self._unknown = False  # whether a swap has failed: nobody knows what is served, and no step is taken any more
 
     def _load(self) -> tuple[Engine, OpenWeights]:
@@ -148,8 +149,10 @@ class GeneratorService:
                 reply(error)
         if self._unknown or self._answer_a_swap():
             return
+        drawing = self._engine.running > 0
         for key, answer in self._engine.step():
             self._replies.pop(key)(answer)
+        self.progress += drawing
 
     def _answer_a_swap(self) -> bool:
         """Tell who asked for a swap what it cost, once it is known which version drew which token."""

@@ -14,7 +14,7 @@ from slipstream.actor import Actor, ActorError
 from slipstream.config import Config, ConfigError
 from slipstream.rollout import Batch, Completion, StepStats
 from slipstream.runtime.placement import GpuLocks, Placement, gpus_here, place, ranks_here, settled, visible
-from slipstream.runtime.pool import IDLE, GeneratorPool, ProcessGenerator
+from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
 from slipstream.runtime.publish import WeightLink, nothing
 from slipstream.runtime.ranks import Ranks, trainer_actor
 from slipstream.runtime.restart import RestartLink
@@ -79,7 +79,7 @@ class Pools:
         """
         config = settled(config)
         placement = place(config, gpus_here(), ranks_here(config.trainer.ranks))
-        trainer = await trainer_actor(directory, placement, config.trainer.ranks)
+        trainer = await trainer_actor(directory, placement, config.trainer.ranks, config.runtime.progress_timeout)
         free, locks = asyncio.Event(), GpuLocks()
 
         async def generators() -> GeneratorPool:
@@ -131,7 +131,7 @@ async def start_generators(
 
     def begin(number: int, config: Config) -> tuple[Actor, Callable[[], Coroutine[Any, Any, None]]]:
         log, gpus = directory / "logs" / f"generator_{number}.log", placement.generators[number]
-        actor = Actor(f"generator {number}", log, visible(gpus))
+        actor = Actor(f"generator {number}", log, visible(gpus), progress_timeout=config.runtime.progress_timeout)
 
         async def start() -> None:
             async with locks.hold(gpus):
@@ -141,10 +141,10 @@ async def start_generators(
 
     begun = [begin(number, config) for number in range(len(placement.generators))]
     await _start([actor for actor, _ in begun], [start() for _, start in begun], f'generator.kind = "{kind}"')
-    ranks, idle = config.generator.tensor_parallel, IDLE if config.generator.kind in SERVICES else 0.0
+    ranks = config.generator.tensor_parallel
     slots: int = config.generator.options.get("max_num_seqs", config.generator.slots)
     return GeneratorPool([
-        ProcessGenerator(actor, ranks, partial(begin, number), idle, slots) for number, (actor, _) in enumerate(begun)
+        ProcessGenerator(actor, ranks, partial(begin, number), slots=slots) for number, (actor, _) in enumerate(begun)
     ])  # fmt: skip
 
 

@@ -18,10 +18,6 @@ from slipstream.runtime.servers import Server
 
 SLACK = 8  # requests that a session's generator may have above the one with the fewest
 TELL = 300.0  # seconds of the step, or of the pass over all prompts on a CPU, that any question waits for
-QUIET = 45.0  # seconds for which one that owes an answer may use no processor: any work or wait of an engine uses some
-LOOK = 1.5  # seconds between two looks at that; they are counted, so that time for which all stood still does not
-LOOKS = 10  # as many pass between two at one that draws, which is most of the time
-IDLE = 0.05  # of a processor, that any process which waits for a frozen one uses at most; one that draws uses more
 GRACE = 20.0  # seconds in which an engine ends, with the processes that it has started
 REFUSALS = {kind.__name__: kind for kind in (GenerationError, ContextFull)}  # what an engine says of a request
 
@@ -32,28 +28,20 @@ Begin = Callable[[Config], tuple[Actor, Start]]
 
 class ProcessGenerator:
     """An engine in a process of its own or a server, as a `Generator`. `ranks` of its processes hold weights, and
-    `begin` starts another in its place. While a version is `doubted`, what it draws is kept back. None of its processes
-    uses more than `idle` of a processor while it stands still. It decodes as many sequences at once as it has `slots`
-    (0: unknown)."""
+    `begin` starts another in its place. While a version is `doubted`, what it draws is kept back. It decodes as many
+    sequences at once as it has `slots` (0: unknown)."""
 
-    def __init__(
-        self,
-        actor: Actor | Server,
-        ranks: int = 1,
-        begin: Begin | None = None,
-        idle: float = IDLE,
-        slots: int = 0,
-    ) -> None:
+    def __init__(self, actor: Actor | Server, ranks: int = 1, begin: Begin | None = None, slots: int = 0) -> None:
         self.actor = actor
         self.ranks = ranks
         self.slots = Slots(slots)
-        self._begin, self._idle = begin, idle
+        self._begin = begin
         self._before: dict[str, float] = {}  # totals of those that were in this one's place
         self.outstanding = 0
         self.awake = asyncio.Event()  # its pool's, which it shares: else its sequences wait, perhaps with it
         self.awake.set()
-        self._drawing = self._asked = 0  # completions, and other answers, that it owes
-        self._watching: asyncio.Task[None] | None = None
+        self._limited = 0  # answers that it owes and that have a time limit of their own
+        self._excuse(actor)
         self._keys = itertools.count()
         self.version = 0
         self.doubted: int | None = None
@@ -67,7 +55,7 @@ class ProcessGenerator:
         try:
             call: Awaitable[Completion] = actor.call("generate", key, tuple(prompt_ids), sampling)
             with self.slots.request(clock or Clock()):
-                completion = await self._draw(call)
+                completion = await call
             while any(span.version == self.doubted for span in completion.spans):
                 await self._judged.wait()
                 if actor.dead:
@@ -81,73 +69,38 @@ class ProcessGenerator:
             self.outstanding -= 1
         return completion
 
-    async def _draw(self, call: Awaitable[Completion]) -> Completion:
-        self._drawing += 1
-        if isinstance(self.actor, Actor) and (not self._watching or self._watching.done()):
-            self._watching = asyncio.create_task(self._watch())
-        try:
-            return await call
-        finally:
-            self._drawing -= 1
-
-    async def _watch(self) -> None:
-        """As long as it draws, give it up if all its processes stand still for `QUIET` seconds, as if one is stopped.
-
-        What else is asked of it has limits of its own, and one that is held has nothing to do.
-        """
-        quiet, worked = 0, await asyncio.to_thread(self._worked)
-        while self._drawing and not self.actor.dead:
-            await asyncio.sleep(LOOK * LOOKS)
-            before, worked = worked, await asyncio.to_thread(self._worked)
-            stands = self._stood(before, worked, LOOK * LOOKS)
-            owes_that_alone = self._drawing and self.awake.is_set() and not self._asked
-            quiet = quiet + LOOKS if stands and owes_that_alone else 0
-            if quiet * LOOK >= QUIET:
-                owed = f"with {self._drawing} completion{'s' * (self._drawing > 1)} to draw"
-                self.give_up(f"{self.actor.name} stood still for {quiet * LOOK:.3g} s, {owed}")
-
-    def _stood(self, before: dict[int, float], worked: dict[int, float], seconds: float) -> bool:
-        """Whether it stood still for so long, by what its processes had used before and after."""
-        used = [now - before.get(number, 0.0) for number, now in worked.items()]
-        return bool(used) and max(used) <= self._idle * seconds
+    def _excuse(self, actor: Actor | Server) -> None:
+        """Ask for no progress of an engine that is held, nor with what has a limit of its own."""
+        if isinstance(actor, Actor):
+            actor.excused = lambda method: not self.awake.is_set() if method == "generate" else self._limited > 0
 
     async def look(self, seconds: float, doing: str) -> None:
-        """Give it up if it answers nothing and stands still for so long."""
-        before, asked = self._worked(), asyncio.ensure_future(self.actor.call("drawn"))
+        """Give it up if it answers nothing and sends no heartbeat for so long."""
+        before, asked = self._heartbeats(), asyncio.ensure_future(self.actor.call("drawn"))
         asked.add_done_callback(went_well)  # whatever it answers, it does
         answered, _ = await asyncio.wait((asked,), timeout=seconds)
         asked.cancel()
-        if not answered and self._stood(before, self._worked(), seconds):
-            self.give_up(f"{self.actor.name} stood still {doing}")
+        if not answered and before is not None and before == self._heartbeats():
+            self.give_up(f"{self.actor.name} was silent {doing}")
 
-    async def answer(
-        self, call: Awaitable[Result], doing: str, limit: float = math.inf, quiet: float | None = None
-    ) -> Result:
-        """What `call` returns. Gives the generator up, and raises `ActorDied`, if it does not do so in `limit` seconds,
-        or its processes use no processor for `quiet` seconds (by default `QUIET`), as those that are stopped.
-        """
-        answered, quiet = asyncio.ensure_future(call), QUIET if quiet is None else quiet
+    def _heartbeats(self) -> int | None:
+        """Number of heartbeats so far; None of a server, which has limits of its own."""
+        return self.actor.heartbeats if isinstance(self.actor, Actor) else None
+
+    async def answer(self, call: Awaitable[Result], doing: str, limit: float = math.inf) -> Result:
+        """What `call` returns. Gives the generator up, and raises `ActorDied`, after `limit` seconds without it."""
+        answered, limited = asyncio.ensure_future(call), limit < math.inf
         answered.add_done_callback(went_well)  # raised here, if still wanted
-        looks, since = 0, 0
-        worked: dict[int, float] = {}  # who answers before the first look is not looked at, which costs some time
-        self._asked += 1
+        self._limited += limited
         try:
-            while not (await asyncio.wait((answered,), timeout=LOOK))[0]:
-                looks, before, worked = looks + 1, worked, self._worked()
-                if not worked or worked != before:
-                    since = looks
-                if looks * LOOK >= limit or (looks - since) * LOOK >= quiet:
-                    self.give_up(f"{self.actor.name} did not {doing} within {looks * LOOK:.3g} s")
-                    assert self.actor.dead
-                    raise self.actor.dead
+            if not (await asyncio.wait((answered,), timeout=limit if limited else None))[0]:
+                self.give_up(f"{self.actor.name} did not {doing} within {limit:.3g} s")
+                assert self.actor.dead
+                raise self.actor.dead
             return await answered
         finally:
-            self._asked -= 1
+            self._limited -= limited
             answered.cancel()
-
-    def _worked(self) -> dict[int, float]:
-        """Processor time used so far, by process. Nothing of a server, which has limits of its own."""
-        return self.actor.worked() if isinstance(self.actor, Actor) else {}
 
     def doubt(self, version: int) -> None:
         """Keep back what this version draws: it is not known yet whether what is served is what was published."""
@@ -182,6 +135,7 @@ class ProcessGenerator:
             await self.stats()
         self._before = dict(self.totals)
         self.actor, start = self._begin(config)  # first: who looks for one that lives finds it
+        self._excuse(self.actor)
         await old.stop(GRACE)
         return start
 

@@ -28,8 +28,8 @@ ANSWERS = 15.0  # seconds in which generators answer, or work, once a transfer t
 DEATH_SHOWS = 1.0  # seconds after a failed publish in which a process that died at its other end is known to have
 ASKED = 1.0  # seconds after which the trainer is asked whether its end can be what generators wait for
 
-# How long generators may take. One that stands still is noticed sooner, see `pool.QUIET`; these are for one that works
-# for ever, and must not end one that is slow.
+# How long generators may take. One that is stopped is noticed sooner, see `actor.HEARTBEAT_TIMEOUT_S`; these are for
+# one that works for ever, and must not end one that is slow.
 CONNECT = 900.0  # seconds: NCCL meets all ranks, and engines compare all that they serve with the model's files
 PASS = 300.0  # seconds of the pass that any question waits for: on a CPU, one that computes all prompts anew
 WIDEST = 4  # bytes of a number
@@ -118,9 +118,8 @@ class WeightLink:
         self._travel = sum(math.prod(shape) for shape in offer["shapes"].values()) * WIDEST / RATE
         firsts = itertools.accumulate(ranks, initial=1)
         calls = [g.actor.call("connect", offer, first) for g, first in zip(self._members, firsts, strict=False)]
-        quiet = CONNECT if self._at_swap else None  # engines that wait for each other in a library do nothing
         connecting = asyncio.gather(
-            *(g.answer(call, "connect", CONNECT, quiet) for g, call in zip(self._members, calls, strict=True))
+            *(g.answer(call, "connect", CONNECT) for g, call in zip(self._members, calls, strict=True))
         )
         connecting.add_done_callback(went_well)  # the trainer's failure may be told
         try:

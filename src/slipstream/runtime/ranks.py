@@ -12,6 +12,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,16 @@ async def raise_a_death(ends: Sequence[Any]) -> None:
         await asyncio.sleep(DEATH_SHOWS / 20)
 
 
-async def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Actor | Ranks:
+async def trainer_actor(
+    directory: Path, placement: Placement, ranks: int, progress_timeout: float | None = None
+) -> Actor | Ranks:
     """The trainer's process, or as many as it has ranks, each with its GPU and the addresses that `torchrun` gives.
 
     Under `torchrun` the others are its processes, here and on other hosts, which wait in `join`.
     """
+    actor = partial(Actor, progress_timeout=progress_timeout)
     if ranks == 1:
-        return Actor("trainer", directory / "logs" / "trainer.log", visible(placement.trainer))
+        return actor("trainer", directory / "logs" / "trainer.log", visible(placement.trainer))
     gpus = [visible(placement.trainer[rank : rank + 1]) for rank in range(ranks_here(ranks))]
     if under_torchrun():
         here = ranks_here(ranks)
@@ -94,8 +98,8 @@ async def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Ac
         address = {name: os.environ[name] for name in TORCHRUN if name in os.environ}
         return Ranks(
             [
-                Actor("trainer", directory / "logs" / "trainer.log", gpus[0] | address),
-                *(Actor(_name(rank, guest.host), None, gpus[rank], guest) for rank, guest in sorted(guests.items())),
+                actor("trainer", directory / "logs" / "trainer.log", gpus[0] | address),
+                *(actor(_name(rank, guest.host), None, gpus[rank], guest) for rank, guest in sorted(guests.items())),
             ]
         )
     from slipstream.sync.nccl import loopback_store
@@ -108,7 +112,7 @@ async def trainer_actor(directory: Path, placement: Placement, ranks: int) -> Ac
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
         log = "trainer.log" if rank == 0 else f"trainer_{rank}.log"
-        actors.append(Actor(_name(rank), directory / "logs" / log, gpus[rank] | address))
+        actors.append(actor(_name(rank), directory / "logs" / log, gpus[rank] | address))
     return Ranks(actors, store)
 
 

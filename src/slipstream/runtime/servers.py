@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from slipstream.actor import ActorDied, went_well
+from slipstream.actor import ActorDied, keep_watch, went_well
 from slipstream.config import Config, ConfigError
 from slipstream.generators.base import GenerationError
 from slipstream.generators.vllm import EXTENSION
@@ -100,7 +100,7 @@ class Server:
             raise ConfigError(f"{failure}; see its log") from None
         self._facts, self.slots = facts[0], facts[0]["slots"]
         self._context: int = self._config.generator.context or facts[0]["context"]
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = keep_watch(self._watch(), self.name, self.give_up)
 
     async def _here(self) -> None:
         try:
@@ -351,11 +351,15 @@ class Server:
     ) -> list[Any]:
         """What each worker's `slipstream_{method}` answers, in `generators.vllm_worker`. Raises `_Failed`."""
         asked = {"method": "slipstream_ask", "args": [method, *arguments]}
-        answers = (await self._ask("POST", RPC, asked, limit))["results"]
-        for answer in answers:
-            if isinstance(answer, str):
-                raise _Failed(f"{self.name} could not {purpose or method}: {_message(answer)}", UNABLE)
-        return [answer for (answer,) in answers]
+        said = await self._ask("POST", RPC, asked, limit)
+        try:
+            answers = said["results"]
+            failed = next((answer for answer in answers if isinstance(answer, str)), None)
+            if failed is None:
+                return [answer for (answer,) in answers]
+        except (KeyError, TypeError, ValueError):
+            raise _Failed(f"{self.name}{RPC} answered with {said!r:.100}, which is no list of results") from None
+        raise _Failed(f"{self.name} could not {purpose or method}: {_message(failed)}", UNABLE)
 
     async def _ask(
         self, method: str, path: str, body: Any = None, limit: float | None = None, headers: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,12 @@ class TrainerService:
     @property
     def busy(self) -> bool:
         return bool(self._saving)
+
+    @property
+    def progress(self) -> int:
+        """Micro-batches, and MiB that were read from and written to disks."""
+        moved = resource.getrusage(resource.RUSAGE_SELF)
+        return self._trainer.micro_batches + (moved.ru_inblock + moved.ru_oublock) // 2048  # blocks have 512 bytes
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         """Answer what this service, its trainer or its end of the link does."""

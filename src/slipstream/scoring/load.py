@@ -28,5 +28,7 @@ def make_scorer(config: Config, codec: Codec, logs: Path | None) -> Scorer | Non
     if kind == "http":
         return Judge(options, codec)
     if kind == "model":
-        return RewardModel(options, config.model.path, logs and logs / "reward_model.log")
+        return RewardModel(
+            options, config.model.path, logs and logs / "reward_model.log", config.runtime.progress_timeout
+        )
     return own_scorer(config) if kind else None

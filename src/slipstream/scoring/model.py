@@ -37,13 +37,15 @@ KINDS = ("SequenceClassification", "TokenClassification")
 class RewardModel:
     """The controller's end. Options: those of `DEFAULTS`. Raises `ConfigError` for options that can't be."""
 
-    def __init__(self, options: Mapping[str, Any], policy: str, log: Path | None) -> None:
+    def __init__(
+        self, options: Mapping[str, Any], policy: str, log: Path | None, progress_timeout: float | None = None
+    ) -> None:
         self._options, self._policy = take(options, DEFAULTS, "model"), policy
         if self._options["reduce"] not in REDUCE:
             raise ConfigError(f"scoring.options.reduce = {self._options['reduce']!r}; give {', '.join(REDUCE)}")
         if self._options["dtype"] not in ("float32", "bfloat16"):
             raise ConfigError(f"scoring.options.dtype = {self._options['dtype']!r}; give float32 or bfloat16")
-        self._actor = Actor("reward model", log)
+        self._actor = Actor("reward model", log, progress_timeout=progress_timeout)
 
     async def start(self) -> None:
         """Load the model. Raises what the process raises as `ActorError`."""
@@ -94,6 +96,7 @@ class RewardModelService:
                 r'steps, not tokens, so say what ends one, such as "\n\n"'
             )
         self._waiting: list[tuple[list[Reading], Reply]] = []
+        self.progress = 0  # passes
 
     @property
     def busy(self) -> bool:
@@ -202,6 +205,7 @@ class RewardModelService:
                 for row, (index, sequence) in enumerate(zip(indices, chosen, strict=True)):
                     own = scores[row] if self._per_token else scores[row].expand(len(sequence.ids))
                     found[index] = [[end, own[at].item()] for at, end in sequence.reads]
+                self.progress += 1
         return [found[i] for i in range(len(sequences))]
 
     def _scores(self, rows: list[Sequence[int]]) -> Any:

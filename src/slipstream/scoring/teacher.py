@@ -26,7 +26,8 @@ class Teacher:
     def __init__(self, config: Config, log: Path | None) -> None:
         teacher, mine = config.teacher, os.environ.get(VISIBLE)
         self._config, self._log = config, log
-        self._actor = Actor("teacher", log, gpu_of(teacher.device, mine) if teacher.kind == "vllm" else {})
+        gpu = gpu_of(teacher.device, mine) if teacher.kind == "vllm" else {}
+        self._actor = Actor("teacher", log, gpu, progress_timeout=config.runtime.progress_timeout)
 
     async def start(self) -> None:
         """Load the model. Raises what the process raises as `ActorError`."""
@@ -77,7 +78,9 @@ class Snapshots:
 
 
 class Reader(Protocol):
-    """A model that scores completions."""
+    """A model that scores completions; `progress` counts its passes."""
+
+    progress: int
 
     def score(self, completions: Sequence[Completion]) -> list[list[float]]: ...
     def close(self) -> None: ...
@@ -94,6 +97,10 @@ class TeacherService:
     @property
     def busy(self) -> bool:
         return bool(self._waiting)
+
+    @property
+    def progress(self) -> int:
+        return self._reader.progress
 
     def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
         if method == "score":
@@ -142,6 +149,7 @@ class TorchReader:
         model = load_causal_lm(path, device=self._device, dtype=dtype_of(config)).eval()
         refuse_other_vocabulary(config, path, model.config.vocab_size)
         self._model = Policy(model)
+        self.progress = 0
         self._budget = config.trainer.tokens_per_microbatch
 
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
@@ -163,6 +171,7 @@ class TorchReader:
                 micro.order, logprobs.split([len(samples[i].drawn) for i in micro.order]), strict=True
             ):
                 rows[known[index]] = row.tolist()
+            self.progress += 1
         return rows
 
     def close(self) -> None: ...
@@ -170,6 +179,8 @@ class TorchReader:
 
 class VllmReader:
     """vLLM, asked for the log-probabilities of prompts, which it gives at temperature 1 alone."""
+
+    progress = 0  # vLLM tells of none: all prompts together have `runtime.progress_timeout`
 
     def __init__(self, config: Config, path: str, log: Path | None) -> None:
         from slipstream.generators.vllm_calls import end_with_core

@@ -61,6 +61,7 @@ class Trainer:
             take_in(self.model, self.device, compute)
         self.model.eval()  # without dropout: tokens keep the probabilities that they were drawn with
         self.step_count = self.token_count = self.skipped_count = self.skipped_in_a_row = 0
+        self.micro_batches = 0  # that this rank is done with
         self.before_update: Callable[[], None] = lambda: None
         self._offloaded = False
         self._algorithm: AlgorithmConfig = config.algorithm
@@ -175,6 +176,7 @@ class Trainer:
             elif samples and self.ranks.gathers:
                 shortest = min(range(len(samples)), key=lambda i: length(samples[i]))
                 yield replace(packed([[shortest]]), filler=True)
+            self.micro_batches += 1
 
     @torch.no_grad()
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
