@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.cli import _config_to_draw, _config_to_verify
+from slipstream.closing import CloseError
 from slipstream.config import LoraConfig, dump, load_config
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.evaluation import close_environment, evaluate
@@ -140,6 +142,33 @@ def test_rollouts_beside_one_that_ends_the_run_are_cancelled() -> None:
         assert sorted(ended) == ["rollout 0", "rollout 1", "rollout 2"]
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails", [(), ("endpoint",), ("scoring", "environment"), ("environment",)])
+def test_all_is_closed_whatever_closing_some_of_it_raises(
+    fails: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed: list[str] = []
+
+    def part(name: str) -> Any:
+        async def close() -> None:
+            closed.append(name)
+            if name in fails:
+                raise ValueError(f"{name} is stuck")
+
+        return SimpleNamespace(close=close)
+
+    async def main() -> None:
+        run: Any = Run.__new__(Run)
+        run.endpoint, run.scoring, run._started = part("endpoint"), part("scoring"), part("pools")
+        run.environment, run._aside = part("environment"), False
+        run.recorder = SimpleNamespace(close=lambda: closed.append("recorder"))
+        await run.close()
+
+    with pytest.raises((ValueError, CloseError), match=f"{fails[0]} is stuck") if fails else nullcontext():
+        asyncio.run(main())
+    assert closed == ["endpoint", "scoring", "pools", "environment", "recorder"]
+    assert ("environment is stuck" in capsys.readouterr().err) == (len(fails) > 1), "what comes after is not swallowed"
 
 
 def test_the_window_ends_and_the_last_step_is_recorded_before_a_running_evaluation_is_waited_for() -> None:

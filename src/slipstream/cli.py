@@ -32,6 +32,7 @@ FAILURES = (
     "EngineFailed",
     "PublishError",
     "EvaluationError",
+    "CloseError",
 )
 DESCRIPTION = "Fine-tune a language model with reinforcement learning, generating and training at the same time."
 EXAMPLES = """

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from slipstream.closing import CloseError, closing
 from slipstream.config import Config, ConfigError
 from slipstream.environments.base import Codec, Environment, Policy, Task
 from slipstream.environments.endpoint import Endpoint
@@ -31,6 +32,7 @@ from slipstream.models import context_of, dtype_of, load_causal_lm, load_tokeniz
 from slipstream.observe.tally import metric_means
 from slipstream.rollout import Completion, Rollout, Sampling, mean, samples_of
 from slipstream.scoring.load import make_scoring
+from slipstream.things import one_line
 
 SAMPLES = 200  # tasks whose outcomes are recorded
 TEXT = 500  # characters of a prompt or a completion that are recorded
@@ -138,7 +140,8 @@ async def evaluate_model(config: Config) -> dict[str, Any]:
     codec = Codec(tokenizer, context_of(config))
     endpoint = Endpoint(codec)
     scoring = make_scoring(config, codec)
-    try:
+    closers = [part.close for part in (scoring, endpoint) if part]
+    async with closing(*closers, lambda: close_environment(environment)):
         if scoring:
             await scoring.start()
         places = episode_places(config, config.generator.slots)
@@ -148,11 +151,6 @@ async def evaluate_model(config: Config) -> dict[str, Any]:
                 f"all {result['tasks']} held-out tasks failed, the last with: {result['last_failure']}"
             )
         return result
-    finally:
-        if scoring:
-            await scoring.close()
-        await endpoint.close()
-        await close_environment(environment)
 
 
 async def generate_texts(config: Config, prompts: Sequence[str]) -> list[Completion]:
@@ -163,10 +161,13 @@ async def generate_texts(config: Config, prompts: Sequence[str]) -> list[Complet
 
 
 async def close_environment(environment: Environment) -> None:
-    """Call the `close` of an environment that has one, async or not."""
-    closing = environment.close() if hasattr(environment, "close") else None
-    if inspect.isawaitable(closing):
-        await closing
+    """Call the `close` of an environment that has one, async or not. Raises `CloseError`."""
+    try:
+        closed = environment.close() if hasattr(environment, "close") else None
+        if inspect.isawaitable(closed):
+            await closed
+    except Exception as error:
+        raise CloseError(f"closing the environment failed: {one_line(error)}") from None
 
 
 def _sampling(config: Config) -> Sampling:

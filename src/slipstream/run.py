@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.closing import closing
 from slipstream.config import Config, ConfigError, load_config
 from slipstream.directory import RunDirectory, write_json, write_state
 from slipstream.environments.base import Codec, Policy, Task
@@ -95,12 +96,11 @@ def _checked(config: Config) -> Config:
 
 async def _run(config: Config, directory: RunDirectory, quiet: bool) -> dict[str, Any]:
     run = Run(config, directory, quiet)
-    try:
-        return await run.train()
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
-    finally:
-        await run.close()
+    async with closing(run.close):
+        try:
+            return await run.train()
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
 
 
 class Run:
@@ -260,7 +260,8 @@ class Run:
             return None
         finally:
             self.tally.tokens_generated += sum(len(c.token_ids) for c in policy.recorded)
-        self._failures.succeeded()
+        if not (self._reward_errors and self._reward_errors.in_a_row):
+            self._failures.succeeded()
         return rollouts
 
     # buffer -> batch -> step -> published weights
@@ -549,14 +550,12 @@ class Run:
         return summary
 
     async def close(self) -> None:
-        """Stop every process, whatever happened."""
+        """Stop every process, whatever happened, and whatever closing one of them raises."""
+        parts = (self.endpoint, self.scoring, self._started)
+        closers = [part.close for part in parts if part]
         try:
-            await self.endpoint.close()
-            if self.scoring:
-                await self.scoring.close()
-            if self._started:
-                await self._started.close()
-            await close_environment(self.environment)
+            async with closing(*closers, lambda: close_environment(self.environment)):
+                pass
         finally:
             if self._aside:
                 gc.unfreeze()

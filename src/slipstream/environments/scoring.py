@@ -51,18 +51,18 @@ class RewardErrors:
 
     def __init__(self, limit: int, told: Callable[[ScoringError], None]) -> None:
         self._limit, self._told = limit, told
-        self._in_a_row = 0
+        self.in_a_row = 0
 
     def raised(self, error: ScoringError) -> float:
         """The reward in the place of this error. Raises the error if it is one too many."""
-        self._in_a_row += 1
-        if self._in_a_row > self._limit:
+        self.in_a_row += 1
+        if self.in_a_row > self._limit:
             raise error
         self._told(error)
         return 0.0
 
     def succeeded(self) -> None:
-        self._in_a_row = 0
+        self.in_a_row = 0
 
 
 class Waits(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from slipstream.actor import Actor, ActorError
+from slipstream.closing import close_at_once, closing
 from slipstream.config import Config, ConfigError
 from slipstream.rollout import Batch, Completion, StepStats
 from slipstream.runtime.placement import GpuLocks, Placement, gpus_here, place, ranks_here, settled, visible
@@ -111,8 +112,8 @@ class Pools:
         return self._turns.of_the_trainer(publishes) if self._turns else nullcontext()
 
     async def close(self) -> None:
-        await asyncio.gather(self.generator.close(), self.trainer.close())
-        await self.link.close()
+        async with closing(self.link.close):
+            await close_at_once(self.generator.close, self.trainer.close)
 
 
 async def start_generators(

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from slipstream.actor import Actor, ActorDied, ActorError, went_well
+from slipstream.closing import close_at_once
 from slipstream.config import Config
 from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.generators.clock import Clock, Slots
@@ -253,4 +254,4 @@ class GeneratorPool:
         return max(drawn)
 
     async def close(self) -> None:
-        await asyncio.gather(*(g.close() for g in self.generators))
+        await close_at_once(*(g.close for g in self.generators))

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from slipstream.actor import ActorError
+from slipstream.closing import close_at_once
 from slipstream.config import ConfigError, ScoringConfig
 from slipstream.environments.base import Task
 from slipstream.environments.scoring import ScoringError
@@ -86,9 +87,7 @@ class ScoringStage:
             raise
 
     async def close(self) -> None:
-        for part in (self.scorer, self.teacher):
-            if part is not None:
-                await part.close()
+        await close_at_once(*(part.close for part in (self.scorer, self.teacher) if part is not None))
 
     async def _score(self, task: Task, rollout: Rollout) -> Rollout:
         """The rollout with its reward, once it is its turn. Raises `ScoringError`."""
