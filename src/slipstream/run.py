@@ -237,7 +237,7 @@ class Run:
 
     @property
     def _mend(self) -> str:
-        return f"Mend the environment or its scorer, then: slipstream train --resume {self.directory.path}"
+        return f"Mend the cause, then: slipstream train --resume {self.directory.path}"
 
     async def _play(self, task: Task, entry: Entry, member: int) -> tuple[Rollout, ...] | None:
         """One episode, or None with its reason counted; too many failures in a row end the run."""

@@ -31,7 +31,8 @@ def play(build: Build, seed: str = "0") -> tuple[tuple[Rollout, ...] | RolloutFa
         train = test = (TASK,)
 
         async def rollout(self, task: Task, policy: Policy) -> Any:
-            return build(policy, await policy.sample("12"), await policy.sample("3"))
+            outcome = build(policy, await policy.sample("12"), await policy.sample("3"))
+            return await outcome if asyncio.iscoroutine(outcome) else outcome
 
     try:
         return asyncio.run(attempt(Built(), TASK, policy, 10.0)), policy
@@ -136,6 +137,12 @@ def test_what_was_drawn_passes_in_any_order_part_and_role(build: Build) -> None:
             given = [dataclasses.replace(drawn, text=completion.text) for drawn in policy.recorded]
             assert any(completion.logprobs is drawn.logprobs and completion.kept is drawn.kept for drawn in given)
             assert completion.text in ("without its thoughts", *(drawn.text for drawn in policy.recorded))
+
+
+def test_a_request_that_no_engine_can_serve_fails_its_rollout_by_one_line() -> None:
+    failure, _ = play(lambda policy, *_: policy.sample([99]))
+    assert isinstance(failure, RolloutFailed) and failure.reason == "GenerationError"
+    assert failure.detail.startswith("task t: the prompt has the token id 99") and "\n" not in failure.detail
 
 
 def test_rollouts_of_the_policy_pass_as_the_drawn_objects() -> None:

@@ -18,6 +18,7 @@ from slipstream.environments.base import Environment, NoNumber, Policy, Task, as
 from slipstream.environments.conversation import Limits
 from slipstream.environments.rollout_checks import InvalidRollout
 from slipstream.environments.scoring import EPISODE, RewardErrors, ScoringError, Waits
+from slipstream.generators.base import GenerationError
 from slipstream.generators.clock import Clock
 from slipstream.rollout import Rollout
 
@@ -102,6 +103,8 @@ async def attempt(
         raise
     except InvalidRollout as error:
         raise RolloutFailed(f"invalid rollout: {error.field}", f"task {task.id}: {error}") from None
+    except GenerationError as error:
+        raise RolloutFailed(type(error).__name__, f"task {task.id}: {error}") from None
     except NoNumber as error:
         raise RolloutFailed("reward is no number", f"task {task.id}: {error}") from None
     except ScoringError as error:
