@@ -10,6 +10,8 @@ import multiprocessing.util
 import os
 import re
 import signal
+import subprocess
+import threading
 import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from slipstream import actor as actor_module
 from slipstream.actor import Actor, ActorDied, ActorError, Reply, keep_watch, went_well
 
 
@@ -320,3 +323,35 @@ def test_a_watch_that_fails_gives_up_what_it_watches() -> None:
         assert len(told) == 1
 
     asyncio.run(main())
+
+
+def test_the_event_loop_waits_for_no_process_and_walks_through_no_proc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a process ends: either takes tens of milliseconds, or seconds."""
+    threads: set[threading.Thread] = set()
+
+    def seen(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            threads.add(threading.current_thread())
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr("slipstream.actor.group_lives", seen(actor_module.group_lives))
+    monkeypatch.setattr(subprocess.Popen, "wait", seen(subprocess.Popen.wait))
+
+    async def main() -> None:
+        actors = [Actor(f"echo {i}", tmp_path / "log") for i in range(4)]
+        await asyncio.gather(*(actor.start(SERVICE, "") for actor in actors))
+        pids = [await actor.call("pid") for actor in actors]
+        actors[0].kill()
+        actors[1].give_up("of no use")
+        os.kill(pids[2], signal.SIGKILL)
+        with pytest.raises(ActorDied, match="killed by SIGKILL"):
+            await actors[2].call("sleep")
+        await asyncio.gather(*(actor.stop() for actor in actors))
+        assert not any(map(alive, pids))
+
+    asyncio.run(main())
+    assert threads and threading.main_thread() not in threads

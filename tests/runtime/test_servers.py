@@ -999,3 +999,26 @@ def test_a_server_that_can_not_be_resumed_is_refused(model: Path) -> None:
             await server.stop()
 
     asyncio.run(main())
+
+
+def test_a_server_whose_watch_fails_is_lost(model: Path) -> None:
+    """By an answer that makes no sense, or by what nobody expected: who waits for it is told, and nothing goes on."""
+
+    async def nonsense(body: dict[str, Any]) -> Any:
+        raise web.HTTPOk(text='{"results": 3}')
+
+    async def fails(*asked: Any, **how: Any) -> Any:
+        raise ZeroDivisionError("odd")
+
+    async def main(watched: Answer, said: str, fail: bool) -> None:
+        async with faked(model, hang, watched) as server:
+            waits = asyncio.ensure_future(server.call("generate", 0, (5,), Sampling(max_tokens=4)))
+            if fail:
+                server._ask_workers = fails  # type: ignore[method-assign]
+            with pytest.raises(ActorDied, match=said):
+                await asyncio.wait_for(waits, 10)
+            if fail:
+                del server._ask_workers
+
+    asyncio.run(main(nonsense, r"/collective_rpc answered with \{'results': 3\}, which is no list of results$", False))
+    asyncio.run(main(hang, "can't be watched any more: ZeroDivisionError: odd$", True))
