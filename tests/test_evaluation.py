@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,12 @@ from slipstream.cli import _config_to_draw, _config_to_verify
 from slipstream.closing import CloseError
 from slipstream.config import LoraConfig, dump, load_config
 from slipstream.environments.base import Codec, Policy, Task
+from slipstream.environments.guard import attempt
+from slipstream.environments.in_flight import Places
 from slipstream.evaluation import close_environment, evaluate
 from slipstream.ledger import Entry
 from slipstream.observe.tally import Tally
+from slipstream.rollout import Sampling
 from slipstream.run import Run, RunError
 from tests.conftest import build_tokenizer
 from tests.environments.test_environments import Scripted
@@ -161,7 +165,7 @@ def test_all_is_closed_whatever_closing_some_of_it_raises(
     async def main() -> None:
         run: Any = Run.__new__(Run)
         run.endpoint, run.scoring, run._started = part("endpoint"), part("scoring"), part("pools")
-        run.environment, run._aside = part("environment"), False
+        run.environment, run._aside, run._telling = part("environment"), False, None
         run.recorder = SimpleNamespace(close=lambda: closed.append("recorder"))
         await run.close()
 
@@ -169,6 +173,35 @@ def test_all_is_closed_whatever_closing_some_of_it_raises(
         asyncio.run(main())
     assert closed == ["endpoint", "scoring", "pools", "environment", "recorder"]
     assert ("environment is stuck" in capsys.readouterr().err) == (len(fails) > 1), "what comes after is not swallowed"
+
+
+def test_a_run_tells_of_an_episode_that_takes_long_and_where_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.run.FIRST_WORD_S", 0.05)
+    said: list[str] = []
+
+    class Loops:
+        train = test = ()
+
+        async def rollout(self, task: Task, policy: Policy) -> float:
+            while True:
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        run: Any = Run.__new__(Run)
+        run.config = load_config(None, ["--model.path=m", "--environment.name=e"])
+        run._places, run.progress = Places(), SimpleNamespace(note=said.append)
+        telling = asyncio.create_task(run._tell_of_long_episodes())
+        policy = Policy(Scripted(()), Codec(build_tokenizer()), Sampling(), "0")
+        playing = asyncio.create_task(attempt(Loops(), Task("7", "?"), policy, 300.0, places=run._places))
+        async with asyncio.timeout(30):
+            while len(said) < 2:
+                await asyncio.sleep(0.01)
+        telling.cancel()
+        playing.cancel()
+
+    asyncio.run(main())
+    assert said[0].startswith("an episode of task 7 has taken 0 s of its time limit of 300 s (environment.time_limit)")
+    assert re.search(rf"and is at {re.escape(__file__)}, line \d+$", said[0])
 
 
 def test_the_window_ends_and_the_last_step_is_recorded_before_a_running_evaluation_is_waited_for() -> None:

@@ -24,6 +24,7 @@ from slipstream.environments.guard import (
     episode_limits,
     episode_places,
 )
+from slipstream.environments.in_flight import Places
 from slipstream.environments.load import load_environment
 from slipstream.environments.scoring import ScoringError
 from slipstream.generators.base import Generator
@@ -45,7 +46,7 @@ async def evaluate(
     codec: Codec,
     endpoint: Endpoint | None = None,
     scoring: Scoring | None = None,
-    places: asyncio.Semaphore | None = None,
+    places: Places | None = None,
     told: Callable[[ScoringError], None] = lambda error: None,
 ) -> dict[str, Any]:
     """Play `evaluation.tasks` held-out tasks once each, and have them scored.

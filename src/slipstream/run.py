@@ -30,6 +30,7 @@ from slipstream.environments.guard import (
     episode_limits,
     episode_places,
 )
+from slipstream.environments.in_flight import Places
 from slipstream.environments.load import load_environment
 from slipstream.environments.prompts import describe, too_long
 from slipstream.environments.scoring import ScoringError
@@ -53,6 +54,7 @@ from slipstream.state import LoopState
 from slipstream.sync.link import find_link
 
 PROBES = 4
+FIRST_WORD_S = 10.0  # of an episode, after which the run says that it takes long
 FUTILE = 20  # steps' worth of groups without signal in a row that call for a warning, and are replaced by default
 
 
@@ -122,7 +124,8 @@ class Run:
         self.stopped: str | None = None
         self.scoring = make_scoring(config, self.codec, directory.path / "logs")
         self._started: Pools | None = None
-        self._places: asyncio.Semaphore | None = None  # for episodes in flight
+        self._places = Places()  # for episodes in flight, which are bounded once slots are known
+        self._telling: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._groups: set[asyncio.Task[None]] = set()
         self._evaluation: asyncio.Task[None] | None = None
@@ -455,6 +458,20 @@ class Run:
         self._aside = not gc.get_freeze_count()  # else it is another's to undo
         set_heap_aside()
 
+    async def _tell_of_long_episodes(self) -> None:
+        """Say that an episode takes long, long before its time limit: first after `FIRST_WORD_S`, then twice that."""
+        due, limit = FIRST_WORD_S, self.config.environment.time_limit
+        while True:
+            await asyncio.sleep(due / 10)
+            longest = self._places.longest
+            if longest and longest.seconds >= due:
+                where = f", and is at {longest.where}" if longest.where else ""
+                self.progress.note(
+                    f"an episode of task {longest.task_id} has taken {longest.seconds:.0f} s of its time limit of "
+                    f"{limit:g} s (environment.time_limit){where}"
+                )
+                due *= 2
+
     async def _find_long_prompts(self) -> None:
         """Find the tasks whose prompts leave no room in the context. Raises `ConfigError` if that is all of them."""
         context = self.codec.limits.context
@@ -478,6 +495,7 @@ class Run:
         starting = Pools.start(self.config, self.directory.path)
         self._started = await told_of(starting, self.progress.note, self.directory.path / "logs")
         self._places = episode_places(self.config, self.pools.generator.slots)
+        self._telling = asyncio.create_task(self._tell_of_long_episodes())
 
     async def _restore(self, path: Path, data: dict[str, Any]) -> None:
         try:
@@ -551,6 +569,8 @@ class Run:
 
     async def close(self) -> None:
         """Stop every process, whatever happened, and whatever closing one of them raises."""
+        if self._telling:
+            self._telling.cancel()
         parts = (self.endpoint, self.scoring, self._started)
         closers = [part.close for part in parts if part]
         try:

@@ -15,6 +15,7 @@ from slipstream.config import load_config
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.conversation import Limits
 from slipstream.environments.guard import RolloutFailed, attempt, episode_places
+from slipstream.environments.in_flight import Places
 from slipstream.generators.torch import TorchGenerator
 from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan
 from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
@@ -185,16 +186,16 @@ def here() -> Any:
 
 
 @pytest.mark.parametrize("engine", [in_a_process, here])
-@pytest.mark.parametrize("bound", [None, 4])
+@pytest.mark.parametrize("bound", [0, 4])
 def test_time_in_the_queue_of_an_engine_counts_for_no_limit(
-    engine: Callable[[], Any], bound: int | None, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[[], Any], bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sixteen episodes of 0.3 s at two slots take 2.4 s, and each of them far less than its limit of 1 s."""
     environment, count = Says(), 16
 
     async def play() -> list[Any]:
         generator, codec = engine(), Codec(build_tokenizer())
-        places = asyncio.Semaphore(bound) if bound else None
+        places = Places(bound)
         limits = Limits(seconds=0.9)
         policies = [Policy(generator, codec, Sampling(), str(i), limits=limits) for i in range(count)]
         one = (attempt(environment, Task(p.secret, "hi"), p, 1.0, places=places) for p in policies)
@@ -228,13 +229,12 @@ def test_time_in_a_slot_does_and_a_drain_is_a_wait_for_one(monkeypatch: pytest.M
 
 
 def test_episodes_in_flight_are_twice_the_slots_and_whole_waves_where_a_run_is_reproducible() -> None:
-    def most(slots: int, *flags: str) -> int | None:
+    def most(slots: int, *flags: str) -> int:
         config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])
-        places = episode_places(config, slots)
-        return places and places._value
+        return episode_places(config, slots).count
 
     assert most(64) == 128 and most(64, "--environment.max_concurrent=9") == 9
-    assert most(0) is None, "of servers whose slots are not known"
+    assert most(0) == 0, "of servers whose slots are not known"
     assert most(1) == 8, "a group begins together"
-    assert most(64, "--loop.max_lag=0") is None
+    assert most(64, "--loop.max_lag=0") == 0
     assert most(64, "--loop.max_lag=0", "--environment.max_concurrent=9") == 9

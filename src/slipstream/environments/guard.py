@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import math
 import signal
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from types import FrameType
 from typing import Any, TypeVar
 
 from slipstream.config import Config, ConfigError, EnvironmentConfig
 from slipstream.environments.base import Environment, NoNumber, Policy, Task, as_reward, play
 from slipstream.environments.conversation import Limits
+from slipstream.environments.in_flight import Places
 from slipstream.environments.rollout_checks import InvalidRollout
 from slipstream.environments.scoring import EPISODE, RewardErrors, ScoringError, Waits
 from slipstream.generators.base import GenerationError
-from slipstream.generators.clock import Clock
 from slipstream.rollout import Rollout
 
 MAX_REWARD = 1e12  # by amount; squares of advantages have to fit into float32
@@ -54,16 +53,14 @@ def episode_limits(config: EnvironmentConfig) -> Limits:
     return Limits(config.turns, config.tokens, config.time_limit * CONVERSATION_SHARE)
 
 
-def episode_places(config: Config, slots: int) -> asyncio.Semaphore | None:
-    """Places for episodes in flight, by default twice as many as the engines have `slots` (0: unknown); None is no
-    bound.
+def episode_places(config: Config, slots: int) -> Places:
+    """Places for episodes in flight, by default twice as many as the engines have `slots` (0: unknown).
 
     By default a synchronous run has no bound. It begins a whole wave at once, so that the order in which requests reach
     the engine does not depend on when other episodes end.
     """
     auto = 0 if config.loop.max_lag == 0 or not slots else max(2 * slots, config.loop.group_size)
-    count = config.environment.max_concurrent or auto
-    return asyncio.Semaphore(count) if count else None
+    return Places(config.environment.max_concurrent or auto)
 
 
 async def attempt(
@@ -72,7 +69,7 @@ async def attempt(
     policy: Policy,
     time_limit: float,
     scoring: Scoring | None = None,
-    places: asyncio.Semaphore | None = None,
+    places: Places | None = None,
     reward_errors: RewardErrors | None = None,
 ) -> tuple[Rollout, ...]:
     """Play one episode, end it, and have it scored: one rollout, or one of each role.
@@ -84,7 +81,8 @@ async def attempt(
     """
     token = EPISODE.set(Waits(policy.clock, reward_errors))
     try:
-        async with _place(places, policy.clock), policy.clock.timeout(time_limit) as clock:
+        place = (places or Places()).place(task.id, policy.clock)
+        async with place, policy.clock.timeout(time_limit) as clock:
             rollouts = await play(environment, task, policy, unrewarded=scoring is not None)
         policy.end()
         if not all(rollout.completions for rollout in rollouts):
@@ -132,20 +130,6 @@ async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list
     finally:
         for task in tasks:
             task.cancel()
-
-
-@contextlib.asynccontextmanager
-async def _place(places: asyncio.Semaphore | None, clock: Clock) -> AsyncIterator[None]:
-    """One of the places, if they are bounded; the clock is stopped until it is had."""
-    if places is None:
-        yield
-        return
-    with clock.paused():
-        await places.acquire()
-    try:
-        yield
-    finally:
-        places.release()
 
 
 def _sound(rollout: Rollout) -> Rollout:
