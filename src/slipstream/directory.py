@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -140,9 +140,9 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Write what a checkpoint knows beside the weights, as `RunDirectory.newest_whole` reads it."""
-    write_json(checkpoint / STATE, sealed(state))
+def write_state(checkpoint: Path, state: dict[str, Any], files: Iterable[Path] = ()) -> None:
+    """Write what a checkpoint knows beside the weights, with digests of `files` beside it that it names."""
+    write_json(checkpoint / STATE, sealed(state, files))
 
 
 def _set_aside(checkpoint: Path, why: str) -> str:

@@ -401,6 +401,11 @@ def context_of(config: Config) -> int:
     return min((limit for limit in known if limit), default=0)
 
 
+def model_type(path: str) -> str:
+    """The type of the model at `path`, or below the adapters there; "" if its configuration is not on this host."""
+    return getattr(_config_at(path, local_files_only=True), "model_type", "")
+
+
 def model_sizes(path: str) -> dict[str, int | None]:
     """`sizes_of` the model at `path`, or below the adapters there; nothing where it can't be read."""
     return sizes_of(config) if (config := _config_at(path)) else {}
@@ -417,14 +422,14 @@ def sizes_of(config: Any) -> dict[str, int | None]:
     return {name: getattr(text, name, None) for name in SIZES}
 
 
-def _config_at(path: str) -> Any:
+def _config_at(path: str, **options: Any) -> Any:
     """What the model's files say of the part that reads and draws text. None if they don't: loading it will say why."""
     from transformers import AutoConfig
 
     if adapter := adapter_at(path):
         path = adapter["base_model_name_or_path"]
     try:
-        return AutoConfig.from_pretrained(path).get_text_config()
+        return AutoConfig.from_pretrained(path, **options).get_text_config()
     except (OSError, ValueError, *UNREADABLE):
         return None
 

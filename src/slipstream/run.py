@@ -424,7 +424,7 @@ class Run:
             write_state(written, known)  # the weights are these; what is known about them may have grown
             return
         with self.directory.new_checkpoint(self.state.step, self.config.checkpoint.keep) as path:
-            await self.pools.trainer.save(path / "trainer")
+            await self.pools.trainer.save(path / "trainer", last=self._enough() or bool(self.stopped))
             await self.recorder.flush()
             write_state(path, known)
 
@@ -434,7 +434,8 @@ class Run:
         """Start the processes, restore the last checkpoint, connect the link and see that both sides agree."""
         await self._find_long_prompts()
         where, link = self.directory.path, self.config.sync.link
-        self.progress.note(f'run directory {where}, sync.link = "{link}"; generators and trainer start')
+        restarts = ", sync.restart = true" if self.config.sync.restart else ""
+        self.progress.note(f'run directory {where}, sync.link = "{link}"{restarts}; generators and trainer start')
         checkpoint, state, damaged = await asyncio.to_thread(self.directory.newest_whole)
         for line in damaged:
             self.progress.warn(line)

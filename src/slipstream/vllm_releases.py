@@ -21,6 +21,17 @@ def core_is_apart(llm: Any) -> bool:
     return hasattr(llm.engine_core, "call_utility")
 
 
+def cpu_head_sizes() -> list[int]:
+    """Head dimensions that vLLM's attention on a CPU supports; empty if this build does not say."""
+    try:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
+    except (ImportError, AttributeError):
+        return []
+    return sizes
+
+
 def core_died(llm: Any) -> bool:
     """Whether vLLM's core, if it is a process of its own, has ended."""
     return bool(getattr(getattr(llm.engine_core, "resources", None), "engine_dead", False))

@@ -384,6 +384,8 @@ def test_what_it_cannot_serve_is_refused_by_name(config: dict[str, Any], named: 
 
     with pytest.raises(GenerationError, match=named):
         refuse_unserved(SimpleNamespace(**config))
+    with pytest.raises(GenerationError, match=r'set generator.kind = "vllm"'):
+        refuse_unserved(SimpleNamespace(**config))
 
 
 def test_bad_requests_are_refused() -> None:

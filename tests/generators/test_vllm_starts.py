@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from slipstream.generators.vllm_start import CACHE, cause, cpu_arguments
+from slipstream.config import ConfigError
+from slipstream.generators.vllm_start import CACHE, cause, cpu_arguments, refuse_head_size
 from tests.conftest import build_model
 
 CORE = "(EngineCore pid=4242) ERROR 07-01 12:00:00 [core.py:1231] "
@@ -122,3 +124,18 @@ def test_what_is_not_known_is_told_as_it_is(tmp_path: Path) -> None:
     log = tmp_path / "generator_0.log"
     log.write_text(log_of("ValueError: this shape is not known"))
     assert cause("generator", SUMMARY, log, 0) == f"ValueError: this shape is not known (log: {log})"
+
+
+def test_heads_that_vllm_has_no_kernel_for_are_refused(tmp_path: Path) -> None:
+    build_model(head_dim=16).save_pretrained(tmp_path)
+    for supported in ([16, 32], []):
+        refuse_head_size(str(tmp_path), supported)
+    with pytest.raises(
+        ConfigError, match=r"head dimension of 16, and vLLM on a CPU supports 32, 64; set generator.kind"
+    ):
+        refuse_head_size(str(tmp_path), [32, 64])
+
+
+def test_a_cache_of_a_model_without_positions_or_attention_is_small(tmp_path: Path) -> None:
+    transformers.MambaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    assert cpu_arguments(str(tmp_path), torch.float32, 0, 0.0)["kv_cache_memory_bytes"] == CACHE

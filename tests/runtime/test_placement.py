@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import transformers
 
 from slipstream.config import Config, ConfigError, load_config
 from slipstream.runtime import placement
@@ -16,6 +19,19 @@ IN_TURNS = ["--sync.placement=colocated", "--sync.interruption=retry"]
 
 def config_of(*flags: str) -> Config:
     return load_config(None, ["--model.path=m", "--environment.name=e", "--generator.kind=vllm", *flags])
+
+
+@pytest.mark.parametrize("kind", [transformers.GPT2Config, transformers.FalconH1Config])
+def test_engines_are_restarted_where_no_link_can_write_their_layout(
+    tmp_path: Path, kind: type[transformers.PretrainedConfig]
+) -> None:
+    kind().save_pretrained(tmp_path)
+    sync = settled(config_of(f"--model.path={tmp_path}")).sync
+    assert (sync.link, sync.restart, sync.interruption) == ("checkpoint", True, "retry")
+    for others in (["--generator.kind=torch"], ["--sync.link=shared"], ["--lora.rank=4"]):
+        assert not settled(config_of(f"--model.path={tmp_path}", *others)).sync.restart
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    assert settled(config_of(f"--model.path={tmp_path}")).sync.link == "shared"
 
 
 @pytest.mark.parametrize(

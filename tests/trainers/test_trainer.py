@@ -30,7 +30,7 @@ from slipstream.packed.policy import Policy
 from slipstream.rollout import Batch, Completion, Group, Rollout, Sample, VersionSpan
 from slipstream.runtime.training import TrainerService
 from slipstream.sync.gathered import part_here, whole
-from slipstream.trainers.checkpoint import CheckpointFailed
+from slipstream.trainers.checkpoint import CheckpointFailed, _Uncopied
 from slipstream.trainers.guards import NotFinite, OutOfMemory, naming_remedies
 from slipstream.trainers.trainer import Trainer
 
@@ -419,6 +419,19 @@ def test_a_broken_policy_leaves_the_last_checkpoint(tiny: Path, tmp_path: Path, 
     ):
         trainer.save(path / "trainer").result()
     assert [path.name for path in directory.checkpoints()] == ["step_1"]
+
+
+def test_the_last_checkpoint_takes_no_copy_of_the_state(tiny: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tiny)
+    trainer.step(random_batch(38))
+    for last in (False, True):
+        trainer.save(tmp_path / str(last), last).result()
+        again = make_trainer(tiny)
+        again.restore(tmp_path / str(last))
+        assert again.step_count == 1
+        assert all(torch.equal(p, again.parameters[n]) for n, p in trainer.parameters.items())
+    state = trainer._all()
+    assert _Uncopied().stage(state) is state
 
 
 def test_what_the_disk_does_not_take_is_told(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from slipstream.routing import Routing
 from slipstream.sync.single_copy import lend
 
 SERVED = ("gemma3_text", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe")
+INSTEAD = 'set generator.kind = "vllm"'
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 REPLACEMENT = "\ufffd"  # of bytes that are no character
 PROMPT_TOKENS = 4096  # padded prompt tokens in one pass: bounds how long running sequences wait for joining ones
@@ -411,11 +412,12 @@ def refuse_unserved(config: Any) -> None:
     """Raise `GenerationError`, naming the reason, for a model that the engine has not been shown to serve exactly."""
     if config.model_type not in SERVED:
         raise GenerationError(
-            f"the embedded generator can't serve model type {config.model_type!r}; it serves {', '.join(SERVED)}"
+            f"the embedded generator can't serve model type {config.model_type!r}; {INSTEAD} (it serves "
+            f"{', '.join(SERVED)})"
         )
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:
-        raise GenerationError(f"the embedded generator can't serve layers of type {', '.join(unknown)}")
+        raise GenerationError(f"the embedded generator can't serve layers of type {', '.join(unknown)}; {INSTEAD}")
     for option in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, option, None):
-            raise GenerationError(f"the embedded generator can't serve a {config.model_type} with {option}")
+            raise GenerationError(f"the embedded generator can't serve a {config.model_type} with {option}; {INSTEAD}")

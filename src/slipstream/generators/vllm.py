@@ -27,11 +27,11 @@ from slipstream.generators.vllm_adapters import AdapterWeights
 from slipstream.generators.vllm_adapters import arguments as adapter_arguments
 from slipstream.generators.vllm_calls import Answer, end_with_core
 from slipstream.generators.vllm_requests import Drawn, VllmRequest, added, interrupted
-from slipstream.generators.vllm_start import cpu_arguments, start_vllm
+from slipstream.generators.vllm_start import cpu_arguments, refuse_head_size, start_vllm
 from slipstream.models import dtype_name, dtype_of, end_of_sequence, generation_config, has_experts
 from slipstream.rollout import Completion, Sampling
 from slipstream.sync.link import Ticket
-from slipstream.vllm_releases import core_is_apart, experts_of, post, refuse_unrecorded_experts
+from slipstream.vllm_releases import core_is_apart, cpu_head_sizes, experts_of, post, refuse_unrecorded_experts
 
 PROCESSED = "processed_logprobs"  # of the distribution that tokens are really drawn from
 KEEP = 1  # vLLM's level of sleep in which weights are kept in the host's memory
@@ -358,6 +358,8 @@ class WorkerWeights:
 def _new_engine(arguments: dict[str, Any]) -> Any:
     from vllm import EngineArgs, LLMEngine
 
+    if not torch.cuda.is_available():
+        refuse_head_size(arguments["model"], cpu_head_sizes())
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 

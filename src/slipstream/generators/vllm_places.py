@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.generators.weights import Place
 
+RESTART = 'set sync.link = "checkpoint", sync.restart = true and sync.interruption = "retry"'
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -36,7 +37,7 @@ def places_of(model: Any, shapes: Mapping[str, Sequence[int]], rank: int, size: 
             names = [f"{parent}.{m}.{kind}" for m in members]
             places |= _fused(names, served[f"{parent}.{whole}.{kind}"].data, shapes, rank, size)
         else:
-            raise ValueError(f"vLLM serves no tensor for {name}; this model can't be updated in place")
+            raise ValueError(f"vLLM serves no tensor for {name}: this model can't be updated in place; {RESTART}")
     return places
 
 
@@ -90,7 +91,10 @@ def _single(name: str, tensor: Tensor, shape: tuple[int, ...], rank: int, size: 
     if tensor.shape[0] == shape[0] and tensor.shape[1] * size == shape[1]:
         start = rank * tensor.shape[1]
         return Place(tensor, shape, (slice(0, shape[0]), slice(start, start + tensor.shape[1])))
-    raise ValueError(f"{name} is {list(shape)} in the trainer and {list(tensor.shape)} in vLLM: an unknown layout")
+    raise ValueError(
+        f"{name} is {list(shape)} in the trainer and {list(tensor.shape)} in vLLM, an unknown layout: this "
+        f"model can't be updated in place; {RESTART}"
+    )
 
 
 def _fused(
@@ -105,7 +109,9 @@ def _fused(
     if sum(here) != tensor.shape[0]:
         here[1:] = [(tensor.shape[0] - here[0]) // (len(rows) - 1)] * (len(rows) - 1)
     if sum(here) != tensor.shape[0] or any(h * size % r for h, r in zip(here, rows, strict=True)):
-        raise ValueError(f"{', '.join(names)} are {rows} rows, but vLLM's tensor has {tensor.shape[0]} on {size} ranks")
+        raise ValueError(
+            f"{', '.join(names)} are {rows} rows, but vLLM's tensor has {tensor.shape[0]} on {size} ranks; {RESTART}"
+        )
     places, at = {}, 0
     for name, total, count in zip(names, rows, here, strict=True):
         copies = count * size // total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -66,6 +66,18 @@ def start_vllm(part: Part, build: Callable[[], T], log: Path | None) -> T:
         raise ConfigError(f"vLLM does not start: {cause(part, error, log, logged)}") from error
 
 
+def refuse_head_size(path: str, supported: Sequence[int]) -> None:
+    """Raise `ConfigError` for a model whose heads vLLM's attention on a CPU refuses in its first pass only."""
+    from transformers import AutoConfig
+
+    size = heads_of(AutoConfig.from_pretrained(path)).size
+    if supported and size and size not in supported:
+        raise ConfigError(
+            f"model.path = {path!r} has a head dimension of {size}, and vLLM on a CPU supports "
+            f'{", ".join(map(str, supported))}; set generator.kind = "torch", or give another model'
+        )
+
+
 def cpu_arguments(path: str, dtype: torch.dtype, context: int, memory: float) -> dict[str, Any]:
     """What vLLM is told on a CPU: where `memory` is set, it takes that share of the host's as it does of a GPU's.
 
@@ -83,7 +95,7 @@ def _cache_of_one(path: str, dtype: torch.dtype, context: int) -> int:
     from transformers import AutoConfig
 
     it = AutoConfig.from_pretrained(path).get_text_config()
-    heads, tokens = heads_of(it), context or it.max_position_embeddings
+    heads, tokens = heads_of(it), context or getattr(it, "max_position_embeddings", 0)
     return int(2 * it.num_hidden_layers * heads.keys * heads.size * dtype.itemsize * tokens)
 
 

@@ -44,8 +44,9 @@ class ProcessTrainer:
         scores: list[list[float]] = await self.actor.call("score", list(completions))
         return scores
 
-    async def save(self, path: Path) -> None:
-        await self.actor.call("save", path)
+    async def save(self, path: Path, last: bool) -> None:
+        """Write a checkpoint; after the `last` no step follows."""
+        await self.actor.call("save", path, last)
 
     async def restore(self, path: Path) -> None:
         await self.actor.call("restore", path)

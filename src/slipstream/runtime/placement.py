@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from slipstream.config import Config, ConfigError, with_absolute_paths, with_options
-from slipstream.models import dtype_name
+from slipstream.models import dtype_name, model_type
 
+RESTARTED = ("falcon_h1", "gpt2")  # model types that vLLM stores transposed, or multiplied by constants
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -61,9 +63,19 @@ def settled(config: Config) -> Config:
     Raises `ConfigError` where the host has too few GPUs.
     """
     if config.sync.link == "auto":
-        link = choose_link(config, gpus_here(), ranks_here(config.trainer.ranks))
-        config = with_options(config, sync=config.sync.model_dump() | {"link": link})
+        chosen: dict[str, Any] = {"link": choose_link(config, gpus_here(), ranks_here(config.trainer.ranks))}
+        if _needs_restarts(config):
+            drains = config.sync.interruption == "drain"
+            chosen = {"link": "checkpoint", "restart": True, "interruption": "drain" if drains else "retry"}
+        config = with_options(config, sync=config.sync.model_dump() | chosen)
     return with_absolute_paths(with_options(config, model=config.model.model_dump() | {"dtype": dtype_name(config)}))
+
+
+def _needs_restarts(config: Config) -> bool:
+    """Whether vLLM engines of the run store the model's parameters in a layout that no link can write."""
+    generator = config.generator
+    written = generator.kind != "vllm" or bool(generator.servers) or config.serves_adapters
+    return not written and model_type(config.model.path) in RESTARTED
 
 
 def choose_link(config: Config, gpus: int, ranks: int = 0) -> str:

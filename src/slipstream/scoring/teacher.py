@@ -206,14 +206,16 @@ def _new_engine(config: Config, path: str) -> Any:
     import torch
     from vllm import LLM
 
-    from slipstream.generators.vllm_start import cpu_arguments
+    from slipstream.generators.vllm_start import cpu_arguments, refuse_head_size
     from slipstream.models import dtype_name, dtype_of
+    from slipstream.vllm_releases import cpu_head_sizes
 
     arguments: dict[str, Any] = {
         "model": path, "dtype": dtype_name(config), "gpu_memory_utilization": config.teacher.memory or 0.4,
         "max_model_len": config.generator.context or None, "seed": config.loop.seed, "disable_log_stats": True,
     }  # fmt: skip
     if not torch.cuda.is_available():
+        refuse_head_size(path, cpu_head_sizes())
         arguments |= cpu_arguments(path, dtype_of(config), config.generator.context, config.teacher.memory)
     return LLM(**arguments | config.teacher.options)
 

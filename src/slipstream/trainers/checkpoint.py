@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
     async_save,
     load,
 )
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from slipstream.models import first_not_finite, save_policy
 from slipstream.sync.gathered import part_here, whole
@@ -38,11 +39,10 @@ def state_of(
 ) -> State:
     """What the next step depends on, as it is, to be written or read in place: parameters, AdamW's moments, the average
     of parameters over steps, counts and random state."""
-    fused = optimizer.defaults["fused"]
     for parameter in parameters.values():
         if not optimizer.state[parameter]:  # as the first step would begin
             optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device if fused else "cpu"),
+                "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
@@ -56,13 +56,26 @@ def state_of(
     }
 
 
+class _Uncopied(AsyncStager):
+    """Hands a state on to the thread that writes it, without the copy that a trainer needs that takes steps."""
+
+    def stage(self, state_dict: State) -> State:
+        return state_dict
+
+    def synchronize_staging(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class CheckpointFailed(RuntimeError):
     """A checkpoint, or a rank's part of it, was not written or read."""
 
 
-def save(path: Path, state: State, ranks: Ranks) -> Future[None]:
-    """Copy the state and write it into `path`; all is there with the result, which raises `CheckpointFailed` if it
-    is not. So does a state with values that are not finite: older checkpoints stay."""
+def save(path: Path, state: State, ranks: Ranks, last: bool = False) -> Future[None]:
+    """Copy the state and write it into `path`; all is there with the result. The `last` one is written uncopied, since
+    it does not change any more.
+
+    Raises `CheckpointFailed` if it is not written, also for values that are not finite: older checkpoints stay.
+    """
     _refuse_not_finite(state)
     saved: Future[None] = Future()
 
@@ -78,7 +91,10 @@ def save(path: Path, state: State, ranks: Ranks) -> Future[None]:
         path.mkdir(parents=True, exist_ok=True)
         if ranks.rank == 0:  # without whom no other begins to write
             (path / METADATA).unlink(missing_ok=True)
-        writing: Any = async_save(state, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.files is None)
+        alone, stager = ranks.files is None, _Uncopied() if last else None
+        writing: Any = async_save(
+            state, checkpoint_id=path, process_group=ranks.files, no_dist=alone, async_stager=stager
+        )
     writing.add_done_callback(settle)
     return saved
 
@@ -144,6 +160,6 @@ def export(path: Path, model: Any, parameters: Mapping[str, nn.Parameter], ranks
     for name, parameter in parameters.items():
         gathered = whole(parameter.detach())
         if ranks.rank == 0:
-            state[name] = gathered.to("cpu", copy=True)
+            state[name] = gathered.cpu()
     if ranks.rank == 0:
         save_policy(model, state, path)

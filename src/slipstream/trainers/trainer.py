@@ -98,7 +98,7 @@ class Trainer:
             lr=options.learning_rate,
             betas=options.betas,
             weight_decay=options.weight_decay,
-            fused=self.device.type == "cuda",
+            fused=True,  # else a CPU holds several copies of the largest parameter
         )
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
@@ -192,9 +192,12 @@ class Trainer:
         scored = self.ranks.union(scored)
         return [scored[i] for i in range(len(completions))]
 
-    def save(self, path: Path) -> Future[Any]:
-        """Copy everything that the next step depends on; it is in the directory `path` once the result is there."""
-        return checkpoint.save(path, self._all(), self.ranks)
+    def save(self, path: Path, last: bool = False) -> Future[Any]:
+        """Copy everything that the next step depends on; it is in the directory `path` once the result is there.
+
+        With `last` nothing is copied: no step may follow.
+        """
+        return checkpoint.save(path, self._all(), self.ranks, last)
 
     def restore(self, path: Path) -> None:
         """Go on from what `save` wrote, by however many ranks."""
@@ -222,9 +225,8 @@ class Trainer:
         tensors += [*self.parameters.values(), *(self._lowered or {}).values()]
         yield from tensors
         yield from (tensor.grad for tensor in tensors if tensor.grad is not None)
-        counted_here = self._optimizer.defaults["fused"]  # else AdamW counts its steps on the host
         for moments in self._optimizer.state.values():
-            yield from (tensor for name, tensor in moments.items() if name != "step" or counted_here)
+            yield from moments.values()
 
     def _refuse_offloaded(self) -> None:
         if self._offloaded:
