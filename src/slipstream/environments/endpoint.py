@@ -37,6 +37,7 @@ MAX_BODY, MIN_BODY_LIMIT = 64 * 2**20, 2**20  # bytes of a request
 BYTES_PER_TOKEN = 32  # of JSON that escapes every character
 BODY_TIMEOUT_S = 60.0
 BACKLOG = 1024  # connections that wait to be accepted
+DESCRIBED = 16  # times the work of a token, if the answer describes it
 MAX_ERRORS = 5  # that one answer names
 JSON = "application/json"
 ENDED = "there is no such episode, or it has ended"
@@ -238,7 +239,8 @@ class Endpoint:
             episode.requests.discard(drawing)
             for draw in draws:  # the others of one that failed
                 draw.cancel()
-        return await off_loop(sum(len(c.token_ids) for c in drawn), _answer_text, asked, drawn, self._codec)
+        size = sum(len(c.token_ids) for c in drawn) * (DESCRIBED if asked.logprobs is not False else 1)
+        return await off_loop(size, _answer_text, asked, drawn, self._codec)
 
 
 def _answer_text(asked: _Request, drawn: Sequence[Completion], codec: Codec) -> tuple[str, str]:

@@ -16,14 +16,13 @@ def too_long(tasks: Sequence[Task], codec: Codec, context: int) -> dict[int, str
 
     A token is at least one byte of text, so a prompt with fewer bytes than the context is not tokenized.
     """
-    least = _overhead(codec)
+    least, longest = _overhead(codec), codec.limits.longest_token  # a pass over the vocabulary: here, in a thread
     found = {}
     for index, task in enumerate(tasks):
         texts = _texts(task.prompt)
         bytes_ = sum(len(text.encode(errors="replace")) for text in texts)
         if bytes_ + least * (len(texts) + 1) < context:
             continue
-        longest = codec.limits.longest_token
         if bytes_ > max(TOKENIZED, context * longest):
             found[index] = f"{bytes_ // longest} tokens or more"
             continue
