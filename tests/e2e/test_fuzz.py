@@ -1,7 +1,8 @@
 """Whatever a client sends, and whatever an environment hands in, a run goes on.
 
 A whole run, with an engine and a trainer in processes of their own: two episodes of four play cases that hypothesis
-drew, the others are ordinary and are trained on. SLIPSTREAM_FUZZ_CASES sets how many cases there are.
+drew, the others are ordinary and are trained on. SLIPSTREAM_FUZZ_CASES sets how many cases there are, and has the
+counts of answers and failures printed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from slipstream.environments.base import Policy, Task
 from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan
 from slipstream.run import Run, _checked
 
+pytestmark = pytest.mark.e2e
 CASES = int(os.environ.get("SLIPSTREAM_FUZZ_CASES", "300"))
 GROUPS, MEMBERS = 8, 4
 CONNECTIONS = 200
@@ -339,7 +341,7 @@ def test_a_run_goes_on_whatever_clients_send_and_environments_hand_in(
             await run.close()
 
     summary = asyncio.run(main())
-    with capfd.disabled():
+    with capfd.disabled() if "SLIPSTREAM_FUZZ_CASES" in os.environ else contextlib.nullcontext():
         print(json.dumps([FUZZED.played, FUZZED.statuses, summary["failures"]]))
     assert summary["steps"] == steps and not summary["stopped"]
     assert next(FUZZED.cases, None) is None, "all cases were played"
