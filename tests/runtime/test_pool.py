@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.actor import ActorDied, ActorError
+from slipstream.actor import Actor, ActorDied, ActorError
 from slipstream.environments.base import Codec, Policy
 from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.rollout import Completion, Sampling, VersionSpan
@@ -139,5 +139,24 @@ def test_what_a_dead_generator_drew_is_drawn_again() -> None:
             raise AssertionError("nobody is left to draw")
         except ActorDied as error:
             assert "killed" in str(error)
+
+    asyncio.run(main())
+
+
+def test_no_progress_is_asked_for_of_an_engine_that_is_held_or_has_a_limit_anyway() -> None:
+    async def main() -> None:
+        actor = Actor("engine")
+        generator = ProcessGenerator(actor)
+        pool = GeneratorPool([generator])
+        assert not actor.excused("generate") and not actor.excused("sleep")
+        pool.hold()
+        assert actor.excused("generate") and not actor.excused("sleep"), "it is to fall asleep in time"
+        pool.resume()
+        call = asyncio.get_running_loop().create_future()
+        answer = asyncio.ensure_future(generator.answer(call, "receive version 1", 60.0))
+        await asyncio.sleep(0)
+        assert actor.excused("prepare") and not actor.excused("generate"), "it draws while it receives"
+        call.set_result("received")
+        assert await answer == "received" and not actor.excused("prepare")
 
     asyncio.run(main())
