@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.environments.scoring import ScoringError
+from slipstream.environments.scoring import ScoringError, ZeroReward
 from slipstream.rollout import Completion, Rollout, StepReward, VersionSpan
 from slipstream.scoring.base import rewarded
 
@@ -26,6 +26,12 @@ def test_a_number_is_the_reward_and_the_environments_own_is_kept_as_a_part() -> 
     assert rewarded(rollout(3), 2, {}).reward == 2.0
     both = rewarded(rollout(3, reward=1.0), 2, {})
     assert (both.reward, both.metrics) == (2.0, {"environment": 1.0, "score": 2.0})
+
+
+def test_a_scorer_that_raised_gives_nothing_to_any_part_that_has_a_weight() -> None:
+    weights = {"environment": 1.0, "score": 2.0, "style": 0.5}
+    found = rewarded(rollout(2, reward=0.5), ZeroReward(), weights)
+    assert (found.reward, found.metrics) == (0.5, {"environment": 0.5, "score": 0.0, "style": 0.0})
 
 
 def test_without_a_reward_of_its_own_an_answer_leaves_the_environments() -> None:

@@ -43,6 +43,10 @@ class RewardRaised(ScoringError):
     """The function itself raised: a strange answer may be why."""
 
 
+class ZeroReward(float):
+    """The reward in the place of one that raised."""
+
+
 class RewardErrors:
     """What becomes of a reward function that raises: the reward is 0, and `told` hears of it.
 
@@ -59,7 +63,7 @@ class RewardErrors:
         if self.in_a_row > self._limit:
             raise error
         self._told(error)
-        return 0.0
+        return ZeroReward()
 
     def succeeded(self) -> None:
         self.in_a_row = 0

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from slipstream.config import ConfigError
 from slipstream.environments.base import Task
-from slipstream.environments.scoring import ScoringError
+from slipstream.environments.scoring import ScoringError, ZeroReward
 from slipstream.rollout import Completion, Rollout, StepReward
 
 ENVIRONMENT, SCORE = "environment", "score"  # the parts that every answer has
@@ -33,8 +33,11 @@ def rewarded(rollout: Rollout, answer: Any, weights: Mapping[str, float]) -> Rol
     `tokens` (for each completion a number a token, or pairs [position of a step's last token, number]) and `metrics`.
     The parts of a rollout are those of the answer, `score` (its `reward`) and `environment` (what the environment
     returned); they join its metrics. The reward is the sum of the parts that have weights, each times its weight;
-    without weights it is `score`, or what the environment returned if the answer has no `reward`.
+    without weights it is `score`, or what the environment returned if the answer has no `reward`. All parts of a scorer
+    that raised are 0.
     """
+    if isinstance(answer, ZeroReward):
+        answer = {"reward": 0.0, "parts": dict.fromkeys(set(weights) - {ENVIRONMENT, SCORE}, 0.0)}
     if not isinstance(answer, Mapping):
         answer = {"reward": number(answer, "it")}
     if unknown := sorted(set(map(str, answer)) - ANSWER):
