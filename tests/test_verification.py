@@ -13,7 +13,8 @@ import torch
 
 from slipstream import verification
 from slipstream.config import load_config
-from slipstream.rollout import Completion, VersionSpan
+from slipstream.generators.vllm_requests import VllmRequest
+from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.verification import CUT, ChangingTrainer, Verdict, _longer, _scratch, _verdict
 
 
@@ -80,10 +81,7 @@ def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
     assert not wrong.exact and wrong.describe(config).endswith(" NOT EXACT")
     assert not ended.exact
     assert ended.describe(config).endswith("NOT SEEN: all that was in flight had ended at the swap: raise --tokens")
-    by_themselves = replace(
-        ended, longer=_longer([replace(of_b(5, 7), finish_reason="stop")], 2)
-    )  # and no limit would keep them
-    assert by_themselves.unseen.endswith("raise --prompts, or lower --after")
+    assert replace(ended, longer=_longer([of_b(5, 7)], 2)).unseen.endswith("raise generator.context")
 
 
 def test_completions_are_as_long_as_a_publish_takes(
@@ -116,10 +114,8 @@ def test_completions_are_as_long_as_a_publish_takes(
 
 
 def test_what_lets_completions_go_on() -> None:
-    by_eos, by_limit = replace(of_b(5, 7, 8), finish_reason="stop"), of_b(5, 7, 8)
-    assert _longer([by_eos, by_limit], 2) == CUT
-    assert _longer([by_eos, by_limit], 3) == "raise generator.context"
-    assert _longer([by_eos], 3) == "raise --prompts, or lower --after"
+    assert _longer([of_b(5, 7, 8)], 2) == CUT
+    assert _longer([of_b(5, 7, 8)], 3) == "raise generator.context"
 
 
 def test_a_retry_is_seen_by_what_it_threw_away() -> None:
@@ -131,3 +127,9 @@ def test_a_retry_is_seen_by_what_it_threw_away() -> None:
     # Nothing that A drew is left, though a sequence had drawn before the publish began.
     gone = replace(_verdict([by_b, by_b], [[(7, 9)], [(7, 8), (7, 8)]], hold=0.0, met=1), how="retry")
     assert gone.exact
+
+
+def test_vllm_draws_past_the_end_of_the_text_too() -> None:
+    for ignored, stops in ((False, [7, 9]), (True, [9])):
+        sampling = Sampling(stop_tokens=(9,), ignore_eos=ignored)
+        assert VllmRequest("key", (1,), sampling).parameters(10, [7], False)["stop_token_ids"] == stops

@@ -31,7 +31,8 @@ class Sampling:
 
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token. `seed` makes the completion a function of the
     weights and the prompt alone. `record_kept` and `record_experts` ask the generator for what training needs to
-    replay: the tokens that top-k/top-p kept, and the experts that a mixture of experts chose.
+    replay: the tokens that top-k/top-p kept, and the experts that a mixture of experts chose. With `ignore_eos` only
+    `stop_tokens` and `stop_strings` end a completion early, not the model's end-of-sequence tokens.
     """
 
     temperature: float = 1.0
@@ -43,6 +44,7 @@ class Sampling:
     seed: int = 0
     record_kept: bool = False
     record_experts: bool = False
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         for name, sound, wanted in (

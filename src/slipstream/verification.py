@@ -226,11 +226,7 @@ def _of_engines(config: Config) -> Config:
 
 def _longer(completions: Sequence[Completion], tokens: int) -> str:
     """What would have let the longest of them go on."""
-    if any(len(c.token_ids) == tokens for c in completions):
-        return CUT
-    if any(c.finish_reason == "length" for c in completions):
-        return "raise generator.context"
-    return "raise --prompts, or lower --after"
+    return CUT if any(len(c.token_ids) == tokens for c in completions) else "raise generator.context"
 
 
 @contextmanager
@@ -261,7 +257,7 @@ async def _publish_midway(
         await pools.link.connect(0)
         await pools.trainer.actor.call("store", stores[0])
         await pools.trainer.actor.call("foresee", seed)
-        sampling = Sampling(temperature=0.0, max_tokens=tokens)
+        sampling = _greedy(tokens)
         drawn = [asyncio.ensure_future(pools.generator.generate(prompt, sampling)) for prompt in asked]
         drawing = asyncio.gather(*drawn)
         drawing.add_done_callback(went_well)  # else raised below
@@ -298,8 +294,13 @@ async def _fresh(config: Config, folder: Path, store: Path, wanted: Wanted) -> l
         await pool.close()
 
 
+def _greedy(tokens: int) -> Sampling:
+    """Past the end of the text: a model that answers in a few tokens would have ended before the change."""
+    return Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
 async def _drawn_again(pool: GeneratorPool, wanted: Wanted) -> list[tuple[int, ...]]:
-    samplings = [Sampling(temperature=0.0, max_tokens=span.end - span.start) for _, span in wanted]
+    samplings = [_greedy(span.end - span.start) for _, span in wanted]
     prefixes = [c.prompt_ids + c.token_ids[: span.start] for c, span in wanted]
     drawn = await asyncio.gather(*map(pool.generate, prefixes, samplings))
     return [completion.token_ids for completion in drawn]

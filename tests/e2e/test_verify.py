@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main
-from tests.conftest import save_model
+from tests.conftest import VOCABULARY, build_model, build_tokenizer
 from tests.e2e.test_runs import slipstream
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -16,8 +16,10 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It ends each completion with its first token."""
     path = tmp_path_factory.mktemp("verify") / "model"
-    save_model(path, head_dim=32, max_position_embeddings=2048)
+    build_model(head_dim=32, max_position_embeddings=2048, eos_token_id=[*range(VOCABULARY)]).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
     return path
 
 

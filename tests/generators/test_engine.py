@@ -333,8 +333,13 @@ def test_stop_tokens_stop_strings_and_context() -> None:
     eos = Engine(copy.deepcopy(model), slots=4, tokenizer=tokenizer)
     for seed in range(40):
         eos.submit(seed, [5, 6, 7], Sampling(max_tokens=60, seed=seed))
-    stopped = [c for c in drain(eos).values() if c.finish_reason == "stop"]
+    drawn = drain(eos)
+    stopped = [c for c in drawn.values() if c.finish_reason == "stop"]
+    stopped_seed = next(seed for seed, c in drawn.items() if c is stopped[0])
     assert stopped and all(c.token_ids[-1] == 1 and 1 not in c.token_ids[:-1] for c in stopped)
+    eos.submit("on", [5, 6, 7], Sampling(max_tokens=60, seed=stopped_seed, ignore_eos=True))
+    [(_, whole)] = drain(eos).items()
+    assert whole.finish_reason == "length" and whole.token_ids[: len(stopped[0].token_ids)] == stopped[0].token_ids
 
 
 def test_aborted_requests_free_their_slot_and_return_nothing() -> None:

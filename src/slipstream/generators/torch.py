@@ -131,7 +131,7 @@ class Engine:
             raise GenerationError("stop strings need a tokenizer")
         if sampling.record_experts and not self._routing.experts:
             raise GenerationError("record_experts: this model has no experts")
-        stop_tokens = frozenset(sampling.stop_tokens) | self._eos
+        stop_tokens = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self._eos)
         limit = min(sampling.max_tokens, self.context - len(prompt))
         stop_bytes = max((len(stop.encode(errors="surrogatepass")) for stop in sampling.stop_strings), default=0)
         self._queue.append(_Sequence(key, prompt, sampling, stop_tokens, limit, stop_bytes))

@@ -55,7 +55,7 @@ class VllmRequest:
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
             "max_tokens": min(sampling.max_tokens, context - len(self.prompt)),
-            "stop_token_ids": [*eos, *sampling.stop_tokens],
+            "stop_token_ids": [*(() if sampling.ignore_eos else eos), *sampling.stop_tokens],
             "ignore_eos": True,  # which is the tokenizer's, and need not be the model's
             "stop": list(sampling.stop_strings),
             # A generator of random numbers for each sequence costs time, and only a synchronous run can repeat itself.
