@@ -25,7 +25,7 @@ from pathlib import Path
 from work import conditions
 
 SOURCE = Path(__file__).parent.parent / "src" / "slipstream"
-COLLECT = "import gc, time, {}; gc.collect(); at = time.perf_counter(); gc.collect(); print(time.perf_counter() - at)"
+COLLECT = "import gc, time, {}; gc.collect(); at = time.process_time(); gc.collect(); print(time.process_time() - at)"
 PROCESSES = {
     "trains": "slipstream.trainers.trainer, transformers.models.qwen3",
     "drives vLLM": "vllm.v1.engine.llm_engine",
@@ -79,12 +79,15 @@ def main() -> None:
     )
     print(f"src/: {len(texts)} files, {whole:,} lines, {full:,} of them not blank, {code:,} of code")
     found = {"import_s": seconds, "files": len(texts), "lines": whole, "not_blank": full, "code": code}
-    if options.json:
-        options.json.write_text(json.dumps({**conditions(), **found}, indent=1) + "\n")
+    collections = {}
     for name, modules in PROCESSES.items():
         if importlib.util.find_spec(modules.partition(".")[0]):
             done = subprocess.run([sys.executable, "-c", COLLECT.format(modules)], check=True, capture_output=True)
-            print(f"a full garbage collection in a process that {name}: {float(done.stdout.split()[-1]):.2f} s")
+            collections[name] = float(done.stdout.split()[-1])
+            print(f"a full garbage collection in a process that {name}: {collections[name]:.2f} s")
+    if options.json:
+        found |= {"garbage_collection_s": collections}
+        options.json.write_text(json.dumps({**conditions(), **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

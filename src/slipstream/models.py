@@ -469,4 +469,5 @@ def _quiet() -> None:
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    for library in ("transformers", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)
