@@ -8,8 +8,11 @@ import contextlib
 import gc
 import multiprocessing.util
 import os
+import pickle
 import re
 import signal
+import socket
+import struct
 import subprocess
 import threading
 import time
@@ -20,7 +23,9 @@ from typing import Any
 import pytest
 
 from slipstream import actor as actor_module
-from slipstream.actor import Actor, ActorDied, ActorError, Reply, keep_watch, went_well
+from slipstream.actor import Actor, ActorDied, ActorError, Line, Reply, keep_watch, went_well
+from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, ids, numbers
+from slipstream.runtime.wire import PlainLine
 
 
 class Echo:
@@ -355,3 +360,43 @@ def test_the_event_loop_waits_for_no_process_and_walks_through_no_proc(
 
     asyncio.run(main())
     assert threads and threading.main_thread() not in threads
+
+
+def test_a_message_that_stops_halfway_holds_up_nobody_else() -> None:
+    """Its sender may be stopped, or wait for a processor, in the middle of it."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        threading.Timer(2.0, theirs.close).start()
+        actor = Actor("halfway", guest=Line(ours.detach()))
+        starting = asyncio.ensure_future(actor.start(SERVICE, ""))
+        theirs.sendall(struct.pack("!i", 1000) + b"the first bytes")
+        await asyncio.wait((starting,), timeout=0.2)
+        assert not starting.done()
+        with pytest.raises(ActorDied):
+            await starting
+
+    asyncio.run(main())
+
+
+def test_large_arguments_arrive_whole_and_in_order(tmp_path: Path) -> None:
+    async def body(actor: Actor) -> None:
+        large = actor.call_large("say", "a" * 3_000_000)
+        refused = actor.call_large("say", lambda: 0)
+        small = actor.call("say", "b")
+        assert (await small, await large) == ("> b", "> " + "a" * 3_000_000)
+        with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+            await refused
+        assert await actor.call("say", "c") == "> c"
+
+    run(body, tmp_path)
+
+
+def test_a_batch_is_serialized_in_pieces_that_hold_the_interpreter_for_less_than_a_millisecond() -> None:
+    tokens = ids(range(8192))
+    completion = Completion(tokens, tokens, numbers(tokens), (VersionSpan(0, 0, 8192),), "length")
+    groups = tuple(Group(n, str(n), (Rollout((completion,), 0.5),) * 2) for n in range(20))
+    batch = Batch(groups, ((0.5, -0.5),) * 20, 3)
+    for line in (Line, PlainLine):
+        pieces = line.pieces((batch,))
+        assert max(map(len, pieces)) < 200_000 and line.loads(b"".join(pieces)) == (batch,)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,26 +14,37 @@ from slipstream.config import ConfigError
 from slipstream.directory import RunDirectory, write_state
 from slipstream.integrity import MANIFEST, STATE
 
-STATES = {2: {"step": 2, "counts": {1: 0.1, 10: [True, None]}}, 4: {"step": 4, "text": "ü\n"}}
+STATES: dict[int, dict[str, Any]] = {
+    2: {"step": 2, "counts": {1: 0.1, 10: [True, None]}},
+    4: {"step": 4, "text": "ü\n"},
+}
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     """A run's directory with checkpoints after steps 2 and 4, written as a run writes them."""
     made = RunDirectory(tmp_path / "run")
-    for step, state in STATES.items():
-        with made.new_checkpoint(step, keep=2) as path:
+
+    async def write(step: int) -> None:
+        async with made.new_checkpoint(step, keep=2) as path:
             (path / "trainer").mkdir()
             (path / "trainer" / "weights").write_bytes(bytes(range(200)) * step)
             (path / "trainer" / ".metadata").write_bytes(b"what is where")
-            write_state(path, state)
+            write_state(path, STATES[step], [])
+
+    for step in STATES:
+        asyncio.run(write(step))
     return made
 
 
+def state_of(step: int, files: int = 0) -> Any:
+    return json.loads(json.dumps(STATES[step] | {"ready": f"ready_{files}.jsonl"}))
+
+
 def test_the_newest_checkpoint_is_taken_with_its_state(directory: RunDirectory) -> None:
-    assert directory.newest_whole() == (directory.checkpoint(4), json.loads(json.dumps(STATES[4])), [])
-    write_state(directory.checkpoint(4), {"step": 4, "grown": True})
-    assert directory.newest_whole()[1] == {"step": 4, "grown": True}
+    assert directory.newest_whole() == (directory.checkpoint(4), state_of(4), [])
+    write_state(directory.checkpoint(4), {**STATES[4], "text": "grown"}, [])
+    assert directory.newest_whole()[1] == {**state_of(4, 1), "text": "grown"}
     assert RunDirectory(directory.path.with_name("none")).newest_whole() == (None, {}, [])
 
 
@@ -52,6 +65,8 @@ def change_a_digit(path: Path) -> None:
         ("trainer/weights", lambda path: path.write_bytes(path.read_bytes()[:-1]), "trainer/weights has other bytes"),
         ("trainer/weights", Path.unlink, "weights can't be read: No such file"),
         ("trainer/.metadata", overwrite, "trainer/.metadata has other bytes"),
+        ("ready_0.jsonl", Path.unlink, "ready_0.jsonl can't be read: No such file"),
+        ("ready_0.jsonl", lambda path: path.write_text("[]"), "ready_0.jsonl has other bytes"),
         (STATE, change_a_digit, "run.json has other bytes"),
         (STATE, lambda path: path.write_text("{"), "run.json or manifest.json is damaged"),
         (STATE, lambda path: path.write_text("[1]"), "run.json or manifest.json is damaged"),
@@ -65,7 +80,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken_and_the_damage_is_told(
 ) -> None:
     harm(directory.checkpoint(4) / name)
     path, state, [told] = directory.newest_whole()
-    assert path == directory.checkpoint(2) and state == json.loads(json.dumps(STATES[2]))
+    assert path == directory.checkpoint(2) and state == state_of(2)
     assert told.startswith("checkpoint step_4 is damaged (") and said in told and "\n" not in told
     assert [p.name for p in directory.checkpoints()] == ["step_2"]
     assert directory.checkpoint(4).with_name("step_4.damaged").exists(), "a damaged checkpoint is the user's to remove"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream import serialization
 from slipstream.config import LoopConfig
 from slipstream.ledger import Entry, Ledger, LedgerError, RolloutCounts, State
 from slipstream.rollout import Completion, Group, Rollout, VersionSpan, spans_of
@@ -81,15 +82,17 @@ class Line:
 
     def save(self) -> None:
         """A checkpoint, through JSON as on disk; what is running then was never seen to end."""
-        self.saved = json.dumps(self.state.snapshot()), list(self.trained), list(self.filtered)
+        groups = serialization.dumps(self.state.ready)
+        self.saved = json.dumps(self.state.snapshot()), groups, list(self.trained), list(self.filtered)
 
     def restart(self, **changes: int) -> None:
         """Kill -9, and go on from the last checkpoint."""
-        data, self.trained, self.filtered = json.loads(self.saved[0]), list(self.saved[1]), list(self.saved[2])
+        data, ready = json.loads(self.saved[0]), serialization.loads(self.saved[1])
+        self.trained, self.filtered = list(self.saved[2]), list(self.saved[3])
         self.options = self.options.model_copy(update=changes)
         self.running, self.under_way = {}, None
         self.state = LoopState(self.options, self.every, self.tasks)
-        self.state.restore(data)
+        self.state.restore(data, ready)
         self.served = self.state.version
 
     def check(self) -> None:
@@ -228,9 +231,9 @@ def test_a_resumed_run_keeps_its_pace(groups_per_step: int, every: int, said: st
     line = lag_two()
     other = LoopState(line.options.model_copy(update={"groups_per_step": groups_per_step}), every, line.tasks)
     with pytest.raises(ValueError, match=said):
-        other.restore(json.loads(line.saved[0]))
+        other.restore(json.loads(line.saved[0]), [])
     with pytest.raises(ValueError, match="7 training tasks, and now there are 8; give it the data"):
-        LoopState(line.options, 1, 8).restore(json.loads(line.saved[0]))
+        LoopState(line.options, 1, 8).restore(json.loads(line.saved[0]), [])
 
 
 def test_a_stop_between_publishes_opens_the_gate_no_further() -> None:
@@ -316,7 +319,7 @@ def test_a_task_that_never_can_be_played_is_left_out_unless_all_are() -> None:
     assert [state.ledger.start().task for _ in range(9)].count(1) == 0
     assert state.ledger.given_up > 1, "visits that are left out are counted"
     again = LoopState(state.options, 1, 3)
-    again.restore(json.loads(json.dumps(state.snapshot())))
+    again.restore(json.loads(json.dumps(state.snapshot())), state.ready)
     assert 1 in [again.ledger.start().task for _ in range(12)], "who resumes may have mended it"
     state.ledger.leave_out(range(3))
     assert {state.ledger.start().task for _ in range(9)} == {0, 1, 2}

@@ -65,7 +65,7 @@ def batch_of(experts: Any, groups: int = 4, seed: int = 0) -> Batch:
             first = completion_of(prompt, some(12), experts)
             turns = [first]
             if rng.random() < 0.4:
-                turns.append(completion_of(first.prompt_ids + first.token_ids + some(4), some(5), experts))
+                turns.append(completion_of((*first.prompt_ids, *first.token_ids, *some(4)), some(5), experts))
             rollouts.append(Rollout(tuple(turns), rng.random()))
         made.append(Group(entry, str(entry), tuple(rollouts)))
     return make_batch(made)

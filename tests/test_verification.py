@@ -14,7 +14,7 @@ import torch
 from slipstream import verification
 from slipstream.config import load_config
 from slipstream.generators.vllm_requests import VllmRequest
-from slipstream.rollout import Completion, Sampling, VersionSpan
+from slipstream.rollout import Completion, Sampling, VersionSpan, ids
 from slipstream.verification import CUT, ChangingTrainer, Verdict, _longer, _scratch, _verdict
 
 
@@ -27,9 +27,9 @@ def test_where_nothing_of_a_was_kept_a_fresh_a_must_answer_otherwise() -> None:
     """As under `retry`: else nothing would show that anything has changed."""
     completions = [of_b(5, 7, 8), of_b(6, 9, 9), of_b(5, 7, 8), of_b(6, 9, 9)]
     by_b = [c.token_ids for c in completions]
-    same = _verdict(completions, [[(7, 8), (9, 9)], by_b], hold=0.0, met=2)
+    same = _verdict(completions, [[ids([7, 8]), ids([9, 9])], by_b], hold=0.0, met=2)
     assert not same.exact and same.differ == 0 and same.before == (0, 0) and same.after == (4, 4)
-    other = _verdict(completions, [[(7, 8), (9, 3)], by_b], hold=0.0, met=2)
+    other = _verdict(completions, [[ids([7, 8]), ids([9, 3])], by_b], hold=0.0, met=2)
     assert other.exact and other.differ == 1 and other.before == (0, 0)
 
 
@@ -71,9 +71,9 @@ def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
     whole = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 2),), "length")
     parts = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)), "length")
     by_b = of_b(5, 9, 9)
-    ended = _verdict([whole, by_b], [[(7, 8)], [(9, 9)]], hold=0.0, met=1)
-    met = _verdict([parts, by_b], [[(7,)], [(8,), (9, 9)]], hold=0.0, met=1)
-    wrong = _verdict([parts, by_b], [[(7,)], [(4,), (9, 9)]], hold=0.0, met=1)
+    ended = _verdict([whole, by_b], [[ids([7, 8])], [ids([9, 9])]], hold=0.0, met=1)
+    met = _verdict([parts, by_b], [[ids([7])], [ids([8]), ids([9, 9])]], hold=0.0, met=1)
+    wrong = _verdict([parts, by_b], [[ids([7])], [ids([4]), ids([9, 9])]], hold=0.0, met=1)
     for verdict in (ended, met, wrong):
         assert verdict.exact == (verdict is not wrong)  # where sequences may finish by A
     ended, met, wrong = (replace(verdict, how="recompute") for verdict in (ended, met, wrong))
@@ -122,10 +122,10 @@ def test_a_retry_is_seen_by_what_it_threw_away() -> None:
     """Else all may have ended before the swap, and nothing was drawn anew."""
     by_a = Completion((5,), (7, 9), (0.0, 0.0), (VersionSpan(0, 0, 2),), "length")
     by_b = of_b(5, 7, 8)
-    ended = replace(_verdict([by_a, by_b], [[(7, 9)], [(7, 8)]], hold=0.0, met=1), how="retry")
+    ended = replace(_verdict([by_a, by_b], [[ids([7, 9])], [ids([7, 8])]], hold=0.0, met=1), how="retry")
     assert not ended.exact and replace(ended, wasted=3).exact
     # Nothing that A drew is left, though a sequence had drawn before the publish began.
-    gone = replace(_verdict([by_b, by_b], [[(7, 9)], [(7, 8), (7, 8)]], hold=0.0, met=1), how="retry")
+    gone = replace(_verdict([by_b, by_b], [[ids([7, 9])], [ids([7, 8]), ids([7, 8])]], hold=0.0, met=1), how="retry")
     assert gone.exact
 
 

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slipstream.rollout import Completion, Group, Rollout, Sampling, VersionSpan
-
 if TYPE_CHECKING:
     from slipstream.config import Config, ConfigError, load_config
+    from slipstream.rollout import Completion, Group, Rollout, Sampling, VersionSpan
     from slipstream.run import train
 
 __version__ = "0.1.0"
@@ -24,9 +23,10 @@ __all__ = ["Completion", "Config", "ConfigError", "Group", "Rollout", "Sampling"
 
 
 def __getattr__(name: str) -> Any:
-    """What is in `__all__` and not here yet is loaded when it is first asked for."""
+    """What is in `__all__` is loaded when it is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module("slipstream.run" if name == "train" else "slipstream.config"), name)
+    module = {"train": "run", "Config": "config", "ConfigError": "config", "load_config": "config"}.get(name, "rollout")
+    return getattr(import_module(f"slipstream.{module}"), name)

@@ -100,6 +100,46 @@ class Line(Connection):
     def loads(data: bytes) -> Any:
         return pickle.loads(data)
 
+    @staticmethod
+    def pieces(message: Any) -> list[bytes]:
+        """What `dumps` returns, in pieces of which each holds the interpreter for less than a millisecond."""
+        written = _Pieces()
+        pickle.Pickler(written).dump(message)
+        return written.pieces
+
+    def recv_raw(self) -> bytes:
+        """The next message as it was sent."""
+        return self.recv_bytes()
+
+
+class _Pieces:
+    """A file for `pickle.Pickler`, which writes whenever it has 64 KiB; other threads run between two pieces."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.pieces.append(bytes(data))
+
+
+class Large:
+    """Arguments of a call that are serialized once for many actors, in the first thread that sends them.
+
+    Nothing may change them meanwhile.
+    """
+
+    def __init__(self, pieces: Callable[[Any], list[bytes]], arguments: tuple[Any, ...]) -> None:
+        self._serialize, self._arguments = pieces, arguments
+        self._lock = threading.Lock()
+        self._pieces: list[bytes] | None = None
+
+    def pieces(self) -> list[bytes]:
+        """Raises what the serialization raises."""
+        with self._lock:
+            if self._pieces is None:
+                self._pieces = self._serialize(self._arguments)
+            return self._pieces
+
 
 class Actor:
     """The controller's end of a process, which it starts, or of a `guest`: one that has called here by itself."""
@@ -121,12 +161,12 @@ class Actor:
         self._progress: Any = None  # as of the last heartbeat
         self._owed: dict[int, tuple[str, float]] = {}  # the method of each call, and since when it waits
         self._guest = guest
-        self.dumps = (guest or Line).dumps
+        self.dumps, self.pieces = (guest or Line).dumps, (guest or Line).pieces
         self._environment = environment or {}
         self._log = log
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self._outgoing: list[tuple[int, str, bytes]] = []
+        self._outgoing: list[tuple[int, str, bytes | Large]] = []
         self._writer: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.dead: ActorDied | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -137,8 +177,10 @@ class Actor:
         """Start the process, build the service ("module:function") in it, and wait until it is there."""
         self._connection = self._guest or Line(self._launch().detach())
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._connection.fileno(), self._read)
-        threading.Thread(target=self._write, daemon=True).start()
+        self._socket = socket.socket(fileno=os.dup(self._connection.fileno()))  # wakes both threads when it is shut
+        writing = threading.Thread(target=self._write, name=f"to {self.name}", daemon=True)
+        writing.start()
+        threading.Thread(target=self._read, args=(writing,), name=f"from {self.name}", daemon=True).start()
         if self._guest:
             self._writer.put(dict(self._environment))
         self._writer.put((service, self.dumps(arguments), HEARTBEAT_S))
@@ -175,7 +217,11 @@ class Actor:
         """
         return self.call_dumped(method, self.dumps(arguments))  # here, where what can't be is the caller's error
 
-    def call_dumped(self, method: str, arguments: bytes) -> asyncio.Future[Any]:
+    def call_large(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """As `call`, with arguments of many megabytes, which are serialized off the event loop."""
+        return self.call_dumped(method, Large(self.pieces, arguments))
+
+    def call_dumped(self, method: str, arguments: bytes | Large) -> asyncio.Future[Any]:
         """As `call`, with a tuple of arguments that `dumps` was given already, once for many actors."""
         future = self._loop.create_future()
         if self.dead:
@@ -276,7 +322,7 @@ class Actor:
         self._gone = self._gone or (self._process.poll() is not None and not group_lives(self._process.pid))
         return self._gone
 
-    def _send(self, number: int, method: str, arguments: bytes) -> None:
+    def _send(self, number: int, method: str, arguments: bytes | Large) -> None:
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append((number, method, arguments))
@@ -289,33 +335,64 @@ class Actor:
         """Send from a thread of its own: the event loop must not wait for a process that is busy."""
         with contextlib.suppress(OSError):
             while (message := self._writer.get()) is not None:
-                self._connection.send(message)
-
-    def _read(self) -> None:
-        try:
-            while self._connection.poll():
-                for number, error, value in self._connection.recv():
-                    if number == HEARTBEAT:
-                        self.heartbeats, self._progress = self.heartbeats + 1, value
-                        continue
-                    future = self._calls.get(number)
-                    if future is None or future.done():
-                        continue
-                    if error:
-                        message, kind, details, told = value
-                        where = f"{self.name} ({self._where})"
-                        future.set_exception(ActorError(message, kind, details, told, where))
+                if not isinstance(message, list):
+                    self._connection.send(message)
+                    continue
+                for large, calls in itertools.groupby(message, lambda call: isinstance(call[2], Large)):
+                    if large:
+                        for call in calls:
+                            self._send_large(*call)
                     else:
-                        future.set_result(value)
-        except (EOFError, OSError):
-            self._loop.remove_reader(self._connection.fileno())
-            threading.Thread(target=self._tell_death, daemon=True).start()
+                        self._connection.send(list(calls))
 
-    def _tell_death(self) -> None:
-        """Say of what the process died, once that is known: in a thread, since it takes a moment."""
-        why = f"{self.name} died ({self._where})\n{self._killed()}{self._log_tail()}".rstrip()
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody is left to be told
-            self._loop.call_soon_threadsafe(self._die, why)
+    def _send_large(self, number: int, method: str, arguments: Large) -> None:
+        """Send a call with the number of pieces that its arguments are, then these."""
+        try:
+            pieces = arguments.pieces()
+        except Exception as error:  # the caller's, whose arguments can't be sent
+            self._later(self._fail, number, error)
+            return
+        self._connection.send([(number, method, len(pieces))])
+        for piece in pieces:
+            self._connection.send_bytes(piece)
+
+    def _read(self, writing: threading.Thread) -> None:
+        """Receive in a thread of its own, too: a message may be long, or its sender stopped in the middle of it."""
+        try:
+            while True:
+                self._later(self._answer, self._connection.recv())
+        except (EOFError, OSError):
+            if not self.dead:
+                why = f"{self.name} died ({self._where})\n{self._killed()}{self._log_tail()}".rstrip()
+                self._later(self._die, why)
+        self._writer.put(None)
+        writing.join()
+        self._connection.close()
+
+    def _later(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function in the event loop, if there still is one."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _answer(self, answers: list[tuple[int, bool, Any]]) -> None:
+        for number, error, value in answers:
+            if number == HEARTBEAT:
+                self.heartbeats, self._progress = self.heartbeats + 1, value
+                continue
+            future = self._calls.get(number)
+            if future is None or future.done():
+                continue
+            if error:
+                message, kind, details, told = value
+                where = f"{self.name} ({self._where})"
+                future.set_exception(ActorError(message, kind, details, told, where))
+            else:
+                future.set_result(value)
+
+    def _fail(self, number: int, error: Exception) -> None:
+        future = self._calls.get(number)
+        if future and not future.done():
+            future.set_exception(error)
 
     @property
     def _where(self) -> str:
@@ -336,10 +413,9 @@ class Actor:
             self._watching.cancel()
         if not hasattr(self, "_connection"):  # a guest that was never spoken to
             return
-        self._loop.remove_reader(self._connection.fileno())
-        self._writer.put(None)
         with contextlib.suppress(OSError):
-            self._connection.close()
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(self.dead)
@@ -397,7 +473,8 @@ def serve(connection: Line, only: str = "") -> None:
     def answer(number: int, value: Any) -> None:
         if isinstance(value, BaseException):
             details = "".join(traceback.format_exception(value))
-            print(details, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the log's disk may be full, and who asked is told all of it
+                print(details, file=sys.stderr, flush=True)
             replies.append((number, True, (str(value), type(value).__name__, details, worded(value))))
         else:
             replies.append((number, False, value))
@@ -426,7 +503,9 @@ def serve(connection: Line, only: str = "") -> None:
     try:
         while True:
             while connection.poll(0 if replies or service.busy else None):
-                for number, method, arguments in connection.recv():
+                for number, method, given in connection.recv():
+                    follow = given if isinstance(given, int) else 0  # as pieces
+                    arguments = b"".join(connection.recv_raw() for _ in range(follow)) or given
                     try:
                         if method == READY:
                             answer(number, None)
@@ -438,10 +517,10 @@ def serve(connection: Line, only: str = "") -> None:
             if service.busy:
                 service.tick()
                 ticks += 1
-            if replies:
-                calls += len(replies)
-                send(replies)
-                replies.clear()
+            calls += len(replies)
+            for reply in replies:  # each by itself: many completions at once are many megabytes
+                send([reply])
+            replies.clear()
     finally:
         service.close()
 

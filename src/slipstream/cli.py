@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -179,6 +181,7 @@ def _generate(options: argparse.Namespace, flags: list[str]) -> None:
 def _verify(options: argparse.Namespace, flags: list[str]) -> int:
     from slipstream.verification import verify
 
+    _unwind_on_interrupt()
     config = _config_to_verify(options.target, flags)
     found = asyncio.run(verify(config, prompts=options.prompts, tokens=options.tokens, after=options.after))
     print(found.describe(config))
@@ -191,6 +194,7 @@ def _study_lag(options: argparse.Namespace, flags: list[str]) -> int:
     from slipstream.study.lag import present, study_lag
     from slipstream.study.plan import Plan, parse_corrections, parse_lags
 
+    _unwind_on_interrupt()
     if options.draw:
         present(options.dir, options.target)
         return 0
@@ -202,6 +206,12 @@ def _study_lag(options: argparse.Namespace, flags: list[str]) -> int:
     for line in failed:
         print(f"slipstream: {line}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _unwind_on_interrupt() -> None:
+    """Let Ctrl-C raise `KeyboardInterrupt`, for commands that have processes or files to remove."""
+    with contextlib.suppress(ValueError):  # not the main thread: no signals here
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _config(options: argparse.Namespace, flags: list[str]) -> None:

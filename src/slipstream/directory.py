@@ -5,17 +5,20 @@ config.toml  metrics.jsonl  evaluations.jsonl  rollouts/  checkpoints/step_N/  p
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from slipstream.config import NO_SYSTEM, Config, ConfigError, dump
 from slipstream.integrity import MANIFEST, STATE, Damaged, manifest, read_whole, sealed
+from slipstream.rollout import Group
+from slipstream.serialization import read_lines, write_lines
 
 try:
     import fcntl
@@ -23,6 +26,7 @@ except ImportError:  # Windows has none
     raise ConfigError(NO_SYSTEM) from None
 
 PARTIAL, DAMAGED = ".partial", ".damaged"
+READY = "ready"  # in the state: the file of the ready groups
 STEP = re.compile(r"step_\d+")  # a whole checkpoint's name
 
 
@@ -73,19 +77,26 @@ class RunDirectory:
     def checkpoint(self, step: int) -> Path:
         return self._checkpoints / f"step_{step}"
 
-    @contextmanager
-    def new_checkpoint(self, step: int, keep: int) -> Iterator[Path]:
-        """A directory to write the checkpoint of `step` into; it gets its name when the block ends without error."""
+    @asynccontextmanager
+    async def new_checkpoint(self, step: int, keep: int) -> AsyncIterator[Path]:
+        """A directory to write the checkpoint of `step` into; it gets its name when the block ends without error.
+
+        What waits for the disk does so in a thread.
+        """
         final = self.checkpoint(step)
         partial = final.with_name(final.name + PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
+        await asyncio.to_thread(self._name, partial, final, keep)
+
+    def _name(self, partial: Path, final: Path, keep: int) -> None:
+        """Give a checkpoint its name once all of it is on the disk, and remove those before the last `keep`."""
         write_atomically(partial / MANIFEST, manifest(partial))
         for file in [p for p in partial.rglob("*") if p.is_file()]:
-            _sync(file)
+            sync(file)
         partial.rename(final)
-        _sync(self._checkpoints)
+        sync(self._checkpoints)
         for old in self.checkpoints()[:-keep]:
             shutil.rmtree(old)
 
@@ -136,13 +147,27 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a file's text so that a reader sees the old or the new, whole."""
     partial = path.with_name(path.name + PARTIAL)
     partial.write_text(text, encoding="utf-8")
-    _sync(partial)
+    sync(partial)
     partial.replace(path)
 
 
-def write_state(checkpoint: Path, state: dict[str, Any], files: Iterable[Path] = ()) -> None:
-    """Write what a checkpoint knows beside the weights, with digests of `files` beside it that it names."""
-    write_json(checkpoint / STATE, sealed(state, files))
+def write_state(checkpoint: Path, state: dict[str, Any], ready: Sequence[Group]) -> None:
+    """Write what a checkpoint knows beside the weights, as `RunDirectory.newest_whole` and `read_ready` read it.
+
+    The ready groups are in a file that the state names, so that both change at once.
+    """
+    before = list(checkpoint.glob("ready_*.jsonl"))
+    groups = checkpoint / f"ready_{len(before)}.jsonl"
+    write_lines(groups, ready)
+    sync(groups)
+    write_json(checkpoint / STATE, sealed(state | {READY: groups.name}, [groups]))
+    for old in before:
+        old.unlink()
+
+
+def read_ready(checkpoint: Path, state: dict[str, Any]) -> list[Group]:
+    """The ready groups of a checkpoint. Raises `ValueError` or `OSError` for what `write_state` has not written."""
+    return read_lines(checkpoint / state[READY])
 
 
 def _set_aside(checkpoint: Path, why: str) -> str:
@@ -157,7 +182,8 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=1) + "\n")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

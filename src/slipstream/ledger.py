@@ -144,9 +144,9 @@ class Ledger:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data to restore from. What is running now was never seen to end, so it is pending there."""
-        data = {k: v for k, v in asdict(self).items() if not k.startswith("_")}
+        data = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         live = [asdict(e) | ({"state": State.PENDING} if e.state is State.RUNNING else {}) for e in self.live.values()]
-        return data | {"live": live, "reasons": dict(self.reasons)}
+        return data | {"live": live, "counts": asdict(self.counts), "reasons": dict(self.reasons)}
 
     @classmethod
     def restore(cls, data: dict[str, Any]) -> Ledger:

@@ -3,18 +3,38 @@
 Each noun is the previous one, ripened: a `Completion` is what a generator returns, a `Rollout` is an episode with its
 reward, a `Group` is the rollouts of one task, a `Batch` is what one optimizer step consumes, as `Sample`s, and
 `StepStats` are what it answers. Nothing here is filled in later and nothing here imports the rest of the package.
+
+Token ids and log-probabilities are arrays of 4-byte numbers: a batch of 4 million tokens is 32 MB, is pickled as bytes,
+and is no object of the garbage collector's. Any sequence of numbers can be given in their place.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # vLLM raises lower ones to this minimum
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1000
+UNPACKED = (TypeError, ValueError, OverflowError)  # for what is no sequence of such numbers
 MAX_INT = 2**31 - 1  # of a count or a token id
+
+
+def ids(values: Iterable[int]) -> array[int]:
+    """Whole numbers, such as token ids, as 32-bit integers."""
+    return _packed("i", values)
+
+
+def numbers(values: Iterable[float]) -> array[float]:
+    """Numbers, such as log-probabilities, as 32-bit floats."""
+    return _packed("f", values)
+
+
+def _packed(kind: str, values: Iterable[Any]) -> array[Any]:
+    return values if isinstance(values, array) and values.typecode == kind else array(kind, values)
 
 
 class VersionSpan(NamedTuple):
@@ -105,15 +125,20 @@ class Completion:
     [prompt + completion - 1, layers, experts per token]. Both are None unless asked for.
     """
 
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    prompt_ids: array[int]
+    token_ids: array[int]
+    logprobs: array[float]
     spans: tuple[VersionSpan, ...]
     finish_reason: str
     temperature: float = 1.0
     text: str = ""
     kept: tuple[Any, ...] | None = None
     experts: Any = None
+
+    def __post_init__(self) -> None:
+        for name, pack in (("prompt_ids", ids), ("token_ids", ids), ("logprobs", numbers)):
+            with suppress(*UNPACKED):  # a rollout of such a completion is refused
+                object.__setattr__(self, name, pack(getattr(self, name)))
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -163,8 +188,12 @@ class Rollout:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
     steps: tuple[tuple[StepReward, ...], ...] = ()
-    teacher: tuple[tuple[float, ...], ...] = ()
+    teacher: tuple[array[float], ...] = ()
     role: str = ""
+
+    def __post_init__(self) -> None:
+        with suppress(*UNPACKED):
+            object.__setattr__(self, "teacher", tuple(map(numbers, self.teacher)))
 
     @property
     def tokens(self) -> int:
@@ -211,18 +240,18 @@ class Sample:
     completion's, one after the other, for all tokens before the last: of each from the turn that had it first.
     """
 
-    token_ids: tuple[int, ...]
-    drawn: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    advantages: tuple[float, ...]
+    token_ids: array[int]
+    drawn: array[int]
+    logprobs: array[float]
+    versions: array[int]
+    temperatures: array[float]
+    advantages: array[float]
     kept: tuple[Any, ...]
     experts: tuple[Any, ...] | None = None
-    teacher: tuple[float, ...] = ()
+    teacher: array[float] = field(default_factory=lambda: numbers(()))
 
     @property
-    def prompt_ids(self) -> tuple[int, ...]:
+    def prompt_ids(self) -> array[int]:
         """What stands before the first drawn token."""
         return self.token_ids[: self.drawn[0]]
 
@@ -233,7 +262,7 @@ class Batch:
     rollout, or one for each; NaN leaves a rollout out. `version` is that of the trainer's weights at the cut."""
 
     groups: tuple[Group, ...]
-    advantages: tuple[tuple[float | tuple[float, ...], ...], ...]
+    advantages: tuple[tuple[float | array[float], ...], ...]
     version: int = 0
 
     @property
@@ -296,18 +325,19 @@ class StepStats:
 def samples_of(
     completions: Sequence[Completion],
     advantage: float | Sequence[float] = 0.0,
-    teacher: Sequence[tuple[float, ...]] = (),
+    teacher: Sequence[array[float]] = (),
 ) -> list[Sample]:
     """An episode's completions as sequences: a turn whose prompt begins with all tokens of one so far is merged into
     it, any other begins a sequence of its own. `advantage` is one number, or one for each token that was drawn;
     `teacher` as a rollout has it."""
     counts = [len(c.token_ids) for c in completions]
-    each = (advantage,) * sum(counts) if isinstance(advantage, int | float) else tuple(advantage)
+    each = numbers((advantage,)) * sum(counts) if isinstance(advantage, int | float) else numbers(advantage)
     if len(each) != sum(counts):
         raise ValueError(f"{len(each)} advantages for {sum(counts)} drawn tokens")
     samples: list[Sample] = []
     ends = accumulate(counts)
-    for completion, count, end, taught in zip(completions, counts, ends, teacher or [()] * len(counts), strict=True):
+    none = [numbers(())] * len(counts)
+    for completion, count, end, taught in zip(completions, counts, ends, teacher or none, strict=True):
         turn = each[end - count : end]
         if not count:
             continue
@@ -321,16 +351,16 @@ def samples_of(
 
 
 def _sample(
-    completion: Completion, advantages: tuple[float, ...], teacher: tuple[float, ...], before: Sample | None = None
+    completion: Completion, advantages: array[float], teacher: array[float], before: Sample | None = None
 ) -> Sample:
     """A turn as a sequence, with the turns `before` it in the same."""
     count, first = len(completion.token_ids), len(completion.prompt_ids)
     turn = Sample(
         token_ids=completion.prompt_ids + completion.token_ids,
-        drawn=tuple(range(first, first + count)),
+        drawn=ids(range(first, first + count)),
         logprobs=completion.logprobs,
-        versions=tuple(chain.from_iterable((s.version,) * (s.end - s.start) for s in completion.spans)),
-        temperatures=(completion.temperature or 1.0,) * count,
+        versions=sum((ids((s.version,)) * (s.end - s.start) for s in completion.spans), ids(())),
+        temperatures=numbers((completion.temperature or 1.0,)) * count,
         advantages=advantages,
         kept=completion.kept or (None,) * count,
         experts=None if completion.experts is None else (completion.experts,),

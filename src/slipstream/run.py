@@ -11,14 +11,17 @@ import dataclasses
 import gc
 import itertools
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.actor import ActorError
 from slipstream.closing import closing
 from slipstream.config import Config, ConfigError, load_config
-from slipstream.directory import RunDirectory, write_json, write_state
+from slipstream.directory import RunDirectory, read_ready, write_json, write_state
+from slipstream.disk import DiskFull, describe_full_disk, writing
 from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.guard import (
@@ -40,7 +43,7 @@ from slipstream.heap import set_heap_aside
 from slipstream.ledger import Entry
 from slipstream.models import check_path, context_of, has_experts, load_tokenizer, pick_device, refuse_adapter
 from slipstream.observe.progress import Progress
-from slipstream.observe.recorder import Recorder
+from slipstream.observe.recorder import Recorder, RecordError
 from slipstream.observe.tally import Tally
 from slipstream.observe.waiting import told_of
 from slipstream.rollout import Batch, Rollout, Sampling, StepStats
@@ -55,6 +58,8 @@ from slipstream.sync.link import find_link
 
 PROBES = 4
 FIRST_WORD_S = 10.0  # of an episode, after which the run says that it takes long
+STARTED = 8  # rollouts that are started in one turn of the event loop
+SWITCH = 0.0005  # seconds after which a thread that records or sends hands the interpreter to the event loop
 FUTILE = 20  # steps' worth of groups without signal in a row that call for a warning, and are replaced by default
 
 
@@ -67,7 +72,7 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     config = _checked(config)
     name = Path(config.environment.name.partition(":")[0]).stem
     path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    with contextlib.closing(RunDirectory.create(path)) as directory:
+    with _telling_full_disk(path), contextlib.closing(RunDirectory.create(path)) as directory:
         return asyncio.run(_run(config, directory, quiet))
 
 
@@ -76,9 +81,24 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
 
     `flags` are laid over its configuration, and become part of it once the run has started again with them.
     """
-    with contextlib.closing(RunDirectory.open(path)) as directory:
+    with _telling_full_disk(path), contextlib.closing(RunDirectory.open(path)) as directory:
         config = _checked(load_config(directory.config, flags))
         return asyncio.run(_run(config, directory, quiet))
+
+
+@contextlib.contextmanager
+def _telling_full_disk(path: Path) -> Iterator[None]:
+    """Raise `RunError` for what fails in a run since its disk is full, with the command that goes on."""
+    try:
+        yield
+    except RecordError:
+        raise  # which says so
+    except (OSError, ActorError, DiskFull) as error:
+        started = (path / "config.toml").exists()
+        if not (full := describe_full_disk(error, path)):
+            raise
+        again = f"slipstream train --resume {path}" if started else "start the run again"
+        raise RunError(f"{full}; free space, then: {again}") from None
 
 
 def _checked(config: Config) -> Config:
@@ -97,12 +117,15 @@ def _checked(config: Config) -> Config:
 
 
 async def _run(config: Config, directory: RunDirectory, quiet: bool) -> dict[str, Any]:
-    run = Run(config, directory, quiet)
-    async with closing(run.close):
-        try:
+    run, interval = Run(config, directory, quiet), sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH)
+    try:
+        async with closing(run.close):
             return await run.train()
-        except BaseExceptionGroup as group:
-            raise _first(group) from None
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+    finally:
+        sys.setswitchinterval(interval)
 
 
 class Run:
@@ -117,8 +140,8 @@ class Run:
         self.codec = Codec(self.tokenizer, context_of(config))
         self.endpoint = Endpoint(self.codec)
         self._keep_routing = config.algorithm.keep_routing and has_experts(config.model.path)
-        self.recorder = Recorder(directory.path, self.tokenizer.decode)
         self.progress = Progress(config.loop.steps, quiet=quiet)
+        self.recorder = Recorder(directory.path, self.tokenizer.decode, self.progress.warn)
         self.state = LoopState(config.loop, config.sync.every, len(self.environment.train))
         self.tally = Tally()
         self.stopped: str | None = None
@@ -128,6 +151,7 @@ class Run:
         self._telling: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._groups: set[asyncio.Task[None]] = set()
+        self._admitting: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
@@ -157,6 +181,7 @@ class Run:
                         if due:
                             await self._publish()
                     self._record(batch, stats, described, waited)
+                    await self.recorder.room()
                     await self._evaluate_and_save_if_due(batch.tokens)
                     self._admit()
                 await self._settle()
@@ -165,11 +190,29 @@ class Run:
     # tasks -> rollouts -> groups -> buffer
 
     def _admit(self) -> None:
-        """Start as many groups as may start; called whenever something that this depends on has changed."""
-        for _ in range(0 if self.stopped or self._enough() else self.state.startable()):
+        """Start as many groups as may start; called whenever something that this depends on has changed.
+
+        The wave of a synchronous run starts in one turn of the event loop, and so reaches an engine as one message.
+        """
+        if self.config.loop.max_lag == 0:
+            self._start_groups(self.state.startable())
+        elif self._admitting is None or self._admitting.done():
+            self._admitting = self._tasks.create_task(self._admit_in_turns())
+
+    async def _admit_in_turns(self) -> None:
+        """Start a few rollouts a turn of the event loop: to start hundreds takes a tenth of a second."""
+        few = max(1, STARTED // self.config.loop.group_size)
+        while self._start_groups(min(few, self.state.startable())):
+            await asyncio.sleep(0)
+
+    def _start_groups(self, count: int) -> int:
+        """Start this many groups, none if the run is about to end. Returns how many."""
+        count = 0 if self.stopped or self._enough() else count
+        for _ in range(count):
             task = self._tasks.create_task(self._play_group(self.state.ledger.start()))
             self._groups.add(task)
             task.add_done_callback(self._groups.discard)
+        return count
 
     async def _play_group(self, entry: Entry) -> None:
         """Play all rollouts of one task at once; whoever survives makes the group."""
@@ -419,14 +462,16 @@ class Run:
         """Write all that the run needs to go on from here. Generation and training go on meanwhile."""
         # No batch has been cut since the step, so what the ledger says now fits the weights of the step.
         known = self.state.snapshot() | {"tally": self.tally.snapshot()}
+        ready = tuple(self.state.ready)
         if (written := self.directory.checkpoint(self.state.step)).exists():
             await self.recorder.flush()  # what is known to be recorded
-            write_state(written, known)  # the weights are these; what is known about them may have grown
+            # The weights are these; what is known about them may have grown.
+            await asyncio.to_thread(write_state, written, known, ready)
             return
-        with self.directory.new_checkpoint(self.state.step, self.config.checkpoint.keep) as path:
+        async with self.directory.new_checkpoint(self.state.step, self.config.checkpoint.keep) as path:
             await self.pools.trainer.save(path / "trainer", last=self._enough() or bool(self.stopped))
             await self.recorder.flush()
-            write_state(path, known)
+            await asyncio.to_thread(write_state, path, known, ready)
 
     # beginning and end
 
@@ -446,7 +491,7 @@ class Run:
             await self._restore(checkpoint, state)
         self.state.ledger.leave_out(self._too_long)
         self.tally.given_up |= {self.environment.train[i].id: f"prompt of {n}" for i, n in self._too_long.items()}
-        self.recorder.truncate(self.state.step, len(self.tally.evaluations))
+        await asyncio.to_thread(self.recorder.truncate, self.state.step, len(self.tally.evaluations))
         await self.pools.link.connect(self.state.version)
         await self._refresh_teacher()
         if self.scoring:
@@ -500,7 +545,7 @@ class Run:
 
     async def _restore(self, path: Path, data: dict[str, Any]) -> None:
         try:
-            self.state.restore(data)
+            self.state.restore(data, await asyncio.to_thread(read_ready, path, data))
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from None
         self.tally.restore(data["tally"])
@@ -550,7 +595,8 @@ class Run:
             await self._evaluate()
         await self._save()
         await self.pools.trainer.export(self.directory.policy)
-        self.tokenizer.save_pretrained(self.directory.policy)
+        with writing(self.directory.policy):
+            self.tokenizer.save_pretrained(self.directory.policy)
         await self.recorder.flush()
         ledger = self.state.ledger
         summary = {

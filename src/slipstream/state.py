@@ -11,15 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from slipstream.config import LoopConfig
 from slipstream.ledger import Entry, Ledger, State
 from slipstream.rollout import Group, Rollout
 from slipstream.staleness import capacity, is_stale
 
 SMALLEST_GROUP = 2
-GROUP = TypeAdapter(Group)
 
 
 class BufferFull(RuntimeError):
@@ -121,14 +118,13 @@ class LoopState:
         self.published = step
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data to restore from, of a moment when the weights of this step are a version."""
-        return {
-            "step": self.step, "version": self.version, **self._pace(), "ledger": self.ledger.snapshot(),
-            "ready": [GROUP.dump_python(g, mode="json", fallback=lambda array: array.tolist()) for g in self.ready],
-        }  # fmt: skip
+        """Plain data to restore from, but for the groups that are ready, of a moment when the weights of this step are
+        a version."""
+        return {"step": self.step, "version": self.version, **self._pace(), "ledger": self.ledger.snapshot()}
 
-    def restore(self, data: dict[str, Any]) -> None:
-        """Go on from a snapshot. Raises `ValueError` if it is of a run on other data or of another pace.
+    def restore(self, data: dict[str, Any], ready: Sequence[Group]) -> None:
+        """Go on from a snapshot and the groups that were ready then. Raises `ValueError` if it is of a run on other
+        data or of another pace, or if groups are missing.
 
         The gate counts versions in groups, so the number of groups of a version can't change; `max_lag` can: what was
         ready is taken in, and what is too old now is dropped when the next batch is cut.
@@ -143,9 +139,11 @@ class LoopState:
             if data[name] != now:
                 raise ValueError(f"{name} = {now} can't be changed while a run goes on; leave it at {data[name]}")
         ledger.retries = self.options.retries
+        if sorted(g.entry for g in ready) != sorted(e.id for e in ledger.live.values() if e.state is State.READY):
+            raise ValueError(f"{len(ready)} groups were saved, and the ledger has {ledger.count(State.READY)} others")
         self.ledger, self.version, self.step = ledger, data["version"], data["step"]
         self.published = self.step
-        self.ready = [GROUP.validate_python(plain) for plain in data["ready"]]
+        self.ready = list(ready)
         self.capacity = max(self.capacity, len(self.ready))
 
     def _pace(self) -> dict[str, int]:

@@ -13,6 +13,7 @@ import random
 import shutil
 import sys
 import tempfile
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -276,7 +277,7 @@ async def _publish_midway(
         await pools.close()
 
 
-async def _fresh(config: Config, folder: Path, store: Path, wanted: Wanted) -> list[tuple[int, ...]]:
+async def _fresh(config: Config, folder: Path, store: Path, wanted: Wanted) -> list[array[int]]:
     """What an engine that has loaded `store` draws in the place of these tokens of completions."""
     if not wanted:
         return []
@@ -299,16 +300,14 @@ def _greedy(tokens: int) -> Sampling:
     return Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-async def _drawn_again(pool: GeneratorPool, wanted: Wanted) -> list[tuple[int, ...]]:
+async def _drawn_again(pool: GeneratorPool, wanted: Wanted) -> list[array[int]]:
     samplings = [_greedy(span.end - span.start) for _, span in wanted]
     prefixes = [c.prompt_ids + c.token_ids[: span.start] for c, span in wanted]
     drawn = await asyncio.gather(*map(pool.generate, prefixes, samplings))
     return [completion.token_ids for completion in drawn]
 
 
-def _verdict(
-    completions: Sequence[Completion], again: Sequence[list[tuple[int, ...]]], hold: float, met: int
-) -> Verdict:
+def _verdict(completions: Sequence[Completion], again: Sequence[list[array[int]]], hold: float, met: int) -> Verdict:
     exact, total, tokens, misses = [0, 0], [0, 0], [0, 0], []
     for version in (0, 1):
         spans = [(i, c, span) for i, c in enumerate(completions) for span in c.spans if span.version == version]
@@ -324,10 +323,10 @@ def _verdict(
                 misses.append(f"{when}, by {'AB'[version]}: at token {at + 1} of {len(expected)}")
     changed = sum(len(c.spans) > 1 for c in completions)
     half = len(completions) // 2
-    old = {c.prompt_ids: c.token_ids for c in completions[:half] if c.versions[0] == 0}
+    old = {c.prompt_ids.tobytes(): c.token_ids for c in completions[:half] if c.versions[0] == 0}
     if not total[0]:  # a fresh A has been asked all prompts instead
-        old = {c.prompt_ids: drawn for c, drawn in zip(completions[half:], again[0], strict=True)}
-    differ = sum(old.get(c.prompt_ids, c.token_ids) != c.token_ids for c in completions[half:])
+        old = {c.prompt_ids.tobytes(): drawn for c, drawn in zip(completions[half:], again[0], strict=True)}
+    differ = sum(old.get(c.prompt_ids.tobytes(), c.token_ids) != c.token_ids for c in completions[half:])
     before, afterwards = zip(exact, total, strict=True)
     counts = len(completions), met, changed, differ
     return Verdict(*counts, before, afterwards, (tokens[0], tokens[1]), hold, tuple(misses))

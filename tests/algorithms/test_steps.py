@@ -27,7 +27,7 @@ def test_a_token_gets_what_the_steps_from_it_on_got() -> None:
     unit = 0.5 / math.sqrt(1 / 6)
     batch = make_batch([group()], process=0.1)
     long, short = batch.samples()
-    assert long.token_ids == (1, 2, 3, 4, 5, 9, 6, 7) and long.drawn == (2, 3, 4, 6, 7)
+    assert list(long.token_ids) == [1, 2, 3, 4, 5, 9, 6, 7] and list(long.drawn) == [2, 3, 4, 6, 7]
     assert long.advantages == pytest.approx([0.5, 0.5, *[0.5 - 0.1 * unit] * 3])  # 1 and 0 are as far above as below
     assert short.advantages == pytest.approx([-0.5])
 

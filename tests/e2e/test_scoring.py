@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from slipstream.serialization import read_lines
 from tests.e2e.test_runs import lines, model, slipstream, train  # noqa: F401
 
 pytestmark = pytest.mark.e2e
@@ -34,8 +35,8 @@ def test_a_run_may_go_on_with_a_teacher_that_it_did_not_have(model: Path, tmp_pa
     """What is in the buffer then has no log-probabilities of one, and the loss needs them."""
     directory = tmp_path / "run"
     summary = train(model, directory, loop__max_lag=3, loop__hold_lag="true", loop__steps=40, loop__tokens=150)
-    ready = json.loads(max((directory / "checkpoints").glob("*/run.json")).read_text())["ready"]
-    assert ready and not any(rollout["teacher"] for group in ready for rollout in group["rollouts"])
+    ready = read_lines(max((directory / "checkpoints").glob("*/ready_*.jsonl")))
+    assert ready and not any(rollout.teacher for group in ready for rollout in group.rollouts)
     distill = "--algorithm.loss=slipstream.algorithms.distillation:reverse_kl"
     more = (f"--loop.steps={summary['steps'] + 5}", "--loop.tokens=0", f"--teacher.path={model}", "--teacher.threads=1")
     slipstream("train", "--resume", directory, distill, *more)

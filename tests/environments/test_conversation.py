@@ -21,7 +21,7 @@ from slipstream.environments.guard import attempt
 from slipstream.environments.tools import Call, Tools, hermes, plain
 from slipstream.generators.base import ContextFull, EngineFailed, GenerationError
 from slipstream.packed.packing import bundle, pack
-from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan, rewards_of_turns, samples_of
+from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan, ids, rewards_of_turns, samples_of
 from tests.conftest import build_tokenizer
 
 CHATML = (
@@ -384,8 +384,8 @@ def test_whatever_continues_is_merged_and_every_drawn_token_is_trained_on_once_a
     completions: list[Completion] = []
     for number in range(data.draw(st.integers(1, 6))):
         continued = data.draw(st.sampled_from([None, *completions]))
-        before = continued.prompt_ids + continued.token_ids if continued else (1,)
-        prompt, drawn = before + data.draw(TOKENS), data.draw(TOKENS)
+        before = continued.prompt_ids + continued.token_ids if continued else ids([1])
+        prompt, drawn = before + ids(data.draw(TOKENS)), data.draw(TOKENS)
         versions = (VersionSpan(number, 0, len(drawn)),) if drawn else ()
         logprobs = tuple(-number - i / 10 for i in range(len(drawn)))
         completions.append(Completion(prompt, drawn, logprobs, versions, "stop"))

@@ -111,12 +111,12 @@ def test_what_is_answered_is_what_is_recorded(route: str, stream: bool) -> None:
             assert len(policy.completions) == 2
             assert policy.completions[0].token_ids != policy.completions[1].token_ids
             for choice, recorded in zip(answer["choices"], policy.completions, strict=True):
-                assert tuple(choice["token_ids"]) == recorded.token_ids
+                assert choice["token_ids"] == list(recorded.token_ids)
                 text = choice["delta" if stream else "message"]["content"] if chat else choice["text"]
                 assert text == recorded.text == it.codec.decode(recorded.token_ids)
                 given = choice["logprobs"]
                 shown = [t["logprob"] for t in given["content"]] if chat else given["token_logprobs"]
-                assert tuple(shown) == recorded.logprobs
+                assert shown == list(recorded.logprobs)
                 tokens = [t["token"] for t in given["content"]] if chat else given["tokens"]
                 assert tokens == [it.tokenizer.decode([i]) for i in recorded.token_ids]
                 assert choice["finish_reason"] == recorded.finish_reason
@@ -138,7 +138,11 @@ def test_sampling_is_the_runs_but_for_what_the_agent_gives() -> None:
             assert (await it.post(url, prompt="12", temperature=1.3, top_p=1.0, max_completion_tokens=2))[0] == 200
             assert (await it.post(url, prompt="12", top_p=0.4, top_k=7))[0] == 200
             as_the_run, changed, truncated = policy.completions
-            assert as_the_run.temperature == 0.7 and len(as_the_run.token_ids) <= 4 and as_the_run.prompt_ids == (3, 4)
+            assert (
+                as_the_run.temperature == 0.7
+                and len(as_the_run.token_ids) <= 4
+                and list(as_the_run.prompt_ids) == [3, 4]
+            )
             assert as_the_run.kept is not None and changed.kept is None
             assert changed.temperature == 1.3 and len(changed.token_ids) <= 2
             assert truncated.kept is not None and all(1 <= len(ids) <= 7 for ids in truncated.kept)
@@ -158,7 +162,7 @@ def test_an_episode_is_a_function_of_its_seed_and_repeats_no_draw() -> None:
             for seed in ("0", "0", "1"):
                 policy = it.policy(seed)
                 await it.post(f"{await policy.base_url()}/chat/completions", messages=said(), n=4)
-                drawn.append(sorted(c.token_ids for c in policy.completions))
+                drawn.append(sorted(tuple(c.token_ids) for c in policy.completions))
             assert drawn[0] == drawn[1] != drawn[2]
             assert len(set(drawn[0])) > 1
 

@@ -15,7 +15,7 @@ from slipstream.environments.base import Codec, Policy, Task
 from slipstream.environments.gsm8k import Gsm8k, is_correct
 from slipstream.environments.guard import attempt
 from slipstream.environments.load import load_environment
-from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan
+from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan, ids
 from tests.conftest import build_tokenizer
 
 
@@ -241,8 +241,8 @@ def test_what_cannot_be_loaded_is_one_clear_line(users: Path, name: str, options
 
 def test_prompts_messages_and_chat_templates() -> None:
     tokenizer = build_tokenizer()
-    assert Codec(tokenizer).encode("12") == (3, 4)
-    assert Codec(tokenizer).encode([3, 4]) == (3, 4)
+    assert Codec(tokenizer).encode("12") == ids([3, 4])
+    assert Codec(tokenizer).encode([3, 4]) == ids([3, 4])
     assert Codec(tokenizer).encode([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}])[0] == 3
     tokenizer.chat_template = (
         "{% for m in messages %}<eos>{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -176,11 +178,39 @@ def test_no_process_is_left_of_a_start_that_is_broken_off(
     if how == "too slow":
         monkeypatch.setattr("slipstream.environments.scoring.START_LIMIT", 5.0)
     asyncio.run(main())
+    for thread in threading.enumerate():
+        if thread.name.startswith("end of"):
+            thread.join()
     [pid] = started(tmp_path)
     last = time.monotonic() + 5
     with pytest.raises(ProcessLookupError):  # what is killed is gone a little later
         while time.monotonic() < last:
             os.kill(pid, 0)
+
+
+def test_a_worker_that_is_killed_while_no_score_waits_for_it_costs_none(
+    slow: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        pool = ScorerPool(slow, 1, 10.0)
+        waiting = asyncio.ensure_future(pool.score(TASK, completion("2")))
+        await until_started(tmp_path)
+        (worker,) = pool._workers
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        for _ in range(2):  # while it starts, and afterwards
+            assert worker._process
+            os.kill(worker._process.pid, signal.SIGKILL)
+            while not worker.dead:
+                await asyncio.sleep(0.01)
+            (tmp_path / "gate").touch()
+            assert await pool.score(TASK, completion("2")) == 1.0
+            (worker,) = (w for w in pool._workers if not w.dead)
+        await pool.close()
+
+    asyncio.run(main())
+    gc.collect()
+    assert not caplog.records, "asyncio logs exceptions that nobody has seen"
 
 
 def test_a_hung_worker_ends_by_itself_when_nobody_is_left_to_end_it(rewards: str) -> None:

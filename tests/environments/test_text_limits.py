@@ -140,7 +140,7 @@ def test_token_ids_are_any_whole_numbers() -> None:
     import numpy as np
 
     it = policy(build_tokenizer())
-    assert asyncio.run(it.sample(np.array([3, 4]))).prompt_ids == (3, 4)  # type: ignore[arg-type]
+    assert list(asyncio.run(it.sample(np.array([3, 4]))).prompt_ids) == [3, 4]  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         asyncio.run(it.sample([3, 4.5]))  # type: ignore[list-item]
 

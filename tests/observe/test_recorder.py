@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.observe.recorder import Recorder, RecordError
+from slipstream.observe.recorder import QUEUE, Recorder, RecordError
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, mean, spans_of
 
 
@@ -282,3 +282,37 @@ def test_the_prompt_of_a_group_is_decoded_once(tmp_path: Path) -> None:
     recorder.close()
     assert sorted(calls) == [(1, 2), (1, 2, 3), (9,)]
     assert mean([len(c) for c in calls]) == 2
+
+
+def test_a_disk_that_is_too_slow_holds_the_run_back_and_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the batches of all steps would wait in memory."""
+    ready, warned = threading.Event(), []
+
+    def slow(ids: Sequence[int]) -> str:
+        assert ready.wait(30)
+        return "slow"
+
+    async def main() -> None:
+        recorder = Recorder(tmp_path, slow, warned.append)
+        for step in range(1, QUEUE + 1):
+            recorder.step({"step": step}, two_groups())
+            await asyncio.wait_for(recorder.room(), 10)
+        assert not warned
+        recorder.step({"step": QUEUE}, two_groups())
+        await asyncio.wait_for(recorder.room(), 10)  # small steps may wait in any number
+        monkeypatch.setattr("slipstream.observe.recorder.QUEUED_TOKENS", two_groups().tokens)
+        for step in (QUEUE + 1, QUEUE + 2):
+            recorder.step({"step": step}, two_groups())
+            held = asyncio.ensure_future(recorder.room())
+            await asyncio.wait((held,), timeout=0.05)
+            assert not held.done() and len(warned) == 1 and str(tmp_path) in warned[0]
+            held.cancel()
+        ready.set()
+        await asyncio.wait_for(recorder.room(), 30)
+        await recorder.flush()
+        assert [line["step"] for line in read_metrics(tmp_path)] == [1, QUEUE, *range(QUEUE, QUEUE + 3)]
+        recorder.close()
+
+    asyncio.run(main())

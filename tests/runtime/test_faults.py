@@ -207,11 +207,11 @@ def test_the_others_go_on_where_one_dies_in_a_publish(
             orders.go(where)
             (lost,) = (await publishing).lost
             assert re.match(rf"generator {victim} died \(log: .*\); 2 of 3 generators are left$", lost)
-            assert [c.token_ids != () for c in await asyncio.gather(*running)] == [True] * 12
+            assert [len(c.token_ids) > 0 for c in await asyncio.gather(*running)] == [True] * 12
             await pools.trainer.actor.call("change", 2)
             assert (await pools.link.publish(2, "full")).lost == ()
-            after = {(await g.generate([5, 6, 7], sampling)).logprobs for g in pools.generator.living}
-            assert len(after) == 1 and before.logprobs not in after and len(pools.generator.living) == 2
+            after = {tuple((await g.generate([5, 6, 7], sampling)).logprobs) for g in pools.generator.living}
+            assert len(after) == 1 and tuple(before.logprobs) not in after and len(pools.generator.living) == 2
             assert pools.generator.version == 2
 
     asyncio.run(main())

@@ -132,7 +132,7 @@ def test_what_a_dead_generator_drew_is_drawn_again() -> None:
         fakes[0].dead = ActorDied("killed")
         for fake in fakes:
             fake.go.set()
-        assert [c.prompt_ids for c in await asyncio.gather(*calls)] == [(i,) for i in range(6)]
+        assert [list(c.prompt_ids) for c in await asyncio.gather(*calls)] == [[i] for i in range(6)]
         fakes[1].dead = ActorDied("killed, too")
         try:
             await pool.generate((1,), Sampling())

@@ -12,10 +12,10 @@ import torch
 
 from slipstream.config import ConfigError, ScoringConfig, load_config
 from slipstream.packed.packing import bundle, pack
-from slipstream.rollout import Batch, Completion, Group, Rollout, StepReward, VersionSpan, samples_of
+from slipstream.rollout import Batch, Completion, Group, Rollout, StepReward, VersionSpan, numbers, samples_of
 from slipstream.scoring.stage import ScoringStage
 from slipstream.scoring.teacher import Snapshots, Teacher, TeacherService, gpu_of
-from slipstream.state import GROUP
+from slipstream.serialization import dumps, loads
 from tests.conftest import build_tokenizer, random_prompts, save_model
 
 SIZE = len(build_tokenizer())
@@ -93,10 +93,10 @@ def test_what_a_stage_found_out_reaches_the_trainer_and_outlives_a_checkpoint() 
     steps = ((StepReward(1, 0.5),), (), (StepReward(0, 1.0),))
     rollout = Rollout((first, second, third), 1.0, {"score": 1.0}, steps, ((-0.1, -0.2), (-0.3,), (-0.4,)))
     group = Group(1, "t", (rollout, Rollout((third,), 0.0, teacher=((-0.5,),))))
-    assert GROUP.validate_python(GROUP.dump_python(group, mode="json")) == group
+    assert loads(dumps(group)) == group
 
     samples = Batch((group,), ((1.0, -1.0),)).samples()
-    assert [s.teacher for s in samples] == [(-0.1, -0.2, -0.3), (-0.4,), (-0.5,)]
+    assert [s.teacher for s in samples] == [numbers([-0.1, -0.2, -0.3]), numbers([-0.4]), numbers([-0.5])]
     micro = pack(samples, bundle(samples, 64), torch.device("cpu"))
     assert micro.teacher is not None
     taught = [(target, round(t, 6)) for target, t in zip(micro.targets.tolist(), micro.teacher.tolist(), strict=True)]

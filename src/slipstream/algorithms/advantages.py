@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.rollout import Batch, Group, Rollout
+from slipstream.rollout import Batch, Group, Rollout, numbers
 
 Advantage = Callable[[Tensor], Tensor]
 
@@ -118,7 +119,7 @@ def process_rewards(
     return results
 
 
-def with_steps(group: Group, outcomes: Sequence[float], weight: float) -> tuple[tuple[float, ...], ...]:
+def with_steps(group: Group, outcomes: Sequence[float], weight: float) -> tuple[array[float], ...]:
     """A_t = A of the rollout + weight x `process_rewards` of its steps, for each drawn token t of each rollout."""
     rewards, ends = [], []
     for rollout in group.rollouts:
@@ -127,9 +128,9 @@ def with_steps(group: Group, outcomes: Sequence[float], weight: float) -> tuple[
         ends.append(torch.tensor([end for end, _ in steps], dtype=torch.long))
         rewards.append(torch.tensor([reward for _, reward in steps], dtype=torch.float64))
     if not any(map(len, rewards)):
-        return tuple((a,) * r.tokens for a, r in zip(outcomes, group.rollouts, strict=True))
+        return tuple(numbers((a,)) * r.tokens for a, r in zip(outcomes, group.rollouts, strict=True))
     steps_of = process_rewards(rewards, ends, [r.tokens for r in group.rollouts])
-    return tuple(tuple((a + weight * tokens).tolist()) for a, tokens in zip(outcomes, steps_of, strict=True))
+    return tuple(numbers((a + weight * tokens).tolist()) for a, tokens in zip(outcomes, steps_of, strict=True))
 
 
 def overlong_penalty(length: int, *, longest: int, soft: int) -> float:

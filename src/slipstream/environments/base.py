@@ -13,6 +13,7 @@ import inspect
 import itertools
 import math
 import secrets
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +27,13 @@ from slipstream.environments.text_limits import MAX_INLINE, TextLimits, characte
 from slipstream.environments.tools import Parse, Tool, Tools, hermes, plain
 from slipstream.generators.base import Generator
 from slipstream.generators.clock import Clock
-from slipstream.rollout import Completion, Rollout, Sampling, rewards_of_turns
+from slipstream.rollout import Completion, Rollout, Sampling, ids, rewards_of_turns
 
 if TYPE_CHECKING:
     from slipstream.environments.endpoint import Endpoint
 
 Message = Mapping[str, Any]
+DECODED = 128  # characters to encode that take no more of the event loop than a token to decode may
 REPLY = "THE-REPLY"  # stands for what a policy said
 Prompt = str | Sequence[Message] | Sequence[int]
 
@@ -89,7 +91,7 @@ class Codec:
         self._ends: set[int | None] | None = None
         self.encode_text = functools.lru_cache(maxsize=256)(self._encode_text)
 
-    async def encoded(self, prompt: Prompt) -> tuple[int, ...]:
+    async def encoded(self, prompt: Prompt) -> array[int]:
         """`encode`, which does not hold up the event loop."""
         return await off_loop(self.size(prompt), self.encode, prompt)
 
@@ -104,34 +106,34 @@ class Codec:
         self.limits.refuse_size(size)
         return size
 
-    def encode(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> array[int]:
         """Token ids of a prompt, with the chat template applied where the tokenizer has one; `tools` need one."""
         self.size(prompt, tools)
         if isinstance(prompt, str):
             return self.encode_text(prompt)
         if not len(prompt) or isinstance(prompt[0], SupportsIndex):
-            return tuple(int(index(token)) for token in prompt)  # type: ignore[arg-type]
+            return ids(index(token) for token in prompt)  # type: ignore[arg-type]
         if self._tokenizer.chat_template:
             return self._chat(prompt, tools)
         if tools:
             raise ValueError("tools need a chat template, and the tokenizer has none")
         return self.encode_text("\n\n".join(m["content"] for m in prompt))  # type: ignore[index]
 
-    def encode_raw(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def encode_raw(self, prompt: str | Sequence[int]) -> array[int]:
         """Token ids of text as it is, without a template, or of ids. Raises `ValueError` for what is no token's id."""
         self.size(prompt)
-        ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
+        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         count = len(self._tokenizer)
-        if wrong := [i for i in ids if not 0 <= i < count]:
+        if wrong := [i for i in token_ids if not 0 <= i < count]:
             raise ValueError(f"{wrong[0]} is no token's id; there are {count}")
-        return tuple(ids)
+        return ids(token_ids)
 
     @property
     def chats(self) -> bool:
         """Whether there is a chat template."""
         return bool(self._tokenizer.chat_template)
 
-    def encode_more(self, text: str) -> tuple[int, ...]:
+    def encode_more(self, text: str) -> array[int]:
         """Token ids of text that continues a sequence: as it is, and nothing before it."""
         return self._tokenize(text, add_special_tokens=False)
 
@@ -150,7 +152,7 @@ class Codec:
     def said(self, token_ids: Sequence[int]) -> str:
         """All that the policy said in a turn, special tokens included, but for the one that ends a turn."""
         if self._ends is None:
-            after = self.encode_more(self.after_reply([{"role": "user", "content": "."}])) if self.chats else ()
+            after = self.encode_more(self.after_reply([{"role": "user", "content": "."}])) if self.chats else ids(())
             self._ends = {*after[:1], self._tokenizer.eos_token_id}
         cut = token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids
         text: str = self._tokenizer.decode(cut, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -167,20 +169,20 @@ class Codec:
         cuts = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
         return text[: min(cuts)] if cuts else text
 
-    def _encode_text(self, text: str) -> tuple[int, ...]:
+    def _encode_text(self, text: str) -> array[int]:
         if self._tokenizer.chat_template:
             return self._chat([{"role": "user", "content": text}])
         return self._tokenize(text)
 
-    def _tokenize(self, text: str, **options: Any) -> tuple[int, ...]:
+    def _tokenize(self, text: str, **options: Any) -> array[int]:
         self.limits.refuse_text(text)
-        return tuple(self._tokenizer.encode(text, **options))
+        return ids(self._tokenizer.encode(text, **options))
 
-    def _chat(self, messages: Any, tools: Sequence[Any] | None = None) -> tuple[int, ...]:
+    def _chat(self, messages: Any, tools: Sequence[Any] | None = None) -> array[int]:
         if self.size(messages, tools) > MAX_INLINE:
             self.limits.refuse_text(self.render(messages, tools))
         options = {"tools": tools or None, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        return tuple(self._tokenizer.apply_chat_template(list(messages), **options))
+        return ids(self._tokenizer.apply_chat_template(list(messages), **options))
 
 
 class Policy:
@@ -229,8 +231,9 @@ class Policy:
         sampling = dataclasses.replace(sampling, record_kept=sampling.record_kept and sampling.truncates)
         prompt_ids = await self._codec.encoded(prompt)
         completion = await self._generator.generate(prompt_ids, sampling)
-        ids = completion.token_ids
-        text = await off_loop(len(ids), self._codec.decode, ids, sampling.stop_strings)
+        token_ids = completion.token_ids
+        # Hundreds of completions may arrive at once, so that even short ones are decoded in a thread.
+        text = await off_loop(DECODED * len(token_ids), self._codec.decode, token_ids, sampling.stop_strings)
         completion = dataclasses.replace(completion, text=text)
         self.completions.append(completion)
         self.recorded.append(completion)

@@ -8,6 +8,7 @@ generator's prefix cache has all of it but what is new.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.environments.text_limits import characters, off_loop
 from slipstream.environments.tools import Tools
 from slipstream.generators.base import ContextFull
-from slipstream.rollout import Completion, Rollout, rewards_of_turns
+from slipstream.rollout import Completion, Rollout, ids, rewards_of_turns
 
 if TYPE_CHECKING:
     from slipstream.environments.base import Codec, Policy
@@ -67,7 +68,7 @@ class Conversation:
         self._deadline = min(deadline, self._clock.time() + limits.seconds) if limits.seconds else deadline
         self._keep_history = keep_history
         self._read = 0  # messages that are in the sequence: all up to the last reply
-        self._token_ids: tuple[int, ...] = ()  # the sequence: what the policy has read and drawn
+        self._token_ids = ids(())  # the sequence: what the policy has read and drawn
         self._text = ""  # the same as text, without the end of the last reply
 
     async def ask(self, text: str, **changes: Any) -> str:
@@ -153,11 +154,11 @@ class Conversation:
     def _seconds_left(self) -> float | None:
         return None if self._deadline == float("inf") else self._deadline - self._clock.time()
 
-    async def _prompt(self) -> tuple[int, ...]:
+    async def _prompt(self) -> array[int]:
         """`_next_prompt`, which does not hold up the event loop."""
         return await off_loop(len(self._text) + characters(self.messages[self._read :]), self._next_prompt)
 
-    def _next_prompt(self) -> tuple[int, ...]:
+    def _next_prompt(self) -> array[int]:
         """The sequence so far with all that was said since the last reply; else, where a template rewrites what was
         said before, all of it anew."""
         new, tools = self.messages[self._read :], self._tools.schemas
@@ -172,9 +173,9 @@ class Conversation:
         added = self._codec.after_reply(new)
         if self._keep_history or _alike(self._text + added, whole):
             self._text += added
-            ids = self._codec.encode_more(added)
-            ended = self.completions[-1].finish_reason == "stop" and ids[:1] == self._token_ids[-1:]
-            return self._token_ids + (ids[1:] if ended else ids)  # the policy has drawn the end of its turn itself
+            more = self._codec.encode_more(added)
+            ended = self.completions[-1].finish_reason == "stop" and more[:1] == self._token_ids[-1:]
+            return self._token_ids + (more[1:] if ended else more)  # the policy has drawn the end of its turn itself
         self.forks += 1
         self._text = whole
         return self._codec.encode(self.messages, tools)

@@ -15,6 +15,7 @@ import json
 import logging
 import secrets
 import time
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -97,7 +98,7 @@ class _Chat(_Request):
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: dict[Literal["type"], Literal["text"]] | None = None
 
-    def encode(self, codec: Codec) -> tuple[int, ...]:
+    def encode(self, codec: Codec) -> array[int]:
         tools = self.tools if self.tool_choice == "auto" else None
         return codec.encode([message.plain() for message in self.messages], tools)
 
@@ -105,7 +106,7 @@ class _Chat(_Request):
 class _Text(_Request):
     prompt: str | Items[int]
 
-    def encode(self, codec: Codec) -> tuple[int, ...]:
+    def encode(self, codec: Codec) -> array[int]:
         return codec.encode_raw(self.prompt)
 
 
@@ -249,7 +250,7 @@ def _answer_text(asked: _Request, drawn: Sequence[Completion], codec: Codec) -> 
     return (_events(asked, answer), "text/event-stream") if asked.stream else (json.dumps(answer), JSON)
 
 
-def _parse(kind: type[_Chat] | type[_Text], body: bytes, codec: Codec) -> tuple[_Chat | _Text, tuple[int, ...]]:
+def _parse(kind: type[_Chat] | type[_Text], body: bytes, codec: Codec) -> tuple[_Chat | _Text, array[int]]:
     """The request and the token ids of its prompt. Raises `_Refused`."""
     asked = _request(kind, body, codec)
     try:
@@ -299,7 +300,7 @@ def _body(asked: _Request, drawn: Sequence[Completion], codec: Codec) -> dict[st
             "logprobs": logprobs,
             "finish_reason": "tool_calls" if calls else c.finish_reason,
         }
-        choices.append(choice | ({"token_ids": c.token_ids} if asked.return_token_ids else {}))
+        choices.append(choice | ({"token_ids": list(c.token_ids)} if asked.return_token_ids else {}))
     read, written = len(drawn[0].prompt_ids), sum(len(c.token_ids) for c in drawn)
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -326,7 +327,7 @@ def _logprobs(completion: Completion, chat: bool, codec: Codec) -> dict[str, Any
     tokens = [codec.token(i) for i in completion.token_ids]
     if not chat:
         offsets = [0, *itertools.accumulate(map(len, tokens[:-1]))]
-        lists = {"tokens": tokens, "token_logprobs": completion.logprobs, "text_offset": offsets}
+        lists = {"tokens": tokens, "token_logprobs": list(completion.logprobs), "text_offset": offsets}
         return lists | {"top_logprobs": None}
     pairs = zip(tokens, completion.logprobs, strict=True)
     content = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]

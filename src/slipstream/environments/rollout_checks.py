@@ -7,12 +7,13 @@ of `Policy.rollout` and `Conversation.rollout` pass at no cost: their completion
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from slipstream.rollout import Completion, Rollout, StepReward
+from slipstream.rollout import Completion, Rollout, StepReward, numbers
 
 ROWS = ("token_ids", "prompt_ids", "logprobs", "spans")  # one entry a token or a version
 
@@ -114,12 +115,12 @@ def _checked_steps(steps: Any, completions: Sequence[Completion]) -> tuple[tuple
     return found
 
 
-def _checked_teacher(teacher: Any, completions: Sequence[Completion]) -> tuple[tuple[float, ...], ...]:
+def _checked_teacher(teacher: Any, completions: Sequence[Completion]) -> tuple[array[float], ...]:
     """Log-probabilities of a teacher: one for each drawn token, or nothing."""
     if not teacher:
         return ()
     try:
-        found = tuple(tuple(map(float, row)) for row in teacher)
+        found = tuple(numbers(map(float, row)) for row in teacher)
     except (TypeError, ValueError, OverflowError):
         raise InvalidRollout("teacher", "has something else than numbers for each completion") from None
     if [len(row) for row in found] != [len(completion.token_ids) for completion in completions]:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from slipstream.actor import Actor, ActorDied, ActorError, Reply
+from slipstream.actor import Actor, ActorDied, ActorError, Reply, went_well
 from slipstream.config import ConfigError
 from slipstream.environments.base import NoNumber, Task, as_reward
 from slipstream.generators.clock import Clock
@@ -132,7 +132,10 @@ class ScorerPool:
 
     async def _score(self, task: Task, subject: Completion | Rollout) -> Any:
         with outside_of_the_clock():
-            start = await self._free.get() or asyncio.create_task(self._start())
+            start = await self._free.get()
+            if start is None or _ended(start):
+                start = asyncio.create_task(self._start())
+                start.add_done_callback(went_well)  # raised here, unless this score is cancelled before
         worker: Actor | None = None
         sound = True
         try:
@@ -190,6 +193,11 @@ class ScorerPool:
     def _end(self, worker: Actor) -> None:
         self._workers.discard(worker)
         worker.kill()
+
+
+def _ended(start: asyncio.Task[Actor]) -> bool:
+    """Whether a worker failed to start, or died, while no score waited for it."""
+    return start.done() and (not went_well(start) or start.result().dead is not None)
 
 
 class Scorer:

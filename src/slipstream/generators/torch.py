@@ -24,7 +24,7 @@ from slipstream.generators.base import EngineFailed, GenerationError, Interrupti
 from slipstream.generators.clock import Clock, Slots
 from slipstream.generators.sampling import Sampler
 from slipstream.models import end_of_sequence
-from slipstream.rollout import Completion, Sampling, spans_of
+from slipstream.rollout import Completion, Sampling, ids, numbers, spans_of
 from slipstream.routing import Routing
 from slipstream.sync.single_copy import lend
 
@@ -247,9 +247,9 @@ class Engine:
         longest = max(map(len, joining), default=1) - 1
         gather: list[list[int]] = []
         scatter: list[int] = []
-        for index, (ids, slots) in enumerate(joining.items()):
-            earlier = range(len(row), len(row) + len(ids) - 1)
-            row += ids[:-1]
+        for index, (tokens, slots) in enumerate(joining.items()):
+            earlier = range(len(row), len(row) + len(tokens) - 1)
+            row += tokens[:-1]
             positions += range(len(earlier))
             for taken in slots:
                 source += earlier
@@ -314,11 +314,11 @@ class Engine:
         narrow = torch.uint8 if self._routing.experts <= 256 else torch.int16
         routes = self._routing.chosen().to("cpu", narrow).numpy()
         at = len(self._running)
-        for ids, slots in joining.items():
+        for tokens, slots in joining.items():
             for sequence in (self._running[slot] for slot in slots):
                 if sequence.sampling.record_experts and not sequence.tokens:
-                    sequence.experts.append(routes[at : at + len(ids) - 1])
-            at += len(ids) - 1
+                    sequence.experts.append(routes[at : at + len(tokens) - 1])
+            at += len(tokens) - 1
         for slot, sequence in enumerate(self._running):
             if sequence.sampling.record_experts:
                 sequence.experts.append(routes[slot : slot + 1])
@@ -328,9 +328,9 @@ class Engine:
         if sequence.finish == "failed":
             return refused_logits(len(sequence.tokens))
         return Completion(
-            prompt_ids=sequence.prompt,
-            token_ids=tuple(sequence.tokens),
-            logprobs=tuple(sequence.logprobs),
+            prompt_ids=ids(sequence.prompt),
+            token_ids=ids(sequence.tokens),
+            logprobs=numbers(sequence.logprobs),
             spans=spans_of(sequence.versions),
             finish_reason=sequence.finish or "",
             temperature=sampling.temperature,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.generators.base import GenerationError, Interruption, refuse_prompt, refused_logits
-from slipstream.rollout import Completion, Sampling, VersionSpan
+from slipstream.rollout import Completion, Sampling, VersionSpan, ids, numbers
 
 CLAIM = 30.0  # seconds for which a server is a run's that says nothing
 SEEDS = 2**63 - 1  # as many bits as vLLM takes
@@ -83,13 +83,13 @@ class VllmRequest:
         spans = [VersionSpan(v, start, end) for (start, v), end in zip(starts, ends, strict=True) if start < end]
         greedy = self.sampling.temperature == 0
         return Completion(
-            prompt_ids=self.prompt,
-            token_ids=tuple(tokens),
-            logprobs=(0.0,) * len(tokens) if greedy else logprobs,
+            prompt_ids=ids(self.prompt),
+            token_ids=ids(tokens),
+            logprobs=numbers((0.0,)) * len(tokens) if greedy else numbers(logprobs),
             spans=tuple(spans),
             finish_reason=finish_reason,
             temperature=self.sampling.temperature,
-            kept=tuple(sorted(set(ids)) for ids in kept) if self.sampling.record_kept else None,
+            kept=tuple(sorted(set(left)) for left in kept) if self.sampling.record_kept else None,
             experts=experts if self.sampling.record_experts else None,
         )
 

@@ -2,6 +2,8 @@
 
 Writing happens in order, in one thread of its own; the event loop only queues, and says when there is time to write. If
 a write fails, nothing after it is written, so the record is whole up to there, and every later call here raises.
+
+The queue is bounded: where steps come faster than the disk takes them, `room` holds the run back.
 """
 
 from __future__ import annotations
@@ -11,16 +13,19 @@ import functools
 import json
 import math
 import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.directory import PARTIAL, write_atomically
-from slipstream.rollout import Batch, Group, mean
+from slipstream.disk import describe_full_disk
+from slipstream.rollout import Batch, Group, mean, numbers
 
 Decode = Callable[[Sequence[int]], str]
 INT, FLOAT, TEXT = pa.int32(), pa.float64(), pa.string()
@@ -35,6 +40,13 @@ SCHEMA = pa.schema({
 })  # fmt: skip
 
 
+SMALL = pa.schema([field for field in SCHEMA if field.name not in (
+    "prompt_ids", "completion_ids", "logprobs", "teacher"
+)])  # fmt: skip
+# What may wait for the disk while the run goes on: so many steps or evaluations, and more of them if they are small.
+QUEUE, QUEUED_TOKENS = 2, 1_000_000
+
+
 class RecordError(RuntimeError):
     """The record can't be written any further. What was queued before the failed write is on disk."""
 
@@ -42,21 +54,24 @@ class RecordError(RuntimeError):
 class Recorder:
     """Writes `metrics.jsonl`, `evaluations.jsonl` and `rollouts/step_N.parquet` into a run's directory.
 
-    `decode` turns a prompt's token ids into text; it is called in the writing thread.
+    `decode` turns a prompt's token ids into text; it is called in the writing thread. `warn` is told once if the disk
+    holds the run back.
     """
 
-    def __init__(self, directory: Path, decode: Decode) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, decode: Decode, warn: Callable[[str], None] = lambda text: None) -> None:
+        self._directory, self._warn = directory, warn
         self._metrics, self._evaluations = directory / "metrics.jsonl", directory / "evaluations.jsonl"
         self._rollouts = directory / "rollouts"
         self._decode = decode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
-        self._jobs: list[Callable[[], None]] = []
+        self._jobs: list[tuple[Callable[[], None], int]] = []  # with the tokens of each
+        self._written: list[tuple[Future[None], int]] = []  # in order; those that are over are taken out now and then
+        self._warned = False
         self._failure: Exception | None = None
 
     def step(self, record: Mapping[str, Any], batch: Batch) -> None:
         """Queue a step's line and its rollouts. Raises `RecordError` if an earlier write failed."""
-        self._queue(functools.partial(self._write_step, record["step"], batch, _line(record)))
+        self._queue(functools.partial(self._write_step, record["step"], batch, _line(record)), batch.tokens)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Queue an evaluation's line. Raises `RecordError` if an earlier write failed."""
@@ -64,9 +79,24 @@ class Recorder:
 
     def write(self) -> None:
         """Begin to write what is queued. It competes with the event loop for the interpreter."""
-        for job in self._jobs:
-            self._thread.submit(self._try, job)
+        self._written += [(self._thread.submit(self._try, job), tokens) for job, tokens in self._jobs]
         self._jobs.clear()
+
+    async def room(self) -> None:
+        """Wait until at most `QUEUE` steps or evaluations, or `QUEUED_TOKENS` tokens, are not written yet."""
+        self._written = [(future, tokens) for future, tokens in self._written if not future.done()]
+        queued = [tokens for _, tokens in (*self._written, *self._jobs)]
+        if len(queued) <= QUEUE or sum(queued) <= QUEUED_TOKENS:
+            return
+        if not self._warned:
+            self._warned = True
+            self._warn(
+                f"{self._directory} is written more slowly than steps are taken: from now on the run waits for the "
+                "disk; use a faster one for run.dir"
+            )
+        self.write()
+        oldest = asyncio.wrap_future(self._written[-QUEUE - 1][0])
+        await asyncio.wait((oldest,))  # whoever is cancelled here does not cancel the write
 
     async def flush(self) -> None:
         """Wait until all that was queued is in its files. Raises `RecordError` if it is not."""
@@ -90,9 +120,9 @@ class Recorder:
         if sys.exception() is None:
             self._raise_failure()
 
-    def _queue(self, job: Callable[[], None]) -> None:
+    def _queue(self, job: Callable[[], None], tokens: int = 0) -> None:
         self._raise_failure()
-        self._jobs.append(job)
+        self._jobs.append((job, tokens))
 
     def _try(self, job: Callable[[], None]) -> None:
         """In the thread: write, unless an earlier write failed, which would leave a hole in the record."""
@@ -104,17 +134,17 @@ class Recorder:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
+            full = describe_full_disk(self._failure, self._directory)
+            what = full or f"{self._directory} can't be written: {self._failure}"
             raise RecordError(
-                f"{self._directory} can't be written: {self._failure}; "
-                f"mend that, then: slipstream train --resume {self._directory}"
+                f"{what}; mend that, then: slipstream train --resume {self._directory}"
             ) from self._failure
 
     def _write_step(self, step: int, batch: Batch, line: str) -> None:
         """The rollouts first, so that a step that has a line has its rollouts, too."""
-        decode = functools.cache(self._decode)  # the rollouts of a group share their prompt
         pairs = zip(batch.groups, batch.advantages, strict=True)
-        # Turning lists into columns holds the interpreter: one group at a time, the event loop gets its turns between.
-        columns = [pa.RecordBatch.from_pylist(_rows(step, group, a, decode), SCHEMA) for group, a in pairs]
+        # One group at a time, since the event loop runs only between two calls that hold the interpreter.
+        columns = [_columns(step, group, advantages, self._decode) for group, advantages in pairs]
         self._rollouts.mkdir(exist_ok=True)
         path = self._rollouts / f"step_{step:06d}.parquet"
         partial = path.with_name(path.name + PARTIAL)
@@ -123,22 +153,42 @@ class Recorder:
         _append(self._metrics, line)
 
 
+def _columns(step: int, group: Group, advantages: Sequence[float | Sequence[float]], decode: Decode) -> pa.RecordBatch:
+    """One row per completion of a group, in the order of its rollouts and their turns. Tokens are copied as bytes."""
+    small = pa.RecordBatch.from_pylist(_rows(step, group, advantages, decode), SMALL)
+    turns = [(rollout, turn, c) for rollout in group.rollouts for turn, c in enumerate(rollout.completions)]
+    large = {
+        "prompt_ids": _lists([c.prompt_ids for _, _, c in turns], INT),
+        "completion_ids": _lists([c.token_ids for _, _, c in turns], INT),
+        "logprobs": _lists([c.logprobs for _, _, c in turns], pa.float32()),
+        "teacher": _lists([r.teacher[turn] if r.teacher else numbers(()) for r, turn, _ in turns], pa.float32()),
+    }
+    return pa.RecordBatch.from_arrays([large.get(f.name) or small.column(f.name) for f in SCHEMA], schema=SCHEMA)
+
+
+def _lists(parts: Sequence[array[Any]], kind: pa.DataType) -> pa.ListArray:
+    ends = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+    return pa.ListArray.from_arrays(ends, pa.array(np.concatenate([np.asarray(part) for part in parts]), kind))
+
+
 def _rows(
     step: int, group: Group, advantages: Sequence[float | Sequence[float]], decode: Decode
 ) -> list[dict[str, Any]]:
-    """One row per completion of a group, in the order of its rollouts and their turns."""
+    """What a row holds but for its tokens."""
+    texts: dict[bytes, str] = {}  # the rollouts of a group share their prompt
+    for completion in (c for rollout in group.rollouts for c in rollout.completions):
+        if (key := completion.prompt_ids.tobytes()) not in texts:
+            texts[key] = decode(completion.prompt_ids)
     return [
         {
             "step": step, "entry": group.entry, "task_id": group.task_id,
             "rollout": index, "role": rollout.role, "turn": turn,
-            "prompt": decode(completion.prompt_ids), "completion": completion.text,
-            "prompt_ids": completion.prompt_ids, "completion_ids": completion.token_ids,
+            "prompt": texts[completion.prompt_ids.tobytes()], "completion": completion.text,
             "reward": rollout.reward, "advantage": advantage if isinstance(advantage, int | float) else mean(advantage),
-            "spans": [span._asdict() for span in completion.spans], "logprobs": completion.logprobs,
+            "spans": [span._asdict() for span in completion.spans],
             "finish_reason": completion.finish_reason, "temperature": completion.temperature,
             "metrics": list(rollout.metrics.items()),
             "steps": [step._asdict() for step in rollout.steps[turn]] if rollout.steps else [],
-            "teacher": rollout.teacher[turn] if rollout.teacher else [],
         }
         for index, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True))
         for turn, completion in enumerate(rollout.completions)

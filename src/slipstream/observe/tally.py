@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from slipstream.observe.samples import compare
@@ -143,8 +144,10 @@ class Tally:
         }
 
     def snapshot(self) -> dict[str, Any]:
+        """Plain data to restore from, which later counts do not change."""
         self.wall()
-        return asdict(self) | {"lag": {str(k): v for k, v in self.lag.items()}}
+        known = {f.name: copy.copy(getattr(self, f.name)) for f in fields(self)}
+        return known | {"lag": {str(k): v for k, v in self.lag.items()}}
 
     def restore(self, data: dict[str, Any]) -> None:
         """Go on from a snapshot; the time since this sitting began is still to be added."""

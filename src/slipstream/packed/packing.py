@@ -60,11 +60,11 @@ def bundle(samples: Sequence[Sample], budget: int, share: bool = True, ranks: in
     if ranks > 1:
         budget = min(budget, sum(map(length, samples)) // (2 * ranks))
     bundles: list[Bundle] = []
-    open_bundles: dict[tuple[tuple[int, ...], bytes], tuple[Bundle, int]] = {}
+    open_bundles: dict[tuple[bytes, bytes], tuple[Bundle, int]] = {}
     for index, sample in enumerate(samples):
         prompt = sample.prompt_ids
         own = length(sample) - len(prompt)
-        key = prompt, b"" if sample.experts is None else _experts(sample)[: len(prompt)].tobytes()
+        key = prompt.tobytes(), b"" if sample.experts is None else _experts(sample)[: len(prompt)].tobytes()
         members, used = open_bundles.get(key, ([], 0))
         if not members or used + own > budget:
             members, used = [], len(prompt)
@@ -209,7 +209,7 @@ def pack(
         positions=tensor([*(at for _, at in pieces), range(left)], torch.long, device),
         segments=Segments.of(segments, device),
         predicts=tensor(predicts, torch.long, device),
-        targets=tensor([np.asarray(s.token_ids)[list(s.drawn)] for s in chosen], torch.long, device),
+        targets=tensor([np.asarray(s.token_ids)[np.asarray(s.drawn)] for s in chosen], torch.long, device),
         temperatures=tensor(of("temperatures"), torch.float32, device),
         behaviour=tensor(of("logprobs"), torch.float32, device),
         advantages=tensor(of("advantages"), torch.float32, device),

@@ -97,12 +97,12 @@ class ReadLine(PlainLine):
         with self._arrived.not_empty:
             return self._arrived.not_empty.wait_for(lambda: bool(self._arrived.queue), timeout)
 
-    def recv(self) -> Any:
+    def recv_raw(self) -> bytes:
         message = self._arrived.get()
         if message is None:
             self._arrived.put(None)
             raise EOFError
-        return self.loads(message)
+        return message
 
     def _read(self) -> None:
         with contextlib.suppress(OSError, EOFError):

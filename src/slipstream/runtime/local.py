@@ -37,7 +37,7 @@ class ProcessTrainer:
         self.actor = actor
 
     async def step(self, batch: Batch) -> StepStats:
-        stats: StepStats = await self.actor.call("step", batch)
+        stats: StepStats = await self.actor.call_large("step", batch)
         return stats
 
     async def score(self, completions: Sequence[Completion]) -> list[list[float]]:

@@ -14,7 +14,7 @@ from slipstream.closing import close_at_once
 from slipstream.config import Config
 from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.generators.clock import Clock, Slots
-from slipstream.rollout import Completion, Sampling
+from slipstream.rollout import Completion, Sampling, ids
 from slipstream.runtime.servers import Server
 
 SLACK = 8  # requests that a session's generator may have above the one with the fewest
@@ -54,7 +54,7 @@ class ProcessGenerator:
         self.outstanding += 1
         key, actor = next(self._keys), self.actor
         try:
-            call: Awaitable[Completion] = actor.call("generate", key, tuple(prompt_ids), sampling)
+            call: Awaitable[Completion] = actor.call("generate", key, ids(prompt_ids), sampling)
             with self.slots.request(clock or Clock()):
                 completion = await call
             while any(span.version == self.doubted for span in completion.spans):

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.actor import TORCHRUN, Actor, ActorDied, ActorError, Line, be_guest
+from slipstream.actor import TORCHRUN, Actor, ActorDied, ActorError, Large, Line, be_guest
 from slipstream.config import Config, ConfigError
 from slipstream.runtime import hosts
 from slipstream.runtime.placement import Placement, ranks_here, under_torchrun, visible
@@ -48,9 +48,14 @@ class Ranks:
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         """As `Actor.call`; calls reach all ranks in the same order."""
-        dumped = {actor.dumps: b"" for actor in self.actors}  # once: a batch takes long enough
-        dumped = {dumps: dumps(arguments) for dumps in dumped}
+        dumped = {dumps: dumps(arguments) for dumps in {actor.dumps for actor in self.actors}}
         calls = [actor.call_dumped(method, dumped[actor.dumps]) for actor in self.actors]
+        return asyncio.ensure_future(self._answer(calls))
+
+    def call_large(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """As `Actor.call_large`."""
+        large = {pieces: Large(pieces, arguments) for pieces in {actor.pieces for actor in self.actors}}
+        calls = [actor.call_dumped(method, large[actor.pieces]) for actor in self.actors]
         return asyncio.ensure_future(self._answer(calls))
 
     async def _answer(self, calls: Sequence[asyncio.Future[Any]]) -> Any:

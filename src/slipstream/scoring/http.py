@@ -110,7 +110,7 @@ def describe(task: Task, rollout: Rollout, codec: Codec) -> dict[str, Any]:
         "task": {"id": task.id, "prompt": task.prompt, "data": task.data},
         "completions": [
             {
-                "prompt": codec.decode(c.prompt_ids), "text": c.text, "token_ids": c.token_ids,
+                "prompt": codec.decode(c.prompt_ids), "text": c.text, "token_ids": list(c.token_ids),
                 "finish_reason": c.finish_reason,
             }
             for c in rollout.completions

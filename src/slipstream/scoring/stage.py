@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import math
 import time
+from array import array
 from typing import Any
 
 from slipstream.actor import ActorError
@@ -120,7 +121,7 @@ class ScoringStage:
         return rewarded(rollout, answer, self._options.weights)
 
 
-def taught(rollout: Rollout, teacher: tuple[tuple[float, ...], ...]) -> Rollout:
+def taught(rollout: Rollout, teacher: tuple[array[float], ...]) -> Rollout:
     """The rollout with a teacher's log-probabilities of its tokens.
 
     The metric `teacher_gap` is the mean of behaviour - teacher, which estimates KL(behaviour ‖ teacher) a token. A

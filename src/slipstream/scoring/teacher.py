@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 from slipstream.actor import Actor, Reply
 from slipstream.config import Config, ConfigError
-from slipstream.rollout import Completion, samples_of
+from slipstream.rollout import Completion, numbers, samples_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -33,9 +34,9 @@ class Teacher:
         """Load the model. Raises what the process raises as `ActorError`."""
         await self._actor.start("slipstream.scoring.teacher:TeacherService", self._config, self._log)
 
-    async def score(self, completions: Sequence[Completion]) -> tuple[tuple[float, ...], ...]:
+    async def score(self, completions: Sequence[Completion]) -> tuple[array[float], ...]:
         """Log-probabilities of the drawn tokens, a row a completion, at the temperature that they were drawn with."""
-        rows: tuple[tuple[float, ...], ...] = await self._actor.call("score", tuple(completions))
+        rows: tuple[array[float], ...] = await self._actor.call("score", tuple(completions))
         return rows
 
     async def load(self, path: Path) -> None:
@@ -119,7 +120,7 @@ class TeacherService:
                 reply(error)
             return
         for completions, reply in waiting:
-            reply(tuple(tuple(next(rows)) for _ in completions))
+            reply(tuple(numbers(next(rows)) for _ in completions))
 
     def close(self) -> None:
         self._reader.close()

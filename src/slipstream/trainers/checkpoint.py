@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
 )
 from torch.distributed.checkpoint.staging import AsyncStager
 
+from slipstream import disk
 from slipstream.models import first_not_finite, save_policy
 from slipstream.sync.gathered import part_here, whole
 from slipstream.trainers.parallel import Ranks
@@ -81,13 +82,13 @@ def save(path: Path, state: State, ranks: Ranks, last: bool = False) -> Future[N
 
     def settle(writing: Any) -> None:
         try:
-            with telling_causes(f"{path} could not be written"):
+            with disk.writing(path), telling_causes(f"{path} could not be written"):
                 writing.result()
             saved.set_result(None)
         except Exception as error:
             saved.set_exception(error)
 
-    with telling_causes(f"{path} could not be written"):
+    with disk.writing(path), telling_causes(f"{path} could not be written"):
         path.mkdir(parents=True, exist_ok=True)
         if ranks.rank == 0:  # without whom no other begins to write
             (path / METADATA).unlink(missing_ok=True)
@@ -162,4 +163,5 @@ def export(path: Path, model: Any, parameters: Mapping[str, nn.Parameter], ranks
         if ranks.rank == 0:
             state[name] = gathered.cpu()
     if ranks.rank == 0:
-        save_policy(model, state, path)
+        with disk.writing(path):
+            save_policy(model, state, path)

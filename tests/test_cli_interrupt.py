@@ -1,0 +1,28 @@
+"""Ctrl-C before a command has begun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SENDS = """
+import signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {at!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+import runpy
+sys.argv = ["slipstream", "config"]
+runpy.run_module("slipstream", run_name="__main__")
+"""
+
+
+def test_an_interrupt_during_imports_is_one_line(tmp_path: Path) -> None:
+    for at in ("slipstream.cli", "pydantic", "slipstream.config"):
+        program = SENDS.format(at=at)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "slipstream: stopped at once\n"), at
