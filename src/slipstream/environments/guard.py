@@ -22,6 +22,7 @@ from slipstream.generators.base import GenerationError
 from slipstream.rollout import Rollout
 
 MAX_REWARD = 1e12  # by amount; squares of advantages have to fit into float32
+MAX_RAISED_IN_A_ROW = 512  # rewards; a weak policy may give strange answers alone for a while
 CONVERSATION_SHARE = 0.9  # of an episode's time limit
 
 
@@ -119,7 +120,7 @@ async def attempt(
 
 def count_reward_errors(options: EnvironmentConfig, told: Callable[[ScoringError], None]) -> RewardErrors | None:
     """What `attempt` does with rewards that raise, as `environment.reward_error` says."""
-    return RewardErrors(options.max_failures, told) if options.reward_error == "zero" else None
+    return RewardErrors(MAX_RAISED_IN_A_ROW, told) if options.reward_error == "zero" else None
 
 
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
