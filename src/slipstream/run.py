@@ -296,7 +296,8 @@ class Run:
                 self.environment, task, policy, options.time_limit, self.scoring, self._places, self._reward_errors
             )
         except RolloutFailed as failure:
-            if dead := self.pools.generator.dead:  # whatever the environment made of it
+            # Whatever the environment made of it.
+            if dead := self.pools.generator.dead or (self.scoring and self.scoring.dead):
                 raise dead from None
             self.state.ledger.reasons[failure.reason] += 1
             self._failed[entry.task] = failure

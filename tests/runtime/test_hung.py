@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from slipstream.actor import ActorDied
+from slipstream.config import ScoringConfig
 from slipstream.environments.base import Task
 from slipstream.environments.scoring import ScorerPool, ScoringError
 from slipstream.rollout import Rollout
 from slipstream.scoring.model import RewardModel
+from slipstream.scoring.stage import ScoringStage
 from slipstream.scoring.teacher import Teacher
 from tests.processes import lives
 from tests.runtime.test_faults import pid_of, started
@@ -68,7 +70,10 @@ def test_a_teacher_and_a_reward_model_that_are_stopped(tiny: Path, tmp_path: Pat
         for one in (teacher, reward):
             os.kill(pid_of(one._actor), signal.SIGSTOP)
         asked = (teacher.score(COMPLETIONS), reward.score(Task("t", ""), Rollout(tuple(COMPLETIONS[:1]), 0.0)))
-        return list(await asyncio.gather(death_of(teacher._actor, asked[0]), death_of(reward._actor, asked[1])))
+        found = await asyncio.gather(death_of(teacher._actor, asked[0]), death_of(reward._actor, asked[1]))
+        for stage in (ScoringStage(ScoringConfig(), None, teacher), ScoringStage(ScoringConfig(), reward)):
+            assert "has been silent" in str(stage.dead), "a run ends by this"
+        return list(found)
 
     said = r"has been silent for [\d.]+ s, as if it were stopped, and has owed score for [\d.]+ s"
     teacher, reward = asyncio.run(main())

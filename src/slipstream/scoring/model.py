@@ -61,6 +61,10 @@ class RewardModel:
         except ActorDied as error:
             raise ScoringError("reward model died", str(error)) from None
 
+    @property
+    def dead(self) -> ActorDied | None:
+        return self._actor.dead
+
     async def close(self) -> None:
         await self._actor.stop()
 

@@ -13,7 +13,7 @@ import time
 from array import array
 from typing import Any
 
-from slipstream.actor import ActorError
+from slipstream.actor import ActorDied, ActorError
 from slipstream.closing import close_at_once
 from slipstream.config import ConfigError, ScoringConfig
 from slipstream.environments.base import Task
@@ -68,6 +68,12 @@ class ScoringStage:
             return group
         rollouts = [r if r.teacher else taught(r, await self.teacher.score(r.completions)) for r in group.rollouts]
         return dataclasses.replace(group, rollouts=tuple(rollouts))
+
+    @property
+    def dead(self) -> ActorDied | None:
+        """What became of the process of the reward model or of the teacher, if it died."""
+        ends = (getattr(part, "dead", None) for part in (self.scorer, self.teacher))
+        return next((dead for dead in ends if isinstance(dead, ActorDied)), None)
 
     def lap(self) -> Lap:
         """What was done since the last lap."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream.actor import Actor, Reply
+from slipstream.actor import Actor, ActorDied, Reply
 from slipstream.config import Config, ConfigError
 from slipstream.rollout import Completion, numbers, samples_of
 
@@ -38,6 +38,10 @@ class Teacher:
         """Log-probabilities of the drawn tokens, a row a completion, at the temperature that they were drawn with."""
         rows: tuple[array[float], ...] = await self._actor.call("score", tuple(completions))
         return rows
+
+    @property
+    def dead(self) -> ActorDied | None:
+        return self._actor.dead
 
     async def load(self, path: Path) -> None:
         """Be the model at `path` from now on."""
