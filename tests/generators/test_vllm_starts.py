@@ -139,3 +139,8 @@ def test_heads_that_vllm_has_no_kernel_for_are_refused(tmp_path: Path) -> None:
 def test_a_cache_of_a_model_without_positions_or_attention_is_small(tmp_path: Path) -> None:
     transformers.MambaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     assert cpu_arguments(str(tmp_path), torch.float32, 0, 0.0)["kv_cache_memory_bytes"] == CACHE
+
+
+def test_a_vocabulary_that_vllm_has_no_adapters_for_names_what_works() -> None:
+    told = cause("generator", ValueError("When using LoRA, vocab size must be <= 258048"), None, 0)
+    assert told.endswith('<= 258048; train all weights (lora.rank = 0), or set generator.kind = "torch"')

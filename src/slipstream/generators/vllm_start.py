@@ -32,6 +32,7 @@ REMEDIES = {  # by what vLLM says
     "out of memory": "lower {memory} or {slots}, end what else is on the GPU, or spread the model by {spread}",
     "No available memory for the cache": "raise {memory}, or spread the model by {spread}",
     "larger than the available KV cache memory": "raise {memory}, or lower generator.context",
+    "vocab size must be": 'train all weights (lora.rank = 0), or set generator.kind = "torch"',
     "address already in use": "another program took this port in this moment; start again",
 }
 OPTIONS = {
