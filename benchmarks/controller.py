@@ -19,9 +19,7 @@ import gc
 import json
 import multiprocessing
 import os
-import platform
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from work import at_least_one, save_model, versions
+from work import at_least_one, conditions, save_model
 
 from slipstream import actor, run
 from slipstream.actor import Actor
@@ -323,21 +321,22 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, f"memory: {memory[0]:.2f} GB at first, {max(memory):.2f} at most, {memory[-1]:.2f} last"])
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=at_least_one, default=200)
     parser.add_argument("--rollouts", type=at_least_one, default=512)
     parser.add_argument("--tokens", type=at_least_one, default=8192)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         found = measure(options, Path(temporary))
     print(table(found))
     if options.json:
-        processor = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
-        model = next((line.partition(":")[2].strip() for line in processor.splitlines() if "Model name" in line), "")
-        machine_ = {"processor": model or platform.processor(), "cores": os.cpu_count()}
-        record = {"command": " ".join(["python", *sys.argv]), **machine_, **versions(), "bars": BARS, **found}
+        record = {"command": " ".join(["python", *sys.argv]), **conditions(), "bars": BARS, **found}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
