@@ -128,7 +128,9 @@ def test_gsm8k_reads_local_files(tmp_path: Path) -> None:
 def test_gsm8k_reports_malformed_lines_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "train.jsonl", GOOD, "{broken", GOOD, {"question": "x"}, {"question": "x", "answer": "#### six"})
     write(tmp_path / "test.jsonl", GOOD)
-    with pytest.raises(ConfigError, match=r"train.jsonl: 3 of 5 lines are no problem \(line 2, 4, 5\).*skip_malformed"):
+    with pytest.raises(
+        ConfigError, match=r"train.jsonl: 3 of 5 lines are not problems \(line 2, 4, 5\).*skip_malformed"
+    ):
         Gsm8k(str(tmp_path))
     assert len(Gsm8k(str(tmp_path), skip_malformed=True).train) == 2
     assert "3 of 5 lines" in capsys.readouterr().err

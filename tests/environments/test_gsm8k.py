@@ -99,7 +99,10 @@ def test_an_expression_that_never_ends_costs_one_score() -> None:
 
 def test_a_solution_without_its_marker_is_malformed(data: Path) -> None:
     write(data / "train.jsonl", PROBLEM, {"question": "How many?", "answer": "18"})
-    with pytest.raises(ConfigError, match=r"train.jsonl: 1 of 2 lines are no problem \(line 2\)"):
+    with pytest.raises(ConfigError, match=r"train.jsonl: 1 of 2 lines are not problems \(line 2\)"):
+        Gsm8k(str(data))
+    write(data / "train.jsonl", PROBLEM, {"answer": "#### 18"})
+    with pytest.raises(ConfigError, match='line 2: it has no text as "question"; correct them, or set'):
         Gsm8k(str(data))
 
 
@@ -108,11 +111,12 @@ def test_ten_malformed_lines_are_named_and_all_are_counted(data: Path) -> None:
     with pytest.raises(ConfigError, match=r"12 of 13 .*\(line 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and more\)") as caught:
         Gsm8k(str(data))
     assert "\n" not in str(caught.value)
+    assert "line 2: not JSON (Expecting property name enclosed in double quotes at column 2)" in str(caught.value)
 
 
 def test_line_numbers_are_those_of_an_editor(data: Path) -> None:
     write(data / "train.jsonl", {**PROBLEM, "question": "How\u2028many?"}, "", "{broken")
-    with pytest.raises(ConfigError, match=r"1 of 2 lines are no problem \(line 3\)"):
+    with pytest.raises(ConfigError, match=r"1 of 2 lines are not problems \(line 3\)"):
         Gsm8k(str(data))
 
 
@@ -139,7 +143,7 @@ def test_the_hub_is_held_to_the_same_form(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
     environment = Gsm8k("good")
     assert (len(environment.train), len(environment.test)) == (2, 1)
-    with pytest.raises(ConfigError, match=r"columns: 1 of 2 lines are no problem \(line 2\)"):
+    with pytest.raises(ConfigError, match=r"columns: 1 of 2 lines are not problems \(line 2\)"):
         Gsm8k("columns")
     with pytest.raises(ConfigError, match=r"environment.options.data = 'splits' can't be loaded from the Hub"):
         Gsm8k("splits")

@@ -72,6 +72,12 @@ def users(tmp_path: Path) -> Path:
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(4)))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
     (tmp_path / "empty.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": ""}\n')
+    (tmp_path / "nothing.jsonl").write_text("\n\n")
+    (tmp_path / "cut.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+\n')
+    (tmp_path / "named.jsonl").write_text('{"question": "1+1="}\n')
+    (tmp_path / "twice.jsonl").write_text('{"prompt": "1", "id": 7}\n{"prompt": "2", "id": "7"}\n')
+    (tmp_path / "chat.jsonl").write_text('{"prompt": [{"content": "1+1="}]}\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n")
     return tmp_path
 
 
@@ -93,6 +99,13 @@ def users(tmp_path: Path) -> Path:
         ("users.py:forgot_async", {"train": "tasks.jsonl"}, "^environment.name = .*`async def`"),
         ("users.py:reward", {"train": "latin.jsonl"}, "latin.jsonl: not UTF-8 at byte 15"),
         ("users.py:reward", {"train": "empty.jsonl"}, "empty.jsonl, line 2: not a task"),
+        ("users.py:reward", {"train": "nothing.jsonl"}, "^nothing.jsonl holds no tasks; write lines of"),
+        ("users.py:reward", {"train": "cut.jsonl"}, r"^cut.jsonl, line 2: .* not JSON .Unterminated .* at column 12"),
+        ("users.py:reward", {"train": "named.jsonl"}, '^named.jsonl, line 1: not a task: it has no "prompt"'),
+        ("users.py:reward", {"train": "twice.jsonl"}, '^twice.jsonl, line 2: .* its id "7" is that of line 1, too'),
+        ("users.py:reward", {"train": "chat.jsonl"}, '^chat.jsonl, line 1: .* has no "role"'),
+        ("users.py:reward", {"train": "deep.jsonl"}, r"^deep.jsonl, line 1: .* not JSON"),
+        ("users.py:reward", {"train": "task.jsonl"}, r"there is no file task.jsonl \(did you mean tasks.jsonl"),
         ("users.py:reward", {"train": "."}, "^environment.options: there is no file"),
     ],
 )
@@ -103,6 +116,16 @@ def test_a_users_mistake_is_one_line(
     with pytest.raises(ConfigError, match=message) as caught:
         load_environment(EnvironmentConfig(name=thing, options=options))
     assert "\n" not in str(caught.value)
+
+
+def test_one_task_is_trained_on_and_a_byte_order_mark_is_read(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(users)
+    (users / "one.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1+1="}\n')
+    [task] = load_environment(EnvironmentConfig(name="users.py:reward", options={"train": "one.jsonl"})).train
+    assert task.prompt == "1+1="
+    (users / "math.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "1+1?", "answer": "#### 2"}\n')
+    environment = load_environment(EnvironmentConfig(name="gsm8k", options={"data": "math.jsonl"}))
+    assert [task.data["answer"] for task in environment.train] == ["2"] and not environment.test
 
 
 def test_an_error_that_names_its_option_is_not_wrapped_in_another() -> None:

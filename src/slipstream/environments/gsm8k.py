@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import random
 import re
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 from slipstream.config import ConfigError
 from slipstream.environments.base import Policy, Task
-from slipstream.environments.load import read_lines
+from slipstream.environments.load import hold_out, read_lines
 from slipstream.environments.scoring import ScorerPool
 from slipstream.rollout import Completion, Rollout
 
@@ -113,10 +112,7 @@ def _read(data: str, skip_malformed: bool) -> Sequence[list[dict[str, str]]]:
         files = (path / "train.jsonl", path / "test.jsonl")
         return [_problems(str(file), read_lines(file), skip_malformed) for file in files]
     if path.suffix == ".jsonl":
-        rows = _problems(data, read_lines(path), skip_malformed)
-        random.Random(0).shuffle(rows)
-        held_out = max(1, len(rows) // 10)
-        return rows[held_out:], rows[:held_out]
+        return hold_out(_problems(data, read_lines(path), skip_malformed))
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
             f"environment.options.data = {data!r} is no local directory or .jsonl file, and to load it from the Hub "
@@ -135,18 +131,27 @@ def _read(data: str, skip_malformed: bool) -> Sequence[list[dict[str, str]]]:
 
 def _problems(where: str, rows: Sequence[tuple[int, Any]], skip_malformed: bool) -> list[dict[str, str]]:
     """The rows that are problems; the others are reported by number, as an error or, to be skipped, as a warning."""
-    problems, malformed = [], []
-    for number, row in rows:
-        try:
-            if MARKER not in row["answer"] or not NUMBER.fullmatch(gold(row["answer"])) or not row["question"].strip():
-                raise ValueError
-            problems.append(row | {"source": f"{where}, line {number}"})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            malformed.append(number)
-    if malformed:
-        lines = ", ".join(map(str, malformed[:10])) + (" and more" if len(malformed) > 10 else "")
-        what = f"{where}: {len(malformed)} of {len(rows)} lines are no problem (line {lines})"
+    faults = {number: fault for number, row in rows if (fault := _fault(row))}
+    if faults:
+        lines = ", ".join(map(str, [*faults][:10])) + (" and more" if len(faults) > 10 else "")
+        first, why = next(iter(faults.items()))
+        what = f"{where}: {len(faults)} of {len(rows)} lines are not problems (line {lines}); line {first}: {why}"
         if not skip_malformed:
-            raise ConfigError(f"{what}; mend them or set environment.options.skip_malformed = true")
+            raise ConfigError(f"{what}; correct them, or set environment.options.skip_malformed = true")
         print(f"slipstream: {what}; left out", file=sys.stderr)
-    return problems
+    if len(faults) == len(rows):
+        raise ConfigError(
+            f'{where} holds no problems; write lines of {{"question": text, "answer": "... #### NUMBER"}}'
+        )
+    return [row | {"source": f"{where}, line {number}"} for number, row in rows if number not in faults]
+
+
+def _fault(row: Any) -> str:
+    """Why a row is not a problem, or ""."""
+    if isinstance(row, ValueError):
+        return str(row)
+    for name in ("question", "answer"):
+        if not isinstance(row, dict) or not isinstance(text := row.get(name), str) or not text.strip():
+            return f'it has no text as "{name}"'
+    right = MARKER in row["answer"] and NUMBER.fullmatch(gold(row["answer"]))
+    return "" if right else f'its answer does not end in "{MARKER} NUMBER"'

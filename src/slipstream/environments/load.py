@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from slipstream.config import ConfigError, EnvironmentConfig, suggest
 from slipstream.environments.base import Environment, Policy, Task
@@ -20,6 +20,7 @@ LIBRARIES = {  # their environments are named "library:environment"
     "reasoning-gym": "slipstream.environments.reasoning_gym:ReasoningGym",
     "verifiers": "slipstream.environments.verifiers:Verifiers",
 }
+Item = TypeVar("Item")
 HELD_OUT = 0.1
 REWARD_SHARE = 0.1  # of a rollout's time limit: whoever waits for a scorer behind a hung reward keeps the rest
 
@@ -136,38 +137,64 @@ def _task_files(config: EnvironmentConfig) -> tuple[Sequence[Task], Sequence[Tas
         wrong = f"{next(iter(options))} is unknown" if options else "train is not set"
         raise ConfigError(f"environment.options: {wrong}; a function needs train = FILE.jsonl and may have test = FILE")
     tasks = read_tasks(Path(train))
-    if test is not None:
-        return tasks, read_tasks(Path(test))
-    random.Random(0).shuffle(tasks)
-    held_out = max(1, round(len(tasks) * HELD_OUT)) if len(tasks) > 1 else 0
-    return tasks[held_out:], tasks[:held_out]
+    return (tasks, read_tasks(Path(test))) if test is not None else hold_out(tasks)
+
+
+def hold_out(items: list[Item]) -> tuple[list[Item], list[Item]]:
+    """A training and a held-out part, which is a tenth of several items, shuffled always in the same way."""
+    random.Random(0).shuffle(items)
+    count = max(1, round(len(items) * HELD_OUT)) if len(items) > 1 else 0
+    return items[count:], items[:count]
 
 
 def read_tasks(path: Path) -> list[Task]:
     """Tasks from lines of JSON. Raises `ConfigError` naming file and line."""
+    lines: dict[str, int] = {}
     tasks = []
     for number, data in read_lines(path):
         try:
-            prompt = data.pop("prompt")
-            if not prompt:
-                raise ValueError
-            prompt = prompt if isinstance(prompt, str) else tuple(dict(message) for message in prompt)
-            tasks.append(Task(str(data.pop("id", number)), prompt, data, f"{path}, line {number}"))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(
-                f'{path}, line {number}: not a task; a line is {{"prompt": text or messages, ...}}'
-            ) from None
+            task = _task(data, number, path)
+            if (first := lines.setdefault(task.id, number)) != number:
+                raise ValueError(f'its id "{task.id}" is that of line {first}, too')
+        except ValueError as error:
+            shape = '{"prompt": text or messages, ...}'
+            raise ConfigError(f"{path}, line {number}: not a task: {error}; a line is {shape}") from None
+        tasks.append(task)
+    if not tasks:
+        raise ConfigError(f'{path} holds no tasks; write lines of {{"prompt": text or messages, ...}}')
     return tasks
 
 
+def _task(data: Any, number: int, path: Path) -> Task:
+    """The task of a line. Raises `ValueError` with what is wrong."""
+    if isinstance(data, ValueError):
+        raise data
+    if not isinstance(data, dict) or "prompt" not in data:
+        raise ValueError('it has no "prompt"')
+    prompt = data.pop("prompt")
+    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
+        for message in prompt:
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise ValueError('a message of its prompt has no "role" or no "content"')
+        prompt = tuple(prompt)
+    elif not isinstance(prompt, str):
+        raise ValueError("its prompt is neither text nor a list of messages")
+    if not prompt:
+        raise ValueError("its prompt is empty")
+    return Task(str(data.pop("id", number)), prompt, data, f"{path}, line {number}")
+
+
 def read_lines(path: Path) -> list[tuple[int, Any]]:
-    """The JSON of a file's lines that are not blank, or None for what is none, with their numbers."""
+    """The JSON of a file's lines that are not blank, with their numbers; a `ValueError` for a line that is no JSON."""
     if not path.is_file():
-        raise ConfigError(f"environment.options: there is no file {path}")
+        near = suggest(path.name, [file.name for file in path.parent.glob("*")])
+        raise ConfigError(f"environment.options: there is no file {path}{near}")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at U+2028, which JSON may hold
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at U+2028, which JSON may hold
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a file that can be read") from None
     return [(number, _parsed(line)) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -177,5 +204,9 @@ def _parsed(line: str) -> Any:
         if "\\u" in line:  # may be half of a surrogate pair, which is no text
             json.dumps(value, ensure_ascii=False).encode()
         return value
+    except json.JSONDecodeError as error:
+        return ValueError(f"not JSON ({error.msg} at column {error.colno})")
+    except UnicodeEncodeError:
+        return ValueError("it holds half of a surrogate pair")
     except (ValueError, RecursionError):
-        return None
+        return ValueError("not JSON (a number or a nesting is too long)")
