@@ -71,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not any(kind.__name__ in FAILURES for kind in type(error).__mro__):
             raise
-        print("slipstream:", *getattr(error, "__notes__", [error]), file=sys.stderr)
+        said = " ".join(map(str, getattr(error, "__notes__", [error])))
+        if "--resume" not in said and (directory := getattr(error, "resumable", None)):
+            said = f"{said.rstrip()}\nGo on from the last checkpoint: slipstream train --resume {directory}"
+        print(f"slipstream: {said}", file=sys.stderr)
         return 1
 
 

@@ -24,6 +24,7 @@ from slipstream.rollout import Sampling
 
 HIGHEST_RANK = 512  # of adapters, that vLLM makes room for
 PATHS = ("model.path", "teacher.path")
+LARGEST = 2**63 - 1  # whole number that a seed, a tensor or a TOML reader takes
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 NO_SYSTEM = "Slipstream runs on Linux, and on macOS on the CPU; on Windows use WSL 2"
 NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
@@ -47,6 +48,8 @@ class Section(BaseModel):
 
 
 def option(default: Any, description: str, **bounds: Any) -> Any:
+    if type(default) is int:
+        bounds.setdefault("le", LARGEST)
     return Field(default, description=description, validate_default=True, **bounds)
 
 
@@ -225,7 +228,7 @@ class TrainerConfig(Section):
     context_parallel: int = option(1, "Ranks that share the tokens of each micro-batch, for long sequences.", ge=1)
     expert_parallel: int = option(1, "Ranks over which each layer's experts are spread (fsdp, mixtures).", ge=1)
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", gt=0)
-    betas: tuple[float, float] = option((0.9, 0.99), "Decay rates of AdamW's moments.", strict=False)
+    betas: tuple[float, ...] = option((0.9, 0.99), "Decay rates of AdamW's two moments.", strict=False)
     weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
     warmup_steps: int = option(0, "Steps over which the learning rate rises from 0.", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = option(
@@ -308,9 +311,8 @@ class AlgorithmConfig(Section):
     def _named(cls, value: Any, info: ValidationInfo) -> Any:
         """A name alone is a table without options; a table without a name is of the default."""
         if info.field_name == "corrections":
-            return [
-                {"name": v} if isinstance(v, str) else v for v in ([value] if isinstance(value, str | dict) else value)
-            ]
+            values = [value] if isinstance(value, str | dict) else value
+            return [{"name": v} if isinstance(v, str) else v for v in values] if isinstance(values, list) else values
         if isinstance(value, str):
             return {"name": value}
         return cls.model_fields[info.field_name or ""].default | value if isinstance(value, dict) else value
@@ -462,8 +464,9 @@ class Config(Section):
                 f"lower it below {loop.steps}"
             )
         self._refuse_ranks()
-        if not all(0 <= beta < 1 for beta in self.trainer.betas):
-            raise ConfigError(f"trainer.betas = {list(self.trainer.betas)} must lie in [0, 1); try [0.9, 0.99]")
+        if len(self.trainer.betas) != 2 or not all(0 <= beta < 1 for beta in self.trainer.betas):
+            found = list(self.trainer.betas)
+            raise ConfigError(f"trainer.betas = {found} must be two numbers in [0, 1); try [0.9, 0.99]")
         self._refuse_turns()
         self._refuse_restart()
         self._refuse_servers()
@@ -803,7 +806,7 @@ def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if not flag.startswith("--"):
             raise ConfigError(f"{flag!r} is not an option; options look like --section.option value")
         name, equals, text = flag[2:].partition("=")
-        if "." not in name:
+        if "." not in name or not all(name.split(".")):
             near = suggest(name, option_names())
             raise ConfigError(f"unknown option --{name}{near}; see `slipstream config --help`")
         if not equals:
@@ -866,6 +869,22 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # as JSON, but TOML allows no raw DEL
 
 
+EXPECTED = {  # by pydantic's name of an error
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_type": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be text",
+    "string_too_short": "it must not be empty",
+    "list_type": 'it must be a list, such as ["a", "b"]',
+    "tuple_type": "it must be a list, such as [0.9, 0.99]",
+    "dict_type": "it must be a table, such as { name = 1 }",
+    "model_type": "it must be a section of options, such as [loop]",
+    "model_attributes_type": "it must be a section of options, such as [loop]",
+}
+
+
 def _explain(error: Any) -> str:
     name = ".".join(str(part) for part in error["loc"])
     cause = error.get("ctx", {}).get("error")
@@ -878,7 +897,8 @@ def _explain(error: Any) -> str:
         if name in SECTIONS:
             name += "." + next(key for key, info in SECTIONS[name].model_fields.items() if info.is_required())
         return f"{name} is not set; add it to the file or give --{name} VALUE"
-    expected = str(cause) if isinstance(cause, ConfigError) else error["msg"][0].lower() + error["msg"][1:]
+    expected = EXPECTED.get(error["type"]) or (str(cause) if isinstance(cause, ConfigError) else error["msg"])
+    expected = expected[0].lower() + expected[1:]
     shown = _toml(error["input"]) if _writable(error["input"]) else repr(error["input"])
     return f"{name} = {shown}: {expected.replace('input should', 'it must')}"
 

@@ -122,8 +122,13 @@ async def _run(config: Config, directory: RunDirectory, quiet: bool) -> dict[str
     try:
         async with closing(run.close):
             return await run.train()
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
+    except BaseException as raised:
+        error: Any = _first(raised)
+        if directory.config.exists():  # the run had started
+            error.resumable = directory.path
+        if error is raised:
+            raise
+        raise error from None
     finally:
         sys.setswitchinterval(interval)
 
@@ -665,9 +670,8 @@ class Run:
                 loop.remove_signal_handler(number)
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The exception that a group of tasks ended with."""
-    error: BaseException = group
+def _first(error: BaseException) -> BaseException:
+    """The exception that a group of tasks ended with, or the error itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

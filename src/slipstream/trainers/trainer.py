@@ -96,7 +96,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             [{"params": group} for group in by_mesh(self.parameters.values())],
             lr=options.learning_rate,
-            betas=options.betas,
+            betas=(options.betas[0], options.betas[1]),
             weight_decay=options.weight_decay,
             fused=True,  # else a CPU holds several copies of the largest parameter
         )
