@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from slipstream import __version__
 from slipstream.config import (
@@ -53,7 +54,10 @@ Every option of a run is --section.option VALUE; `slipstream config` lists them 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 done, 1 the run failed, 2 something asked for is wrong."""
-    options, flags = parser().parse_known_args(join_flags(sys.argv[1:] if arguments is None else arguments))
+    joined = join_flags(sys.argv[1:] if arguments is None else arguments)
+    given = [word for word in joined if word.startswith("--") and "." in word.partition("=")[0]]
+    options, unknown = parser().parse_known_args([word for word in joined if word not in given])
+    flags = given + unknown
     # A command's own options that stand for one of the configuration have its name, and lie under what is given so.
     flags = [f"--{name}={value}" for name, value in vars(options).items() if "." in name and value is not None] + flags
     try:
@@ -78,8 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"slipstream: {message}; see `{self.prog} --help`\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    root = argparse.ArgumentParser(
+    root = Parser(
         "slipstream", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     root.add_argument("--version", action="version", version=f"slipstream {__version__}")

@@ -25,7 +25,7 @@ from slipstream.rollout import Sampling
 HIGHEST_RANK = 512  # of adapters, that vLLM makes room for
 PATHS = ("model.path", "teacher.path")
 LARGEST = 2**63 - 1  # whole number that a seed, a tensor or a TOML reader takes
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 NO_SYSTEM = "Slipstream runs on Linux, and on macOS on the CPU; on Windows use WSL 2"
 NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
 
@@ -65,7 +65,7 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters instead of full fine-tuning."""
 
-    rank: int = option(0, "Rank of the adapters; 0 trains every weight.", ge=0)
+    rank: int = option(0, "Rank of the adapters; 0 trains every weight.", ge=0, le=4096)
     alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
     targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")
     base: Literal["whole", "4bit"] = option(
@@ -737,10 +737,12 @@ def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> Co
     values: dict[str, Any] = {}
     if path is not None:
         try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not valid TOML: {error}") from None
     for name, value in parse_flags(flags):
         _set(values, name, value)
@@ -906,6 +908,7 @@ def _explain(error: Any) -> str:
 def suggest(name: str, known: Sequence[str]) -> str:
     """ " (did you mean X?)" for the nearest of the known names, or nothing."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = close or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     if not close:  # a right name in a wrong section is the commonest slip
         close = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
     return f" (did you mean {close[0]}?)" if close else ""

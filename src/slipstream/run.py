@@ -109,6 +109,10 @@ def _checked(config: Config) -> Config:
     refuse_adapter(config.model.path)
     if config.algorithm.kl and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")
+    if config.teacher.path:
+        check_path(config.teacher.path, "teacher.path")
+    if config.scoring.kind == "model" and isinstance(path := config.scoring.options.get("path"), str):
+        check_path(path, "scoring.options.path")
     pick_device(config.generator.device, "generator.device")
     pick_device(config.trainer.device, "trainer.device")
     config = settled(config)

@@ -68,8 +68,8 @@ def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         return text
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-    frames = [f for f in frames if not f.filename.startswith("<frozen") and f.filename != importlib.__file__]
+    ours = ("<frozen", str(importlib.__file__), str(Path(__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{text}{where}" if isinstance(error, ImportError) else f"{type(error).__name__}: {text}{where}"
 
@@ -88,8 +88,8 @@ def _module(place: str) -> ModuleType:
             raise LoadError(f"{error}{near}") from None
     path = Path(place).resolve()
     if not path.is_file():
-        near = suggest(path.name, [file.name for file in path.parent.glob("*.py")])
-        raise LoadError(f"there is no file {path}{near}")
+        near = suggest(path.stem, [file.stem for file in path.parent.glob("*.py") if file.is_file()])
+        raise LoadError(f"there is no file {path}{near.replace('?', '.py?')}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

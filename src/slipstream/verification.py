@@ -191,8 +191,11 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, seed: i
     alone = _of_engines(config)
     if not config.generator.servers:
         config = alone
-    if min(prompts, tokens) < 1:
-        raise ConfigError(f"verify with --prompts {prompts} and --tokens {tokens} compares nothing; give at least 1")
+    if min(prompts, tokens) < 1 or after < 0:
+        raise ConfigError(
+            f"verify with --prompts {prompts} --tokens {tokens} --after {after} compares nothing; give at least 1 "
+            "prompt and token, and --after 0 or more"
+        )
     trainer = f"{ChangingTrainer.__module__}:{ChangingTrainer.__qualname__}"
     config = with_options(config, trainer={**config.trainer.model_dump(), "kind": trainer})
     vocabulary = len(load_tokenizer(config.model.path))

@@ -130,9 +130,9 @@ HUB = """
 def load_dataset(name, config):
     good = {"question": "How many?", "answer": "#### 4"}
     return {
-        "good": {"train": [good, good], "test": [good]},
-        "columns": {"train": [good, {"problem": "?"}], "test": [good]},
-        "splits": {"train": [good]},
+        "their/good": {"train": [good, good], "test": [good]},
+        "their/columns": {"train": [good, {"problem": "?"}], "test": [good]},
+        "their/splits": {"train": [good]},
     }[name]
 """
 
@@ -141,10 +141,10 @@ def test_the_hub_is_held_to_the_same_form(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "datasets.py").write_text(HUB)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
-    environment = Gsm8k("good")
+    environment = Gsm8k("their/good")
     assert (len(environment.train), len(environment.test)) == (2, 1)
     with pytest.raises(ConfigError, match=r"columns: 1 of 2 lines are not problems \(line 2\)"):
-        Gsm8k("columns")
-    with pytest.raises(ConfigError, match=r"environment.options.data = 'splits' can't be loaded from the Hub"):
-        Gsm8k("splits")
+        Gsm8k("their/columns")
+    with pytest.raises(ConfigError, match=r"environment.options.data = .their/splits. can't be loaded from the Hub"):
+        Gsm8k("their/splits")
     monkeypatch.delitem(sys.modules, "datasets", raising=False)

@@ -25,7 +25,7 @@ from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
 from slipstream.environments.rollout_checks import checked_rollouts
 from slipstream.environments.text_limits import MAX_INLINE, TextLimits, characters, off_loop
 from slipstream.environments.tools import Parse, Tool, Tools, hermes, plain
-from slipstream.generators.base import Generator
+from slipstream.generators.base import GenerationError, Generator
 from slipstream.generators.clock import Clock
 from slipstream.rollout import Completion, Rollout, Sampling, ids, rewards_of_turns
 
@@ -176,6 +176,8 @@ class Codec:
 
     def _tokenize(self, text: str, **options: Any) -> array[int]:
         self.limits.refuse_text(text)
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise GenerationError("the prompt holds half of a surrogate pair, which is no text; remove it")
         return ids(self._tokenizer.encode(text, **options))
 
     def _chat(self, messages: Any, tools: Sequence[Any] | None = None) -> array[int]:

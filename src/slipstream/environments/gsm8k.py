@@ -113,6 +113,10 @@ def _read(data: str, skip_malformed: bool) -> Sequence[list[dict[str, str]]]:
         return [_problems(str(file), read_lines(file), skip_malformed) for file in files]
     if path.suffix == ".jsonl":
         return hold_out(_problems(data, read_lines(path), skip_malformed))
+    if data.count("/") != 1 or path.suffix or data.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"environment.options.data = {data!r}: no such directory or .jsonl file, and not a Hub name (owner/name)"
+        )
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
             f"environment.options.data = {data!r} is no local directory or .jsonl file, and to load it from the Hub "

@@ -187,7 +187,7 @@ def _task(data: Any, number: int, path: Path) -> Task:
 def read_lines(path: Path) -> list[tuple[int, Any]]:
     """The JSON of a file's lines that are not blank, with their numbers; a `ValueError` for a line that is no JSON."""
     if not path.is_file():
-        near = suggest(path.name, [file.name for file in path.parent.glob("*")])
+        near = suggest(path.name, [file.name for file in path.parent.glob("*") if file.is_file()])
         raise ConfigError(f"environment.options: there is no file {path}{near}")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at U+2028, which JSON may hold

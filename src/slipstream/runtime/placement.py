@@ -62,8 +62,10 @@ def settled(config: Config) -> Config:
 
     Raises `ConfigError` where the host has too few GPUs.
     """
+    gpus, ranks = gpus_here(), ranks_here(config.trainer.ranks)
+    place(config, gpus, ranks)
     if config.sync.link == "auto":
-        chosen: dict[str, Any] = {"link": choose_link(config, gpus_here(), ranks_here(config.trainer.ranks))}
+        chosen: dict[str, Any] = {"link": choose_link(config, gpus, ranks)}
         if _needs_restarts(config):
             drains = config.sync.interruption == "drain"
             chosen = {"link": "checkpoint", "restart": True, "interruption": "drain" if drains else "retry"}

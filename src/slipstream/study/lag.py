@@ -63,9 +63,11 @@ def present(directory: Path, target: float | None) -> None:
     path = directory / DATA
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is not there; run `slipstream study lag CONFIG.toml --dir {directory}`") from None
-    courses = tuple(Course(**course) for course in data.pop("courses"))
+        courses = tuple(Course(**course) for course in data.pop("courses"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} holds no study ({error}); run `slipstream study lag CONFIG.toml --dir {directory}`"
+        ) from None
     study = Study(courses, target=default_target(courses) if target is None else target, **data)
     write_atomically(directory / "lag.md", markdown(study))
     print(markdown(study))

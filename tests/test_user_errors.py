@@ -1,0 +1,336 @@
+"""What a user gets wrong is answered in one line that says what was found, where, and what to do: a corpus.
+
+Every case is a command as it is typed. The first of the answer's words below is what a user needs to find the mistake.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import main
+
+BASE = '[model]\npath = "MODEL"\n[environment]\nname = "addition"\n'
+FILES: dict[str, str | bytes] = {
+    "run.toml": BASE + "[sampling]\nmax_tokens = 4\n[loop]\nsteps = 3\ngroups_per_step = 2\n",
+    "latin.toml": b'[model]\npath = "caf\xe9"\n', "open.toml": "[model\n",
+    "twice.toml": "[model]\npath='a'\npath='b'\n",
+    "nul.toml": "[model]\npath='\0'\n", "json.toml": '{"model": 1}', "yaml.toml": "model:\n  path: x\n",
+    "section.toml": "model = 3\n[environment]\nname='addition'\n", "array.toml": "[[model]]\n[environment]\nname='a'\n",
+    "bare.toml": "[model]\npath = gemma\n", "escape.toml": '[model]\npath = "C:\\models"\n',
+    "date.toml": "[model]\npath = 1979-05-27\n[environment]\nname = 'addition'\n", "binary.toml": bytes(range(256)),
+    "digits.toml": f"[loop]\nseed = {'9' * 5000}\n", "deep.toml": f"a = {'[' * 5000}{']' * 5000}\n",
+    "list.toml": "[trainer]\nbetas = [0.9, 0.99\n", "again.toml": "[model]\n[model]\n",
+    "nopath.toml": "[environment]\nname='a'\n",
+    "envs.py": """
+from slipstream.environments.base import Task
+tasks = [Task(str(i), f"{i}+1=") for i in range(4)]
+class Mine:
+    train = test = tasks
+    def __init__(self, size=1): pass
+    async def rollout(self, task, policy): return 0.0
+class NoTrain:
+    test = tasks
+    async def rollout(self, task, policy): ...
+class NoRollout: train = test = tasks
+class Empty:
+    train = test = []
+    async def rollout(self, task, policy): ...
+class Needs(Mine):
+    def __init__(self, size): pass
+class Away:
+    def __init__(self): raise ValueError("the data base is away")
+class Scorer:
+    def __init__(self): ...
+def three(a, b, c): ...
+def policy_sync(task, policy): ...
+def reward(task, completion): return 1.0
+def plain(rewards): return 3
+number = 3
+""",
+    "missing.py": "import nothere\n", "exits.py": "import sys\nsys.exit(1)\n", "zero.py": "\n1 / 0\n", "empty.py": "",
+    "syntax.py": "def f(:\n", "tabs.py": "def f():\n\treturn 1\n        return 2\n", "latin.py": b'x = "\xe9"\n',
+    "blank.jsonl": "\n\n", "cut.jsonl": '{"prompt": "a"}\n{"prompt"\n', "latin.jsonl": b'{"prompt": "caf\xe9"}\n',
+    "list.jsonl": "[1]\n", "number.jsonl": "3\n", "typed.jsonl": '{"prompt": 3}\n', "null.jsonl": '{"prompt": null}\n',
+    "words.jsonl": '{"prompt": ["a"]}\n', "roles.jsonl": '{"prompt": [{"content": "a"}]}\n',
+    "none.jsonl": '{"prompt": ""}\n',
+    "ids.jsonl": '{"prompt": "a", "id": 1}\n{"prompt": "b", "id": "1"}\n', "array.jsonl": '[{"prompt": "a"},\n{}]\n',
+    "half.jsonl": '{"prompt": "\\ud800"}\n', "two.jsonl": '{"prompt": "a"} {"prompt": "b"}\n',
+    "zip.jsonl": b"\x1f\x8b\x08",
+    "quotes.jsonl": "{'prompt': 'a'}\n", "case.jsonl": '{"Prompt": "a"}\n',
+    "math.jsonl": '{"question": "a", "answer": "b"}\n',
+    "half_math/train.jsonl": '{"question": "a", "answer": "#### 3"}\n', "nothing/file": "", "tasks.csv": "prompt\na\n",
+    "nested.jsonl": "[" * 100_000 + "\n", "tasks.jsonl": '{"prompt": "1+1="}\n{"prompt": "2+1="}\n',
+    "study/lag.json": "{}", "run/config.toml": "[model\n", "unfinished/config.toml": BASE.replace("MODEL", "m"),
+}  # fmt: skip
+TRAIN = "train run.toml --run.dir out "
+EVAL = "eval MODEL --tasks 2 --environment "
+REWARD = EVAL + "envs.py:reward --environment.options.train="
+CORPUS = {
+    "": "the following arguments are required: COMMAND",
+    "trian": "invalid choice: 'trian'",
+    "train": "train needs a CONFIG.toml, or --resume RUN_DIR",
+    "train run.toml --resume out": "and not both",
+    "train run.toml other.toml": "'other.toml' is not an option",
+    "train --quiet": "train needs a CONFIG.toml",
+    "train --resmue out": "unknown option --resmue",
+    "train --resume": "argument --resume: expected one argument",
+    "train --resume gone": "gone holds no run to resume",
+    "train --resume nothing": "nothing holds no run to resume",
+    "train --resume run.toml": "run.toml holds no run to resume",
+    "train --resume run": "not valid TOML",
+    "train gone.toml": "gone.toml: No such file or directory; give the path of a TOML file",
+    "train nothing": "nothing: Is a directory; give the path of a TOML file",
+    "train latin.toml": "latin.toml: not UTF-8 at byte 19; save it as UTF-8",
+    "train open.toml": "open.toml: not valid TOML: Expected ']'",
+    "train twice.toml": "Cannot overwrite a value (at line 3",
+    "train again.toml": "twice (at line 2",
+    "train nul.toml": "not valid TOML: Found invalid character",
+    "train json.toml": "not valid TOML: Invalid statement (at line 1",
+    "train yaml.toml": "not valid TOML: Expected '=' after a key",
+    "train section.toml": "model = 3: it must be a section of options",
+    "train array.toml": "it must be a section of options",
+    "train bare.toml": "not valid TOML: Invalid value (at line 2",
+    "train escape.toml": "not valid TOML: Unescaped",
+    "train date.toml": "model.path = datetime.date(1979, 5, 27): it must be text",
+    "train binary.toml": "binary.toml: not UTF-8 at byte 128",
+    "train digits.toml": "digits.toml: not valid TOML",
+    "train deep.toml": "deep.toml: not valid TOML",
+    "train list.toml": "not valid TOML: Unclosed array",
+    "train nopath.toml": "model.path is not set; add it to the file or give --model.path VALUE",
+    "config nothing": "Is a directory",
+    "config --foo": "unknown option --foo",
+    "config -x": "'-x' is not an option",
+    "config --=3": "see `slipstream --help`",
+    "config --loop.=3": "unknown option --loop.",
+    "config --LOOP.STEPS=3": "unknown option LOOP (did you mean loop?)",
+    "config --loop-steps=3": "(did you mean loop.steps?)",
+    "config --loop.steps": "--loop.steps has no value",
+    "config --loop.steps=": 'loop.steps = "": it must be a whole number',
+    "config --loop.seed=1e23": "loop.seed = 1e+23: it must be a whole number",
+    "config --loop.seed=99999999999999999999999": "it must be less than or equal to 9223372036854775807",
+    "config --trainer.betas=[0.9]": "trainer.betas = [0.9] must be two numbers in [0, 1); try [0.9, 0.99]",
+    "config --trainer.betas=0.9": "trainer.betas = 0.9: it must be a list, such as [0.9, 0.99]",
+    "config --trainer.betas '[\"a\", 1]'": 'trainer.betas.0 = "a": it must be a number',
+    "config --environment.name.x=1": "--environment.name.x: name is a value, not a section",
+    "config --environment.options=3": "environment.options = 3: it must be a table",
+    "config --sampling.stop=a": 'sampling.stop = "a": it must be a list',
+    "config --sampling.stop=[1]": "sampling.stop.0 = 1: it must be text",
+    "config --algorithm.corrections=3": "algorithm.corrections = 3: it must be a list",
+    "config --model.path=": 'model.path = "": it must not be empty',
+    "eval": "the following arguments are required: RUN_DIR|MODEL",
+    "eval gone": "gone is no run's directory; name an environment",
+    "eval nothing --environment addition": "has no config.json; give a directory that a model was saved to",
+    "eval run.toml --environment addition": "is a file; give the directory that the model was saved to",
+    "eval run": "not valid TOML",
+    "eval unfinished": "has no policy/ yet; `slipstream train --resume unfinished` finishes the run",
+    "eval MODEL --environment addition --tasks x": 'evaluation.tasks = "x": it must be a whole number',
+    "eval MODEL --environment addition --tasks 0": "evaluation.tasks = 0: there is nothing to evaluate on",
+    "generate": "the following arguments are required: MODEL|RUN_DIR, --prompt",
+    "generate gone --prompt x": "model.path = 'gone': no such directory, and not a Hub name",
+    "generate nothing --prompt x": "has no config.json",
+    "generate MODEL --prompt x --max-tokens -3": "sampling.max_tokens = -3: it must be greater than or equal to 1",
+    "generate MODEL --prompt x --temperature hot": 'evaluation.temperature = "hot": it must be a number',
+    "generate MODEL --prompt x --temperature -1": "evaluation.temperature = -1: it must be greater than or equal to 0",
+    "generate MODEL --prompt x --seed 1.5": "loop.seed = 1.5: it must be a whole number",
+    "generate MODEL --prompt ''": "the prompt is empty",
+    "generate MODEL --prompt \udce9": "half of a surrogate pair",
+    f"generate MODEL --prompt {'x' * 100_000}": "shorten the prompt or raise generator.context",
+    "verify": "the following arguments are required: MODEL|RUN_DIR",
+    "verify gone": "no such directory, and not a Hub name",
+    "verify MODEL --prompts 0": "--prompts 0 --tokens 64 --after 16 compares nothing",
+    "verify MODEL --tokens -5": "compares nothing; give at least 1 prompt and token",
+    "verify MODEL --after -5": "--after -5 compares nothing",
+    "verify MODEL --prompts x": "argument --prompts: invalid int value: 'x'",
+    "study": "the following arguments are required: STUDY",
+    "study lga": "invalid choice: 'lga'",
+    "study lag": "study lag needs a CONFIG.toml, or --draw",
+    "study lag run.toml": "loop.tokens is not set; add --loop.tokens N",
+    "study lag run.toml --lags x": "--lags x is no list of different whole numbers",
+    "study lag run.toml --lags 1,1": "--lags 1,1 is no list of different whole numbers",
+    "study lag run.toml --corrections zz": "zz is unknown; give default, none, importance",
+    "study lag run.toml --seeds 0": "--seeds 0: give at least 1 of each",
+    "study lag run.toml --loop.max_lag 2": "--loop.max_lag is set by the study; give --lags",
+    "study lag --draw --dir gone": "gone/lag.json holds no study",
+    "study lag --draw --dir run.toml": "run.toml/lag.json holds no study",
+    "study lag --draw --dir study": "study/lag.json holds no study",
+    TRAIN + "--model.path=/gone": "model.path = '/gone': no such directory, and not a Hub name",
+    TRAIN + "--model.path=a/b/c": "no such directory, and not a Hub name",
+    TRAIN + "--model.path=~/gone": "no such directory, and not a Hub name",
+    TRAIN + "--model.path=nothing": "has no config.json",
+    TRAIN + "--model.path=https://huggingface.co/Qwen/Qwen3-0.6B": "not a Hub name (owner/name)",
+    TRAIN + "--model.path=broken": "is not a valid JSON file",
+    TRAIN + "--model.path=mute": "no tokenizer can be loaded",
+    TRAIN + "--teacher.path=/gone": "teacher.path = '/gone': no such directory",
+    TRAIN + "--algorithm.kl=0.1 --algorithm.reference=gone": "algorithm.reference = 'gone': no such directory",
+    TRAIN + "--scoring.kind=model --scoring.options.path=/gone": "scoring.options.path = '/gone': no such directory",
+    TRAIN + "--run.dir=run": "run.dir = 'run' holds a run; go on with `slipstream train --resume run`",
+    TRAIN + "--run.dir=run.toml": "name another directory",
+    TRAIN + "--run.dir=/proc/none": "name another directory",
+    TRAIN + "--generator.device=cuda:0": 'generator.device = "cuda:0", but there are 0 GPUs here; try "auto"',
+    TRAIN + "--trainer.device=mps": 'trainer.device = "mps": it must be "auto", "cpu", "cuda" or "cuda:N"',
+    TRAIN + "--generator.device=cuda:99999999999999999999": 'it must be "auto", "cpu", "cuda" or "cuda:N"',
+    TRAIN + "--generator.device=": 'generator.device = "": it must be "auto"',
+    TRAIN + "--generator.count=0": "generator.count = 0: it must be greater than or equal to 1",
+    TRAIN + "--trainer.ranks=-2": "trainer.ranks = -2: it must be greater than or equal to 1",
+    TRAIN + "--generator.threads=1.5": "generator.threads = 1.5: it must be a whole number",
+    TRAIN + "--generator.kind=vllm --generator.tensor_parallel=2": "tensor_parallel = 2, but there are 0 GPUs here",
+    TRAIN + "--sync.link=nccl_direct": "is vLLM's own; set generator.kind",
+    TRAIN + "--sync.link=single_copy": "needs a GPU, and there is none for it here",
+    TRAIN + "--sync.placement=colocated": 'set it to "recompute", "retry" or "drain"',
+    TRAIN + "--sync.every=3": "checkpoint.every = 50 is no multiple of sync.every = 3",
+    TRAIN + "--generator.servers='[\"x\"]' --generator.kind=vllm": "each is a URL such as http://host:8000",
+    TRAIN + "--generator.kind=torhc": 'generator.kind = "torhc" is unknown; give "torch", "vllm" or your own',
+    TRAIN + "--sync.link=gone.py:Link": "can't be loaded: there is no file",
+    TRAIN + "--lora.rank=100000000": "it must be less than or equal to 4096",
+    TRAIN + "--loop.buffer=1": "loop.buffer = 1 can't hold the 2 groups of one step",
+    TRAIN + "--algorithm.loss=gpro": "no such function (did you mean gspo?)",
+    TRAIN + "--algorithm.loss=dapo": "dapo is no single function here but",
+    TRAIN + "--algorithm.loss.clip_lo=1": "grpo has no option clip_lo (did you mean clip_low?)",
+    TRAIN + "--algorithm.loss.clip_low=x": 'clip_low = "x" of grpo must be a finite number',
+    TRAIN + "--algorithm.loss=envs.py:Nope": "has no attribute 'Nope'",
+    TRAIN + "--algorithm.loss=envs.py:number": "is not a function",
+    TRAIN + "--algorithm.loss=envs.py:three": "algorithm.loss failed on two tokens: TypeError",
+    TRAIN + "--algorithm.advantage=mean": "no such function; there are group_mean",
+    TRAIN + "--algorithm.advantage=envs.py:plain": "algorithm.advantage returned int",
+    TRAIN + "--algorithm.aggregation=constant": "constant needs length",
+    TRAIN + "--algorithm.corrections='[\"icepp\"]'": "(did you mean icepop?)",
+    TRAIN + "--algorithm.corrections=[{}]": "algorithm.corrections has no name",
+    TRAIN + "--algorithm.corrections='[\"truncate_tokens\"]'": "would count the ratio twice",
+    TRAIN + "--algorithm.clip_low=0.2": "unknown option algorithm.clip_low",
+    TRAIN + "--scoring.kind=mdoel": 'scoring.kind = "mdoel" is unknown; give "http", "model" or your own',
+    TRAIN + "--scoring.kind=http": "scoring.options.url is not set",
+    TRAIN + "--scoring.kind=http --scoring.options.url=x": "is no URL; give one such as",
+    TRAIN + "--scoring.kind=envs.py:number": "is neither a function nor a class",
+    TRAIN + "--scoring.kind=envs.py:three": "write `def score(task, rollout)`",
+    TRAIN + "--scoring.kind=envs.py:Scorer": "has no `async def score(self, task, rollout)`",
+    EVAL + "gsm9k": "no such environment (did you mean gsm8k?)",
+    EVAL + "envs.py": "your own is 'module:thing' or 'path/to/file.py:thing'",
+    EVAL + "gone.py:Mine": "there is no file",
+    EVAL + "evns.py:Mine": "(did you mean envs.py?)",
+    EVAL + "envs.py:Mien": "has no attribute 'Mien' (did you mean Mine?)",
+    EVAL + "nothing.py:x": "there is no file",
+    EVAL + "no_such_module:x": "No module named 'no_such_module'",
+    EVAL + "missing.py:x": "missing.py, line 1)",
+    EVAL + "exits.py:x": "SystemExit: 1 (",
+    EVAL + "zero.py:x": "zero.py, line 2)",
+    EVAL + "empty.py:x": "has no attribute 'x'",
+    EVAL + "syntax.py:f": "invalid syntax (syntax.py, line 1)",
+    EVAL + "tabs.py:f": "(tabs.py, line 3)",
+    EVAL + "latin.py:x": "(latin.py, line 1)",
+    EVAL + "envs.py:number": "has no 'train'; an environment needs it",
+    EVAL + "envs.py:NoTrain": "has no 'train'; an environment needs it",
+    EVAL + "envs.py:NoRollout": "has no 'rollout'; an environment needs it",
+    EVAL + "envs.py:Empty": "has no training tasks",
+    EVAL + "envs.py:Needs": "missing 1 required positional argument: 'size'",
+    EVAL + "envs.py:Away": "the data base is away",
+    EVAL + "envs.py:Mine --environment.options.sise=1": "sise is unknown to envs.py:Mine (did you mean size?)",
+    EVAL + "envs.py:three": "takes 3 arguments; write `async def rollout(task, policy)`",
+    EVAL + "envs.py:policy_sync": "write it as `async def`",
+    EVAL + "envs.py:reward": "train is not set; a function needs train = FILE.jsonl",
+    EVAL + "addition --environment.options.digits=0": "environment.options.digits = 0 can't be; give 1 to 9",
+    EVAL + "gsm8k --environment.options.data=gone": "not a Hub name (owner/name)",
+    EVAL + "gsm8k --environment.options.data=tasks.csv": "no such directory or .jsonl file",
+    EVAL + "gsm8k --environment.options.data=math.jsonl": 'line 1: its answer does not end in "#### NUMBER"',
+    EVAL + "gsm8k --environment.options.data=half_math": "there is no file half_math/test.jsonl",
+    EVAL + "gsm8k --environment.options.data=blank.jsonl": "blank.jsonl holds no problems",
+    REWARD + "gone.jsonl": "there is no file gone.jsonl",
+    REWARD + "task.jsonl": "there is no file task.jsonl (did you mean tasks.jsonl?)",
+    REWARD + "nothing": "there is no file nothing",
+    REWARD + "3": "train is not set",
+    REWARD + "tasks.jsonl --environment.options.tset=x": "tset is unknown",
+    REWARD + "tasks.jsonl --environment.options.test=gone.jsonl": "there is no file gone.jsonl",
+    REWARD + "blank.jsonl": "blank.jsonl holds no tasks",
+    REWARD + "cut.jsonl": "cut.jsonl, line 2: not a task: not JSON (Expecting ':' delimiter at column 10)",
+    REWARD + "latin.jsonl": "latin.jsonl: not UTF-8 at byte 15; save it as UTF-8",
+    REWARD + "zip.jsonl": "zip.jsonl: not UTF-8 at byte 1",
+    REWARD + "list.jsonl": 'list.jsonl, line 1: not a task: it has no "prompt"',
+    REWARD + "number.jsonl": 'line 1: not a task: it has no "prompt"',
+    REWARD + "case.jsonl": 'line 1: not a task: it has no "prompt"',
+    REWARD + "math.jsonl": 'line 1: not a task: it has no "prompt"',
+    REWARD + "typed.jsonl": "its prompt is neither text nor a list of messages",
+    REWARD + "null.jsonl": "its prompt is neither text nor a list of messages",
+    REWARD + "words.jsonl": "its prompt is neither text nor a list of messages",
+    REWARD + "roles.jsonl": 'a message of its prompt has no "role" or no "content"',
+    REWARD + "none.jsonl": "its prompt is empty",
+    REWARD + "ids.jsonl": 'ids.jsonl, line 2: not a task: its id "1" is that of line 1, too',
+    REWARD + "array.jsonl": "array.jsonl, line 1: not a task: not JSON",
+    REWARD + "two.jsonl": "not JSON (Extra data at column 17)",
+    REWARD + "quotes.jsonl": "not JSON (Expecting property name enclosed in double quotes at column 2)",
+    REWARD + "half.jsonl": "half of a surrogate pair",
+    REWARD + "nested.jsonl": "nested.jsonl, line 1: not a task: not JSON",
+    REWARD + "tasks.csv": "tasks.csv, line 1: not a task: not JSON",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("errors")
+    for name, content in FILES.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (path / "run.toml").write_text((path / "run.toml").read_text().replace("MODEL", str(tiny)))
+    for broken in ("broken/config.json", "mute/tokenizer.json"):
+        shutil.copytree(tiny, (path / broken).parent)
+        (path / broken).write_text("{")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def standing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(folder)
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if getattr(sys.modules[name], "__file__", None) and str(folder) in str(sys.modules[name].__file__):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(("command", "said"), CORPUS.items(), ids=lambda text: text[:60])
+def test_a_mistake_is_one_line(command: str, said: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main([str(tiny) if word == "MODEL" else word for word in shlex.split(command)])
+    except SystemExit as end:  # of the parser
+        status = int(end.code or 0)
+    answer = capsys.readouterr().err
+    assert status in (1, 2) and said in answer, answer
+    assert answer.startswith("slipstream: ") and answer.count("\n") == 1 and "Traceback" not in answer, answer
+    assert not (Path.cwd() / "out" / "config.toml").exists(), "the directory of a refused run is taken"
+
+
+def test_each_fault_of_a_file_has_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "faults.toml").write_text("[model]\npath = 3\n[loop]\nsteps = 'many'\nmax_lagg = 1\n")
+    assert main(["train", "faults.toml"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 4
+
+
+def test_a_byte_order_mark_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mark.toml").write_bytes(b"\xef\xbb\xbf" + BASE.encode())
+    assert main(["config", "mark.toml"]) == 0
+    assert 'path = "MODEL"' in capsys.readouterr().out
+
+
+DYING = """
+import os
+from slipstream.runtime.training import TrainerService
+
+class Trainer(TrainerService):
+    def handle(self, method, arguments, reply):
+        if method == "step":
+            os._exit(9)
+        super().handle(method, arguments, reply)
+"""
+
+
+def test_a_dead_worker_ends_with_the_command_that_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "dying.py").write_text(DYING)
+    assert main(["train", "run.toml", "--run.dir", "died", "--trainer.kind", "dying.py:Trainer", "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert "trainer died (log: " in said and "Traceback" not in said
+    assert said.endswith("Go on from the last checkpoint: slipstream train --resume died\n")
