@@ -88,7 +88,10 @@ def _construct(kind: type, config: EnvironmentConfig, named: dict[str, str]) -> 
         raise
     except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"environment.options for {config.name}: {' '.join(str(error).split())}") from None
-    except Exception as error:  # an assertion, or whatever else the environment's code, or its library's, raises
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # an assertion, or whatever else the environment's code, or its library's, raises
         raise ConfigError(f"environment.options for {config.name}: {one_line(error)}") from None
 
 
