@@ -203,6 +203,8 @@ class Run:
 
         The wave of a synchronous run starts in one turn of the event loop, and so reaches an engine as one message.
         """
+        if self._ending:
+            return
         if self.config.loop.max_lag == 0:
             self._start_groups(self.state.startable())
         elif self._admitting is None or self._admitting.done():
@@ -216,7 +218,7 @@ class Run:
 
     def _start_groups(self, count: int) -> int:
         """Start this many groups, none if the run is about to end. Returns how many."""
-        count = 0 if self.stopped or self._enough() else count
+        count = 0 if self._ending else count
         for _ in range(count):
             task = self._tasks.create_task(self._play_group(self.state.ledger.start()))
             self._groups.add(task)
@@ -324,7 +326,7 @@ class Run:
 
     async def _next_batch(self) -> Batch | None:
         """Wait for a batch of groups that are fresh enough; None when the run is over or asked to stop."""
-        while not self.stopped and not self._enough():
+        while not self._ending:
             if groups := self.state.cut():
                 try:
                     # What no rollout of the first step has is a mistake; later ones may lack it by chance.
@@ -350,6 +352,11 @@ class Run:
         """Whether the run has had its steps, or its tokens."""
         tokens = self.config.loop.tokens
         return self.state.step >= self.config.loop.steps or 0 < tokens <= self.tally.tokens_trained
+
+    @property
+    def _ending(self) -> bool:
+        """Whether no further work starts: the run was asked to stop, or has had enough."""
+        return self.stopped is not None or self._enough()
 
     async def _publish(self) -> None:
         """Make the trainer's weights the next version, and bring the generators there.

@@ -53,13 +53,16 @@ def test_a_function_scores_and_the_policy_of_an_earlier_version_teaches(model: P
     }  # fmt: skip
     directory = tmp_path / "run"
     summary = train(model, directory, **mine)
-    assert summary["scoring"]["scored"] >= 72 and summary["failures"].keys() <= {"KeyError"}
+    assert summary["scoring"]["scored"] >= 72 and not summary["failures"]
     for line in lines(directory / "metrics.jsonl"):
         names = {"scored", "scoring", "scoring_queue", "scoring_seconds", "scoring_wait_seconds", "scoring_retries"}
         assert names <= line.keys()
     rows = pq.read_table(directory / "rollouts").to_pylist()
     gaps = set()
     for row in rows:
+        if sum(row["completion_ids"]) % 11 == 0:  # the function raised
+            assert row["reward"] == 0.0
+            continue
         odd = [t % 2 for t in row["completion_ids"]]
         assert row["reward"] == sum(odd) - 0.5 * len(odd)
         assert {"score": sum(odd), "length": len(odd)}.items() <= dict(row["metrics"]).items()

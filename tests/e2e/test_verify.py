@@ -56,7 +56,7 @@ def test_a_command_of_its_own_says_so(model: Path) -> None:
         ),
         (["--sync.link=checkpoint", "--sync.interruption=continue", "--tokens=200"], 1, "NOT EXACT"),
         (["--tokens", "4", "--after", "400"], 1, "NOT SEEN: nothing was in flight at the publish: raise --tokens"),
-        (["--tokens", "0"], 2, "--tokens 0 compares nothing"),
+        (["--tokens", "0"], 2, "--tokens 0 --after 16 compares nothing"),
         (["--generator.context=6", "--sampling.max_tokens=1"], 1, "slipstream: "),
     ],
 )

@@ -676,6 +676,8 @@ class Recorded:
             future.set_result({"version": 1} if method == "stage" else answer)
         return future
 
+    call_large = call
+
 
 def link_of(trainer: Recorded, *generators: Recorded, verify: Any = "off") -> tuple[WeightLink, ProcessTrainer]:
     ends: Any = [ProcessGenerator(generator) for generator in generators]  # type: ignore[arg-type]

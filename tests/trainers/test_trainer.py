@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import errno
 import math
@@ -24,10 +25,11 @@ from slipstream import config as configuration
 from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import ConfigError
 from slipstream.directory import RunDirectory
+from slipstream.disk import DiskFull
 from slipstream.packed import logprobs as logprobs_module
 from slipstream.packed.packing import bundle, bundle_length, length, plan
 from slipstream.packed.policy import Policy
-from slipstream.rollout import Batch, Completion, Group, Rollout, Sample, VersionSpan
+from slipstream.rollout import Batch, Completion, Group, Rollout, Sample, VersionSpan, ids, numbers
 from slipstream.runtime.training import TrainerService
 from slipstream.sync.gathered import part_here, whole
 from slipstream.trainers.checkpoint import CheckpointFailed, _Uncopied
@@ -401,8 +403,12 @@ SHARDED = ["--model.dtype=bfloat16", "--trainer.compute_copy=false"]
 @pytest.mark.parametrize("where", ["parameters", "moments", "average"])
 def test_a_broken_policy_leaves_the_last_checkpoint(tiny: Path, tmp_path: Path, flags: list[str], where: str) -> None:
     trainer, directory = make_trainer(tiny, *flags), RunDirectory(tmp_path)
-    with directory.new_checkpoint(1, keep=1) as path:
-        trainer.save(path / "trainer").result()
+
+    async def checkpoint(step: int) -> None:
+        async with directory.new_checkpoint(step, keep=1) as path:
+            trainer.save(path / "trainer").result()
+
+    asyncio.run(checkpoint(1))
     name, parameter = list(trainer.parameters.items())[-1]
     state = trainer._all()
     broken = {
@@ -413,11 +419,8 @@ def test_a_broken_policy_leaves_the_last_checkpoint(tiny: Path, tmp_path: Path, 
     if broken is None:
         return
     part_here(broken).view(-1)[-1] = float("nan")
-    with (
-        pytest.raises(CheckpointFailed, match=rf"{re.escape(name)} holds values that are not finite. No checkpoint"),
-        directory.new_checkpoint(2, keep=1) as path,
-    ):
-        trainer.save(path / "trainer").result()
+    with pytest.raises(CheckpointFailed, match=rf"{re.escape(name)} holds values that are not finite. No checkpoint"):
+        asyncio.run(checkpoint(2))
     assert [path.name for path in directory.checkpoints()] == ["step_1"]
 
 
@@ -443,13 +446,13 @@ def test_what_the_disk_does_not_take_is_told(tiny: Path, tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(torch.distributed.checkpoint.filesystem, "_write_item", full)
-    with pytest.raises(CheckpointFailed, match=r"saved could not be written by rank 0: .*No space left on device$"):
+    with pytest.raises(DiskFull, match=r"the disk is full: .*saved can't be written"):
         trainer.save(tmp_path / "saved").result()
     (written,) = (tmp_path / "whole").glob("*.distcp")
     written.write_bytes(written.read_bytes()[:100])
     with pytest.raises(CheckpointFailed, match=r"whole could not be read by rank 0: \w"):
         trainer.restore(tmp_path / "whole")
-    with pytest.raises(CheckpointFailed):  # over one that was whole, of which a part may be left
+    with pytest.raises(DiskFull):  # over one that was whole, of which a part may be left
         trainer.save(tmp_path / "whole").result()
     with pytest.raises(ValueError, match=r"whole holds no whole checkpoint: there is no .metadata"):
         trainer.restore(tmp_path / "whole")
@@ -494,7 +497,15 @@ def test_a_few_groups_leave_no_rank_without_work(groups: int, size: int, ranks: 
     Of 8 long groups on 16 ranks, kept together, it would take twice as long."""
     draw = random.Random(0)
     samples = [
-        Sample(prompt + drawn, tuple(range(len(prompt), len(prompt + drawn))), (), (), (), (), ())
+        Sample(
+            ids(prompt + drawn),
+            ids(range(len(prompt), len(prompt + drawn))),
+            numbers(()),
+            ids(()),
+            numbers(()),
+            numbers(()),
+            (),
+        )
         for prompt in (tuple(draw.choices(range(99), k=128)) for _ in range(groups))
         for drawn in ((1,) * min(2000, round(draw.lognormvariate(6, 0.6))) for _ in range(size))
     ]
