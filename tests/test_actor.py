@@ -28,6 +28,13 @@ from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, i
 from slipstream.runtime.wire import PlainLine
 
 
+class OnlyHere:
+    """An object that no other process can make."""
+
+    def __reduce__(self) -> Any:
+        return os.getpid, (1, 2, 3)
+
+
 class Echo:
     """A service for these tests; it runs in a process of its own."""
 
@@ -55,6 +62,8 @@ class Echo:
         elif method == "die":
             print("last words", flush=True)
             os._exit(7)
+        elif method == "answer with what is here alone":
+            reply(OnlyHere())
         elif method == "sleep":
             time.sleep(600)
         elif method == "work":
@@ -400,3 +409,15 @@ def test_a_batch_is_serialized_in_pieces_that_hold_the_interpreter_for_less_than
     for line in (Line, PlainLine):
         pieces = line.pieces((batch,))
         assert max(map(len, pieces)) < 200_000 and line.loads(b"".join(pieces)) == (batch,)
+
+
+def test_an_answer_that_can_not_be_read_ends_its_process(tmp_path: Path) -> None:
+    async def main() -> None:
+        echo = Actor("echo", tmp_path / "echo.log")
+        await echo.start(SERVICE, "")
+        with pytest.raises(ActorDied, match=r"echo answered with what can't be read: TypeError"):
+            await echo.call("answer with what is here alone")
+        assert echo.dead
+        await echo.stop()
+
+    asyncio.run(main())

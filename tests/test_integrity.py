@@ -48,6 +48,12 @@ def test_the_newest_checkpoint_is_taken_with_its_state(directory: RunDirectory) 
     assert RunDirectory(directory.path.with_name("none")).newest_whole() == (None, {}, [])
 
 
+def test_a_checkpoint_that_is_brought_up_to_date_again_and_again_stays_whole(directory: RunDirectory) -> None:
+    for number in range(1, 5):
+        write_state(directory.checkpoint(4), STATES[4], [])
+        assert directory.newest_whole() == (directory.checkpoint(4), state_of(4, number), [])
+
+
 def overwrite(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(7)

@@ -365,11 +365,13 @@ class Actor:
             if not self.dead:
                 why = f"{self.name} died ({self._where})\n{self._killed()}{self._log_tail()}".rstrip()
                 self._later(self._die, why)
+        except Exception as error:  # a class, say, that this process can't make an object of
+            self._later(self.give_up, f"{self.name} answered with what can't be read: {type(error).__name__}: {error}")
         self._writer.put(None)
         writing.join()
         self._connection.close()
 
-    def _later(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _later(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in the event loop, if there still is one."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)

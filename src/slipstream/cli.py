@@ -169,6 +169,7 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.evaluation import evaluate_model
     from slipstream.observe.figures import counts
 
+    _unwind_on_interrupt()
     config = _config_to_draw(options.target, options.environment, flags)
     result = asyncio.run(evaluate_model(config))
     if result["failed"]:
@@ -186,6 +187,7 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
 def _generate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.evaluation import generate_texts
 
+    _unwind_on_interrupt()
     config = _config_to_draw(options.target, None, flags, default="addition")
     completions = asyncio.run(generate_texts(config, options.prompt))
     for prompt, completion in zip(options.prompt, completions, strict=True):

@@ -157,7 +157,8 @@ def write_state(checkpoint: Path, state: dict[str, Any], ready: Sequence[Group])
     The ready groups are in a file that the state names, so that both change at once.
     """
     before = list(checkpoint.glob("ready_*.jsonl"))
-    groups = checkpoint / f"ready_{len(before)}.jsonl"
+    number = max((int(path.stem.removeprefix("ready_")) for path in before), default=-1) + 1
+    groups = checkpoint / f"ready_{number}.jsonl"
     write_lines(groups, ready)
     sync(groups)
     write_json(checkpoint / STATE, sealed(state | {READY: groups.name}, [groups]))

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,9 +115,13 @@ def _sample(rollout: Rollout, codec: Codec) -> dict[str, Any]:
 
 
 def _prompt(task: Task) -> str:
-    """What a task asks, as text."""
-    last = task.prompt if isinstance(task.prompt, str) else task.prompt[-1].get("content")
-    return _cut(str(task.data.get("question") or last))
+    """What a task asks, as text; "" for a prompt of token ids."""
+    if question := task.data.get("question"):
+        return _cut(str(question))
+    if isinstance(task.prompt, str):
+        return _cut(task.prompt)
+    last: Any = task.prompt[-1] if task.prompt else None
+    return _cut(str(last.get("content", ""))) if isinstance(last, Mapping) else ""
 
 
 def _cut(text: str) -> str:

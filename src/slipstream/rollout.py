@@ -272,8 +272,10 @@ class Batch:
     @property
     def signal(self) -> list[bool]:
         """Whether each group has an advantage that is neither 0, but for rounding, nor left out."""
-        each = [[n for a in given for n in ((a,) if isinstance(a, int | float) else a)] for given in self.advantages]
-        return [any(abs(a) > ROUNDING for a in group) for group in each]
+        return [
+            any(abs(a) > ROUNDING for given in group for a in ((given,) if isinstance(given, int | float) else given))
+            for group in self.advantages
+        ]
 
     def samples(self) -> list[Sample]:
         """Every sequence to train on, in the order of groups, rollouts and turns."""

@@ -166,7 +166,7 @@ class Run:
         self._publishing: asyncio.Task[None] | None = None
         self._failures = FailureStreak(config.environment.max_failures, len(self.environment.train))
         self._reward_errors = count_reward_errors(config.environment, self._count_reward_error)
-        self._failed: dict[int, RolloutFailed] = {}  # the last failure of each task in flight
+        self._failed: dict[int, RolloutFailed] = {}  # the last failure of each entry in flight
         self._too_long: dict[int, str] = {}  # tasks whose prompt leaves no room in the context, and its length
         self._given_up: set[int] = set()
         self._warned_of_reward = False
@@ -249,7 +249,7 @@ class Run:
             has_signal=lambda group: not rule.filter_equal or has_signal(self.rule, self.config, group, strict=first),
             filter_most=self._filter_most,
         )
-        failure = self._failed.pop(entry.task, None)
+        failure = self._failed.pop(entry.id, None)
         if given_up and failure:
             self._give_up(entry.task, failure)
         if before < FUTILE * self.config.loop.groups_per_step == self.state.filtered_in_a_row:
@@ -311,7 +311,7 @@ class Run:
             if dead := self.pools.generator.dead or (self.scoring and self.scoring.dead):
                 raise dead from None
             self.state.ledger.reasons[failure.reason] += 1
-            self._failed[entry.task] = failure
+            self._failed[entry.id] = failure
             if self._failures.failed(entry.task, self.state.ledger.running_tasks):
                 found = f"{self._failures.rollouts} rollouts of {len(self._failures.tasks)} tasks in a row failed"
                 raise RunError(f"{found}, the last with: {failure.reason}\n{failure.detail}\n{self._mend}") from None
@@ -451,8 +451,9 @@ class Run:
         if step % self.config.checkpoint.every == 0:
             if self._saving:
                 await self._saving  # one at a time
-            self._saving = self._tasks.create_task(self._save())
-            await asyncio.sleep(0)  # the trainer is told to copy its state before it is told to take another step
+            sent = asyncio.Event()
+            self._saving = self._tasks.create_task(self._save(sent))
+            await sent.wait()  # the trainer copies its state before it takes another step
 
     async def _evaluate(self) -> None:
         """Held-out tasks on the generators as they are, beside the training rollouts."""
@@ -475,18 +476,21 @@ class Run:
                 f"{result['last_failure']}"
             )
 
-    async def _save(self) -> None:
-        """Write all that the run needs to go on from here. Generation and training go on meanwhile."""
+    async def _save(self, sent: asyncio.Event) -> None:
+        """Write all that the run needs to go on from here. Generation and training go on once the trainer's call is
+        `sent`."""
         # No batch has been cut since the step, so what the ledger says now fits the weights of the step.
         known = self.state.snapshot() | {"tally": self.tally.snapshot()}
-        ready = tuple(self.state.ready)
+        ready, last = tuple(self.state.ready), self._ending
         if (written := self.directory.checkpoint(self.state.step)).exists():
+            sent.set()
             await self.recorder.flush()  # what is known to be recorded
             # The weights are these; what is known about them may have grown.
             await asyncio.to_thread(write_state, written, known, ready)
             return
         async with self.directory.new_checkpoint(self.state.step, self.config.checkpoint.keep) as path:
-            await self.pools.trainer.save(path / "trainer", last=self._enough() or bool(self.stopped))
+            sent.set()  # whoever waits for it runs after the next line has made its call
+            await self.pools.trainer.save(path / "trainer", last)
             await self.recorder.flush()
             await asyncio.to_thread(write_state, path, known, ready)
 
@@ -610,7 +614,7 @@ class Run:
         evaluated = last.get("step") == self.state.step and set(last["versions"]) == {self.state.version}
         if not self.stopped and not evaluated:
             await self._evaluate()
-        await self._save()
+        await self._save(asyncio.Event())
         await self.pools.trainer.export(self.directory.policy)
         with writing(self.directory.policy):
             self.tokenizer.save_pretrained(self.directory.policy)

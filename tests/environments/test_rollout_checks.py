@@ -99,6 +99,22 @@ def test_a_rollout_that_was_not_drawn_so_fails_by_the_field_that_is_wrong(
     assert "\n" not in failure.detail and "task t" in failure.detail
 
 
+def extended(name: str, value: float) -> Build:
+    """An environment that changes an array of a completion in place."""
+
+    def build(policy: Policy, one: Completion, other: Completion) -> Rollout:
+        getattr(other, name).append(value)
+        return policy.rollout(1.0)
+
+    return build
+
+
+@pytest.mark.parametrize(("name", "value"), [("prompt_ids", 5), ("token_ids", 5), ("logprobs", -1.0)])
+def test_a_completion_that_was_changed_in_place_fails_its_rollout(name: str, value: float) -> None:
+    failure, _ = play(extended(name, value))
+    assert isinstance(failure, RolloutFailed) and failure.reason == f"invalid rollout: completions.{name}"
+
+
 @pytest.mark.parametrize("reward", [1e308, -1e39, 1e13, float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["reward", "step"])
 def test_a_reward_that_float32_can_not_compute_with_fails_its_rollout(reward: float, where: str) -> None:

@@ -130,7 +130,8 @@ def with_steps(group: Group, outcomes: Sequence[float], weight: float) -> tuple[
     if not any(map(len, rewards)):
         return tuple(numbers((a,)) * r.tokens for a, r in zip(outcomes, group.rollouts, strict=True))
     steps_of = process_rewards(rewards, ends, [r.tokens for r in group.rollouts])
-    return tuple(numbers((a + weight * tokens).tolist()) for a, tokens in zip(outcomes, steps_of, strict=True))
+    each = ((a + weight * tokens).to(torch.float32) for a, tokens in zip(outcomes, steps_of, strict=True))
+    return tuple(array("f", tokens.numpy().tobytes()) for tokens in each)
 
 
 def overlong_penalty(length: int, *, longest: int, soft: int) -> float:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
 
 from slipstream.config import ConfigError
 from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
-from slipstream.environments.rollout_checks import checked_rollouts
+from slipstream.environments.rollout_checks import checked_rollouts, copied
 from slipstream.environments.text_limits import MAX_INLINE, TextLimits, characters, off_loop
 from slipstream.environments.tools import Parse, Tool, Tools, hermes, plain
 from slipstream.generators.base import GenerationError, Generator
@@ -238,7 +238,7 @@ class Policy:
         text = await off_loop(DECODED * len(token_ids), self._codec.decode, token_ids, sampling.stop_strings)
         completion = dataclasses.replace(completion, text=text)
         self.completions.append(completion)
-        self.recorded.append(completion)
+        self.recorded.append(copied(completion))
         return completion
 
     def conversation(

@@ -1,7 +1,7 @@
 """Is a rollout that an environment returned what the policy drew in the episode?
 
-Consumes rollouts and the completions of their episode, raises `InvalidRollout` for what can't be trained on. Rollouts
-of `Policy.rollout` and `Conversation.rollout` pass at no cost: their completions are the drawn objects themselves.
+Consumes rollouts and the completions of their episode, raises `InvalidRollout` for what can't be trained on. The
+completions of their episode are copies: arrays that an environment changed in place differ from them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ class InvalidRollout(ValueError):
     def __init__(self, field: str, problem: str, at: str = "") -> None:
         super().__init__(f"{at or field} {problem}")
         self.field = field
+
+
+def copied(completion: Completion) -> Completion:
+    """The completion with arrays of its own: an environment may change those that it was given."""
+    arrays = {name: getattr(completion, name)[:] for name in ("prompt_ids", "token_ids", "logprobs")}
+    return dataclasses.replace(completion, **arrays)
 
 
 def checked_rollouts(rollouts: Sequence[Rollout], drawn: Sequence[Completion]) -> tuple[Rollout, ...]:
@@ -60,10 +66,10 @@ def _checked(rollout: Rollout, drawn: Sequence[Completion], used: dict[str, set[
 
 
 def _as_drawn(at: str, completion: Any, drawn: Sequence[Completion], taken: set[int]) -> Completion:
-    """The completion of the episode that this one is: itself, or one that it equals in all that is trained on."""
+    """The completion of the episode that this one equals in all that is trained on."""
     if not isinstance(completion, Completion):
         raise InvalidRollout("completions", f"is a {type(completion).__name__}, not a completion", at)
-    candidates = [one for one in drawn if one is completion] or list(drawn)
+    candidates = list(drawn)
     for field in (*ROWS, "temperature", "kept", "experts"):
         value = getattr(completion, field)
         candidates = [one for one in candidates if _equal(field, getattr(one, field), value)]
@@ -79,6 +85,8 @@ def _equal(field: str, drawn: Any, given: Any) -> bool:
     if drawn is given:
         return True
     try:
+        if isinstance(drawn, array) and isinstance(given, array):
+            return drawn.typecode == given.typecode and drawn.tobytes() == given.tobytes()
         if field in ROWS:
             return tuple(drawn) == tuple(given)
         if field == "kept":
