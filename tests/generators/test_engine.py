@@ -221,10 +221,11 @@ def test_tokens_tell_the_truth(family: str) -> None:
         assert_true(completion, asked[key][1], {0: model})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_swaps_under_running_sequences(family: str) -> None:
+@pytest.mark.parametrize(("family", "large_head"), [("qwen3", 2**24), ("gemma3", 2**24), ("gemma3", 1)])
+def test_swaps_under_running_sequences(family: str, large_head: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are swapped every few tokens. The first span is checked against a full pass; since a sequence keeps its
     old keys and values, the tokens after a swap are replayed with a cache that mixes versions in the same way."""
+    monkeypatch.setattr("slipstream.generators.torch.LARGE_HEAD", large_head)
     models = {version: build_model(family, seed=version) for version in range(4)}
     engine = Engine(copy.deepcopy(models[0]), slots=6)
     asked = requests(18, seed=5)

@@ -13,11 +13,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.generators.attention import ATTENTION, SlotCache, StepLayout
 from slipstream.generators.base import EngineFailed, GenerationError, Interruption, refuse_prompt, refused_logits
@@ -32,6 +33,7 @@ SERVED = ("gemma3_text", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3
 INSTEAD = 'set generator.kind = "vllm"'
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 REPLACEMENT = "\ufffd"  # of bytes that are no character
+LARGE_HEAD = 2**24  # weights of a language-model head that is read from memory, not from a cache, in each pass
 PROMPT_TOKENS = 4096  # padded prompt tokens in one pass: bounds how long running sequences wait for joining ones
 
 
@@ -77,6 +79,7 @@ class Engine:
         config = self.model.config
         refuse_unserved(config)
         self.model.set_attn_implementation(ATTENTION)
+        _speed_up_head(self.model)
         self.slots = slots
         self.context: int = min(context or config.max_position_embeddings, config.max_position_embeddings)
         self.version = version
@@ -406,6 +409,23 @@ class TorchSession:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """As `Generator.generate`."""
         return await self._generator.generate(prompt_ids, sampling, self.clock)
+
+
+def _speed_up_head(model: Any) -> None:
+    """Let oneDNN multiply by a large float32 head on a CPU.
+
+    For 4 to 32 rows oneDNN takes 0.5 to 0.8 of the time of MKL, which first packs all of the weights.
+    """
+    head: Any = model.get_output_embeddings()
+    on_cpu = head.weight.device.type == "cpu" and torch._C._has_mkldnn
+    large = head.weight.numel() >= LARGE_HEAD and head.weight.dtype == torch.float32
+    if on_cpu and large and type(head) is nn.Linear:
+        vars(head)["forward"] = MethodType(_onednn_linear, head)  # a method is copied with its module
+
+
+def _onednn_linear(linear: Any, hidden: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, linear.weight, linear.bias, "none", [], "")
+    return product
 
 
 def refuse_unserved(config: Any) -> None:
