@@ -417,9 +417,9 @@ def _speed_up_head(model: Any) -> None:
     For 4 to 32 rows oneDNN takes 0.5 to 0.8 of the time of MKL, which first packs all of the weights.
     """
     head: Any = model.get_output_embeddings()
-    on_cpu = head.weight.device.type == "cpu" and torch._C._has_mkldnn
+    offered = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private: a release may drop it
     large = head.weight.numel() >= LARGE_HEAD and head.weight.dtype == torch.float32
-    if on_cpu and large and type(head) is nn.Linear:
+    if offered and large and head.weight.device.type == "cpu" and type(head) is nn.Linear:
         vars(head)["forward"] = MethodType(_onednn_linear, head)  # a method is copied with its module
 
 
