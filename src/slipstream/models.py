@@ -445,18 +445,6 @@ def save_policy(model: Any, trained: dict[str, torch.Tensor], path: Path) -> Non
     model.save_pretrained(path, state_dict=state)
 
 
-def detached_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of the state on the CPU that shares no memory with the model; tied weights stay tied."""
-    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
-    state = {}
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in copies:
-            copies[key] = tensor.detach().to("cpu", copy=True).contiguous()
-        state[name] = copies[key]
-    return state
-
-
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
