@@ -1,11 +1,16 @@
-"""How long the controller's event loop stands still, and whether its memory grows: engines and trainer cost nothing.
+"""Stalls of the controller's event loop, and growth of its memory, with simulated engines and trainer.
 
     python benchmarks/controller.py [--steps 200] [--rollouts 512] [--tokens 8192] [--json FILE]
+    python benchmarks/controller.py --engines 256 --in-flight 4096 --rollouts 64 --rate 205 --steps 1000 --runtime ray
 
-A whole run: the real loop, recorder, checkpoints and actors. The engines and the trainer are processes that answer at
-once, so completions arrive as fast as they can be sent, in bursts that real engines never reach. A timer on the loop is
-due every millisecond; a stall is the time by which it comes late. Each stall is charged to what went on in the
-controller meanwhile. A process that only sleeps measures the same of the machine.
+A whole run with the real loop, recorder, checkpoints and workers. Engines and trainer are simulated (simulated.py).
+Without a rate, engines answer at once, so completions arrive as fast as they can be sent, in larger bursts than from
+real engines. With a rate, each completion takes as long as its tokens at this rate per sequence. A timer on the loop
+is due every millisecond; a stall is its delay. Each stall is attributed to the concurrent phases of the controller's
+work. A separate process that only sleeps measures the stalls of the machine.
+
+The simulated processes represent GPUs, so they run at the lowest priority (nice 19): on a host with few cores they
+would otherwise compete with the controller, and the stalls would be those of the scheduler.
 """
 
 from __future__ import annotations
@@ -17,116 +22,41 @@ import contextlib
 import functools
 import gc
 import json
+import math
 import multiprocessing
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from simulated import RATE, VOCABULARY, Idle
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from work import at_least_one, conditions, save_model
 
-from slipstream import actor, run
-from slipstream.actor import Actor
-from slipstream.config import load_config
+from slipstream import run
+from slipstream.config.loading import load_config
+from slipstream.controller import checkpoints, evaluation, finish, rollouts, setup
+from slipstream.controller import weight_publisher as publish
 from slipstream.environments.base import Policy, Task
 from slipstream.observe import recorder
-from slipstream.rollout import Completion, StepStats, VersionSpan
-from slipstream.runtime import local, publish
+from slipstream.runtime import pipe, process
+from slipstream.runtime.worker_process import WorkerProcess
 
 BEAT = 0.001  # seconds between two beats of the timer
-BARS = {"p99_ms": 20.0, "max_ms": 100.0, "growth": 1.1}  # of the longest stall of each step; of the memory
-VOCABULARY, PROMPT = 4096, 200  # tokens in all; words of a prompt
-GROUP, ENGINES, HELD_OUT = 8, 2, 64
-HERE = Path(__file__).stem
-
-
-class Engine:
-    """Answers each request at once, with as many random tokens as it asks for."""
-
-    busy = False
-
-    def __init__(self, *_: Any) -> None:
-        draw = random.Random(os.getpid())
-        self._tokens = [draw.randrange(VOCABULARY) for _ in range(4 * 8192)]
-        self._logprobs = [-draw.random() for _ in self._tokens]
-        self._draw, self._version, self._count = draw, 0, 0
-
-    def handle(self, method: str, arguments: tuple[Any, ...], reply: Callable[[Any], None]) -> None:
-        if method == "generate":
-            return reply(self._complete(*arguments[1:]))
-        if method == "swap":
-            (self._version,) = arguments
-        answers: dict[str, Any] = {"swap": (0.0, self._stats()), "stats": self._stats(), "drawn": 0}
-        return reply(answers.get(method))
-
-    def _complete(self, prompt: Any, sampling: Any) -> Completion:
-        count = sampling.max_tokens
-        first = self._draw.randrange(len(self._tokens) - count + 1)
-        self._count += count
-        spans = (VersionSpan(self._version, 0, count),)
-        tokens, logprobs = (tuple(all_[first : first + count]) for all_ in (self._tokens, self._logprobs))
-        return Completion(prompt, tokens, logprobs, spans, "length", sampling.temperature)
-
-    def _stats(self) -> dict[str, float]:
-        return {"tokens": self._count, "wasted": 0, "busy": 0.0}
-
-    def tick(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Student:
-    """A trainer that learns nothing, at once."""
-
-    busy = False
-
-    def __init__(self, *_: Any) -> None:
-        self._steps = 0
-
-    def handle(self, method: str, arguments: tuple[Any, ...], reply: Callable[[Any], None]) -> None:
-        found = getattr(self, method, None)
-        reply(found(*arguments) if found else None)
-
-    def open_link(self, receivers: int) -> dict[str, Any]:
-        return {"shapes": {"weight": [1]}, "receivers": receivers}
-
-    def stage(self, version: int) -> dict[str, Any]:
-        return {"version": version}
-
-    def score(self, completions: Any) -> list[list[float]]:
-        return [list(c.logprobs) for c in completions]
-
-    def step(self, batch: Any) -> StepStats:
-        self._steps += 1
-        numbers = dict.fromkeys(StepStats.__slots__, 0.0) | {"step": self._steps, "tokens": batch.tokens}
-        return StepStats(**numbers)
-
-    def save(self, path: Path, *_: Any) -> None:
-        path.mkdir()
-        (path / "weights").write_bytes(bytes(2**20))
-
-    def tick(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Idle:
-    """What stands for a reward's process: it is started and killed."""
-
-    busy = False
-
-    def handle(self, method: str, arguments: tuple[Any, ...], reply: Callable[[Any], None]) -> None:
-        reply(None)
-
-    def tick(self) -> None: ...
-
-    def close(self) -> None: ...
+BARS = {
+    "p99_ms": 20.0,
+    "max_ms": 100.0,
+    "growth": 1.1,
+    "cores": 1.0,
+}  # of the longest stall of each step; of the memory
+PROMPT = 200  # words
+GROUP, HELD_OUT = 8, 64
 
 
 class Essays:
@@ -149,7 +79,7 @@ def words(draw: random.Random, count: int) -> list[str]:
 
 
 def save_tokenizer(path: Path) -> None:
-    """A byte-level BPE: a completion's text costs what it costs with a real one."""
+    """A byte-level BPE tokenizer, so that decoding costs as much as with a real one."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet, draw = pre_tokenizers.ByteLevel.alphabet(), random.Random(0)
@@ -159,13 +89,15 @@ def save_tokenizer(path: Path) -> None:
 
 
 class Watch:
-    """Stalls of the loop, and when each phase of the controller's work began and ended, in seconds since the start."""
+    """Stalls of the loop, and start and end of each phase of the controller's work, in seconds since the start."""
 
     def __init__(self) -> None:
-        self.stalls: list[tuple[float, float]] = []  # from when the timer was due to when it came
+        self.stalls: list[tuple[float, float]] = []  # due time and actual time of the timer
         self.phases: dict[str, list[tuple[float, float]]] = {}
         self.memory: list[float] = []  # GB at each step
-        self.steps: list[float] = []  # when each ended
+        self.steps: list[float] = []  # the end of each
+        self.busy: list[float] = []  # processor seconds of all threads at each step
+        self.in_flight: list[int] = []  # groups at each step
         self._collecting = 0.0
 
     @contextlib.contextmanager
@@ -177,7 +109,7 @@ class Watch:
             self.phases.setdefault(name, []).append((began, time.perf_counter()))
 
     def around(self, owner: Any, method: str, name: str) -> None:
-        """Let each call of this function or coroutine be a phase."""
+        """Measure each call of this function or coroutine as a phase."""
         wrapped = getattr(owner, method)
         if asyncio.iscoroutinefunction(wrapped):
 
@@ -203,10 +135,19 @@ class Watch:
         else:
             self.phases.setdefault("garbage collection", []).append((self._collecting, time.perf_counter()))
 
-    def stepped(self) -> None:
+    def stepped(self, groups: int) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.memory.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e9)
         self.steps.append(time.perf_counter())
+        self.busy.append(time.process_time())
+        self.in_flight.append(groups)
+
+    def settled(self, values: list[Any]) -> list[Any]:
+        """Values of the steps after the first quarter, in which buffers and engines fill."""
+        return values[len(values) // 4 :]
+
+    def median_in_flight(self) -> int:
+        return round(statistics.median(self.settled(self.in_flight)))
 
     def longest(self, spans: list[tuple[float, float]]) -> list[float]:
         """The longest stall, in ms, that overlaps with each of these spans."""
@@ -230,7 +171,7 @@ def described(values: list[float]) -> dict[str, float]:
 
 
 def machine(late: Any, over: Any) -> None:
-    """In a process of its own: by how much a timer comes late when nothing else is done, in ms."""
+    """Delays of a timer in an otherwise idle process, in ms."""
     found = []
     while not over.is_set():
         due = time.perf_counter() + BEAT
@@ -240,10 +181,10 @@ def machine(late: Any, over: Any) -> None:
 
 
 async def disturb(every: float) -> None:
-    """What a run does now and then: start a process and kill it."""
+    """Start and kill a process at regular intervals, as a run sometimes does."""
     while True:
-        worker = Actor("scorer")
-        await worker.start(f"{HERE}:Idle")
+        worker = WorkerProcess("scorer")
+        await worker.start(Idle, "simulated:Idle")
         worker.kill()
         await asyncio.sleep(every)
 
@@ -251,35 +192,41 @@ async def disturb(every: float) -> None:
 def watch_all(watch: Watch) -> None:
     """Measure the phases of a run, and start the timer with its first step."""
     for owner, method, name in (
-        (run.Run, "_save", "checkpoint"), (run.Run, "_evaluate", "evaluation"), (run.Run, "_record", "metrics"),
-        (run, "cut_batch", "batch: advantages"), (local.ProcessTrainer, "step", "batch: sent and answered"),
-        (publish.WeightLink, "publish", "publish"), (recorder.Recorder, "_write_step", "record (thread)"),
-        (actor.Actor, "kill", "kill"), (actor, "group_lives", "/proc scan (thread)"),
-        (actor.pickle, "loads", "reply: unpickled"), (run.Run, "_play_group", "group"),
+        (checkpoints, "save_checkpoint", "checkpoint"), (finish, "save_checkpoint", "checkpoint"),
+        *((module, "evaluate_run", "evaluation") for module in (setup, evaluation, finish)),
+        (run, "record_step", "metrics"), (run, "build_batch", "batch: advantages"),
+        (publish.WeightPublisher, "publish", "publish"), (recorder.Recorder, "_write_step", "record (thread)"),
+        (WorkerProcess, "kill", "kill"), (process, "process_group_alive", "/proc scan (thread)"),
+        (pipe.Pipe, "recv", "reply: unpickled (thread)"), (rollouts, "play_group", "group"),
     ):  # fmt: skip
         watch.around(owner, method, name)
-    start, record = run.Run._start, run.Run._record
+    start, record = run.start, run.record_step
 
-    async def started(self: Any) -> None:
-        await start(self)
-        self._disturbing = asyncio.ensure_future(disturb(2.0))
+    async def started(context: Any) -> None:
+        await start(context)
+        context.disturbing = asyncio.ensure_future(disturb(2.0))
         asyncio.get_running_loop().call_later(BEAT, watch.beat, time.perf_counter() + BEAT)
 
-    def recorded(self: Any, *arguments: Any) -> None:
-        record(self, *arguments)
-        watch.stepped()
+    def recorded(context: Any, *arguments: Any) -> None:
+        record(context, *arguments)
+        watch.stepped(context.state.running)
 
-    run.Run._start, run.Run._record = started, recorded
+    vars(run).update(start=started, record_step=recorded)
     gc.callbacks.append(watch.collected)
 
 
 def flags(options: argparse.Namespace, model: Path) -> list[str]:
+    in_flight = options.in_flight or 2 * options.rollouts
     chosen = {
         "model.path": model, "environment.name": f"{__file__}:Essays", "run.dir": model.parent / "run",
-        "loop.steps": options.steps, "loop.groups_per_step": options.rollouts // GROUP, "loop.group_size": GROUP,
-        "loop.max_lag": 1, "sampling.max_tokens": options.tokens, "generator.kind": f"{HERE}:Engine",
-        "generator.count": ENGINES, "trainer.kind": f"{HERE}:Student", "checkpoint.every": 10, "checkpoint.keep": 1,
-        "evaluation.tasks": HELD_OUT, "evaluation.every": 25, "sync.verify": "off", "generator.context": 0,
+        "runtime.kind": options.runtime, "runtime.start_timeout": 600, "loop.steps": options.steps,
+        "loop.group_size": GROUP, "loop.groups_per_step": options.rollouts // GROUP,
+        "loop.max_lag": max(1, in_flight // options.rollouts - 1),
+        "sampling.max_tokens": options.tokens, "generator.engine": "simulated:Engine",
+        "generator.replicas": options.engines, "generator.max_model_len": 0,
+        "generator.max_num_seqs": max(64, math.ceil(in_flight / options.engines)), "trainer.kind": "simulated:Student",
+        "checkpoint.every": 10, "checkpoint.keep": 1, "evaluation.tasks": HELD_OUT,
+        "evaluation.every": max(25, options.steps // 10), "sync.verify": "off",
     }  # fmt: skip
     return [f"--{name}={value}" for name, value in chosen.items()]
 
@@ -294,14 +241,16 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     other.start()
     began = time.perf_counter()
     run.train(load_config(None, flags(options, scratch / "model")), quiet=True)
-    seconds = time.perf_counter() - began
+    elapsed = time.perf_counter() - began
     over.set()
     alone = late.get()
     steps = list(zip(watch.steps, watch.steps[1:], strict=False))
-    settled = watch.memory[len(watch.memory) // 4 :]
-    half = len(settled) // 2
+    settled, walls, busy = watch.settled(watch.memory), watch.settled(watch.steps), watch.settled(watch.busy)
+    half, seconds = len(settled) // 2, max(walls[-1] - walls[0], 1e-9)
     return {
-        "steps": options.steps, "rollouts": options.rollouts, "tokens": options.tokens, "seconds": round(seconds, 1),
+        "steps": options.steps, "rollouts": options.rollouts, "tokens": options.tokens, "engines": options.engines,
+        "runtime": options.runtime, "seconds": round(elapsed, 1), "cores": round((busy[-1] - busy[0]) / seconds, 3),
+        "steps_per_s": round((len(walls) - 1) / seconds, 3), "rollouts_in_flight": GROUP * watch.median_in_flight(),
         "step": described(watch.longest(steps)),
         "beat": described([1000 * (came - due) for due, came in watch.stalls]),
         "machine": described(alone),
@@ -318,6 +267,10 @@ def table(found: dict[str, Any]) -> str:
         rows.append((name, str(figures["count"]), *(f"{figures[f'{q}_ms']:.1f}" for q in ("p50", "p99", "max"))))
     lines = [f"{name:28}{count:>8}{p50:>10}{p99:>10}{most:>10}" for name, count, p50, p99, most in rows]
     memory = found["memory_gb"]
+    lines.append(
+        f"the controller uses {found['cores']:.2f} cores at {found['steps_per_s']:.2f} steps/s, with "
+        f"{found['rollouts_in_flight']} rollouts in flight on {found['engines']} engines"
+    )
     return "\n".join([*lines, f"memory: {memory[0]:.2f} GB at first, {max(memory):.2f} at most, {memory[-1]:.2f} last"])
 
 
@@ -326,12 +279,18 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=at_least_one, default=200)
     parser.add_argument("--rollouts", type=at_least_one, default=512)
     parser.add_argument("--tokens", type=at_least_one, default=8192)
+    parser.add_argument("--engines", type=at_least_one, default=2)
+    parser.add_argument("--in-flight", type=int, default=0, help="rollouts that are admitted; 0: those of two steps")
+    parser.add_argument("--rate", type=float, default=0.0, help="tokens/s of each sequence; 0: engines answer at once")
+    parser.add_argument("--runtime", choices=("local", "ray"), default="local")
     parser.add_argument("--json", type=Path)
     return parser
 
 
 def main() -> None:
     options = parser().parse_args()
+    if options.rate:
+        os.environ[RATE] = str(options.rate)
     with tempfile.TemporaryDirectory() as temporary:
         found = measure(options, Path(temporary))
     print(table(found))

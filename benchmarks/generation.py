@@ -1,12 +1,12 @@
-"""Tokens per second of the embedded generator beside transformers' `generate`, interleaved in one run.
+"""Tokens per second of the embedded generator and of transformers' `generate`, interleaved in one run.
 
     python benchmarks/generation.py [--rounds 5] [--threads 2] [--json benchmarks/results/generation.json]
 
 Two shapes of Qwen3 in float32 (about 1 M and 11 M parameters), random weights, sampling at temperature 1, the
 log-probability of every sampled token computed by both. Two loads: 64 sequences of 64 tokens, and 256 sequences of
-lengths uniform in 16..256 through 64 slots, which `generate` takes in four batches, each as long as its longest.
-`generate` runs with its dynamic and with its static cache (compilation off) and the better of the two counts, once with
-log-probabilities (`output_logits`) and once without, for whoever suspects the former. Prompts have 16 tokens.
+lengths uniform in 16..256 through 64 slots, which `generate` decodes in four batches, each as long as its longest.
+`generate` runs with its dynamic and with its static cache (compilation off), and the faster one counts. It runs with
+log-probabilities (`output_logits`) and without, to separate their cost. Prompts have 16 tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from transformers import GenerationConfig, Qwen3ForCausalLM
 from work import build_model, conditions
 
-from slipstream.generators.torch import Engine
+from slipstream.generators.torch.engine import Engine
 from slipstream.rollout import Sampling
 
 PROMPT = 16

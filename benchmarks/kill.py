@@ -1,13 +1,12 @@
-"""Nothing is lost: runs killed with -9 at random moments and resumed until they end, then audited.
+"""Runs survive kills: killed with -9 at random moments, resumed until they end, then audited.
 
     python benchmarks/kill.py [--runs 30] [--seed 0] [--json benchmarks/results/kill.json]
 
 Each run trains a tiny model on pseudo-random rewards, which move its weights at every step. After a random number of
-steps, or before the first, its controller, its trainer or its generator is killed, up to three times, and `slipstream
-train --resume` goes on.
-Afterwards the records are audited: every step once, no entry trained on twice, every entry accounted for, every
-rollout with one fate. Half of the runs are synchronous (`max_lag = 0`), and have to end with the same bits as one that
-was never disturbed.
+steps, or before the first, its controller, its trainer or its generator is killed, up to three times, and resumed by
+`slipstream train --resume`. Afterwards the records are audited: every step once, no visit trained on twice, every visit
+accounted for, one outcome for every rollout. Half of the runs are synchronous (`max_lag = 0`), and must end with the
+weights of an undisturbed run, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def arguments(model: Path, directory: Path, max_lag: int) -> list[str]:
         "run.dir": directory, "loop.steps": STEPS, "loop.groups_per_step": GROUPS, "loop.group_size": SIZE,
         "loop.max_lag": max_lag, "loop.seed": 5, "sampling.max_tokens": 5, "trainer.learning_rate": 1e-3,
         "trainer.threads": 1, "generator.threads": 1, "checkpoint.every": 4, "evaluation.tasks": 20,
-        "evaluation.every": 7, "algorithm.filter_equal": "true",
+        "evaluation.every": 7, "algorithm.filter_zero_advantage": "true", "runtime.max_restarts": 0,
     }  # fmt: skip
     path = directory.with_suffix(".toml")
     path.write_text("")
@@ -65,21 +65,29 @@ def steps_done(directory: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def run_with_kills(model: Path, directory: Path, max_lag: int, rng: random.Random, kills: int) -> list[tuple[str, int]]:
-    """Start a run, kill it `kills` times, each a random number of steps after it went on, and let it end.
+def run_with_kills(
+    model: Path,
+    directory: Path,
+    max_lag: int,
+    rng: random.Random,
+    kills: int,
+    popen: type[subprocess.Popen[str]] = subprocess.Popen,
+    workers: Callable[[int], list[int]] = children,
+) -> list[tuple[str, int]]:
+    """Start a run, kill it `kills` times, each a random number of steps after its start or resumption, and let it end.
 
-    Returns what was killed, and after which step.
+    `popen` starts it, and `workers` finds its workers. Returns what was killed, and after which step.
     """
     command, killed = arguments(model, directory, max_lag), []
     for attempt in range(kills + 1):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if attempt < kills:
             due = steps_done(directory) + rng.randint(0, STEPS // (kills + 1))
             time.sleep(rng.uniform(0.0, 2.0))  # lets a kill come before the first step, too
             while process.poll() is None and steps_done(directory) < due:
                 time.sleep(0.005)
             victim, name = process.pid, "controller"
-            if rng.random() < 0.4 and (started := children(process.pid)):
+            if rng.random() < 0.4 and (started := workers(process.pid)):
                 victim, name = rng.choice(started), "a child"
             if process.poll() is None:
                 os.kill(victim, signal.SIGKILL)
@@ -96,27 +104,27 @@ def run_with_kills(model: Path, directory: Path, max_lag: int, rng: random.Rando
     return killed
 
 
-def audit(directory: Path) -> dict[str, Any]:
-    """Check a finished run's records against each other. Raises `AssertionError`."""
+def audit(directory: Path, last_step: int = STEPS) -> dict[str, Any]:
+    """Check that a finished run's records are consistent. Raises `AssertionError`."""
     summary = json.loads((directory / "summary.json").read_text())
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in metrics] == list(range(1, STEPS + 1))
+    assert [m["step"] for m in metrics] == list(range(1, last_step + 1))
     files = sorted((directory / "rollouts").iterdir())
-    assert [f.name for f in files] == [f"step_{step:06d}.parquet" for step in range(1, STEPS + 1)]
+    assert [f.name for f in files] == [f"step_{step:06d}.parquet" for step in range(1, last_step + 1)]
     steps = [pq.read_table(file).to_pylist() for file in files]
     trained: list[int] = []
     for step, rows in enumerate(steps, 1):
-        entries = {row["entry"] for row in rows}
-        assert len(entries) == GROUPS and all(row["step"] == step for row in rows)
-        trained += entries
-    assert len(trained) == len(set(trained)), "an entry was trained on twice"
+        visits = {row["visit_id"] for row in rows}
+        assert len(visits) == GROUPS and all(row["step"] == step for row in rows)
+        trained += visits
+    assert len(trained) == len(set(trained)), "a visit was trained on twice"
 
-    last = json.loads((directory / "checkpoints" / f"step_{STEPS}" / "run.json").read_text())["ledger"]
-    live = {entry["id"] for entry in last["live"]}
+    last = json.loads((directory / "checkpoints" / f"step_{last_step}" / "run.json").read_text())["ledger"]
+    live = {visit["id"] for visit in last["live"]}
     assert not live & set(trained)
     filtered, rest = divmod(last["counts"]["filtered"], SIZE)  # no rollout of this work fails, so groups are whole
     assert rest == 0
-    assert len(live) + len(trained) + filtered + last["given_up"] == last["next_id"], "an entry was lost"
+    assert len(live) + len(trained) + filtered + last["abandoned"] == last["next_id"], "a visit was lost"
     counts = summary["rollouts"]
     fates = ("trained", "dropped_stale", "failed", "filtered", "ready")
     assert counts["generated"] == sum(counts[fate] for fate in fates)

@@ -1,9 +1,9 @@
-"""How lean the package is: the processor time that `import slipstream` takes, what it loads, and the lines of src/.
+"""Size of the package: processor time of `import slipstream`, the modules that it loads, and the lines of src/.
 
     python benchmarks/lean.py [--json FILE]
 
-It also tells how long a full garbage collection takes in a process that trains, and where it is installed in one that
-drives vLLM: such processes leave out of it what they have loaded.
+It also measures a full garbage collection in a process that trains and, if vLLM is installed, in a process that drives
+vLLM. Such processes exclude loaded objects from collections (`runtime/gc_tuning.py`).
 
 Lines are counted three ways: as `wc -l` does, without blank lines, and code alone (no blanks, comments or docstrings).
 """
@@ -52,7 +52,7 @@ def code_lines(text: str) -> int:
 
 
 def children_seconds() -> float:
-    """Processor time of the processes that have ended, which other work on the machine changes little."""
+    """Processor time of ended child processes; other load on the machine changes it little."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,9 +1,9 @@
-"""What overlapping generation and training is worth: steps per second with `max_lag` 0 against 2, one core each.
+"""The speed-up by overlapping generation and training: steps per second with `max_lag` 0 and 2, one core each.
 
     python benchmarks/overlap.py [--steps 40] [--rounds 3] [--json benchmarks/results/overlap.json]
 
-The work is balanced first: prompts are lengthened (which costs the trainer more than the generator, since the rollouts
-of a group share their prompt) or slots are taken away until generation and training take alike in a synchronous run.
+First the work is balanced: prompts are lengthened (which costs the trainer more than the generator, since the rollouts
+of a group share their prompt) or slots are removed until generation and training take equal time in a synchronous run.
 Then synchronous and asynchronous runs alternate. Steps per second are counted from the first rollout to the last step.
 """
 
@@ -33,7 +33,8 @@ def run(scratch: Path, prompt_tokens: int, slots: int, steps: int, max_lag: int)
             f"--model.path={scratch / 'model'}", f"--environment.name={HERE / 'work.py'}:Work",
             f"--environment.options={{prompt_tokens = {prompt_tokens}}}", f"--run.dir={directory}",
             f"--loop.steps={steps}", f"--loop.max_lag={max_lag}", "--loop.groups_per_step=8", "--loop.group_size=8",
-            "--sampling.max_tokens=48", f"--generator.slots={slots}", "--generator.threads=1", "--trainer.threads=1",
+            "--sampling.max_tokens=48", f"--generator.max_num_seqs={slots}", "--generator.threads=1",
+            "--trainer.threads=1",
             "--trainer.tokens_per_microbatch=2048", "--evaluation.tasks=0", f"--checkpoint.every={steps}",
         ],
     )  # fmt: skip
@@ -42,12 +43,12 @@ def run(scratch: Path, prompt_tokens: int, slots: int, steps: int, max_lag: int)
 
 
 def balance(scratch: Path, steps: int = 8) -> tuple[int, int, float]:
-    """Prompt length and slots at which a synchronous run spends alike on both sides, and the ratio that they reach."""
+    """Prompt length and slots that balance generation and training of a synchronous run, and their ratio."""
     prompt_tokens, slots, ratio = 16, 64, 0.0
     for _ in range(6):
         _, metrics = run(scratch, prompt_tokens, slots, steps, max_lag=0)
-        generation = statistics.median(m["wait_seconds"] for m in metrics[1:])
-        training = statistics.median(m["step_seconds"] for m in metrics[1:])
+        generation = statistics.median(m["time/batch_wait_s"] for m in metrics[1:])
+        training = statistics.median(m["time/step_s"] for m in metrics[1:])
         ratio = generation / training
         print(
             f"  {prompt_tokens} prompt tokens, {slots} slots: generation {generation:.3f} s, training {training:.3f} s"
@@ -83,7 +84,7 @@ def main() -> None:
             result: dict[str, Any] = {}
             for max_lag in (0, 2):
                 summary, _ = run(scratch, prompt_tokens, slots, options.steps, max_lag)
-                window = summary["window_seconds"]
+                window = summary["window_s"]
                 result[str(max_lag)] = {"steps_per_second": options.steps / window, "busy": summary["busy"]}
             result["speedup"] = result["2"]["steps_per_second"] / result["0"]["steps_per_second"]
             rounds.append(result)

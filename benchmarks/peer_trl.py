@@ -1,26 +1,26 @@
-"""The same work in TRL's asynchronous GRPO trainer (1.10), beside ours: trainers alone, or with vLLM generating.
+"""The same work in TRL's asynchronous GRPO trainer (1.10) and in Slipstream: trainers alone, or with vLLM generating.
 
     python benchmarks/peer_trl.py rollouts [--with ours full lean defaults large unchecked] [--json FILE]   # one GPU
     python benchmarks/peer_trl.py run [--with defaults unchecked] [--json FILE]                   # two GPUs
 
-`rollouts` trains on rollouts that are ready, the same for all, so that nobody waits. `run` has TRL's own rollout worker
-and weight transfer, with a `vllm serve` started as TRL's documentation says; it is to be set beside
-`benchmarks/end_to_end.py`. Each trainer runs in a process of its own. The settings, all with as many tokens in an
-optimizer step, ours and then TRL's:
+`rollouts` trains on prepared rollouts, the same for all trainers, so that no trainer waits. `run` uses TRL's own
+rollout worker and weight transfer, with a `vllm serve` started as in TRL's documentation; compare it with
+`benchmarks/end_to_end.py`. Each trainer runs in a process of its own. The settings have equal numbers of tokens in an
+optimizer step; the first three are Slipstream's, the others TRL's:
 
-    ours        our defaults
-    full        ours with all layers computed again
-    lean        ours with the least memory: layers computed again, no second copy of the weights, small micro-batches
-                (bfloat16, so on a GPU alone)
-    defaults    its own: activation checkpointing, micro-batches of the server's longest sequence, 4,096 tokens
+    ours        defaults
+    full        full activation checkpointing
+    lean        least memory: full activation checkpointing, one copy of the weights, small micro-batches (bfloat16, so
+                only on a GPU)
+    defaults    activation checkpointing, micro-batches of the server's longest sequence, 4,096 tokens
     large       the same with micro-batches of 40,960 tokens
     unchecked   no activation checkpointing, micro-batches of 10,240 tokens
 
-Further options of `AsyncGRPOConfig` are given as `--set NAME=VALUE` and count for all. Attention is torch's
-variable-length one on both sides; TRL asks for a kernel from the Hub otherwise. The first `--warmup` steps are left
-out. `utilisation` is the arithmetic of what the model computed, by the formula of `trainers/speed.py`, against a
-matrix product in the same process; `memory_gb` the most that tensors took in a step. `busy` is the share of the time in
-which the trainer neither waited for rollouts nor brought weights to the server, and in which the server had requests.
+`--set NAME=VALUE` gives further options of `AsyncGRPOConfig` to all settings. Both sides use torch's variable-length
+attention; TRL would download a kernel from the Hub. The first `--warmup` steps are excluded. `utilisation` is the
+model's arithmetic, by the formula of `trainers/flops.py`, relative to a matrix product in the same process;
+`memory_gb` is the peak memory of tensors in a step. `busy` of the trainer is the share of time without waits for
+rollouts and without weight transfer; `busy` of the server is the share of time with requests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 OURS = {
     "ours": [],
     "full": ["--trainer.activation_checkpointing=full"],
-    "lean": ["--trainer.compute_copy=false", "--trainer.activation_checkpointing=full",
+    "lean": ["--trainer.keep_compute_copy=false", "--trainer.activation_checkpointing=full",
              "--trainer.tokens_per_microbatch=6144"],
 }  # fmt: skip
 # What vLLM's transfer engine is told on both sides: TRL leaves it all to vLLM, packed into buffers of 1 GiB.
@@ -311,7 +311,7 @@ def use_varlen_attention() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from trl.experimental.async_grpo import async_grpo_trainer
 
-    from slipstream.packed.attention import Segments, attend
+    from slipstream.model.attention import Segments, attend
 
     known: dict[str, Any] = {}
 
@@ -320,14 +320,14 @@ def use_varlen_attention() -> None:
         if known.get("positions") is not positions:
             starts = [*(positions[0] == 0).nonzero().flatten().tolist(), positions.shape[1]]
             runs = [(range(a, b), (range(a, b),)) for a, b in pairwise(starts)]
-            known.update(positions=positions, arguments=Segments.of(runs, positions.device).arguments())
+            known.update(positions=positions, arguments=Segments.from_ranges(runs, positions.device).arguments())
         arguments: dict[str, Any] = known["arguments"]
         return arguments
 
     def varlen(module: Any, query: Any, key: Any, value: Any, mask: Any, **others: Any) -> Any:
         kind = torch.get_autocast_dtype(query.device.type) if torch.is_autocast_enabled(query.device.type) else None
-        lowered = [tensor.to(kind or tensor.dtype) for tensor in (query, key, value)]  # as its flash attention does
-        return attend(module, *lowered, None, others.get("scaling"), **segments(others["position_ids"]))
+        bf16_copies = [tensor.to(kind or tensor.dtype) for tensor in (query, key, value)]  # as its flash attention does
+        return attend(module, *bf16_copies, None, others.get("scaling"), **segments(others["position_ids"]))
 
     class WithVarlen:
         @staticmethod
@@ -372,15 +372,15 @@ def measured_trainer() -> Any:
     from transformers import TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-    from slipstream.trainers.speed import Operations, matrix_rate
+    from slipstream.trainers.flops import FlopsModel, peak_matmul_flops
 
     class Measured(AsyncGRPOTrainer):  # type: ignore[misc]
         def measure(self) -> None:
             self.notes: list[dict[str, Any]] = []
             self.waiting = Waiting(self.rollout_queue)
             self.rollout_queue = self.waiting
-            self.operations, device = Operations.of(self.model), self.accelerator.device
-            self.most = matrix_rate(device) if GPU else 0.0
+            self.operations, device = FlopsModel.of(self.model), self.accelerator.device
+            self.most = peak_matmul_flops(device) if GPU else 0.0
             self.counts = torch.zeros(3, dtype=torch.float64, device=self.accelerator.device)
             self.syncing = 0.0
             self.add_callback(Note(self))
@@ -398,12 +398,12 @@ def measured_trainer() -> Any:
 
         def _sync_weight(self) -> None:
             if len(self.notes) <= 1:  # in the warm-up, whose time does not count
-                self.refuse_not_finite("before they are sent")
+                self.validate_not_finite("before they are sent")
             began = time.perf_counter()
             super()._sync_weight()
             self.syncing += time.perf_counter() - began
 
-        def refuse_not_finite(self, when: str) -> None:
+        def validate_not_finite(self, when: str) -> None:
             """A step on such weights takes as long as any other, and the server answers nothing any more."""
             bad = [name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())]
             said = {name: values[-1] for name, values in self._metrics["train"].items() if values}
@@ -424,7 +424,7 @@ def measured_trainer() -> Any:
             """From the end of the last step of the warm-up to that of the last one."""
             first, last = self.notes[warmup - 1], self.notes[-1]
             done = {name: last[name] - first[name] for name in first}
-            self.refuse_not_finite("at the end")
+            self.validate_not_finite("at the end")
             seconds, steps = done["time"], len(self.notes) - warmup
             operations = self.operations.count(done["tokens"], done["trained"], done["pairs"])
             said = [entry for entry in self.state.log_history if "weight_sync_time_s" in entry][warmup:]
@@ -492,7 +492,8 @@ class Ready:
         before = len(sample.prompt_ids)
         return RolloutSample(
             prompt=[], completion=[], input_ids=list(sample.token_ids),
-            completion_mask=[0] * before + [1] * len(sample.drawn), old_log_probs=[0.0] * before + [*sample.logprobs],
+            completion_mask=[0] * before + [1] * len(sample.logprobs),
+            old_log_probs=[0.0] * before + [*sample.logprobs],
             advantage=sample.advantages[0], model_version=self._version, group_id=group, metrics={"reward": 0.0},
         )  # fmt: skip
 

@@ -1,12 +1,12 @@
-"""What a publish costs sequences in flight on GPUs: vLLM on one, the trainer on the other, 256 sequences decoding.
+"""The cost of a publish for sequences in flight on GPUs: vLLM on one, the trainer on the other, 256 sequences decoding.
 
     python benchmarks/publish_gpu.py nccl nccl_direct [--shape 1.7B] [--publishes 10] [--json FILE]
 
-Every link runs in an engine of its own, one after the other in the same run. The gap is the time between two
-consecutive tokens of all sequences, seen where they arrive; the hold of a publish is the largest gap from its start to
-a quarter of a second after its end, less the median gap. Undisturbed is the second before each publish. Sending takes
-from the call of the trainer to its answer; the transfer, from when both sides are at it, with a speed of its own. Ready
-is an engine that draws by the new weights; a publish ends when their checksums have been compared.
+Links run one after the other in the same run, each in an engine of its own. The gap is the time between two
+consecutive tokens of all sequences, measured at their arrival. The pause of a publish is the largest gap from its
+start to a quarter of a second after its end, less the median gap of the second before it. Sending is the duration of
+the trainer's call; the transfer begins when both sides take part. An engine is ready when it samples by the new
+weights. A publish ends after the comparison of checksums.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from typing import Any
 import torch
 from work import conditions, save_model
 
-from slipstream.actor import Reply
-from slipstream.config import Config, load_config
+from slipstream.config.loading import load_config
+from slipstream.config.schema import Config
+from slipstream.controller.launch import WORKER_CLASSES, Cluster
+from slipstream.generators.vllm.engine import VllmWorker
 from slipstream.rollout import Sampling
-from slipstream.runtime.local import SERVICES, Pools
-from slipstream.runtime.training import TrainerService
-from slipstream.runtime.vllm import VllmService
+from slipstream.runtime.worker import handle
+from slipstream.sync.link import PublishHandle
+from slipstream.trainers.trainer_worker import PytorchTrainerWorker
 
-MORE = {"single_copy": ["--generator.memory=0.4"], "lora": ["--lora.rank=32", "--loop.max_lag=4"]}
+MORE = {"single_copy": ["--generator.gpu_memory_utilization=0.4"], "lora": ["--lora.rank=32", "--loop.max_lag=4"]}
 SEQUENCES, TOKENS, QUIET, AFTER = 256, 3000, 1.0, 0.25
 
 
-class TimedService(VllmService):
-    """Remembers when each step of the engine was seen to end, and when it last began to receive."""
+class TimedEngine(VllmWorker):
+    """Records the end of each step of the engine, and the start of the last receive."""
 
     receiving = 0.0
 
-    def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
-        super().handle(method, arguments, reply)
-        if method == "prepare":
-            self.receiving = time.monotonic()
+    async def prepare(self, handle: PublishHandle) -> None:
+        self.receiving = time.monotonic()
+        await super().prepare(handle)
 
-    def began_to_receive(self) -> float:
+    async def began_to_receive(self) -> float:
         return self.receiving
 
     def _load(self) -> Any:
@@ -63,26 +64,25 @@ class TimedService(VllmService):
         engine.step = timed  # type: ignore[method-assign]
         return engine, opened
 
-    def ends(self) -> list[float]:
+    async def ends(self) -> list[float]:
         ends, self._ends = self._ends, []
         return ends
 
 
-class MeasuredTrainer(TrainerService):
-    """Tells when it last sent, and how much of a GPU's memory it holds beside the float32 masters."""
+class MeasuredTrainer(PytorchTrainerWorker):
+    """Records the time of the last send. Reports its GPU memory in addition to the float32 masters."""
 
     sent = (0.0, 0.0)
 
-    def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
+    async def send(self, handle: PublishHandle) -> None:
         began = time.monotonic()
-        super().handle(method, arguments, reply)
-        if method == "send":
-            self.sent = began, time.monotonic()
+        await super().send(handle)
+        self.sent = began, time.monotonic()
 
-    def last_sent(self) -> tuple[float, float]:
+    async def last_sent(self) -> tuple[float, float]:
         return self.sent
 
-    def beside_masters(self) -> int:
+    async def beside_masters(self) -> int:
         masters = sum(p.numel() * p.element_size() for p in self._trainer.parameters.values())
         return torch.cuda.memory_allocated() - masters
 
@@ -90,45 +90,46 @@ class MeasuredTrainer(TrainerService):
 def configure(model: Path, link: str, memory: float) -> Config:
     return load_config(None, [
         f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", f"--sync.link={link}",
-        "--generator.kind=vllm", f"--generator.slots={SEQUENCES}",
-        f"--generator.memory={memory}", "--generator.context=4096", *MORE.get(link, []),
+        "--generator.engine=vllm", f"--generator.max_num_seqs={SEQUENCES}",
+        f"--generator.gpu_memory_utilization={memory}", "--generator.max_model_len=4096", *MORE.get(link, []),
     ])  # fmt: skip
 
 
 async def measure(model: Path, folder: Path, link: str, publishes: int, memory: float) -> dict[str, Any]:
     config = configure(model, link, memory)
-    SERVICES.update(vllm="publish_gpu:TimedService", pytorch="publish_gpu:MeasuredTrainer")
+    WORKER_CLASSES.update(vllm="publish_gpu:TimedEngine", pytorch="publish_gpu:MeasuredTrainer")
     began = time.perf_counter()
-    pools = await Pools.start(config, folder)
+    pools = await Cluster.start(config, folder)
     try:
         await pools.link.connect(0)
         started = time.perf_counter() - began
-        beside = await pools.trainer.actor.call("beside_masters")
+        trainer = handle(MeasuredTrainer, pools.trainer_process)
+        beside = await trainer.beside_masters()
         sampling = Sampling(max_tokens=TOKENS)
         calls = [pools.generator.generate([1, 2, 3, i + 4], sampling) for i in range(SEQUENCES)]
         running = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(4)
-        actor = pools.generator.generators[0].actor
+        engine = handle(TimedEngine, pools.generator.generators[0].process)
         rows = []
         for version in range(1, publishes + 1):
-            await actor.call("ends")
+            await engine.ends()
             await asyncio.sleep(QUIET)
             start = time.perf_counter()
             stats = await pools.link.publish(version)
             end = time.perf_counter()
             await asyncio.sleep(AFTER)
-            began, ended = await pools.trainer.actor.call("last_sent")
-            both = max(began, await actor.call("began_to_receive"))  # the clock is one for all processes of a host
-            rows.append(describe(await actor.call("ends"), start, end, stats, (both, ended)))
+            began, ended = await trainer.last_sent()
+            both = max(began, await engine.began_to_receive())  # the clock is one for all processes of a host
+            rows.append(describe(await engine.ends(), start, end, stats, (both, ended)))
         assert not any(task.done() for task in running), "sequences ended before the last publish"
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
     finally:
         await pools.close()
-    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))  # of all weights, in the format published
+    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))  # of all weights, in the published format
     found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    if found["transfer_ms"] > 0:  # else the link sends nothing, and generators fetch it
+    if found["transfer_ms"] > 0:  # else generators fetch the version themselves
         found["transfer_gb_per_s"] = size / found["transfer_ms"] / 1e6
     described = {"link": link, "bytes": size, "engine_gib": weights_of_engine(folder / "logs" / "generator_0.log")}
     described |= {"trainer_bytes_beside_masters": beside, "start_s": started}
@@ -136,7 +137,7 @@ async def measure(model: Path, folder: Path, link: str, publishes: int, memory: 
 
 
 def weights_of_engine(log: Path) -> float | None:
-    """GiB of GPU memory that loading the model has taken, if vLLM tells it."""
+    """GiB of GPU memory for the model, if vLLM logs it."""
     found = re.search(r"Model loading took ([\d.]+) GiB", log.read_text())
     return float(found[1]) if found else None
 
@@ -144,7 +145,7 @@ def weights_of_engine(log: Path) -> float | None:
 def describe(
     ends: list[float], start: float, end: float, stats: Any, transfer: tuple[float, float]
 ) -> dict[str, float]:
-    """One publish, from the times at which steps ended, and between which its weights were under way."""
+    """Metrics of one publish, from the ends of steps and from start and end of the transfer."""
     gaps = [(b, 1000 * (b - a)) for a, b in itertools.pairwise(ends)]
     quiet = [gap for at, gap in gaps if at < start]
     near = [gap for at, gap in gaps if start <= at <= end + AFTER]
@@ -154,12 +155,12 @@ def describe(
         "usual_gap_ms": usual,
         "longest_usual_gap_ms": max(quiet),
         "largest_gap_ms": max(near),
-        "hold_ms": max(near) - usual,
+        "pause_ms": max(near) - usual,
         "sending_ms": 1000 * stats.sending,
         "ready_ms": 1000 * stats.ready,
         "publish_ms": 1000 * stats.total,
         "tokens_per_s": SEQUENCES * len(quiet) / (sum(quiet) / 1000),
-        # Of what would have come in that time, how much came.
+        # Tokens during the publish, as a share of the usual rate.
         "speed_during": usual * len(during) / max(1000 * (end - start), usual),
         "transfer_ms": max(0.0, 1000 * (transfer[1] - transfer[0])),
         **({"speed_in_transfer": usual * rate(ends, *transfer) / 1000} if transfer[0] < transfer[1] else {}),
@@ -167,7 +168,7 @@ def describe(
 
 
 def rate(ends: list[float], start: float, end: float) -> float:
-    """Steps a second between two times; of a step that is partly within them, so much of it."""
+    """Steps a second between two times; a step that is partly in between counts by its share."""
     return sum(max(0.0, min(b, end) - max(a, start)) / (b - a) for a, b in itertools.pairwise(ends)) / (end - start)
 
 
@@ -183,7 +184,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # at which it tells what the model takes
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # to log the memory of the model
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
         save_model(options.shape, model, torch.bfloat16)

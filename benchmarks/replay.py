@@ -1,12 +1,12 @@
-"""How far trainer and generator are apart with and without replay of sampling masks and of routing.
+"""Mismatch of trainer and generator with and without replay of sampling masks and of routing.
 
     python benchmarks/replay.py --json benchmarks/results/replay.json
 
-Masks: a dense Qwen3 draws with top-p 0.9. Routing: a Qwen3-MoE draws. The generator computes in bfloat16 and the
-trainer in float32, on weights that both have exactly: so they round differently, as other kernels and batches do in
-practice. What was drawn by the first weights is scored at them and after one and two updates of the trainer, which
-train on it with replay. Mismatch KL is k3 of KL(behaviour || trainer), the mean over the drawn tokens. What is left of
-it with replay is rounding, and after updates the policy's own way, which grows with the learning rate.
+Masks: a dense Qwen3 samples with top-p 0.9. Routing: a Qwen3-MoE samples. The generator computes in bfloat16 and the
+trainer in float32, on equal weights, so they round differently, as different kernels and batches do in practice.
+Tokens of the first weights are scored at these weights and after one and two updates of the trainer, which train on
+them with replay. Mismatch KL is k3 of KL(behaviour || trainer), the mean over sampled tokens. The remaining mismatch
+with replay is rounding, and after updates the policy's own change, which grows with the learning rate.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from work import conditions
 
 from slipstream.algorithms.advantages import group_mean, make_batch
-from slipstream.config import load_config
-from slipstream.generators.torch import Engine
+from slipstream.config.loading import load_config
+from slipstream.generators.torch.engine import Engine
 from slipstream.rollout import Completion, Group, Rollout, Sampling
 from slipstream.trainers.trainer import Trainer
 
@@ -39,8 +39,8 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
 WORK: dict[str, tuple[str, dict[str, Any], Sampling, str]] = {
-    "sampling masks": ("qwen3", {}, Sampling(max_tokens=TOKENS, top_p=0.9, record_kept=True), "kept"),
-    "routing": ("qwen3_moe", EXPERTS, Sampling(max_tokens=TOKENS, record_experts=True), "experts"),
+    "sampling masks": ("qwen3", {}, Sampling(max_tokens=TOKENS, top_p=0.9, record_sampling_mask=True), "sampling_mask"),
+    "routing": ("qwen3_moe", EXPERTS, Sampling(max_tokens=TOKENS, record_routing=True), "experts"),
 }
 
 
@@ -92,7 +92,9 @@ def measure(name: str, spread: float, rate: float) -> dict[str, Any]:
     for updates in range(3):
         row: dict[str, Any] = {"updates": updates, "with": mismatch(trainer, drawn), "without": mismatch(trainer, bare)}
         stats = trainer.step(make_batch(groups, partial(group_mean, normalize=True)))
-        rows.append(row | {"drop": row["without"] / row["with"], "experts_changed": stats.experts_changed})
+        rows.append(
+            row | {"drop": row["without"] / row["with"], "expert_changed_fraction": stats.expert_changed_fraction}
+        )
     return {"tokens": sum(len(c.token_ids) for c in drawn), "learning_rate": rate, "mismatch_kl": rows}
 
 

@@ -1,13 +1,12 @@
-"""What slow scoring costs the generator: its busy fraction with a scorer 10 times slower than generation, and without.
+"""The cost of slow scoring: the generator's busy fraction with a scorer 10 times slower than generation, and without.
 
     python benchmarks/scoring.py [--steps 20] [--rounds 3] [--json benchmarks/results/scoring.json]
 
-Two runs go side by side, at the same time on the same cores: one with an instant scorer, one with a slow one, both in
-8 processes. Generation's own time for a rollout is the generator's busy seconds over the rollouts that it drew,
-measured first on two runs with instant scorers, whose difference is what chance alone makes of it. The slow scorer
-takes 10 times that for each rollout. 8 such workers score at most 0.8 of what a generator can draw that does nothing
-else, so the trainer gets so much work (long prompts) that it needs less: what is measured is whether scores hold
-generation up, and not that 8 is less than 10.
+Two runs are concurrent on the same cores: one with an instant scorer, one with a slow scorer, both in 8 processes. The
+generation time of a rollout is the generator's busy seconds divided by its rollouts, measured first on two runs with
+instant scorers; the difference of these two is the noise. The slow scorer takes 10 times that time for each rollout. 8
+such workers score at most 0.8 of the rollouts of a generator that is always busy. So the trainer gets long prompts and
+becomes the bottleneck: the benchmark measures whether scoring delays generation, and not that 8 is less than 10.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def score(task, completion):
 
 
 def run(model: Path, directory: Path, seconds: float, steps: int, prompt_tokens: int) -> dict[str, Any]:
-    """The summary of a run whose scorer takes so many seconds a rollout."""
+    """The summary of a run with a scorer of the given seconds for each rollout."""
     scorer = directory.parent / f"{directory.name}.py"
     shutil.rmtree(directory, ignore_errors=True)
     scorer.write_text(SCORER.format(seconds=seconds))
@@ -49,9 +48,9 @@ def run(model: Path, directory: Path, seconds: float, steps: int, prompt_tokens:
         [
             f"--model.path={model}", f"--environment.name={HERE / 'work.py'}:Work",
             f"--environment.options={{prompt_tokens = {prompt_tokens}}}", f"--run.dir={directory}",
-            f"--scoring.kind={scorer}:score", f"--environment.scorers={WORKERS}",
+            f"--scoring.kind={scorer}:score", f"--environment.reward_workers={WORKERS}",
             f"--loop.steps={steps}", "--loop.max_lag=4", "--loop.groups_per_step=4", "--loop.group_size=8",
-            "--sampling.max_tokens=48", "--generator.slots=64", "--generator.threads=1", "--trainer.threads=1",
+            "--sampling.max_tokens=48", "--generator.max_num_seqs=64", "--generator.threads=1", "--trainer.threads=1",
             "--trainer.tokens_per_microbatch=2048", "--evaluation.tasks=0", f"--checkpoint.every={steps}",
         ],
     )  # fmt: skip
@@ -59,21 +58,21 @@ def run(model: Path, directory: Path, seconds: float, steps: int, prompt_tokens:
 
 
 def seconds_per_rollout(summary: dict[str, Any]) -> float:
-    """Busy seconds of the generator for each rollout that it drew; all of them have 48 tokens."""
-    return float(summary["busy"]["generator"] * summary["window_seconds"] / (summary["tokens_generated"] / 48))
+    """Busy seconds of the generator for each rollout; all rollouts have 48 tokens."""
+    return float(summary["busy"]["generator"] * summary["window_s"] / (summary["tokens_generated"] / 48))
 
 
 def side_by_side(scratch: Path, seconds: Sequence[float], *work: int) -> list[dict[str, Any]]:
-    """The summaries of runs at the same time whose scorers take so many seconds a rollout."""
+    """The summaries of concurrent runs with scorers of the given seconds for each rollout."""
     with ProcessPoolExecutor(len(seconds), multiprocessing.get_context("spawn")) as pool:
         runs = [pool.submit(run, scratch / "model", scratch / f"run{i}", s, *work) for i, s in enumerate(seconds)]
         return [one.result() for one in runs]
 
 
 def compare(instant: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What two runs at the same time did, and by how much the generator was busier in the other."""
+    """Metrics of two concurrent runs, and the difference of their generators' busy fractions."""
     sides = {
-        name: {"busy": s["busy"], "scoring": s["scoring"], "steps_per_second": s["steps"] / s["window_seconds"]}
+        name: {"busy": s["busy"], "scoring": s["scoring"], "steps_per_second": s["steps"] / s["window_s"]}
         for name, s in (("instant", instant), ("other", other))
     }
     return sides | {"change": other["busy"]["generator"] / instant["busy"]["generator"] - 1}

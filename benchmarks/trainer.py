@@ -1,14 +1,14 @@
 """The speed of one full GRPO step (forward, loss, backward, optimizer) on rollouts of log-normal lengths.
 
     python benchmarks/trainer.py --shape 1.7B [--tokens 65536] [--steps 5] [--vocabulary N] [--json FILE] [config flags]
-    python benchmarks/trainer.py --lengths 128 512      # all prompts and all completions alike
+    python benchmarks/trainer.py --lengths 128 512      # prompts of 128 tokens, completions of 512
     torchrun --nproc-per-node N benchmarks/trainer.py --shape 8B --tokens ALL --trainer.ranks N
 
-`tokens` and what is counted are those of all ranks, `utilisation` and `memory_gb` those of one.
+Token counts are those of all ranks, `utilisation` and `memory_gb` those of one.
 
-Tokens count as a trainer without shared prompts would see them: prompt and completion of every sequence. `utilisation`
-is the model's own arithmetic on what was computed (prompts once a bundle, nothing for recomputation), against that of a
-matrix product measured in the same run.
+Tokens are counted as by a trainer without shared prompts: prompt and completion of every sequence. `utilisation` is
+the model's arithmetic on computed tokens (shared prompts once, recomputation excluded), relative to that of a matrix
+product measured in the same run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ import torch
 from work import SHAPES, conditions, save_model
 
 from slipstream.algorithms.advantages import group_mean, make_batch
-from slipstream.config import Config, load_config
-from slipstream.models import device_here
+from slipstream.config.loading import load_config
+from slipstream.config.schema import Config
+from slipstream.model.device import current_device
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan
 from slipstream.trainers.trainer import Trainer
 
@@ -42,9 +43,9 @@ GROUP, MEDIAN, SIGMA, LONGEST, PROMPT = 8, 400, 0.6, 2048, (64, 256)
 
 
 def make_rollouts(tokens: int, vocabulary: int, seed: int, lengths: Sequence[int] = ()) -> Batch:
-    """Groups of 8 completions with made-up log-probabilities near the policy's, until `tokens` are reached.
+    """Groups of 8 completions with random log-probabilities near the policy's, until `tokens` are reached.
 
-    `lengths` of prompts and completions, where they are not drawn.
+    `lengths` are fixed lengths of prompts and completions; by default they are random.
     """
     draw, groups, total = random.Random(seed), [], 0
     near = -math.log(vocabulary)
@@ -89,14 +90,14 @@ def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[
         stats = trainer.step(batch)
         synchronize()
         seconds = time.perf_counter() - began
-        share = stats.seconds / seconds  # in which the optimizer's work on a GPU may not have ended
+        share = stats.seconds / seconds  # the trainer's own time may exclude the end of the optimizer's work on a GPU
         steps.append(
             {
                 "seconds": seconds, "tokens": sequence_tokens, "trained_tokens": batch.tokens,
-                "packed_tokens": stats.tokens_packed, "tokens_per_s": sequence_tokens / seconds,
+                "packed_tokens": stats.packed_tokens, "tokens_per_s": sequence_tokens / seconds,
                 "trained_tokens_per_s": batch.tokens / seconds, "tflops": stats.tflops * share,
-                "utilisation": stats.utilisation and stats.utilisation * share,
-                "memory_gb": stats.memory_gb, "loss": stats.loss,
+                "utilisation": stats.matmul_utilisation and stats.matmul_utilisation * share,
+                "memory_gb": stats.max_memory_gb, "loss": stats.loss,
             }
         )  # fmt: skip
         if FIRST:
@@ -110,7 +111,7 @@ def measure(model: Path, options: argparse.Namespace, flags: list[str]) -> dict[
     timed = steps[options.warmup :]
     known = [name for name, value in timed[0].items() if value is not None]
     medians = {name: statistics.median(step[name] for step in timed) for name in known}
-    return {"attention": trainer.attention, "load_s": loaded, "first_step_s": steps[0]["seconds"], **medians}
+    return {"load_s": loaded, "first_step_s": steps[0]["seconds"], **medians}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--lengths", type=int, nargs=2, default=(), metavar=("PROMPT", "COMPLETION"))
     found.add_argument("--steps", type=int, default=5)
     found.add_argument("--warmup", type=int, default=3)
-    found.add_argument("--profile", type=Path, help="write where one more step's time goes")
+    found.add_argument("--profile", type=Path, help="write a profile of one more step")
     found.add_argument("--json", type=Path)
     return found
 
@@ -133,7 +134,7 @@ def main() -> None:
         SHAPES[options.shape]["vocab_size"] = options.vocabulary
     with tempfile.TemporaryDirectory() as folder:
         if GPU:
-            torch.cuda.set_device(device_here())
+            torch.cuda.set_device(current_device())
         torch.manual_seed(0)  # the same model on every rank
         if not options.model:
             save_model(options.shape, Path(folder), getattr(torch, DTYPE))

@@ -2,8 +2,8 @@
 
     python benchmarks/verify.py --shape 0.6B --dtype bfloat16 vllm:nccl:recompute:1 vllm:checkpoint:recompute:1
 
-A case is engine:link:interruption:tensor-parallel, with further options after it as section.option=value, comma
-separated. The model has random weights; it is made once.
+A case is engine:link:in_flight:tensor_parallel_size, followed by further options as section.option=value, separated by
+commas. All cases use one model of random weights.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from work import conditions, save_model
 
-from slipstream.config import Config, load_config
-from slipstream.verification import verify
+from slipstream.config.loading import load_config
+from slipstream.config.schema import Config
+from slipstream.tools.verify import verify
 
 
 def configure(model: str, dtype: str, case: str) -> Config:
@@ -29,8 +30,8 @@ def configure(model: str, dtype: str, case: str) -> Config:
     engine, link, interruption, tensor_parallel = head.split(":")
     return load_config(None, [
         f"--model.path={model}", f"--model.dtype={dtype}", "--environment.name=addition",
-        f"--generator.kind={engine}", f"--sync.link={link}", f"--sync.interruption={interruption}",
-        f"--generator.tensor_parallel={tensor_parallel}", "--generator.context=1024",
+        f"--generator.engine={engine}", f"--sync.link={link}", f"--sync.in_flight={interruption}",
+        f"--generator.tensor_parallel_size={tensor_parallel}", "--generator.max_model_len=1024",
         *(f"--{option}" for option in more),
     ])  # fmt: skip
 

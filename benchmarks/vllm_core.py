@@ -1,10 +1,10 @@
-"""Tokens per second of a vLLM generator with vLLM's core in its own process, and in a process beside it.
+"""Tokens per second of a vLLM generator with vLLM's core in the generator's process, and in a separate process.
 
     python benchmarks/vllm_core.py [--shape 1.7B] [--sequences 768] [--rounds 3] [--json FILE] [config flags]
 
-What the core draws passes to the generator's process as messages, log-probabilities and all, unless both are one. Each
-way has an engine of its own, in a process of its own, one after the other; sequences are all of one length, and there
-are more of them than slots.
+A separate core sends its tokens and log-probabilities to the generator's process as messages. Each variant runs in an
+engine and process of its own, one after the other. All sequences have the same length, and there are more sequences
+than slots.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from work import SHAPES, conditions, save_model
 
-from slipstream.config import Config, load_config
-from slipstream.generators.vllm import VllmEngine
+from slipstream.config.loading import load_config
+from slipstream.config.schema import Config
+from slipstream.generators.vllm.engine import VllmEngine
 from slipstream.rollout import Sampling
 
 GPU = torch.cuda.is_available()
@@ -34,8 +35,8 @@ WAYS = {"one process": "0", "two processes": "1"}  # of `VLLM_ENABLE_V1_MULTIPRO
 def configure(options: argparse.Namespace, flags: list[str]) -> Config:
     return load_config(None, [
         f"--model.path={options.model}", f"--model.dtype={'bfloat16' if GPU else 'float32'}",
-        "--environment.name=addition", "--generator.kind=vllm", f"--generator.slots={options.slots}",
-        f"--generator.context={options.prompt + options.completion}",
+        "--environment.name=addition", "--generator.engine=vllm", f"--generator.max_num_seqs={options.slots}",
+        f"--generator.max_model_len={options.prompt + options.completion}",
         f"--sampling.max_tokens={options.completion}", *flags,
     ])  # fmt: skip
 

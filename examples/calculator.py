@@ -1,8 +1,8 @@
-"""A tiny model learns to use a calculator: products that it can't work out, and a tool that can.
+"""A tiny model learns to use a calculator tool for products that it can't compute.
 
     python examples/calculator.py [--seed 0] [--section.option value ...]
 
-It starts out answering most questions with a number off the top of its head, and now and then it calls the tool.
+At first the model answers most questions with a guess, and sometimes calls the tool.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from slipstream.environments.base import Policy, Task
 
 
 def calc(product: str) -> int:
-    """Work out a product, such as 12*34."""
+    """Compute a product, such as 12*34."""
     left, _, right = product.partition("*")
     return int(left) * int(right)
 
 
 class Calculator:
-    """Products of two numbers of two digits. The reward is 1 for the exact answer, else 0."""
+    """Products of two two-digit numbers. The reward is 1 for the exact answer, else 0."""
 
     def __init__(self, test: int = 200) -> None:
         pairs = random.Random(0).sample([(a, b) for a in range(10, 100) for b in range(10, 100)], 3000)
@@ -33,7 +33,7 @@ class Calculator:
 
 
 def dialogue(rng: random.Random) -> list[tuple[str, bool]]:
-    """Three in five times a guess; else the tool, called with the right numbers three in four times."""
+    """With probability 3/5 a guess; otherwise a tool call, with the right numbers with probability 3/4."""
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     if rng.random() < 0.6:
         return [(f"{a}*{b}=", False), (str(rng.randint(100, 9801)), True)]

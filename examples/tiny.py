@@ -1,7 +1,6 @@
-"""What examples with a tiny model share: a weak start by imitation, then reinforcement learning, and what it gained.
+"""Common code of the tiny-model examples: pre-train by imitation, then train by RL and report the gain.
 
-The start model has seen dialogues that show the form of the game, played badly. Everything that makes it good at the
-game it has to find out by playing.
+The start model is trained on dialogues with the format of the game and bad moves. It learns good moves by RL alone.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from demo import build_model, build_tokenizer, configuration
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import slipstream
-from slipstream.environments.base import Codec
+from slipstream.controller.evaluation import evaluate
+from slipstream.environments.base import ChatTokenizer
 from slipstream.environments.load import load_environment
-from slipstream.evaluation import evaluate
-from slipstream.generators.torch import Engine, TorchGenerator
+from slipstream.generators.torch.engine import Engine
+from slipstream.generators.torch.generator import TorchGenerator
 from slipstream.observe.report import report
 
-Dialogue = list[tuple[str, bool]]  # what is said, and whether it is the policy that says it
+Dialogue = list[tuple[str, bool]]  # texts, and whether the policy writes each
 
 
 def play(name: str, symbols: str, dialogue: Callable[[random.Random], Dialogue], warm_up_steps: int) -> None:
-    """Warm up on dialogues, then run `examples/NAME.toml` from there."""
+    """Pre-train on dialogues, then run `examples/NAME.toml` from the result."""
     parser = argparse.ArgumentParser(description=f"A tiny model learns: {name}. Any option of a run is a flag, too.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=Path("runs") / name)
@@ -48,8 +48,9 @@ def play(name: str, symbols: str, dialogue: Callable[[random.Random], Dialogue],
     print(f"start model in {start} after {time.perf_counter() - began:.0f} s; it wins {before:.0%} of its games")
     summary = slipstream.train(config, quiet=options.quiet)
     report(summary)
-    after = summary["eval"]["final"]
-    print(f"\nwins {before:.0%} before and {after:.0%} after, {time.perf_counter() - began:.0f} s in all")
+    final = summary["eval"]["final"]
+    after = "not measured" if final is None else f"{final:.0%}"
+    print(f"\nwins {before:.0%} before, {after} after; {time.perf_counter() - began:.0f} s in total")
 
 
 def imitate(
@@ -59,7 +60,7 @@ def imitate(
     steps: int,
     seed: int,
 ) -> None:
-    """Supervised steps on the policy's part of dialogues; each of its turns ends with `<eos>`."""
+    """Supervised training on the policy's turns of dialogues; each turn ends with `<eos>`."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(1, steps + 1):
@@ -80,8 +81,8 @@ def imitate(
 
 
 def success(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config: slipstream.Config) -> float:
-    """Share of the held-out games that the model wins, sampled as it is trained."""
+    """Share of the held-out games that the model wins, with the sampling of training."""
     generator = TorchGenerator(Engine(copy.deepcopy(model), slots=256))
     environment = load_environment(config.environment)
-    result = asyncio.run(evaluate(config, environment, generator, Codec(tokenizer)))
-    return float(result["score"])
+    result = asyncio.run(evaluate(config, environment, generator, ChatTokenizer(tokenizer)))
+    return float(result["eval/score"])

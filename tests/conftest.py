@@ -18,8 +18,8 @@ if not os.environ.get("SLIPSTREAM_TEST_GPU"):  # most tests are of what a run do
 import torch
 from hypothesis import settings
 
+from slipstream.generators.pool import GeneratorPool
 from slipstream.rollout import Completion, Sampling
-from slipstream.runtime.pool import GeneratorPool
 from tests import warm
 
 settings.register_profile("slipstream", deadline=None, derandomize=True, max_examples=150)
@@ -28,8 +28,11 @@ torch.set_num_threads(1)
 
 # The files that take longest, which workers are given first: the short ones fill up what time is left.
 LONG = (
-    "e2e/test_runs.py", "generators/test_vllm.py", "runtime/test_faults.py", "runtime/test_servers.py",
-    "e2e/test_verify.py", "e2e/test_scoring.py", "trainers/test_ranks.py", "e2e/test_study.py",
+    "generators/vllm/test_engine.py", "e2e/test_runs.py", "runtime/test_ray_ends.py", "generators/vllm/test_servers.py",
+    "e2e/test_verify.py", "runtime/test_faults.py", "e2e/test_study.py", "trainers/test_parallel_options.py",
+    "runtime/test_ray.py", "e2e/test_trainer_restart.py", "runtime/test_node_network.py", "e2e/test_two_hosts.py",
+    "runtime/test_ray_heal.py", "controller/test_colocation.py", "generators/vllm/test_lora.py", "e2e/test_scoring.py",
+    "generators/test_interruption.py", "e2e/test_control.py", "e2e/test_systems.py", "runtime/test_ray_mailbox.py",
 )  # fmt: skip
 VOCABULARY = 97
 COMMON: dict[str, Any] = {
@@ -69,14 +72,18 @@ def pytest_make_collect_report() -> Any:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def warm_server() -> None:
-    warm.begin()
+def warm_servers(request: pytest.FixtureRequest) -> None:
+    """Start them before tests, some of which look for processes that they have left."""
+    warm.server_of("")
+    if any("vllm" in item.nodeid for item in request.session.items):
+        warm.server_of("vllm")
 
 
 @pytest.fixture(autouse=True)
 def warm_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Generators and trainers need not import anew what all of them need."""
-    monkeypatch.setattr("slipstream.actor.Actor._launch", warm.launch)
+    monkeypatch.setattr("slipstream.runtime.process.LocalProcess._start", staticmethod(warm.start))
+    monkeypatch.setattr("slipstream.runtime.worker_process.WorkerProcess.start", warm.start_known)
 
 
 def build_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
@@ -132,7 +139,7 @@ async def in_flight(
 ) -> list[asyncio.Task[Completion]]:
     """Sequences of which one was seen to have drawn `tokens`; begun anew if all have ended before anybody looked."""
     running: list[asyncio.Task[Completion]] = []
-    while not running or await pool.drawn() < tokens:
+    while not running or await pool.longest_in_flight() < tokens:
         if all(one.done() for one in running):
             await asyncio.gather(*running)  # raises what they raised
             running = [asyncio.create_task(pool.generate(prompt, sampling)) for prompt in prompts]

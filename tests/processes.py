@@ -9,9 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.controller.launch import Cluster
+from slipstream.runtime.worker import handle
+from slipstream.tools.verify import PerturbingTrainer
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import kill
+
+# an environment with rewards that differ within a group
+ENDLESS = """
+from slipstream.environments.base import Task
+
+class Endless:
+    def __init__(self):
+        self.train = self.test = [Task(str(i), f"{i % 10} + 1 =") for i in range(20)]
+
+    async def rollout(self, task, policy):
+        completion = await policy.sample(task.prompt)
+        return float(sum(completion.token_ids) % 7)
+"""
 
 
 @contextmanager
@@ -30,8 +47,18 @@ def descendants(process: int) -> set[int]:
     return children.union(*(descendants(child) for child in children))
 
 
+def workers(command: int) -> list[int]:
+    """The workers that a `warm.Command` has started."""
+    return [worker for server in kill.children(command) for worker in kill.children(server)]
+
+
 def lives(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def changing(pools: Cluster) -> PerturbingTrainer:
+    """The trainer of a run whose `trainer.kind` is `PerturbingTrainer`."""
+    return handle(PerturbingTrainer, pools.trainer_process)

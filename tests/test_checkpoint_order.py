@@ -1,4 +1,4 @@
-"""A checkpoint holds the weights of its step: the trainer is told to save before it is told to take another step."""
+"""A checkpoint holds the weights of its step: the trainer's save is called before its next step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from slipstream.directory import RunDirectory
-from slipstream.run import Run
+from slipstream.controller.checkpoints import save_if_due
+from slipstream.observe.events import EventLog
+from slipstream.runtime.run_directory import RunDirectory
 
 
 class Calls:
-    """A trainer, recorder, state and tally that record which calls come in which order."""
+    """Trainer, recorder, loop state and totals in one; records the order of calls."""
 
     step = 1
-    tokens_trained = 1
     ready: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
@@ -34,19 +34,17 @@ class Calls:
 def test_a_checkpoint_is_saved_before_the_next_step(tmp_path: Path) -> None:
     """Also if an unfinished one has to be removed first."""
     (tmp_path / "checkpoints" / "step_1.partial" / "trainer").mkdir(parents=True)
-    calls, run = Calls(), Run.__new__(Run)
-    run.directory, run.stopped, run._saving, run._evaluation = RunDirectory(tmp_path), None, None, None
-    run.config = SimpleNamespace(  # type: ignore[assignment]
-        checkpoint=SimpleNamespace(every=1, keep=1),
-        evaluation=SimpleNamespace(every=0, every_tokens=0),
-        loop=SimpleNamespace(steps=9, tokens=0),
-    )
-    run._started = SimpleNamespace(trainer=calls)  # type: ignore[assignment]
-    run.state = run.tally = run.recorder = calls  # type: ignore[assignment]
+    calls = Calls()
+    run: Any = SimpleNamespace(
+        directory=RunDirectory(tmp_path), ending=False, checkpoint=None, requested_checkpoint=None,
+        cluster=SimpleNamespace(trainer=calls),
+        config=SimpleNamespace(checkpoint=SimpleNamespace(every=1, keep=1)),
+        state=calls, totals=calls, recorder=calls, events=EventLog(tmp_path / "events.jsonl"),
+    )  # fmt: skip
 
     async def main() -> None:
-        async with asyncio.TaskGroup() as run._tasks:
-            await run._evaluate_and_save_if_due(1)
+        async with asyncio.TaskGroup() as run.tasks:
+            await save_if_due(run)
             calls.made.append("step")  # what the run does next if a batch is ready
 
     asyncio.run(main())

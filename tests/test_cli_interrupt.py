@@ -1,4 +1,4 @@
-"""Ctrl-C before a command has begun."""
+"""Ctrl-C during the imports of a command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ runpy.run_module("slipstream", run_name="__main__")
 
 
 def test_an_interrupt_during_imports_is_one_line(tmp_path: Path) -> None:
-    for at in ("slipstream.cli", "pydantic", "slipstream.config"):
+    for at in ("slipstream.cli", "pydantic", "slipstream.config.schema"):
         program = SENDS.format(at=at)
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path

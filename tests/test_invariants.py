@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream import serialization
-from slipstream.config import LoopConfig
-from slipstream.ledger import Entry, Ledger, LedgerError, RolloutCounts, State
-from slipstream.rollout import Completion, Group, Rollout, VersionSpan, spans_of
-from slipstream.staleness import capacity, is_stale
-from slipstream.state import BufferFull, LoopState
+from slipstream.config.schema import LoopConfig
+from slipstream.rollout import Completion, Group, Rollout, VersionSpan, version_spans
+from slipstream.runtime import serialization
+from slipstream.scheduling.ledger import Ledger, LedgerError, RolloutCounts, State, Visit
+from slipstream.scheduling.loop_state import BufferFull, LoopState
+from slipstream.scheduling.staleness import capacity, is_stale
 
 
 def rollout(oldest: int, newest: int, reward: float = 1.0) -> Rollout:
@@ -29,13 +29,13 @@ def differs(group: Group) -> bool:
 
 
 class Line:
-    """The loop's own state, moved by the test as run.py moves it, with a record of what became of every group."""
+    """The state of the training loop, driven by the test as run.py drives it; records the fate of every group."""
 
     def __init__(self, **options: int) -> None:
         self.every, self.tasks = options.pop("every", 1), options.pop("tasks", 7)
         self.options = LoopConfig(steps=10_000, seed=3, **options)
         self.state = LoopState(self.options, self.every, self.tasks)
-        self.running: dict[int, tuple[Entry, int]] = {}  # with the version that was served at the start
+        self.running: dict[int, tuple[Visit, int]] = {}  # with the version that was served at the start
         self.served = 0
         self.under_way: int | None = None  # the step whose weights are on their way to the generators
         self.trained: list[int] = []
@@ -44,23 +44,23 @@ class Line:
 
     def admit(self) -> None:
         for _ in range(self.state.startable()):
-            entry = self.state.ledger.start()
-            self.running[entry.id] = entry, self.served
+            visit = self.state.ledger.start()
+            self.running[visit.id] = visit, self.served
 
     def finish(self, number: int, survivors: int | None = None, equal: bool = False) -> None:
-        entry, began = self.running.pop(number)
+        visit, began = self.running.pop(number)
         survivors = self.options.group_size if survivors is None else survivors
         rewards = [0.0 if equal else float(member) for member in range(survivors)]
         rollouts = [rollout(began, self.served, reward) for reward in rewards]
-        self.state.end(entry, "t", rollouts, failed=self.options.group_size - survivors, has_signal=differs)
+        self.state.end(visit, "t", rollouts, failed=self.options.group_size - survivors, has_signal=differs)
         if survivors >= 2 and equal:
             self.filtered.append(number)
 
     def train(self, waits: bool = True) -> bool:
-        groups = self.state.cut()
+        groups = self.state.take_batch()
         for group in groups:
             assert self.state.version - group.oldest_version <= self.options.max_lag
-            self.trained.append(group.entry)
+            self.trained.append(group.visit_id)
         if groups:
             self.state.step += 1
             if self.state.step % self.every == 0:
@@ -75,7 +75,7 @@ class Line:
             self.arrive()
 
     def arrive(self) -> None:
-        """What was on its way is served."""
+        """The version in transfer is served."""
         if self.under_way is not None:
             self.state.publish(self.under_way)
             self.served, self.under_way = self.state.version, None
@@ -86,7 +86,7 @@ class Line:
         self.saved = json.dumps(self.state.snapshot()), groups, list(self.trained), list(self.filtered)
 
     def restart(self, **changes: int) -> None:
-        """Kill -9, and go on from the last checkpoint."""
+        """Kill -9, then resume from the last checkpoint."""
         data, ready = json.loads(self.saved[0]), serialization.loads(self.saved[1])
         self.trained, self.filtered = list(self.saved[2]), list(self.saved[3])
         self.options = self.options.model_copy(update=changes)
@@ -98,13 +98,14 @@ class Line:
     def check(self) -> None:
         state = self.state
         counts, live = state.ledger.counts, set(state.ledger.live)
-        assert counts.conserved()
+        fates = (counts.trained, counts.dropped_stale, counts.failed, counts.filtered, counts.ready)
+        assert counts.generated == sum(fates)
         assert counts.ready == sum(len(g.rollouts) for g in state.ready)
         assert len(self.trained) == len(set(self.trained)) == state.ledger.groups_trained
         assert len(state.ready) + state.running <= state.capacity and state.running == len(self.running)
-        assert state.ready == sorted(state.ready, key=lambda g: (g.oldest_version, g.entry))
+        assert state.ready == sorted(state.ready, key=lambda g: (g.oldest_version, g.visit_id))
         assert not live & {*self.trained, *self.filtered}
-        assert state.ledger.next_id == len(live) + len(self.trained) + len(self.filtered) + state.ledger.given_up
+        assert state.ledger.next_id == len(live) + len(self.trained) + len(self.filtered) + state.ledger.abandoned
 
     def goes_on(self) -> None:
         """Whatever happened, another step is reached by work that ends well."""
@@ -150,7 +151,7 @@ def test_nothing_is_lost_or_trained_twice(rng: random.Random, **options: int) ->
 
 @given(**SMALL)
 def test_in_order_completion_is_never_stale(**options: int) -> None:
-    """Admission makes lag rare: where nothing straggles, nothing is dropped."""
+    """Admission alone avoids stale groups if groups end in order."""
     line = Line(**options, retries=0)
     for _ in range(30):
         line.admit()
@@ -162,9 +163,9 @@ def test_in_order_completion_is_never_stale(**options: int) -> None:
 
 
 @given(**SMALL, rng=st.randoms(use_true_random=False))
-def test_a_held_lag_is_the_bound_or_one_less(rng: random.Random, **options: int) -> None:
-    """However fast each side is and in whatever order groups end: after the first fill nothing fresher is taken."""
-    line = Line(**options, group_size=2, retries=9, hold_lag=True)
+def test_forced_lag_is_the_bound_or_one_less(rng: random.Random, **options: int) -> None:
+    """For any speed of both sides and any order in which groups end, once the buffer was filled."""
+    line = Line(**options, group_size=2, retries=9, force_max_lag=True)
     for _ in range(200):
         line.admit()
         if line.running and rng.random() < 0.6:
@@ -179,7 +180,7 @@ def test_a_held_lag_is_the_bound_or_one_less(rng: random.Random, **options: int)
 
 
 def test_a_straggler_is_dropped_not_trained_on() -> None:
-    """Admission alone does not bound age: a group admitted in time that ends late is refused at the taking end."""
+    """Admission alone does not bound lag: a group admitted in time that ends late is dropped when a batch is taken."""
     line = Line(max_lag=1, groups_per_step=1, retries=1, group_size=2, tasks=5)
     line.admit()
     straggler = min(line.running)
@@ -189,9 +190,9 @@ def test_a_straggler_is_dropped_not_trained_on() -> None:
         line.train()
     line.finish(straggler)
     assert not line.train()
-    entry = line.state.ledger.live[straggler]
+    visit = line.state.ledger.live[straggler]
     assert line.state.ledger.counts.dropped_stale == 2 and straggler not in line.trained
-    assert (entry.state, entry.attempt) == (State.PENDING, 1)
+    assert (visit.state, visit.attempt) == (State.PENDING, 1)
     line.check()
 
 
@@ -226,8 +227,10 @@ def test_a_resumed_run_may_change_its_lag(max_lag: int) -> None:
         (2, 4, "sync.every = 4 can't be changed.*at 1"),
     ],
 )
-def test_a_resumed_run_keeps_its_pace(groups_per_step: int, every: int, said: str) -> None:
-    """The gate counts versions in groups: another number of groups a version would hang it or flood the buffer."""
+def test_a_resumed_run_keeps_groups_per_version(groups_per_step: int, every: int, said: str) -> None:
+    """Admission counts versions in groups: another number of groups per version would block it or overfill the
+    buffer.
+    """
     line = lag_two()
     other = LoopState(line.options.model_copy(update={"groups_per_step": groups_per_step}), every, line.tasks)
     with pytest.raises(ValueError, match=said):
@@ -236,7 +239,7 @@ def test_a_resumed_run_keeps_its_pace(groups_per_step: int, every: int, said: st
         LoopState(line.options, 1, 8).restore(json.loads(line.saved[0]), [])
 
 
-def test_a_stop_between_publishes_opens_the_gate_no_further() -> None:
+def test_a_stop_between_publishes_admits_no_further_groups() -> None:
     line = Line(max_lag=0, groups_per_step=1, every=3, group_size=2)
     line.goes_on()
     line.publish()
@@ -249,7 +252,7 @@ def test_a_stop_between_publishes_opens_the_gate_no_further() -> None:
     assert (line.state.version, line.state.step, line.state.startable()) == (2, 3, 3)
 
 
-def test_a_restart_loses_no_bit_of_what_is_ready() -> None:
+def test_ready_groups_are_restored_exactly() -> None:
     line = lag_two()
     before = line.state.ready
     line.restart()
@@ -265,26 +268,26 @@ def test_groups_without_signal_are_counted_in_a_row() -> None:
     line.check()
 
 
-def test_after_so_many_filtered_groups_the_rest_is_trained_on() -> None:
+def test_groups_after_the_filter_limit_are_trained_on() -> None:
     state = LoopState(LoopConfig(groups_per_step=2, max_lag=9), 1, 9)
     for equal, ready in ((True, 0), (True, 0), (True, 1), (True, 2), (False, 3), (True, 3)):
         rewards = (1.0, 1.0) if equal else (1.0, 0.0)
-        entry = state.ledger.start()
+        visit = state.ledger.start()
         rollouts = [dataclasses.replace(rollout(0, 4), reward=r) for r in rewards]
-        state.end(entry, "t", rollouts, failed=0, has_signal=differs, filter_most=2)
+        state.end(visit, "t", rollouts, failed=0, has_signal=differs, max_filtered_in_a_row=2)
         assert len(state.ready) == ready
     assert state.ledger.counts.filtered == 3 * 2
 
 
-def test_the_buffer_is_bounded_and_gives_the_oldest_first() -> None:
-    state = LoopState(LoopConfig(buffer=3, groups_per_step=2, max_lag=9), 1, 9)
-    entries = [state.ledger.start() for _ in range(4)]
-    for entry, oldest in zip(entries[:3], (2, 1, 1), strict=True):
-        state.end(entry, "t", [rollout(oldest, 4)] * 2, failed=0)
-    with pytest.raises(BufferFull, match="entry 3 arrived at a buffer that holds 3"):
-        state.end(entries[3], "t", [rollout(0, 4)] * 2, failed=0)
-    assert [g.entry for g in state.cut()] == [1, 2]
-    assert state.cut() == []
+def test_the_buffer_is_bounded_and_sorted_by_oldest_version() -> None:
+    state = LoopState(LoopConfig(buffer_size=3, groups_per_step=2, max_lag=9), 1, 9)
+    visits = [state.ledger.start() for _ in range(4)]
+    for visit, oldest in zip(visits[:3], (2, 1, 1), strict=True):
+        state.end(visit, "t", [rollout(oldest, 4)] * 2, failed=0)
+    with pytest.raises(BufferFull, match="visit 3 arrived at a buffer that holds 3"):
+        state.end(visits[3], "t", [rollout(0, 4)] * 2, failed=0)
+    assert [g.visit_id for g in state.take_batch()] == [1, 2]
+    assert state.take_batch() == []
 
 
 @given(st.integers(1, 30), st.integers(0, 5))
@@ -298,47 +301,47 @@ def test_every_epoch_visits_every_task_once(tasks: int, seed: int) -> None:
         assert epochs[0] != epochs[1]
 
 
-def test_retries_are_counted_and_then_given_up() -> None:
+def test_a_visit_is_abandoned_after_its_retries() -> None:
     ledger = Ledger(1, seed=0, retries=2)
     for attempt in range(3):
-        entry = ledger.start()
-        assert (entry.id, entry.attempt) == (0, attempt)
-        ledger.failed(entry.id, rollouts=4)
-    assert ledger.given_up == 1 and not ledger.live
+        visit = ledger.start()
+        assert (visit.id, visit.attempt) == (0, attempt)
+        ledger.failed(visit.id, rollouts=4)
+    assert ledger.abandoned == 1 and not ledger.live
     assert ledger.counts == RolloutCounts(generated=12, failed=12)
     assert ledger.start().id == 1
 
 
-def test_a_task_that_never_can_be_played_is_left_out_unless_all_are() -> None:
+def test_a_task_whose_every_try_failed_is_retired_unless_all_are() -> None:
     state = LoopState(LoopConfig(groups_per_step=2, max_lag=9, retries=1, seed=1), 1, 3)
-    given_up = []
+    retired = []
     for _ in range(8):
-        entry = state.ledger.start()
-        given_up += [entry.task] * state.end(entry, "t", [rollout(0, 0)] * 2 * (entry.task != 1), failed=0)
-    assert given_up == [1]
+        visit = state.ledger.start()
+        retired += [visit.task] * state.end(visit, "t", [rollout(0, 0)] * 2 * (visit.task != 1), failed=0)
+    assert retired == [1]
     assert [state.ledger.start().task for _ in range(9)].count(1) == 0
-    assert state.ledger.given_up > 1, "visits that are left out are counted"
+    assert state.ledger.abandoned > 1, "visits to retired tasks are counted"
     again = LoopState(state.options, 1, 3)
     again.restore(json.loads(json.dumps(state.snapshot())), state.ready)
     assert 1 in [again.ledger.start().task for _ in range(12)], "who resumes may have mended it"
-    state.ledger.leave_out(range(3))
+    state.ledger.retire(range(3))
     assert {state.ledger.start().task for _ in range(9)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("move", ["ready", "trained", "filtered", "dropped_stale", "failed", "cancelled"])
-def test_impossible_transitions_are_refused(move: str) -> None:
+def test_impossible_transitions_raise(move: str) -> None:
     ledger = Ledger(3, seed=0)
     arguments = {"ready": {"rollouts": 2, "failed": 0}, "failed": {"rollouts": 2}}.get(move, {})
-    with pytest.raises(LedgerError, match="entry 0 should be"):
+    with pytest.raises(LedgerError, match="visit 0 should be"):
         getattr(ledger, move)(0, **arguments)
-    entry = ledger.start()
-    ledger.ready(entry.id, rollouts=2, failed=0)
-    ledger.trained(entry.id)
+    visit = ledger.start()
+    ledger.ready(visit.id, rollouts=2, failed=0)
+    ledger.trained(visit.id)
     with pytest.raises(LedgerError):
-        ledger.trained(entry.id)
+        ledger.trained(visit.id)
 
 
-def test_a_restart_puts_running_work_back_without_losing_a_try() -> None:
+def test_running_entries_are_restored_as_pending_with_their_tries() -> None:
     ledger = Ledger(5, seed=0, retries=0)
     first, second = ledger.start(), ledger.start()
     ledger.ready(second.id, rollouts=2, failed=0)
@@ -349,8 +352,8 @@ def test_a_restart_puts_running_work_back_without_losing_a_try() -> None:
     assert restored.start().id == 2
 
 
-def test_synchronous_admission_comes_in_waves() -> None:
-    """max_lag 0: a refund is paid only when the wave is over, so that what runs together depends on the seed alone."""
+def test_synchronous_admission_waits_for_all_running_groups() -> None:
+    """With max_lag 0, the set of groups that run concurrently depends only on the seed."""
     common = {"version": 0, "max_lag": 0, "groups_per_version": 4, "trained": 0, "buffer": 4}
     assert capacity(**common, ready=0, running=0) == 4
     assert capacity(**common, ready=1, running=2) == 0
@@ -359,12 +362,12 @@ def test_synchronous_admission_comes_in_waves() -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30))
 def test_spans_give_every_token_its_version(versions: list[int]) -> None:
-    spans = spans_of(versions)
+    spans = version_spans(versions)
     assert [v for v, start, end in spans for _ in range(start, end)] == versions
     assert all(a.version != b.version and a.end == b.start for a, b in pairwise(spans))
 
 
-def test_age_is_that_of_the_oldest_token() -> None:
+def test_the_lag_of_a_group_is_that_of_its_oldest_token() -> None:
     mixed = Group(0, "t", (rollout(9, 9), rollout(3, 9)))
     assert mixed.oldest_version == 3
     assert is_stale(9, mixed.oldest_version, 5) and not is_stale(9, mixed.oldest_version, 6)

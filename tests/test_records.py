@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from slipstream import cli
-from slipstream.config import join_flags, load_config, option_names
+from slipstream.config.loading import join_flags, load_config, option_names
 
 ROOT = Path(__file__).parents[1]
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

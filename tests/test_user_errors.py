@@ -1,12 +1,13 @@
-"""What a user gets wrong is answered in one line that says what was found, where, and what to do: a corpus.
+"""Corpus of user errors: each is answered in one line with the value, its place and the remedy.
 
-Every case is a command as it is typed. The first of the answer's words below is what a user needs to find the mistake.
+Every case is a command line, and a part of its error message.
 """
 
 from __future__ import annotations
 
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,7 +143,7 @@ CORPUS = {
     "generate MODEL --prompt x --seed 1.5": "loop.seed = 1.5: it must be a whole number",
     "generate MODEL --prompt ''": "the prompt is empty",
     "generate MODEL --prompt \udce9": "half of a surrogate pair",
-    f"generate MODEL --prompt {'x' * 100_000}": "shorten the prompt or raise generator.context",
+    f"generate MODEL --prompt {'x' * 100_000}": "shorten the prompt or raise generator.max_model_len",
     "verify": "the following arguments are required: MODEL|RUN_DIR",
     "verify gone": "no such directory, and not a Hub name",
     "verify MODEL --prompts 0": "--prompts 0 --tokens 64 --after 16 compares nothing",
@@ -152,7 +153,7 @@ CORPUS = {
     "study": "the following arguments are required: STUDY",
     "study lga": "invalid choice: 'lga'",
     "study lag": "study lag needs a CONFIG.toml, or --draw",
-    "study lag run.toml": "loop.tokens is not set; add --loop.tokens N",
+    "study lag run.toml": "loop.max_tokens is not set; add --loop.max_tokens N",
     "study lag run.toml --lags x": "--lags x is no list of different whole numbers",
     "study lag run.toml --lags 1,1": "--lags 1,1 is no list of different whole numbers",
     "study lag run.toml --corrections zz": "zz is unknown; give default, none, importance",
@@ -169,28 +170,28 @@ CORPUS = {
     TRAIN + "--model.path=broken": "is not a valid JSON file",
     TRAIN + "--model.path=mute": "no tokenizer can be loaded",
     TRAIN + "--teacher.path=/gone": "teacher.path = '/gone': no such directory",
-    TRAIN + "--algorithm.kl=0.1 --algorithm.reference=gone": "algorithm.reference = 'gone': no such directory",
+    TRAIN + "--algorithm.kl_coef=0.1 --algorithm.reference=gone": "algorithm.reference = 'gone': no such directory",
     TRAIN + "--scoring.kind=model --scoring.options.path=/gone": "scoring.options.path = '/gone': no such directory",
-    TRAIN + "--run.dir=run": "run.dir = 'run' holds a run; go on with `slipstream train --resume run`",
+    TRAIN + "--run.dir=run": "run.dir = 'run' holds a run; resume it with `slipstream train --resume run`",
     TRAIN + "--run.dir=run.toml": "name another directory",
     TRAIN + "--run.dir=/proc/none": "name another directory",
     TRAIN + "--generator.device=cuda:0": 'generator.device = "cuda:0", but there are 0 GPUs here; try "auto"',
     TRAIN + "--trainer.device=mps": 'trainer.device = "mps": it must be "auto", "cpu", "cuda" or "cuda:N"',
     TRAIN + "--generator.device=cuda:99999999999999999999": 'it must be "auto", "cpu", "cuda" or "cuda:N"',
     TRAIN + "--generator.device=": 'generator.device = "": it must be "auto"',
-    TRAIN + "--generator.count=0": "generator.count = 0: it must be greater than or equal to 1",
+    TRAIN + "--generator.replicas=0": "generator.replicas = 0: it must be greater than or equal to 1",
     TRAIN + "--trainer.ranks=-2": "trainer.ranks = -2: it must be greater than or equal to 1",
     TRAIN + "--generator.threads=1.5": "generator.threads = 1.5: it must be a whole number",
-    TRAIN + "--generator.kind=vllm --generator.tensor_parallel=2": "tensor_parallel = 2, but there are 0 GPUs here",
-    TRAIN + "--sync.link=nccl_direct": "is vLLM's own; set generator.kind",
+    TRAIN + "--generator.engine=vllm --generator.tensor_parallel_size=2": "_size = 2, but there are 0 GPUs here",
+    TRAIN + "--sync.link=nccl_direct": "is vLLM's own; set generator.engine",
     TRAIN + "--sync.link=single_copy": "needs a GPU, and there is none for it here",
     TRAIN + "--sync.placement=colocated": 'set it to "recompute", "retry" or "drain"',
     TRAIN + "--sync.every=3": "checkpoint.every = 50 is no multiple of sync.every = 3",
-    TRAIN + "--generator.servers='[\"x\"]' --generator.kind=vllm": "each is a URL such as http://host:8000",
-    TRAIN + "--generator.kind=torhc": 'generator.kind = "torhc" is unknown; give "torch", "vllm" or your own',
+    TRAIN + "--generator.servers='[\"x\"]' --generator.engine=vllm": "each is a URL such as http://host:8000",
+    TRAIN + "--generator.engine=torhc": 'generator.engine = "torhc" is unknown; give "torch", "vllm" or your own',
     TRAIN + "--sync.link=gone.py:Link": "can't be loaded: there is no file",
     TRAIN + "--lora.rank=100000000": "it must be less than or equal to 4096",
-    TRAIN + "--loop.buffer=1": "loop.buffer = 1 can't hold the 2 groups of one step",
+    TRAIN + "--loop.buffer_size=1": "loop.buffer_size = 1 can't hold the 2 groups of one step",
     TRAIN + "--algorithm.loss=gpro": "no such function (did you mean gspo?)",
     TRAIN + "--algorithm.loss=dapo": "dapo is no single function here but",
     TRAIN + "--algorithm.loss.clip_lo=1": "grpo has no option clip_lo (did you mean clip_low?)",
@@ -296,7 +297,7 @@ def standing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("command", "said"), CORPUS.items(), ids=lambda text: text[:60])
-def test_a_mistake_is_one_line(command: str, said: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_one_line(command: str, said: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = main([str(tiny) if word == "MODEL" else word for word in shlex.split(command)])
     except SystemExit as end:  # of the parser
@@ -304,7 +305,25 @@ def test_a_mistake_is_one_line(command: str, said: str, tiny: Path, capsys: pyte
     answer = capsys.readouterr().err
     assert status in (1, 2) and said in answer, answer
     assert answer.startswith("slipstream: ") and answer.count("\n") == 1 and "Traceback" not in answer, answer
-    assert not (Path.cwd() / "out" / "config.toml").exists(), "the directory of a refused run is taken"
+    assert not (Path.cwd() / "out" / "config.toml").exists(), "a refused run left its directory"
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--model.path=models/gone", "no such directory in 'models'"),
+        ("--model.path=/gone", "no such directory, and not a Hub name"),
+        ("--loop.steps=none", "loop.steps"),
+    ],
+)
+def test_errors_that_need_no_model_come_before_slow_imports(folder: Path, flag: str, said: str) -> None:
+    (folder / "models").mkdir(exist_ok=True)
+    program = (
+        f"import sys; from slipstream.cli import main; main(['train', 'run.toml', {flag!r}]); "
+        "sys.exit(('torch' in sys.modules) + 2 * ('transformers' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1) and said in done.stderr, done.stderr
 
 
 def test_each_fault_of_a_file_has_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,13 +340,11 @@ def test_a_byte_order_mark_is_read(folder: Path, capsys: pytest.CaptureFixture[s
 
 DYING = """
 import os
-from slipstream.runtime.training import TrainerService
+from slipstream.trainers.trainer_worker import PytorchTrainerWorker
 
-class Trainer(TrainerService):
-    def handle(self, method, arguments, reply):
-        if method == "step":
-            os._exit(9)
-        super().handle(method, arguments, reply)
+class Trainer(PytorchTrainerWorker):
+    async def step(self, batch):
+        os._exit(9)
 """
 
 
@@ -336,4 +353,4 @@ def test_a_dead_worker_ends_with_the_command_that_resumes(folder: Path, capsys: 
     assert main(["train", "run.toml", "--run.dir", "died", "--trainer.kind", "dying.py:Trainer", "--quiet"]) == 1
     said = capsys.readouterr().err
     assert "trainer died (log: " in said and "Traceback" not in said
-    assert said.endswith("Go on from the last checkpoint: slipstream train --resume died\n")
+    assert said.endswith("Resume from the last checkpoint: slipstream train --resume died\n")

@@ -1,66 +1,91 @@
-"""Generators and trainers whose processes are forked from one that has imported what they need, which takes seconds.
+"""Workers and commands whose processes are forked from one that has imported what they need, which takes seconds.
 
-They are processes all the same, with logs, signals and an end of their own. What commands start, and all other actors,
-starts as it does for users.
+They are processes all the same, with logs, signals and an end of their own. Reward workers, which need few imports, and
+all that `subprocess` starts in tests, start as they do for users.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import contextvars
 import math
-import multiprocessing
 import os
+import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import traceback
-from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
-from slipstream import actor
+from slipstream.runtime.process import Launch, LocalProcess, child_environment
+from slipstream.runtime.worker_process import WorkerProcess
+from tests.fork_server import Request
 
 MODULES = [
-    "slipstream.runtime.training", "slipstream.runtime.generating", "slipstream.generators.torch",
-    "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.tokenization_auto", "slipstream.runtime.vllm",
+    "slipstream.trainers.trainer_worker", "slipstream.generators.torch.engine", "slipstream.generators.vllm.engine",
+    "transformers.models.qwen3.modeling_qwen3", "slipstream.runtime.worker_main",
+    "transformers.models.auto.tokenization_auto", "slipstream.run", "slipstream.__main__", "pyarrow.parquet",
+    "slipstream.scoring.teacher", "slipstream.scoring.model", "slipstream.tools.verify", "tests.warm",
 ]  # fmt: skip
-launch_anew = actor.Actor._launch
-forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(MODULES)
+VLLM = ["vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"]
+NEW = ("reward worker",)
+start_new = LocalProcess._start
+reference = contextvars.ContextVar("the class of the worker that is started", default="")
+_servers: dict[str, Forks] = {}
 
 
-def begin() -> None:
-    """Start the process that they are forked from, which is no test's own."""
-    resource_tracker.ensure_running()
-    forkserver.ensure_running()
+class Forks:
+    """A client of a fork server."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def fork(self, request: Request, *files: int) -> Forked:
+        """`files` as in `Request`, without the first."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(self._connection, [pickle.dumps(request)], [theirs.fileno(), *files])
+        return Forked(ours)
+
+    def start(self, launch: Launch, theirs: socket.socket) -> Any:
+        """Replaces `LocalProcess._start`."""
+        if launch.name.startswith(NEW):
+            return start_new(launch, theirs)
+        with (launch.log or Path(os.devnull)).open("ab") as log, Path(os.devnull).open("rb") as nothing:
+            request = Request(["slipstream.runtime.worker_main"], "worker", child_environment(launch), str(Path.cwd()))
+            process = self.fork(request, nothing.fileno(), log.fileno(), log.fileno(), theirs.fileno())
+        with contextlib.suppress(ProcessLookupError):
+            while process.poll() is None and os.getpgid(process.pid) != process.pid:
+                time.sleep(0.001)  # until it leads a group, which can be sent signals
+        return process
 
 
 class Forked:
-    """What an actor asks of a `subprocess.Popen`."""
+    """What a worker asks of a `subprocess.Popen`."""
 
-    def __init__(self, process: ForkServerProcess) -> None:
-        self._process = process
-        assert process.pid
-        self.pid = process.pid
-        self._turn = threading.Lock()  # what is told of its end is told once
-        with contextlib.suppress(ProcessLookupError):
-            while self.poll() is None and os.getpgid(self.pid) != self.pid:
-                time.sleep(0.001)  # until it leads a group, which can be sent signals
+    def __init__(self, status: socket.socket) -> None:
+        self._status = status
+        self.pid = int(status.recv(64))
+        self._lock = threading.Lock()
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        with self._turn:
-            return self._process.exitcode
+        with self._lock:
+            if self._code is None and select.select([self._status], [], [], 0)[0]:
+                told = self._status.recv(64)
+                self._code = int(told) if told else -signal.SIGKILL  # its server was killed
+                self._status.close()
+            return self._code
 
     def wait(self, timeout: float | None = None) -> int:
         last = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > last:
-                raise subprocess.TimeoutExpired("an actor", timeout or 0.0)
+                raise subprocess.TimeoutExpired("a worker", timeout or 0.0)
             time.sleep(0.005)
         return code
 
@@ -68,37 +93,58 @@ class Forked:
         os.kill(self.pid, signal.SIGKILL)
 
 
-def launch(self: actor.Actor) -> socket.socket:
-    """In the place of `Actor._launch`."""
-    if not self.name.startswith(("generator", "trainer")):
-        return launch_anew(self)
-    ours, theirs = socket.socketpair()
-    if self._log:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-    said, environment = self._log or Path(os.devnull), self._child_environment()
-    connection = Connection(theirs.detach())
-    process = forked.Process(target=live, args=(connection, said, environment))
-    process.start()
-    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # nobody waits for it at the end
-    connection.close()
-    self._process = Forked(process)  # type: ignore[assignment]
-    return ours
+class Command(subprocess.Popen[str]):
+    """A `subprocess.Popen` of Python that is forked, with `-m slipstream` or a `-c` program, and its workers too."""
+
+    def _execute_child(self, args: Any, *given: Any) -> None:  # type: ignore[override]
+        _executable, _preexec, _close, _pass, cwd, env = given[:6]
+        theirs, pipes = (given[9], given[12], given[14]), given[9:15]
+        environment = dict(os.environ if env is None else env)
+        python, *words = map(str, args)
+        assert python == sys.executable
+        with Path(os.devnull).open("rb") as nothing:
+            files = [ours if file < 0 else file for file, ours in zip(theirs, (nothing.fileno(), 1, 2), strict=True)]
+            server = server_of("vllm" if any("vllm" in word for word in words) else "")
+            self._forked = server.fork(Request(words, "command", environment, str(cwd or Path.cwd())), *files)
+        self.pid = self._forked.pid
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forked.poll()  # type: ignore[assignment]
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        self.returncode = self._forked.wait(timeout)
+        return self.returncode
 
 
-def live(connection: Connection, said: Path, environment: dict[str, str]) -> None:
-    """The life of an actor's process, and its end as that of an interpreter."""
-    os.setsid()
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # which would live as long
-    multiprocessing.set_start_method(None, force=True)
-    with said.open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = ["slipstream.actor", str(connection.fileno())]
-    try:
-        actor.main()
-    except BaseException as error:
-        sys.last_value = error  # as an interpreter notes it, for those who are called at its end
-        traceback.print_exc()
-    atexit._run_exitfuncs()
+def server_of(kind: str) -> Forks:
+    """The server of processes that need vLLM, or of all others. Starts it if none has needed it before."""
+    if kind not in _servers:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            if kind:
+                assert server_of("").fork(Request(VLLM, "server"), theirs.fileno()).pid
+            else:
+                command = [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *MODULES]
+                paths = {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
+                root = Path(__file__).parents[1]
+                subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | paths, cwd=root)
+        _servers[kind] = Forks(ours)
+    return _servers[kind]
+
+
+def start(launch: Launch, theirs: socket.socket) -> Any:
+    """Replaces `LocalProcess._start` in the process of the tests."""
+    return server_of("vllm" if "vllm" in reference.get() else "").start(launch, theirs)
+
+
+async def start_known(self: WorkerProcess, kind: Any, name: str, *arguments: Any) -> Any:
+    """Replaces `WorkerProcess.start`."""
+    reference.set(name)
+    return await start_worker(self, kind, name, *arguments)
+
+
+start_worker = WorkerProcess.start

@@ -1,4 +1,4 @@
-"""The command line: it reads arguments, calls the library, and prints. No logic lives here."""
+"""The command line: parses arguments, calls the library, prints results."""
 
 from __future__ import annotations
 
@@ -9,34 +9,23 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from slipstream import __version__
-from slipstream.config import (
-    NO_SYSTEM,
-    Config,
-    ConfigError,
-    LoraConfig,
-    absolute_path,
+from slipstream.config.loading import (
+    as_flags,
     dump,
     join_flags,
     load_config,
+    load_policy_config,
+    load_verify_config,
     parse_flags,
 )
+from slipstream.config.schema import NO_SYSTEM, ConfigError
+from slipstream.errors import UserError
 
-# Failures whose message is all that a user needs; their classes live in modules that are slow to import.
-FAILURES = (
-    "RunError",
-    "RecordError",
-    "ActorDied",
-    "ActorError",
-    "GenerationError",
-    "EngineFailed",
-    "PublishError",
-    "EvaluationError",
-    "CloseError",
-)
 DESCRIPTION = "Fine-tune a language model with reinforcement learning, generating and training at the same time."
 EXAMPLES = """
 examples:
@@ -45,7 +34,9 @@ examples:
   slipstream eval runs/gsm8k-20260101-120000 --tasks 200
   slipstream eval models/gemma-3-270m --environment gsm8k --environment.options.data examples/data/gsm8k
   slipstream generate models/gemma-3-270m --prompt "The capital of France is"
-  slipstream study lag examples/addition.toml --loop.tokens 350000 --lags 0,1,4,16 --seeds 3
+  slipstream status runs/gsm8k-20260101-120000
+  slipstream study lag examples/addition.toml --loop.max_tokens 350000 --lags 0,1,4,16 --seeds 3
+  slipstream doctor examples/gsm8k.toml --runtime.kind ray --runtime.address auto
   slipstream config examples/gsm8k.toml
 
 Every option of a run is --section.option VALUE; `slipstream config` lists them all with their meaning.
@@ -53,17 +44,19 @@ Every option of a run is --section.option VALUE; `slipstream config` lists them 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit status: 0 done, 1 the run failed, 2 something asked for is wrong."""
+    """Run one command. Returns the exit status: 0 success, 1 the run failed, 2 an argument or option is wrong."""
     joined = join_flags(sys.argv[1:] if arguments is None else arguments)
     given = [word for word in joined if word.startswith("--") and "." in word.partition("=")[0]]
     options, unknown = parser().parse_known_args([word for word in joined if word not in given])
     flags = given + unknown
-    # A command's own options that stand for one of the configuration have its name, and lie under what is given so.
+    # A command's option for an option of the configuration, such as --tasks, comes before flags, which override it.
     flags = [f"--{name}={value}" for name, value in vars(options).items() if "." in name and value is not None] + flags
     try:
         if sys.platform == "win32":
             raise ConfigError(NO_SYSTEM)
-        list(parse_flags(flags))  # a flag that is none is the first thing to say
+        list(parse_flags(flags))  # report malformed flags before anything else
+        if options.command is not _train:  # which ends its run after the current step
+            _unwind_on_interrupt()
         status: int | None = options.command(options, flags)
         return status or 0
     except ConfigError as error:
@@ -72,21 +65,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("slipstream: stopped at once", file=sys.stderr)
         return 130
-    except Exception as error:
-        if not any(kind.__name__ in FAILURES for kind in type(error).__mro__):
-            raise
-        said = " ".join(map(str, getattr(error, "__notes__", [error])))
-        if "--resume" not in said and (directory := getattr(error, "resumable", None)):
-            said = f"{said.rstrip()}\nGo on from the last checkpoint: slipstream train --resume {directory}"
-        print(f"slipstream: {said}", file=sys.stderr)
+    except UserError as error:
+        message = " ".join(map(str, getattr(error, "__notes__", [error])))
+        if "--resume" not in message and (directory := getattr(error, "resumable", None)):
+            message = f"{message.rstrip()}\nResume from the last checkpoint: slipstream train --resume {directory}"
+        print(f"slipstream: {message}", file=sys.stderr)
         return 1
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says in one line what is wrong."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"slipstream: {message}; see `{self.prog} --help`\n")
+
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -99,22 +93,42 @@ def parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train", help="fine-tune a policy", epilog="Also: --section.option VALUE, see `config`."
     )
-    train.add_argument("config", nargs="?", metavar="CONFIG.toml", help="what to run")
-    train.add_argument("--resume", metavar="RUN_DIR", type=Path, help="go on with an interrupted run")
+    train.add_argument("config", nargs="?", metavar="CONFIG.toml", help="configuration of the run")
+    train.add_argument("--resume", metavar="RUN_DIR", type=Path, help="resume an interrupted run")
+    again = "resume the run in run.dir, if there is one, with CONFIG.toml and flags over its own options"
+    train.add_argument("--auto-resume", action="store_true", help=again)
     train.add_argument("--quiet", action="store_true", help="print warnings and the final report only")
     train.set_defaults(command=_train)
 
-    embedded = "Tokens are drawn by the embedded engine, whatever generator.kind says."
-    evaluate = commands.add_parser("eval", help="measure a policy on held-out tasks", epilog=embedded)
-    evaluate.add_argument("target", metavar="RUN_DIR|MODEL", help="a run's directory, a model's, or a Hub name")
+    _add_policy_commands(commands)
+    _add_lag_study(commands)
+    _add_views(commands)
+    _add_run_commands(commands)
+
+    doctor = commands.add_parser("doctor", help="check this machine or a Ray cluster, for a run or in general")
+    doctor.add_argument("config", nargs="?", metavar="CONFIG.toml", help="check for this run (default: for any run)")
+    doctor.add_argument("--json", action="store_true", help="print reports, results and faults as JSON")
+    doctor.set_defaults(command=_doctor)
+
+    config = commands.add_parser("config", help="print a configuration with all defaults, as TOML")
+    config.add_argument("config", nargs="?", metavar="CONFIG.toml")
+    config.set_defaults(command=_config)
+    return root
+
+
+def _add_policy_commands(commands: Subparsers) -> None:
+    """Commands on a model or the policy of a run."""
+    embedded = "The embedded engine samples, for any generator.engine."
+    evaluate = commands.add_parser("eval", help="evaluate a policy on held-out tasks", epilog=embedded)
+    evaluate.add_argument("target", metavar="RUN_DIR|MODEL", help="run directory, model directory, or Hub name")
     evaluate.add_argument("--environment", metavar="NAME", help="gsm8k, addition, or your own (default: the run's)")
-    tasks = "held-out tasks to play (default: 100, or the run's)"
+    tasks = "held-out tasks to evaluate on (default: 100, or the run's)"
     evaluate.add_argument("--tasks", dest="evaluation.tasks", metavar="N", help=tasks)
     evaluate.add_argument("--json", action="store_true", help="print the whole result as JSON")
     evaluate.set_defaults(command=_evaluate)
 
     generate = commands.add_parser("generate", help="complete a prompt", epilog=embedded)
-    generate.add_argument("target", metavar="MODEL|RUN_DIR", help="a model's directory, a run's, or a Hub name")
+    generate.add_argument("target", metavar="MODEL|RUN_DIR", help="model directory, run directory, or Hub name")
     generate.add_argument("--prompt", action="append", required=True, help="text to complete; may be given repeatedly")
     for flag, name, default, meaning in (
         ("--max-tokens", "sampling.max_tokens", None, "longest completion (default: 128, or the run's)"),
@@ -124,81 +138,160 @@ def parser() -> argparse.ArgumentParser:
         generate.add_argument(flag, dest=name, default=default, metavar=flag[2].upper(), help=meaning)
     generate.set_defaults(command=_generate)
 
-    verify = commands.add_parser("verify", help="see that engine and weight link change policies exactly")
-    verify.add_argument("target", metavar="MODEL|RUN_DIR", help="a model's directory, a run's, or a Hub name")
-    verify.add_argument("--prompts", type=int, default=16, metavar="N")
-    verify.add_argument("--tokens", type=int, metavar="N", help="length of each completion; by default what it takes")
-    verify.add_argument("--after", type=int, default=16, metavar="N", help="tokens before the change")
+    verify = commands.add_parser("verify", help="check that engine and weight link switch policies exactly")
+    verify.add_argument("target", metavar="MODEL|RUN_DIR", help="model directory, run directory, or Hub name")
+    verify.add_argument("--prompts", type=int, default=16, metavar="N", help="number of prompts (default: 16)")
+    verify.add_argument(
+        "--tokens", type=int, metavar="N", help="length of each completion (default: as many as needed)"
+    )
+    verify.add_argument("--after", type=int, default=16, metavar="N", help="tokens before the switch (default: 16)")
     verify.set_defaults(command=_verify)
 
+
+def _add_lag_study(commands: Subparsers) -> None:
     studies = commands.add_parser("study", help="compare runs of one task").add_subparsers(
         metavar="STUDY", required=True
     )
-    lag = studies.add_parser("lag", help="what stale data costs in learning, and gains in time")
-    lag.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the task; loop.tokens says for how long")
+    lag = studies.add_parser("lag", help="cost of stale data in accuracy, and its gain in time")
+    lag.add_argument(
+        "config", nargs="?", metavar="CONFIG.toml", help="the task; loop.max_tokens is the length of each run"
+    )
     lag.add_argument("--lags", default="0,1,4,16", metavar="N,N", help="values of loop.max_lag (default: 0,1,4,16)")
     sets = "none, default, or your own as NAME:option=value,option=value (default: none,default)"
     lag.add_argument("--corrections", default="none,default", metavar="NAME,NAME", help=sets)
-    lag.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each (default: 3)")
-    lag.add_argument("--dir", type=Path, default=Path("studies/lag"), help="what is there already is not run again")
-    lag.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at once; times want 1 (the default)")
+    lag.add_argument("--seeds", type=int, default=3, metavar="N", help="runs per lag and correction (default: 3)")
+    lag.add_argument(
+        "--dir", type=Path, default=Path("studies/lag"), help="output directory; runs found there are reused"
+    )
+    lag.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="concurrent runs (default: 1, needed for timings)"
+    )
     lag.add_argument("--target", type=float, metavar="X", help="accuracy to reach (default: 0.9 of the gain at lag 0)")
-    lag.add_argument("--draw", action="store_true", help="table and pictures once more from the data in --dir")
+    lag.add_argument("--draw", action="store_true", help="draw table and plots again from the data in --dir")
     lag.set_defaults(command=_study_lag)
 
-    config = commands.add_parser("config", help="print a configuration with all defaults, as TOML")
-    config.add_argument("config", nargs="?", metavar="CONFIG.toml")
-    config.set_defaults(command=_config)
-    return root
+
+def _add_views(commands: Subparsers) -> None:
+    """Commands that show the records of runs."""
+    page = commands.add_parser(
+        "report", help="write what runs did as one HTML page: curves, timeline, rollouts, health"
+    )
+    page.add_argument("runs", nargs="+", metavar="RUN", help="run directory; of several, the page compares the runs")
+    page.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run directory")
+    page.set_defaults(command=_report)
+
+    live = commands.add_parser("watch", help="serve the page of the report while the runs go on, until Ctrl-C")
+    live.add_argument("runs", nargs="+", metavar="RUN", help="run directory; of several, the page compares the runs")
+    live.add_argument("--port", type=int, default=0, metavar="N", help="default: any free port")
+    host = "address to listen on; on other than loopback addresses the URL has a token (default: 127.0.0.1)"
+    live.add_argument("--host", default="127.0.0.1", help=host)
+    live.set_defaults(command=_watch)
+
+    rollouts = commands.add_parser("rollouts", help="print rollouts of a step: the best and the worst, or a group")
+    rollouts.add_argument("run", metavar="RUN", help="run directory")
+    rollouts.add_argument(
+        "--step", type=int, metavar="N", help="optimizer step that trained on them (default: the last)"
+    )
+    rollouts.add_argument("--group", type=int, metavar="G", help="all rollouts of this group, by its visit_id")
+    rollouts.add_argument("--json", action="store_true", help="print all rollouts of the step or group as JSON")
+    rollouts.set_defaults(command=_rollouts)
+
+    compare = commands.add_parser("compare", help="print what runs reached side by side, and how their options differ")
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    compare.add_argument("--json", action="store_true", help="print figures and options as JSON")
+    compare.set_defaults(command=_compare)
+
+
+def _add_run_commands(commands: Subparsers) -> None:
+    """Commands to running runs."""
+    controls = {
+        "status": "what a run does at present", "scale": "change the number of engines of a run",
+        "pause": "start no group and take no step, until resume", "resume": "continue a paused run",
+        "checkpoint": "write a checkpoint after the current step", "stop": "end a run after the current step",
+    }  # fmt: skip
+    where = "address of a Ray cluster, such as auto; RUN is then the run's name there"
+    for name, meaning in controls.items():
+        control = commands.add_parser(name, help=meaning)
+        if name == "scale":
+            control.add_argument("engines", metavar="N", help="number of engines, 1 or more")
+        control.add_argument("run", metavar="RUN", help="run directory")
+        control.add_argument("--address", default="", help=where)
+        control.add_argument("--json", action="store_true", help="print the answer as JSON")
+        control.set_defaults(command=_control, name=name, engines=None)
+    trace = commands.add_parser("trace", help="write when engines and trainer worked, as a trace for ui.perfetto.dev")
+    trace.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    trace.add_argument("--output", metavar="FILE", type=Path, help="file to write (default: RUN/trace.json)")
+    trace.add_argument("--steps", metavar="FIRST-LAST", help="steps to draw (default: all)")
+    trace.set_defaults(command=_trace)
+    runs = commands.add_parser("runs", help="list runs: name, state, step, reward, age")
+    runs.add_argument("--dir", type=Path, default=Path("runs"), help="folder of run directories (default: runs)")
+    runs.add_argument("--address", default="", help="list the runs on this Ray cluster instead")
+    runs.add_argument("--json", action="store_true", help="print the list as JSON")
+    runs.set_defaults(command=_runs)
+
+    track = commands.add_parser("track", help="upload a run to an experiment tracker")
+    track.add_argument("run", metavar="RUN", type=Path, help="run directory; of a running one, until its end")
+    track.add_argument("--to", required=True, metavar="TRACKER", help="as in observe.trackers, such as wandb")
+    track.add_argument("--project", default="", help="project or experiment (default: see observe.project)")
+    track.set_defaults(command=_track)
 
 
 def _train(options: argparse.Namespace, flags: list[str]) -> None:
     if bool(options.config) == bool(options.resume):
         raise ConfigError("train needs a CONFIG.toml, or --resume RUN_DIR, and not both")
     config = load_config(options.config, flags) if options.config else None
+    if config:  # before slow imports
+        from slipstream.model.paths import check_paths
+
+        check_paths(config)
+    if options.auto_resume:
+        if not (config and config.run.dir):
+            raise ConfigError("--auto-resume needs a CONFIG.toml, and in run.dir the directory of the run")
+        if (Path(config.run.dir) / "config.toml").exists():
+            options.resume, flags = Path(config.run.dir), as_flags(config)
     from slipstream.observe.report import report
     from slipstream.run import resume, train
-    from slipstream.runtime.ranks import join
 
-    if join():
-        return
-    report(train(config, quiet=options.quiet) if config else resume(options.resume, flags, quiet=options.quiet))
+    if options.resume:
+        report(resume(options.resume, flags, quiet=options.quiet))
+    elif config:
+        report(train(config, quiet=options.quiet))
 
 
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
-    from slipstream.evaluation import evaluate_model
-    from slipstream.observe.figures import counts
+    from slipstream.controller.evaluation import describe_failures
+    from slipstream.controller.offline import evaluate_model
+    from slipstream.observe.formatting import counts
+    from slipstream.runtime.closing import run_bounded
 
-    _unwind_on_interrupt()
-    config = _config_to_draw(options.target, options.environment, flags)
-    result = asyncio.run(evaluate_model(config))
-    if result["failed"]:
-        told = f"{result['failed']} of {result['tasks']} held-out tasks failed, the last with: {result['last_failure']}"
-        print(f"slipstream: {told}", file=sys.stderr)
+    config = load_policy_config(options.target, options.environment, flags)
+    result = run_bounded(evaluate_model(config))
+    if result["eval/failed"]:
+        print(f"slipstream: {describe_failures(result)}", file=sys.stderr)
     if options.json:
         print(json.dumps(result, indent=1))
     else:
-        print(f"{config.environment.name}: score {result['score']:.3f} on {result['tasks']} held-out tasks", end="")
-        failed = f"{result['failed']} failed" + f": {counts(result['failures'])}" * bool(result["failures"])
-        failed += f", rewards that raised: {counts(result['reward_errors'])}" * bool(result["reward_errors"])
-        print(f" ({failed}), {result['completion_length']:.0f} tokens each, {result['seconds']:.1f} s")
+        failures, errors = result["eval/failures"], result["eval/reward_errors"]
+        failed = f"{result['eval/failed']} failed" + f": {counts(failures)}" * bool(failures)
+        failed += f", rewards that raised: {counts(errors)}" * bool(errors)
+        score = f"score {result['eval/score']:.3f} on {result['eval/tasks']} held-out tasks"
+        print(f"{config.environment.name}: {score}", end="")
+        print(f" ({failed}), {result['eval/mean_length']:.0f} tokens each, {result['eval/duration_s']:.1f} s")
 
 
 def _generate(options: argparse.Namespace, flags: list[str]) -> None:
-    from slipstream.evaluation import generate_texts
+    from slipstream.controller.offline import generate_texts
 
-    _unwind_on_interrupt()
-    config = _config_to_draw(options.target, None, flags, default="addition")
+    config = load_policy_config(options.target, None, flags, default="addition")
     completions = asyncio.run(generate_texts(config, options.prompt))
     for prompt, completion in zip(options.prompt, completions, strict=True):
         print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")
 
 
 def _verify(options: argparse.Namespace, flags: list[str]) -> int:
-    from slipstream.verification import verify
+    from slipstream.tools.verify import verify
 
-    _unwind_on_interrupt()
-    config = _config_to_verify(options.target, flags)
+    config = load_verify_config(options.target, flags)
     found = asyncio.run(verify(config, prompts=options.prompts, tokens=options.tokens, after=options.after))
     print(found.describe(config))
     return 0 if found.exact else 1
@@ -207,21 +300,113 @@ def _verify(options: argparse.Namespace, flags: list[str]) -> int:
 def _study_lag(options: argparse.Namespace, flags: list[str]) -> int:
     if bool(options.config) == options.draw:
         raise ConfigError("study lag needs a CONFIG.toml, or --draw, and not both")
-    from slipstream.study.lag import present, study_lag
-    from slipstream.study.plan import Plan, parse_corrections, parse_lags
+    from slipstream.tools.lag_study.command import present, study_lag
+    from slipstream.tools.lag_study.plan import Plan, parse_corrections, parse_lags
 
-    _unwind_on_interrupt()
     if options.draw:
         present(options.dir, options.target)
         return 0
     lags, corrections = parse_lags(options.lags), parse_corrections(options.corrections)
     plan = Plan(Path(options.config), options.dir, lags, corrections, options.seeds, tuple(flags))
-    said = ("--lags", options.lags, "--corrections", options.corrections, "--seeds", str(options.seeds))
-    command = ["slipstream", "study", "lag", options.config, *said, "--jobs", str(options.jobs), *flags]
+    choices = ("--lags", options.lags, "--corrections", options.corrections, "--seeds", str(options.seeds))
+    command = ["slipstream", "study", "lag", options.config, *choices, "--jobs", str(options.jobs), *flags]
     failed = study_lag(plan, jobs=options.jobs, target=options.target, command=command)
     for line in failed:
         print(f"slipstream: {line}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _report(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.observe.page import write_report
+    from slipstream.observe.run_data import load_run
+
+    _refuse_flags(flags)
+    runs = [load_run(path) for path in options.runs]
+    output = options.output or runs[0].path / "report.html"
+    try:
+        write_report(runs, output)
+    except OSError as error:
+        raise ConfigError(f"{output} can't be written: {error.strerror}; choose another file with --output") from None
+    for problem in (f"{run.name}: {problem}" for run in runs for problem in run.problems):
+        print(f"slipstream: {problem}", file=sys.stderr)
+    print(output)
+
+
+def _watch(options: argparse.Namespace, flags: list[str]) -> None:
+    _refuse_flags(flags)
+    if find_spec("aiohttp") is None:
+        raise ConfigError("slipstream watch needs aiohttp: pip install 'slipstream-rl[watch]'")
+    from slipstream.observe.watch import watch
+
+    watch(options.runs, options.host, options.port)
+
+
+def _control(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.control import command
+
+    _refuse_flags(flags)
+    command(options.name, options.run, options.address, options.json, options.engines)
+
+
+def _runs(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.control import list_runs
+
+    _refuse_flags(flags)
+    list_runs(options.dir, options.address, options.json)
+
+
+def _trace(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.observe.run_data import load_run
+    from slipstream.observe.timeline import timeline
+    from slipstream.observe.trace import write_trace
+
+    _refuse_flags(flags)
+    first, dash, last = (options.steps or "").partition("-")
+    if options.steps and not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ConfigError(f'--steps = "{options.steps}" must be a range of steps, such as 10-20')
+    run, path = load_run(options.run), options.output or options.run / "trace.json"
+    write_trace(run, path, (int(first), int(last)) if dash else None)
+    print(
+        f"{timeline(run).verdict()}\ntrace    {path} ({path.stat().st_size / 1e6:.1f} MB), open it in ui.perfetto.dev"
+    )
+
+
+def _refuse_flags(flags: list[str]) -> None:
+    """Raise `ConfigError` for options of a configuration, which a running run can't take."""
+    if flags:
+        raise ConfigError(f"{flags[0]} is no option of this command; see --help")
+
+
+def _track(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.observe.trackers import track
+
+    _refuse_flags(flags)
+    step = track(options.run, options.to, options.project)
+    print(f"{options.run} is in {options.to} up to step {step}")
+
+
+def _doctor(options: argparse.Namespace, flags: list[str]) -> int:
+    from slipstream.tools.doctor import doctor
+
+    return doctor(options.config, flags, as_json=options.json)
+
+
+def _rollouts(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.observe.report import piped_console
+    from slipstream.observe.rollout_text import print_rollouts
+    from slipstream.observe.run_data import load_run
+
+    _refuse_flags(flags)
+    print_rollouts(load_run(options.run), options.step, options.group, options.json, piped_console())
+
+
+def _compare(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.observe.comparison import print_comparison
+    from slipstream.observe.report import piped_console
+    from slipstream.observe.run_data import load_run
+
+    _refuse_flags(flags)
+    print_comparison([load_run(run) for run in options.runs], options.json, piped_console())
 
 
 def _unwind_on_interrupt() -> None:
@@ -231,52 +416,9 @@ def _unwind_on_interrupt() -> None:
 
 
 def _config(options: argparse.Namespace, flags: list[str]) -> None:
-    if options.config is None:  # the defaults, for reading: what has none is shown as a placeholder
+    if options.config is None:  # placeholders for options without a default
         flags = ["--model.path=MODEL", "--environment.name=ENVIRONMENT", *flags]
     print(dump(load_config(options.config, flags)))
-
-
-def _config_to_draw(target: str, environment: str | None, flags: list[str], default: str | None = None) -> Config:
-    """The configuration of a run whose policy is asked for, or the defaults around a model, which has no environment of
-    its own: `default` is in its place."""
-    run = Path(target) / "config.toml"
-    if not run.exists():
-        if not (environment := environment or default):
-            raise ConfigError(f"{target} is no run's directory; name an environment: --environment NAME")
-        return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
-    trained = load_config(run)
-    changes = [f"--model.path={_policy_of(target)}", "--generator.servers=[]"]
-    if trained.lora.rank:  # the adapters are the policy's own, and no others are added to them
-        changes += [f"--lora.{name}={json.dumps(option.default)}" for name, option in LoraConfig.model_fields.items()]
-        changes += ["--sync.link=auto"]
-    other = environment and absolute_path(environment) != absolute_path(trained.environment.name)
-    if other:  # options and rewards of steps are those of the run's own environment
-        changes += [f"--environment.name={environment}", "--environment.options={}", "--algorithm.process=0"]
-    return load_config(run, [*changes, *flags])
-
-
-def _config_to_verify(target: str, flags: list[str]) -> Config:
-    """The engine and the link of a run, or the defaults, around its policy; around the model below if that is adapters,
-    since those are what the link brings."""
-    run, asked = Path(target) / "config.toml", dict(parse_flags(flags))
-    trained = load_config(run) if run.exists() else None
-    restarts = asked.get("sync.restart", trained and trained.sync.restart)
-    adapts = asked.get("lora.rank", trained and trained.lora.rank)
-    vllm = asked.get("generator.kind", trained and trained.generator.kind) == "vllm"
-    # Where something can be computed again, it is.
-    changes = [] if restarts or (adapts and vllm) else ["--sync.interruption=recompute"]
-    if not trained:
-        return _config_to_draw(target, None, [*changes, *flags], default="addition")
-    if not trained.lora.rank:
-        changes += [f"--model.path={_policy_of(target)}"]
-    return load_config(run, [*changes, *flags])
-
-
-def _policy_of(target: str) -> Path:
-    """Where the policy of a run is. Raises `ConfigError` if there is none yet."""
-    if not (policy := Path(target) / "policy").is_dir():
-        raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
-    return policy
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The data that flows through Slipstream, from a prompt to a batch.
 
-Each noun is the previous one, ripened: a `Completion` is what a generator returns, a `Rollout` is an episode with its
-reward, a `Group` is the rollouts of one task, a `Batch` is what one optimizer step consumes, as `Sample`s, and
-`StepStats` are what it answers. Nothing here is filled in later and nothing here imports the rest of the package.
+A generator returns a `Completion`. A `Rollout` is an episode with its reward, a `Group` the rollouts of one task. One
+optimizer step consumes a `Batch`, as `Sample`s, and returns `StepStats`. Only `set_times` changes an object after its
+creation.
+`Sampling` validates its fields; `environments.rollout_checks` validates the rollouts of an environment. This module
+imports nothing else of the package.
 
-Token ids and log-probabilities are arrays of 4-byte numbers: a batch of 4 million tokens is 32 MB, is pickled as bytes,
-and is no object of the garbage collector's. Any sequence of numbers can be given in their place.
+Token ids and log-probabilities are arrays of 4-byte numbers: a batch of 4 million tokens has 32 MB, is pickled as
+bytes, and is not tracked by the garbage collector. Constructors accept any sequence of numbers.
 """
 
 from __future__ import annotations
@@ -17,28 +19,32 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # vLLM raises lower ones to this minimum
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # vLLM raises lower temperatures to this minimum
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 1000
-UNPACKED = (TypeError, ValueError, OverflowError)  # for what is no sequence of such numbers
+ARRAY_ERRORS = (TypeError, ValueError, OverflowError)  # of values that do not fit into an array
 MAX_INT = 2**31 - 1  # of a count or a token id
+ROUNDING = 1e-9  # residue that a custom baseline may leave between equal rewards
+PER_SAMPLED_TOKEN = (
+    "sampled_positions", "logprobs", "versions", "temperatures", "advantages", "sampling_mask", "teacher",
+)  # fmt: skip
 
 
-def ids(values: Iterable[int]) -> array[int]:
-    """Whole numbers, such as token ids, as 32-bit integers."""
-    return _packed("i", values)
+def int32_array(values: Iterable[int]) -> array[int]:
+    """Integers, such as token ids, as an array of 32-bit integers."""
+    return _to_array("i", values)
 
 
-def numbers(values: Iterable[float]) -> array[float]:
-    """Numbers, such as log-probabilities, as 32-bit floats."""
-    return _packed("f", values)
+def float32_array(values: Iterable[float]) -> array[float]:
+    """Numbers, such as log-probabilities, as an array of 32-bit floats."""
+    return _to_array("f", values)
 
 
-def _packed(kind: str, values: Iterable[Any]) -> array[Any]:
+def _to_array(kind: str, values: Iterable[Any]) -> array[Any]:
     return values if isinstance(values, array) and values.typecode == kind else array(kind, values)
 
 
 class VersionSpan(NamedTuple):
-    """Tokens `start:end` of a completion were drawn by version `version` of the policy."""
+    """Version `version` of the policy sampled tokens `start:end` of a completion."""
 
     version: int
     start: int
@@ -47,12 +53,12 @@ class VersionSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one completion is drawn. The defaults sample the policy itself, unmodified.
+    """How to sample one completion. The defaults sample from the unmodified policy.
 
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token. `seed` makes the completion a function of the
-    weights and the prompt alone. `record_kept` and `record_experts` ask the generator for what training needs to
-    replay: the tokens that top-k/top-p kept, and the experts that a mixture of experts chose. With `ignore_eos` only
-    `stop_tokens` and `stop_strings` end a completion early, not the model's end-of-sequence tokens.
+    weights and the prompt alone. `record_sampling_mask` records the tokens that top-k/top-p kept, `record_routing` the
+    experts that the routers chose; training replays both. With `ignore_eos` only `stop_tokens` and `stop_strings` end a
+    completion early, not the model's end-of-sequence tokens.
     """
 
     temperature: float = 1.0
@@ -62,46 +68,39 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
-    record_kept: bool = False
-    record_experts: bool = False
+    record_sampling_mask: bool = False
+    record_routing: bool = False
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for name, sound, wanted in (
-            (
-                "temperature",
-                _number(self.temperature)
-                and (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE),
-                f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
-            ),
-            ("top_k", _whole(self.top_k, 0), f"a whole number up to {MAX_INT}, 0 for all"),
-            ("top_p", _number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, 1 at most"),
+        for name, valid, wanted in (
+            ("temperature",
+             _number(self.temperature, MAX_TEMPERATURE) and not 0 < self.temperature < MIN_TEMPERATURE,
+             f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"),
+            ("top_k", _whole(self.top_k), f"a whole number up to {MAX_INT}, 0 for all"),
+            ("top_p", _number(self.top_p, 1) and self.top_p > 0, "a number above 0, 1 at most"),
             ("max_tokens", isinstance(self.max_tokens, int) and self.max_tokens >= 1, "a whole number, 1 or more"),
-            ("stop_tokens", _list(self.stop_tokens) and all(_whole(t, 0) for t in self.stop_tokens), "token ids"),
-            (
-                "stop_strings",
-                _list(self.stop_strings)
-                and len(self.stop_strings) <= MAX_STOP_STRINGS
-                and all(isinstance(t, str) and 0 < len(t) <= MAX_STOP_CHARACTERS for t in self.stop_strings),
-                f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters",
-            ),
+            ("stop_tokens", _list(self.stop_tokens) and all(_whole(t) for t in self.stop_tokens), "token ids"),
+            ("stop_strings", _list(self.stop_strings) and len(self.stop_strings) <= MAX_STOP_STRINGS
+             and all(isinstance(t, str) and 0 < len(t) <= MAX_STOP_CHARACTERS for t in self.stop_strings),
+             f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters"),
             ("seed", isinstance(self.seed, int), "a whole number"),
-        ):
-            if not sound:
+        ):  # fmt: skip
+            if not valid:
                 raise ValueError(f"{name} = {_shown(getattr(self, name))} must be {wanted}")
 
     @property
     def truncates(self) -> bool:
-        """Whether it leaves tokens out."""
+        """Whether top-k or top-p may remove tokens."""
         return bool(self.top_k) or self.top_p < 1
 
 
-def _number(value: object) -> bool:
-    return isinstance(value, int | float)
+def _number(value: object, most: float) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= most
 
 
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and least <= value <= MAX_INT
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= MAX_INT
 
 
 def _list(value: object) -> bool:
@@ -116,13 +115,14 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Tokens that a policy drew after a prompt, and what is needed to train on them.
+    """Tokens sampled after a prompt, with what training on them needs.
 
-    `logprobs[i]` is the natural-log probability of `token_ids[i]` under the distribution it was really drawn from
-    (temperature, top-k and top-p applied, so 0.0 for a greedy token). `spans` cover all tokens in order.
+    `logprobs[i]` is the natural-log probability of `token_ids[i]` under the distribution that sampled it
+    (temperature, top-k and top-p applied; 0.0 for a greedy token). `spans` cover all tokens in order.
     `finish_reason` is "stop" (a stop token, kept as the last token, or a stop string) or "length".
-    `kept[i]` holds the ids that top-k/top-p left at position i; `experts` is an integer array
-    [prompt + completion - 1, layers, experts per token]. Both are None unless asked for.
+    `sampling_mask[i]` holds the ids that top-k/top-p kept at position i; `experts` is an integer array
+    [prompt + completion - 1, layers, experts per token]. Both are None unless `Sampling` asks for them.
+    A run's pool sets `engine`, the engine's track in `events.jsonl`, and when it had the request, on that file's clock.
     """
 
     prompt_ids: array[int]
@@ -132,21 +132,31 @@ class Completion:
     finish_reason: str
     temperature: float = 1.0
     text: str = ""
-    kept: tuple[Any, ...] | None = None
+    sampling_mask: tuple[Any, ...] | None = None
     experts: Any = None
+    engine: str = field(default="", compare=False)
+    started_s: float | None = field(default=None, compare=False)
+    ended_s: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name, pack in (("prompt_ids", ids), ("token_ids", ids), ("logprobs", numbers)):
-            with suppress(*UNPACKED):  # a rollout of such a completion is refused
+        for name, pack in (("prompt_ids", int32_array), ("token_ids", int32_array), ("logprobs", float32_array)):
+            with suppress(*ARRAY_ERRORS):  # `validate_rollouts` rejects such a completion
                 object.__setattr__(self, name, pack(getattr(self, name)))
 
     @property
     def versions(self) -> tuple[int, int]:
-        """The oldest and the newest version that drew a token."""
+        """The oldest and the newest version that sampled a token."""
         return min(s.version for s in self.spans), max(s.version for s in self.spans)
 
 
-def spans_of(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
+def set_times(completion: Completion, engine: str, started_s: float, ended_s: float) -> Completion:
+    """Set where and when a completion was sampled, before other code has it. Copying a frozen object takes 5 µs."""
+    for name, value in (("engine", engine), ("started_s", started_s), ("ended_s", ended_s)):
+        object.__setattr__(completion, name, value)
+    return completion
+
+
+def version_spans(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
     """Run-length encode one version per token into spans."""
     spans: list[VersionSpan] = []
     for position, version in enumerate(versions):
@@ -158,14 +168,16 @@ def spans_of(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
 
 
 class StepReward(NamedTuple):
-    """The step of a completion whose last token is `end` earned `reward`: a turn, a line of thought or one token."""
+    """Process reward of the step that ends at token `end` of a completion: a turn, a line of reasoning, or a token."""
 
     end: int
     reward: float
 
 
-def rewards_of_turns(completions: Sequence[Completion], rewards: Sequence[float]) -> tuple[tuple[StepReward, ...], ...]:
-    """Steps that are whole turns, from a reward for each completion, or from none at all. Raises `ValueError`."""
+def turn_rewards_to_steps(
+    completions: Sequence[Completion], rewards: Sequence[float]
+) -> tuple[tuple[StepReward, ...], ...]:
+    """One step for each whole turn, from one reward for each completion; () without rewards. Raises `ValueError`."""
     if rewards and len(rewards) != len(completions):
         raise ValueError(f"{len(rewards)} rewards were given for {len(completions)} turns; give one for each")
     pairs = zip(completions, rewards, strict=False)
@@ -174,14 +186,13 @@ def rewards_of_turns(completions: Sequence[Completion], rewards: Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One finished episode: every completion drawn in it, in order, and the reward for all of it.
+    """One finished episode: its completions in order, and one reward for all of them.
 
-    `metrics` are named numbers beside the reward, such as the parts that it was added up from. `steps` are process
-    rewards, and `teacher` the log-probabilities of the drawn tokens under a teacher: one entry a completion, or nothing
-    at all.
+    `metrics` are further named numbers, such as the components of the reward. `steps` are process rewards, `teacher`
+    the sampled tokens' log-probabilities under a teacher: one entry for each completion, or ().
 
-    An episode of several roles, such as proposer and solver, is a rollout of each, with its own reward. A rollout is
-    compared with those of its group that have the same `role`.
+    An episode of several roles, such as proposer and solver, has one rollout for each role, with its own reward.
+    Advantages compare rollouts of the same `role` in a group.
     """
 
     completions: tuple[Completion, ...]
@@ -192,8 +203,8 @@ class Rollout:
     role: str = ""
 
     def __post_init__(self) -> None:
-        with suppress(*UNPACKED):
-            object.__setattr__(self, "teacher", tuple(map(numbers, self.teacher)))
+        with suppress(*ARRAY_ERRORS):
+            object.__setattr__(self, "teacher", tuple(map(float32_array, self.teacher)))
 
     @property
     def tokens(self) -> int:
@@ -206,9 +217,9 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rollouts of one task, scored against each other. `entry` is the ledger's id of this visit to the task."""
+    """The rollouts of one task, scored against each other. `visit_id` is the ledger's id of this visit to the task."""
 
-    entry: int
+    visit_id: int
     task_id: str
     rollouts: tuple[Rollout, ...]
 
@@ -222,7 +233,7 @@ class Group:
 
     @property
     def roles(self) -> dict[str, list[int]]:
-        """The rollouts that are compared with each other, as indices, by role in order of appearance."""
+        """Indices of the rollouts of each role, in order of appearance."""
         members: dict[str, list[int]] = {}
         for index, rollout in enumerate(self.rollouts):
             members.setdefault(rollout.role, []).append(index)
@@ -233,33 +244,32 @@ class Group:
 class Sample:
     """One sequence to train on: turns of an episode that continue each other token for token.
 
-    `token_ids` is all of it: the prompt, what the policy drew, and what the environment put between, up to the last
-    drawn token. `drawn` are the positions in it of the tokens that the policy drew, the only ones that are trained on;
-    `logprobs`, `versions`, `temperatures`, `advantages` and `kept` have an entry for each of them, as a `Completion`
-    has. `teacher` are their log-probabilities under a teacher, nothing without one. `experts` are arrays as a
-    completion's, one after the other, for all tokens before the last: of each from the turn that had it first.
+    `token_ids` is the whole sequence: prompt, sampled tokens, and environment tokens in between, up to the last sampled
+    token. Only the tokens at `sampled_positions` are trained on. `logprobs`, `versions`, `temperatures`, `advantages`
+    and `sampling_mask` have one entry for each sampled token, as in `Completion`. So has `teacher`, empty without a
+    teacher. `experts` are the turns' routing arrays, which together cover all tokens but the last.
     """
 
     token_ids: array[int]
-    drawn: array[int]
+    sampled_positions: array[int]
     logprobs: array[float]
     versions: array[int]
     temperatures: array[float]
     advantages: array[float]
-    kept: tuple[Any, ...]
+    sampling_mask: tuple[Any, ...]
     experts: tuple[Any, ...] | None = None
-    teacher: array[float] = field(default_factory=lambda: numbers(()))
+    teacher: array[float] = field(default_factory=lambda: float32_array(()))
 
     @property
     def prompt_ids(self) -> array[int]:
-        """What stands before the first drawn token."""
-        return self.token_ids[: self.drawn[0]]
+        """The tokens before the first sampled one."""
+        return self.token_ids[: self.sampled_positions[0]]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one optimizer step with their advantages, `advantages[g][r]`: a number for all drawn tokens of a
-    rollout, or one for each; NaN leaves a rollout out. `version` is that of the trainer's weights at the cut."""
+    """The groups of one optimizer step, and `advantages[g][r]`: one number for all sampled tokens of a rollout, or an
+    array with one for each. NaN leaves a rollout out. `version` is the trainer's version when the batch was formed."""
 
     groups: tuple[Group, ...]
     advantages: tuple[tuple[float | array[float], ...], ...]
@@ -271,9 +281,9 @@ class Batch:
 
     @property
     def signal(self) -> list[bool]:
-        """Whether each group has an advantage that is neither 0, but for rounding, nor left out."""
+        """Whether each group has an advantage that is neither NaN nor, within rounding, 0."""
         return [
-            any(abs(a) > ROUNDING for given in group for a in ((given,) if isinstance(given, int | float) else given))
+            any(abs(a) > ROUNDING for each in group for a in ((each,) if isinstance(each, int | float) else each))
             for group in self.advantages
         ]
 
@@ -283,20 +293,23 @@ class Batch:
             sample
             for group, advantages in zip(self.groups, self.advantages, strict=True)
             for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-            for sample in samples_of(rollout.completions, advantage, rollout.teacher)
+            for sample in build_samples(rollout.completions, advantage, rollout.teacher)
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one step of all ranks did. Token means are over the completion tokens that were not passed over; `seconds`
-    is all of it, `skipped` counts the steps so far that moved nothing, since their loss or gradient was not finite.
+    """Statistics of one optimizer step over all ranks. Means are over the completion tokens that were trained on.
 
-    `tokens_packed` went through the model, `tflops` is the rate of its own arithmetic in 10^12 operations a second,
-    `utilisation` that as a share of what the device does in a matrix product, `memory_gb` the most that was in use.
-    `expert_busiest` is the share of the busiest expert, `expert_entropy` the entropy of the load as a share of an even
-    one's, `experts_idle` the share of experts without a token, all three means over layers, and `experts_changed` the
-    share of the replayed choices that the router would not make now; None without experts.
+    `seconds` is the duration of the whole step. `skipped_steps` counts the run's steps without an update because loss
+    or gradient was not finite. `packed_tokens` is the number of tokens in the forward pass, `tflops` the model's
+    arithmetic in 10^12 operations/s, `matmul_utilisation` its share of the device's matrix-product rate, and
+    `max_memory_gb` the peak memory.
+
+    None without experts, means over layers: `expert_max_load` is the share of tokens at the busiest expert,
+    `expert_load_entropy` the entropy of the load over that of an even load, `expert_idle_fraction` the share of experts
+    without a token, `expert_changed_fraction` the share of replayed choices that differ from the router's current
+    choice.
     """
 
     step: int
@@ -306,80 +319,80 @@ class StepStats:
     entropy: float
     kl: float
     mismatch_kl: float
-    ratio: float
+    ratio_mean: float
     ratio_max: float
     effective_sample_size: float
-    clipped: float
-    masked: float
+    clip_fraction: float
+    masked_fraction: float
     tokens: int
-    skipped: int
+    skipped_steps: int
     seconds: float
-    tokens_packed: int
+    packed_tokens: int
     tflops: float
-    utilisation: float | None
-    memory_gb: float
-    expert_busiest: float | None
-    expert_entropy: float | None
-    experts_idle: float | None
-    experts_changed: float | None
+    matmul_utilisation: float | None
+    max_memory_gb: float
+    expert_max_load: float | None
+    expert_load_entropy: float | None
+    expert_idle_fraction: float | None
+    expert_changed_fraction: float | None
 
 
-def samples_of(
+def build_samples(
     completions: Sequence[Completion],
     advantage: float | Sequence[float] = 0.0,
     teacher: Sequence[array[float]] = (),
 ) -> list[Sample]:
-    """An episode's completions as sequences: a turn whose prompt begins with all tokens of one so far is merged into
-    it, any other begins a sequence of its own. `advantage` is one number, or one for each token that was drawn;
-    `teacher` as a rollout has it."""
+    """An episode's completions as sequences to train on.
+
+    A turn is merged into the longest earlier sequence that is a prefix of its prompt; otherwise it starts a sequence.
+    `advantage` is one number, or one for each sampled token; `teacher` is `Rollout.teacher`. Raises `ValueError` if
+    there are more or fewer advantages than sampled tokens.
+    """
     counts = [len(c.token_ids) for c in completions]
-    each = numbers((advantage,)) * sum(counts) if isinstance(advantage, int | float) else numbers(advantage)
-    if len(each) != sum(counts):
-        raise ValueError(f"{len(each)} advantages for {sum(counts)} drawn tokens")
+    total = sum(counts)
+    each = float32_array((advantage,)) * total if isinstance(advantage, int | float) else float32_array(advantage)
+    if len(each) != total:
+        raise ValueError(f"{len(each)} advantages for {total} sampled tokens")
     samples: list[Sample] = []
     ends = accumulate(counts)
-    none = [numbers(())] * len(counts)
-    for completion, count, end, taught in zip(completions, counts, ends, teacher or none, strict=True):
+    none = [float32_array(())] * len(counts)
+    for completion, count, end, teacher_row in zip(completions, counts, ends, teacher or none, strict=True):
         turn = each[end - count : end]
         if not count:
             continue
-        begun = [n for n, s in enumerate(samples) if completion.prompt_ids[: len(s.token_ids)] == s.token_ids]
-        if begun:  # the longest, if conversations that begin alike take turns
-            before = max(begun, key=lambda n: len(samples[n].token_ids))
-            samples[before] = _sample(completion, turn, taught, samples[before])
+        prefixes = [n for n, s in enumerate(samples) if completion.prompt_ids[: len(s.token_ids)] == s.token_ids]
+        if prefixes:  # several if conversations with a common beginning alternate
+            longest = max(prefixes, key=lambda n: len(samples[n].token_ids))
+            samples[longest] = _sample(completion, turn, teacher_row, samples[longest])
         else:
-            samples.append(_sample(completion, turn, taught))
+            samples.append(_sample(completion, turn, teacher_row))
     return samples
 
 
 def _sample(
     completion: Completion, advantages: array[float], teacher: array[float], before: Sample | None = None
 ) -> Sample:
-    """A turn as a sequence, with the turns `before` it in the same."""
+    """A turn as a sequence, appended to the sequence `before`, if any."""
     count, first = len(completion.token_ids), len(completion.prompt_ids)
     turn = Sample(
         token_ids=completion.prompt_ids + completion.token_ids,
-        drawn=ids(range(first, first + count)),
+        sampled_positions=int32_array(range(first, first + count)),
         logprobs=completion.logprobs,
-        versions=sum((ids((s.version,)) * (s.end - s.start) for s in completion.spans), ids(())),
-        temperatures=numbers((completion.temperature or 1.0,)) * count,
+        versions=sum((int32_array((s.version,)) * (s.end - s.start) for s in completion.spans), int32_array(())),
+        temperatures=float32_array((completion.temperature or 1.0,)) * count,
         advantages=advantages,
-        kept=completion.kept or (None,) * count,
+        sampling_mask=completion.sampling_mask or (None,) * count,
         experts=None if completion.experts is None else (completion.experts,),
         teacher=teacher,
     )
     if before is None:
         return turn
-    earlier = {name: getattr(before, name) + getattr(turn, name) for name in PER_DRAWN_TOKEN}
+    earlier = {name: getattr(before, name) + getattr(turn, name) for name in PER_SAMPLED_TOKEN}
     if before.experts is not None and completion.experts is not None:
         earlier["experts"] = (*before.experts, completion.experts[len(before.token_ids) - 1 :])
     return replace(turn, **earlier)
 
 
-ROUNDING = 1e-9  # what a baseline of one's own may leave of equal rewards
-PER_DRAWN_TOKEN = ("drawn", "logprobs", "versions", "temperatures", "advantages", "kept", "teacher")
-
-
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; 0.0 for nothing."""
+    """Arithmetic mean; 0.0 of an empty sequence."""
     return sum(values) / len(values) if values else 0.0

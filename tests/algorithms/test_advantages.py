@@ -1,4 +1,4 @@
-"""Advantages, averages and the step's numbers against formulas written out by hand."""
+"""Advantages, aggregations and step statistics against formulas written by hand."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from slipstream.algorithms import advantages, aggregation
 from slipstream.algorithms.corrections import mask_tokens
-from slipstream.algorithms.learning import Lesson, learn
 from slipstream.algorithms.losses import grpo
 from slipstream.algorithms.statistics import SUMS, means, sums
+from slipstream.algorithms.token_gradients import TokenGradients, token_gradients
 from slipstream.algorithms.tokens import Tokens
 from slipstream.rollout import Completion, Group, Rollout, VersionSpan
 from tests.algorithms.cases import Case, cases
@@ -52,8 +52,8 @@ def test_leave_one_out(values: list[float]) -> None:
 
 
 @given(rewards, st.integers(1, 6))
-def test_pass_at_k_counts_every_set(values: list[float], k: int) -> None:
-    """The definition, set by set: what member i adds to the best of each set of k that it is in."""
+def test_pass_at_k_over_all_sets(values: list[float], k: int) -> None:
+    """The definition, set by set: how much member i adds to the best reward of each set of k."""
     n, size = len(values), min(k, len(values))
     got = advantages.pass_at_k(tensor(values), k=k).tolist()
     if size < 2:
@@ -68,8 +68,8 @@ def test_pass_at_k_counts_every_set(values: list[float], k: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(3, 2), (4, 2), (4, 3), (3, 3), (4, 1)])
-def test_pass_at_k_is_the_gradient_of_the_best_of_k(n: int, k: int) -> None:
-    """In expectation over all draws of n from 3 outcomes, the policy gradient is that of E[best of k]."""
+def test_pass_at_k_has_the_gradient_of_the_expected_best_of_k(n: int, k: int) -> None:
+    """In expectation over all samples of n from 3 outcomes, the policy gradient is that of E[best of k]."""
     scores = [0.0, 0.3, 1.0]
 
     def best_of_k(p: Tensor) -> Tensor:
@@ -101,12 +101,12 @@ def test_whitened_groups_have_mean_0_and_deviation_1(values: list[list[float]]) 
     assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
-def test_a_reward_that_was_not_given_is_no_ones_baseline() -> None:
+def test_missing_rewards_are_left_out_of_the_baseline() -> None:
     nan = math.nan
     for rule in (advantages.group_mean, advantages.leave_one_out, advantages.pass_at_k, advantages.reward):
-        (with_it,) = advantages.of_groups([tensor([1.0, nan, 0.0, 0.5])], rule)
+        (with_it,) = advantages.group_advantages([tensor([1.0, nan, 0.0, 0.5])], rule)
         assert with_it[[0, 2, 3]].tolist() == rule(tensor([1.0, 0.0, 0.5])).tolist() and with_it[1].isnan()
-        (none,) = advantages.of_groups([tensor([nan, nan])], rule)
+        (none,) = advantages.group_advantages([tensor([nan, nan])], rule)
         assert none.isnan().all()
     white = advantages.whiten([tensor([1.0, nan]), tensor([3.0])])
     assert white[0][0] == -1 and white[0][1].isnan() and white[1].tolist() == [1.0]
@@ -114,12 +114,12 @@ def test_a_reward_that_was_not_given_is_no_ones_baseline() -> None:
 
 @pytest.mark.parametrize("rule", [advantages.group_mean, advantages.leave_one_out, advantages.pass_at_k])
 @pytest.mark.parametrize("values", [[], [3.0], [0.1] * 3, [1e-300] * 2])
-def test_without_a_difference_there_is_no_advantage(rule: advantages.Advantage, values: list[float]) -> None:
+def test_equal_rewards_have_zero_advantage(rule: advantages.Advantage, values: list[float]) -> None:
     assert rule(tensor(values)).tolist() == [0.0] * len(values)
 
 
-def test_parts_of_a_reward_have_their_own_scale() -> None:
-    """GDPO's example: under the sum, one part drowns the other; under parts, equal weights mean equal say."""
+def test_reward_parts_are_scaled_separately() -> None:
+    """GDPO's example: in the sum one part dominates; as parts, equal weights have equal influence."""
     right, short = tensor([1.0, 0.0, 1.0, 0.0]), tensor([0.0, 500.0, 500.0, 0.0])
     normalized = partial(advantages.group_mean, normalize=True)
     (got,) = advantages.weighted_parts({"right": [right], "short": [short]}, {"right": 1.0, "short": 0.5}, normalized)
@@ -131,7 +131,7 @@ def test_parts_of_a_reward_have_their_own_scale() -> None:
 
 @settings(max_examples=50)
 @given(st.data(), st.booleans())
-def test_process_rewards_are_summed_over_what_follows(data: st.DataObject, normalize: bool) -> None:
+def test_process_rewards_are_summed_over_later_steps(data: st.DataObject, normalize: bool) -> None:
     lengths = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
     ends = [sorted(data.draw(st.sets(st.integers(0, n - 1)))) if n else [] for n in lengths]
     scores = [[data.draw(st.sampled_from([-1.0, 0.0, 0.5, 2.0])) for _ in e] for e in ends]
@@ -154,8 +154,8 @@ def test_overlong_penalty() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
-def test_averages(lengths: list[int]) -> None:
-    """Averages of a loss over tokens, over sequences, and against a constant, from their definitions."""
+def test_aggregations(lengths: list[int]) -> None:
+    """Token mean, sequence mean and constant denominator, from their definitions."""
     sizes = tensor([float(n) for n in lengths])
     losses = [[float(i + 10 * j + 1) for j in range(n)] for i, n in enumerate(lengths)]
     used = [row for row in losses if row]
@@ -172,45 +172,47 @@ def test_averages(lengths: list[int]) -> None:
 
 
 def described(tokens: Tokens, *parts: slice) -> dict[str, float]:
-    """The numbers of a step whose tokens are summed in these parts."""
-    lesson = learn(tokens, grpo, [mask_tokens], lambda _: tokens.logprobs, 0.0)
+    """Statistics of a step whose tokens are summed in these parts."""
+    gradients = token_gradients(tokens, grpo, [mask_tokens], lambda _: tokens.logprobs, 0.0)
     columns = [c.detach() for c in (tokens.logprobs, tokens.behaviour, tokens.advantages, tokens.sequence, tokens.lag,
                                     tokens.proximal)]  # fmt: skip
     total = torch.zeros(len(SUMS), dtype=torch.float64)
     for part in parts:
         some = Tokens(*(column[part] for column in columns))
-        total += sums(some, Lesson(*(c[part] for c in lesson)), torch.ones_like(some.logprobs), torch.tensor(0.5))
+        total += sums(
+            some, TokenGradients(*(c[part] for c in gradients)), torch.ones_like(some.logprobs), torch.tensor(0.5)
+        )
     largest = tokens.ratio.max().item() if len(tokens.logprobs) else -math.inf
     return means(dict(zip(SUMS, total.tolist(), strict=True)), largest)
 
 
 @settings(max_examples=50)
 @given(cases())
-def test_the_numbers_of_a_step(case: Case) -> None:
+def test_step_statistics(case: Case) -> None:
     tokens = case.tokens()
     found = described(tokens, slice(0, 2), slice(2, None))
     flat = [t for s in case.sequences for t in zip(*s, strict=True)]
     ratios = [math.exp(x - b) for x, b, *_ in flat]
     assert found["mismatch_kl"] == pytest.approx(plain.fmean(r - 1 - math.log(r) for r in ratios), abs=1e-6)
-    assert found["ratio"] == pytest.approx(plain.fmean(ratios))
+    assert found["ratio_mean"] == pytest.approx(plain.fmean(ratios))
     assert found["ratio_max"] == pytest.approx(max(ratios))
     squares = len(ratios) * sum(r * r for r in ratios)
     assert found["effective_sample_size"] == pytest.approx(sum(ratios) ** 2 / squares)
     signal = [(r, a) for r, (_, _, a, _, _) in zip(ratios, flat, strict=True) if a]
     clipped = [(r > 1.2 and a > 0) or (r < 0.8 and a < 0) for r, a in signal]
-    assert found["clipped"] == pytest.approx(plain.fmean(clipped) if clipped else 0.0)
-    assert found["masked"] == pytest.approx(plain.fmean(not 0.5 <= r <= 5 for r in ratios))
+    assert found["clip_fraction"] == pytest.approx(plain.fmean(clipped) if clipped else 0.0)
+    assert found["masked_fraction"] == pytest.approx(plain.fmean(not 0.5 <= r <= 5 for r in ratios))
 
 
-def test_the_numbers_of_nothing() -> None:
+def test_step_statistics_without_tokens() -> None:
     nothing, indices = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     found = described(Tokens(nothing.requires_grad_(), nothing, nothing, indices, indices, nothing), slice(None))
     one = Case([[-1.0]], [[-1.0]], [[1.0]], [[0]], [[0.0]]).tokens()
     assert found.keys() == described(one, slice(None)).keys()
-    assert found["ratio"] == found["effective_sample_size"] == 1 and found["mismatch_kl"] == 0
+    assert found["ratio_mean"] == found["effective_sample_size"] == 1 and found["mismatch_kl"] == 0
 
 
-def test_rollouts_are_compared_with_those_of_their_own_role_alone() -> None:
+def test_advantages_are_computed_per_role() -> None:
     def played(reward: float, role: str) -> Rollout:
         return Rollout((Completion((1,), (2,), (-1.0,), (VersionSpan(0, 0, 1),), "stop"),), reward, role=role)
 

@@ -1,4 +1,4 @@
-"""Each correction against its formula in plain float64; what all of them have in common, and how they combine."""
+"""Each correction against its formula in plain float64, their shared properties, and their product."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_weights(reference: Callable[..., list[float]], options: dict[str, Any],
 
 
 def rounded(reference: Callable[..., list[float]], options: dict[str, Any], case: Case) -> list[float]:
-    """The reference on float32's idea of the log-probabilities, for masks that the last digits decide."""
+    """The reference on float32 log-probabilities, for masks that depend on the last digits."""
     single = case.tokens(torch.float32)
     shifted = [
         (single.logprobs + shift).detach()[single.sequence == i].double().tolist()
@@ -101,7 +101,7 @@ def rounded(reference: Callable[..., list[float]], options: dict[str, Any], case
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=20)
 @given(case=cases())
-def test_on_policy_nothing_is_corrected(name: str, case: Case) -> None:
+def test_on_policy_weights_are_1(name: str, case: Case) -> None:
     tokens = case.tokens()
     same = tokens.logprobs.detach()
     tokens = dataclasses.replace(tokens, behaviour=same, lag=torch.zeros_like(tokens.lag))
@@ -111,7 +111,7 @@ def test_on_policy_nothing_is_corrected(name: str, case: Case) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=20)
 @given(case=cases())
-def test_a_sequence_is_judged_alone(name: str, case: Case) -> None:
+def test_weights_are_independent_of_other_sequences(name: str, case: Case) -> None:
     together = getattr(corrections, name)(case.tokens()).tolist()
     alone: list[float] = []
     for i in range(len(case.logprobs)):
@@ -131,21 +131,21 @@ def at_ratio(ratio: float) -> Tokens:
     return dataclasses.replace(tokens, logprobs=torch.tensor([math.log(ratio)], dtype=torch.float64))
 
 
-def test_bounds_belong_to_the_inside() -> None:
-    """Ratios of exact powers of two: what lies on a bound is kept."""
+def test_bounds_are_inclusive() -> None:
+    """Ratios of exact powers of two: a ratio on a bound is kept."""
     for name in ("icepop", "mask_tokens", "mask_sequences"):
         keep = partial(getattr(corrections, name), low=0.5, high=2.0)
         assert [keep(at_ratio(r)).item() > 0 for r in (0.499, 0.5, 1.0, 2.0, 2.001)] == [False, True, True, True, False]
 
 
-def test_corrections_are_multiplied_and_a_mask_wins() -> None:
+def test_corrections_are_multiplied_and_a_mask_is_final() -> None:
     case = Case([[-1.0, -1.0, -9.0]], [[-2.0, -1.0, -1.0]], [[1.0, 1.0, -1.0]], [[2, 1, 0]], [[0.0, 0.0, 0.0]])
     chosen = [corrections.truncate_tokens, corrections.discount_lag, corrections.mask_tokens]
     assert corrections.combine(chosen, case.tokens()).tolist() == pytest.approx([1.0, 1.0, 0.0])
     assert corrections.combine([], case.tokens()).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_a_masked_token_contributes_nothing_whatever_it_holds() -> None:
+def test_a_masked_infinity_contributes_zero() -> None:
     mask = torch.tensor([0.0, 0.0, 0.5])
     found = corrections.masked_product(mask, torch.tensor([math.nan, math.inf, 4.0]))
     assert found.tolist() == [0.0, 0.0, 2.0]

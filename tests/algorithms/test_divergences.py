@@ -1,4 +1,4 @@
-"""KL to a reference and distillation: against full distributions, where nothing is estimated."""
+"""KL to a reference and distillation, against exact values over full distributions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def distributions(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def expected_gradient(loss: Callable[[Tokens], Tensor], drawn_by: Tensor, logits: Tensor, other: Tensor) -> Tensor:
-    """Gradient by the logits of a loss, in expectation over every token that `drawn_by` may draw."""
+    """Gradient by the logits of a loss, in expectation over the tokens of `drawn_by`."""
     logits = logits.clone().requires_grad_()
     zeros = torch.zeros(VOCABULARY, dtype=torch.float64)
     index = torch.arange(VOCABULARY)
@@ -56,7 +56,7 @@ seeds = st.integers(0, 10_000)
 
 @settings(max_examples=30)
 @given(seeds)
-def test_estimates_have_the_value_that_they_claim(seed: int) -> None:
+def test_estimators_have_the_documented_value(seed: int) -> None:
     logits, _, other = distributions(seed)
     policy = logits.log_softmax(0)
     value = reverse(policy, other).item()
@@ -67,8 +67,8 @@ def test_estimates_have_the_value_that_they_claim(seed: int) -> None:
 
 @settings(max_examples=30)
 @given(seeds)
-def test_gradients_are_those_of_the_table(seed: int) -> None:
-    """What the module says of each estimate, on policy as it stands, and off policy with the ratio."""
+def test_estimators_have_the_documented_gradient(seed: int) -> None:
+    """The table in the module's docstring: on policy, and off policy times the ratio."""
     logits, behaviour, other = distributions(seed)
     policy = logits.log_softmax(0)
 

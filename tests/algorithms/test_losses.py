@@ -1,4 +1,4 @@
-"""Each loss and its gradient against the paper's formula in plain float64, and what all of them have in common."""
+"""Each loss and its gradient against the paper's formula in plain float64, and their shared properties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from slipstream.algorithms import aggregation, losses
 from slipstream.algorithms.distillation import reverse_kl
 from slipstream.algorithms.tokens import Tokens
-from slipstream.rule import LOSSES
+from slipstream.objective import LOSSES
 from tests.algorithms.cases import Case, assert_slopes, cases, slopes
 
 Rows = list[list[float]]
@@ -25,7 +25,7 @@ def clip(value: float, low: float, high: float) -> float:
 
 
 def by_token(formula: Callable[..., float]) -> Callable[..., Rows]:
-    """A reference for losses that look at one token: formula(x, frozen, behaviour, advantage, lag, proximal)."""
+    """A reference for losses of single tokens: formula(x, frozen, behaviour, advantage, lag, proximal)."""
 
     def reference(case: Case, x: Rows, frozen: Rows, **options: Any) -> Rows:
         return [
@@ -142,7 +142,7 @@ def test_value_and_gradient(name: str, reference: Callable[..., Rows], options: 
 
 
 def at_a_bound(name: str, case: Case, options: dict[str, Any]) -> torch.Tensor:
-    """Tokens at which a mask of DPPO is decided by the last digits, so that float32 may decide otherwise."""
+    """Tokens whose DPPO mask depends on the last digits and may differ in float32."""
     double = torch.zeros(len(case.tokens().logprobs), dtype=torch.bool)
     if name in ("dppo_tv", "dppo_kl"):
         bound = options.get("bound", 0.15 if name == "dppo_tv" else 0.05)
@@ -153,8 +153,8 @@ def at_a_bound(name: str, case: Case, options: dict[str, Any]) -> torch.Tensor:
 
 
 @given(cases(one_advantage=True))
-def test_gspo_is_the_clipped_ratio_of_whole_sequences(case: Case) -> None:
-    """The mean over sequences of min(s A, clip(s) A) with s = (product of r)^(1/length), differentiated as it is."""
+def test_gspo_clips_the_ratio_of_sequences(case: Case) -> None:
+    """The mean over sequences of min(s A, clip(s) A) with s = (product of r)^(1/length), differentiated directly."""
     low, high = 0.1, 0.2
 
     def objective(x: Rows) -> float:
@@ -198,8 +198,8 @@ def test_without_advantage_there_is_no_gradient(name: str, case: Case) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=20)
 @given(case=cases())
-def test_a_sequence_costs_the_same_in_any_company(name: str, case: Case) -> None:
-    """Micro-batches hold whole sequences; which ones meet in one changes no token's loss."""
+def test_losses_are_independent_of_other_sequences(name: str, case: Case) -> None:
+    """The composition of a micro-batch changes no token's loss."""
     together = getattr(losses, name)(case.tokens()).tolist()
     alone: list[float] = []
     for i in range(len(case.logprobs)):
@@ -209,7 +209,7 @@ def test_a_sequence_costs_the_same_in_any_company(name: str, case: Case) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_tokens_and_no_numbers(name: str) -> None:
+def test_empty_input(name: str) -> None:
     loss = getattr(losses, name)
     nothing = torch.zeros(0, dtype=torch.float64)
     indices = torch.zeros(0, dtype=torch.long)
@@ -224,7 +224,7 @@ def test_no_tokens_and_no_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 @pytest.mark.parametrize(("logprob", "behaviour"), [(-0.1, -300.0), (-300.0, -0.1), (-0.0, -0.0)])
-def test_no_ratio_is_too_large_for_float32(name: str, advantage: float, logprob: float, behaviour: float) -> None:
+def test_large_ratios_stay_finite_in_float32(name: str, advantage: float, logprob: float, behaviour: float) -> None:
     tokens = Case([[logprob]], [[behaviour]], [[advantage]], [[1]], [[logprob]]).tokens(torch.float32)
     loss = getattr(losses, name)(tokens)
     loss.sum().backward()
@@ -242,7 +242,7 @@ def test_no_ratio_is_too_large_for_float32(name: str, advantage: float, logprob:
         (9.0, -1.0, 3.0),  # very far above, should fall: with a truncated weight
     ],
 )
-def test_grpo_clips_the_right_side(ratio: float, advantage: float, slope: float) -> None:
+def test_grpo_clips_by_sign_of_the_advantage(ratio: float, advantage: float, slope: float) -> None:
     tokens = Case([[math.log(ratio)]], [[0.0]], [[advantage]], [[0]], [[0.0]]).tokens()
     losses.grpo(tokens).sum().backward()
     assert tokens.logprobs.grad.item() == pytest.approx(slope, abs=1e-9)
@@ -264,8 +264,8 @@ WIDE = {"clip_low": 0.5, "clip_high": 1.0}
     ],
 )
 @pytest.mark.parametrize(("ratio", "advantage"), [(2.0, 1.0), (0.5, -1.0)])
-def test_a_ratio_on_a_bound_is_inside(name: str, options: dict[str, Any], ratio: float, advantage: float) -> None:
-    """At powers of two, which floats hold exactly: there the gradient is whole, and just beyond there is none."""
+def test_clip_bounds_are_inclusive(name: str, options: dict[str, Any], ratio: float, advantage: float) -> None:
+    """Ratios are exact powers of two: full gradient on the bound, none just beyond it."""
     behaviour = HALF if ratio < 1 else 2 * HALF
     for beyond, slope in ((0.0, -ratio * advantage), (1e-6, 0.0)):
         logprob = behaviour + math.log(ratio) + math.copysign(beyond, ratio - 1)
@@ -274,19 +274,19 @@ def test_a_ratio_on_a_bound_is_inside(name: str, options: dict[str, Any], ratio:
         assert tokens.logprobs.grad.item() == pytest.approx(slope, abs=1e-9)
 
 
-def test_dual_clip_drops_what_is_far_too_frequent() -> None:
+def test_dual_clip_removes_gradients_of_large_ratios() -> None:
     for ratio, slope in ((2.9, 2.9), (3.1, 0.0)):
         tokens = Case([[math.log(ratio)]], [[0.0]], [[-1.0]], [[0]], [[0.0]]).tokens()
         losses.ppo(tokens, dual_clip=3.0).sum().backward()
         assert tokens.logprobs.grad.item() == pytest.approx(slope, abs=1e-9)
 
 
-def test_the_approximate_proximal_policy_follows_the_lag() -> None:
+def test_proximal_policy_is_interpolated_by_lag() -> None:
     tokens = Case([[-1.0] * 4], [[-3.0] * 4], [[1.0] * 4], [[0, 1, 2, 4]], [[0.0] * 4]).tokens()
     assert losses.proximal_from_lag(tokens).tolist() == pytest.approx([-1.0, -3.0, -2.0, -1.5])
 
 
-def test_every_loss_is_held_against_its_formula() -> None:
+def test_every_loss_has_a_reference() -> None:
     assert {f.__name__ for f in LOSSES} == set(NAMES)
 
 

@@ -15,5 +15,5 @@ def test_learning_rate_rises_then_falls_to_zero() -> None:
     assert learning_rate("constant", 99, steps=100) == 1.0
 
 
-def test_a_run_that_ends_by_tokens_decays_by_tokens() -> None:
+def test_decay_follows_the_token_budget() -> None:
     assert learning_rate("linear", 1, steps=100, spent=0.75) == 0.25

@@ -60,7 +60,7 @@ class Padded:
 
 
 def trl_loss(data: Padded, loss_type: str, **changes: Any) -> Tensor:
-    """What TRL's GRPO trainer makes of these numbers."""
+    """The result of TRL's GRPO trainer for these inputs."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     arguments = {"delta": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
@@ -204,14 +204,14 @@ def trl_advantages(rewards: Tensor, scale: str, aggregate: str = "sum_then_norma
 def test_advantages() -> None:
     """TRL divides by the sample deviation plus 1e-4, we by the population's: the same up to that factor."""
     flat = REWARDS.reshape(-1, 1)
-    ours = advantages.of_groups(list(REWARDS), advantages.group_mean)
+    ours = advantages.group_advantages(list(REWARDS), advantages.group_mean)
     assert torch.cat(ours).tolist() == pytest.approx(trl_advantages(flat, "none"), abs=1e-6)
-    normalized = advantages.of_groups(list(REWARDS), partial(advantages.group_mean, normalize=True))
+    normalized = advantages.group_advantages(list(REWARDS), partial(advantages.group_mean, normalize=True))
     scaled = [a * g.std(correction=0) / (g.std() + 1e-4) for a, g in zip(normalized, REWARDS, strict=True)]
     assert torch.cat(scaled).tolist() == pytest.approx(trl_advantages(flat, "group"), abs=1e-6)
 
 
-def test_parts_of_a_reward() -> None:
+def test_reward_parts() -> None:
     """GDPO: each part normalised in its group, weighted, added, and normalised over the batch."""
     second = REWARDS.flip(1) * 100 + REWARDS**2
     rule = partial(advantages.group_mean, normalize=True)
@@ -233,5 +233,5 @@ def test_leave_one_out() -> None:
         grouped_sum=grouped.sum(1, keepdim=True), grouped_rewards=grouped,
         scorable_counts=torch.full((3, 1), 4), torch=torch,
     )  # fmt: skip
-    ours = torch.cat(advantages.of_groups(list(REWARDS), advantages.leave_one_out))
+    ours = torch.cat(advantages.group_advantages(list(REWARDS), advantages.leave_one_out))
     assert ours.tolist() == pytest.approx(scope["advantages"].tolist(), abs=1e-6)

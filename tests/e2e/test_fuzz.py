@@ -26,11 +26,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from slipstream.config import load_config
-from slipstream.directory import RunDirectory
+from slipstream.config.loading import load_config
+from slipstream.controller.finish import close
+from slipstream.controller.run_context import RunContext
+from slipstream.controller.setup import probe, resolve_config
 from slipstream.environments.base import Policy, Task
 from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan
-from slipstream.run import Run, _checked
+from slipstream.run import training_loop
+from slipstream.runtime.run_directory import RunDirectory
 
 pytestmark = pytest.mark.e2e
 CASES = int(os.environ.get("SLIPSTREAM_FUZZ_CASES", "300"))
@@ -324,21 +327,21 @@ def test_a_run_goes_on_whatever_clients_send_and_environments_hand_in(
     steps = math.ceil(CASES / 2 / GROUPS) + 2
     config = load_config(None, [
         f"--model.path={tiny}", f"--environment.name={__name__}:FUZZED", "--environment.max_failures=100000",
-        "--environment.time_limit=60", f"--loop.steps={steps}", f"--loop.groups_per_step={GROUPS}",
+        "--environment.timeout=60", f"--loop.steps={steps}", f"--loop.groups_per_step={GROUPS}",
         f"--loop.group_size={MEMBERS}", "--loop.retries=1000", "--sampling.max_tokens=6", "--evaluation.tasks=0",
-        "--generator.threads=1", "--generator.slots=16", "--trainer.threads=1", "--trainer.learning_rate=1e-4",
+        "--generator.threads=1", "--generator.max_num_seqs=16", "--trainer.threads=1", "--trainer.learning_rate=1e-4",
         f"--checkpoint.every={steps}",
     ])  # fmt: skip
 
     async def main() -> dict[str, Any]:
-        run = Run(_checked(config), RunDirectory.create(tmp_path / "run"), quiet=True)
+        run = RunContext(resolve_config(config), RunDirectory.create(tmp_path / "run"), quiet=True)
         try:
-            summary = await run.train()
-            await run._probe()  # engine and trainer still give the same tokens the same log-probabilities
-            assert len(run.pools.generator.living) == 1 and not run.tally.lost
+            summary = await training_loop(run)
+            await probe(run)  # engine and trainer still give the same tokens the same log-probabilities
+            assert len(run.cluster.generator.alive) == 1 and not run.totals.engines_lost
             return summary
         finally:
-            await run.close()
+            await close(run)
 
     summary = asyncio.run(main())
     with capfd.disabled() if "SLIPSTREAM_FUZZ_CASES" in os.environ else contextlib.nullcontext():

@@ -1,7 +1,8 @@
-"""Whole commands in processes of their own, as a user types them."""
+"""Commands in child processes, as a user runs them."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -24,10 +25,14 @@ import kill
 from work import save_model
 
 from slipstream.cli import main
-from slipstream.config import load_config
-from slipstream.run import RunError
+from slipstream.config.loading import load_config
+from slipstream.controller.errors import RunError
+from slipstream.observe.run_data import load_run
+from slipstream.observe.timeline import length, timeline
 from slipstream.run import train as run_training
-from tests.processes import descendants, lives
+from tests import warm
+from tests.observe import tracker_doubles
+from tests.processes import descendants, lives, workers
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
@@ -51,13 +56,16 @@ def options(model: Path, directory: Path, **more: Any) -> list[str]:
     return [f"--{name}={value}" for name, value in values.items()]
 
 
-def start(*arguments: Any, cwd: Path | None = None) -> subprocess.Popen[str]:
+def start(
+    *arguments: Any, cwd: Path | None = None, popen: type[subprocess.Popen[str]] = warm.Command
+) -> subprocess.Popen[str]:
+    """Start a command. With `subprocess.Popen` it imports all that it needs, as for users."""
     command = [sys.executable, "-m", "slipstream.cli", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd)
+    return popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd)
 
 
 def end(process: subprocess.Popen[str], status: int = 0, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """Wait for a command's end. None of the processes that it started may outlive it."""
+    """Wait until a command exits. All processes that it started must have exited too."""
     started: set[int] = set()
     last = time.monotonic() + seconds
     while True:
@@ -73,12 +81,12 @@ def end(process: subprocess.Popen[str], status: int = 0, seconds: float = 120.0)
     return subprocess.CompletedProcess(process.args, status, out, err)
 
 
-def slipstream(*arguments: Any, status: int = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return end(start(*arguments, cwd=cwd), status)
+def slipstream(*arguments: Any, status: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
+    return end(start(*arguments, **more), status)
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    """What a command says that can't be carried out, in this process."""
+    """Run a failing command in this process. Returns its error message."""
     capfd.readouterr()
     assert main([*map(str, arguments)]) == 2
     return capfd.readouterr().err
@@ -88,19 +96,53 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def train(model: Path, directory: Path, **more: Any) -> dict[str, Any]:
+def train(model: Path, directory: Path, popen: Any = warm.Command, **more: Any) -> dict[str, Any]:
     config = directory.parent / "empty.toml"
     config.write_text("")
-    slipstream("train", config, *options(model, directory, **more), cwd=directory.parent)
+    slipstream("train", config, *options(model, directory, **more), cwd=directory.parent, popen=popen)
     summary: dict[str, Any] = json.loads((directory / "summary.json").read_text())
     return summary
+
+
+def events_agree_with_the_records(directory: Path) -> None:
+    run = load_run(directory)
+    found, last = timeline(run), run.metrics[-1]
+    engine, close = found.tracks["engine 0"], functools.partial(pytest.approx, rel=0.01)
+    assert found.window_s == close(last["time/window_s"])
+    assert engine.busy_s == close(last["gen/busy_s"]) and found.trainer.busy_s == close(last["train/busy_s"])
+    assert length(found.trainer.busy) == close(last["train/busy_s"])
+    assert length(found.trainer.waiting) == close(sum(m["time/batch_wait_s"] for m in run.metrics))
+    assert engine.busy_s <= length(engine.busy) <= found.window_s, "forward passes without a request"
+    assert sum(found.fractions(engine).values()) == close(1)
+    publishes = [event for event in run.events if event["kind"] == "publish"]
+    pauses = [1000 * max(end - start for _, start, end in event["pauses"]) for event in publishes]
+    recorded = [m["sync/pause_ms"] for m in run.metrics if m["sync/pause_ms"]]
+    assert recorded and all(any(pause == close(found) for found in pauses) for pause in recorded)
+    assert {event["version"] for event in publishes} == {*range(last["version"] + 1)}
+    visits = {e["visit_id"]: e for e in run.events if e["kind"] == "group"}
+    steps = {e["step"]: e for e in run.events if e["kind"] == "step"}
+    assert list(steps) == [m["step"] for m in run.metrics] == [e["step"] for e in run.events if e["kind"] == "step"]
+    for row in (row for step in run.rollout_steps for row in run.rollouts(step)):
+        step = steps[row["step"]]
+        completions = [c for c in visits[row["visit_id"]]["rollouts"] if c[8] == row["rollout"]]
+        name, began, ended, tokens, oldest, newest, reward, reason, _ = completions[row["turn"]]
+        assert row["visit_id"] in step["visit_ids"] and oldest <= newest <= step["version"]
+        assert (oldest, newest) == (row["spans"][0]["version"], row["spans"][-1]["version"])
+        assert (name, tokens, reason) == (row["engine"], len(row["completion_ids"]), None)
+        assert (reward, began, ended) == pytest.approx((row["reward"], row["started_s"], row["ended_s"]), abs=1e-5)
+        assert began < ended <= step["start"]
+    groups = [
+        {c[8] for c in e["rollouts"]} for e in run.events if e["kind"] == "group" and e["end"] <= last["time/wall_s"]
+    ]
+    assert sum(map(len, groups)) == last["rollout/generated"]
 
 
 def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory = tmp_path / "run"
-    summary = train(model, directory)
+    summary = train(model, directory, subprocess.Popen)
+    assert 'id="texts-0-6"' in (directory / "report.html").read_text()
     assert summary["steps"] == 6 and summary["version"] == 6 and summary["seed"] == 0
     assert summary["rollouts"]["trained"] == 6 * 3 * 4
     assert summary["tokens_trained"] == 6 * 3 * 4 * 6 <= summary["tokens_generated"]
@@ -108,15 +150,19 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path, capfd: 
     assert sum(summary["lag"]["histogram"].values()) == summary["tokens_trained"]
     assert 0 < summary["busy"]["generator"] <= 1 and 0 < summary["busy"]["trainer"] <= 1
     metrics = lines(directory / "metrics.jsonl")
-    assert metrics[-1]["trainer_busy_seconds"] == pytest.approx(sum(m["step_seconds"] for m in metrics))
-    assert 0 < metrics[0]["generator_busy_seconds"] < metrics[-1]["generator_busy_seconds"] <= summary["window_seconds"]
-    table = (ROOT / "docs" / "run-directory.md").read_text().partition("## metrics.jsonl")[2].partition("## ")[0]
-    assert {*metrics[0]} <= set(re.findall(r"`([a-z_/]+)`", table)), "records have names that are not documented"
-    assert summary["publish"]["count"] == 6 and summary["publish"]["hold_ms"]["median"] > 0
+    assert metrics[-1]["train/busy_s"] == pytest.approx(sum(m["time/step_s"] for m in metrics))
+    assert 0 < metrics[0]["gen/busy_s"] < metrics[-1]["gen/busy_s"] <= summary["window_s"]
+    table = (ROOT / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"^\| `([a-z_/]+N?)` \|", table, re.M))
+    found = {re.sub(r"\d+$", "N", name) for name in metrics[0]}
+    assert found <= documented, "records have names that are not documented"
+    assert {*lines(directory / "evaluations.jsonl")[0]} <= documented
+    assert summary["sync"]["publishes"] == 6 and summary["sync"]["pause_ms"]["median"] > 0
     assert 0 <= summary["eval"]["initial"] <= 1 and 0 <= summary["eval"]["final"] <= 1
     assert [e["step"] for e in summary["eval"]["history"]] == [0, 2, 4, 6]
     assert summary["eval"]["history"][-1]["versions"] == [6, 6]
     assert {p.name for p in (directory / "checkpoints").iterdir()} == {"step_4", "step_6"}
+    events_agree_with_the_records(directory)
     rows = pq.read_table(directory / "rollouts").to_pylist()
     for row in rows:
         assert len(row["completion_ids"]) == len(row["logprobs"]) == 6 and row["finish_reason"] == "length"
@@ -129,11 +175,11 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path, capfd: 
     assert (directory / "config.toml").read_text().count("groups_per_step = 3") == 1
 
     said = slipstream("eval", directory, "--tasks", 5, "--json").stdout
-    assert json.loads(said)["tasks"] == 5
+    assert json.loads(said)["eval/tasks"] == 5
     said = slipstream("generate", directory / "policy", "--prompt", "w1 w2", "--max-tokens", 4).stdout
     assert said.startswith("w1 w2") and said.count("w") == 6
     again = refused(capfd, "train", tmp_path / "empty.toml", *options(model, directory))
-    assert "holds a run; go on with" in again
+    assert "holds a run; resume it with" in again
     config = (directory / "config.toml").read_text()
     for flags, said in (
         (["--loop.groups_per_step", "1"], "loop.groups_per_step = 1 can't be changed"),
@@ -159,24 +205,28 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path, capfd: 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_and_resumed_runs_lose_nothing(model: Path, tmp_path: Path, seed: int) -> None:
-    """Two runs here; benchmarks/kill.py does thirty. A synchronous one ends with the bits of an undisturbed one."""
+    """Two runs; benchmarks/kill.py does thirty. A synchronous run ends with bitwise the weights of an uninterrupted
+    one.
+    """
     rng = random.Random(seed)
     max_lag = (0, 2)[seed - 1]
-    killed = kill.run_with_kills(model, tmp_path / "killed", max_lag, rng, kills=2)
+    killed = kill.run_with_kills(model, tmp_path / "killed", max_lag, rng, 2, warm.Command, workers)
     assert len(killed) == 2 and any(step > 4 for _, step in killed), "no kill came after the first checkpoint"
     kill.audit(tmp_path / "killed")
+    events_agree_with_the_records(tmp_path / "killed")
     if max_lag == 0:
-        kill.run_with_kills(model, tmp_path / "undisturbed", 0, rng, kills=0)
+        kill.run_with_kills(model, tmp_path / "undisturbed", 0, rng, 0, warm.Command)
         assert kill.same_bits(kill.weights(tmp_path / "killed"), kill.weights(tmp_path / "undisturbed"))
         assert not kill.same_bits(kill.weights(tmp_path / "killed"), dict(kill.load_file(model / "model.safetensors")))
 
 
 def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path) -> None:
-    """By either signal: the first stops a new run, the second one that went on."""
+    """By either signal: one stops a new run, the other a resumed run. A tracker gets each step once."""
     directory, config = tmp_path / "run", tmp_path / "empty.toml"
     config.write_text("")
     metrics, steps, version = directory / "metrics.jsonl", 0, 0
     endless = {"loop__steps": 2000, "sync__every": 3, "checkpoint__every": 2001, "evaluation__every": 0}
+    endless["observe__trackers"] = json.dumps([f"{tracker_doubles.__file__}:{name}" for name in ("Writes", "Raises")])
     command: list[Any] = ["train", config, *options(model, directory, **endless)]
     for number in (signal.SIGINT, signal.SIGTERM):
         process = start(*command)
@@ -186,14 +236,15 @@ def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path) -> None
         os.kill(process.pid, number)
         done = end(process, seconds=60)
         assert f"{number.name}: stopping after this step" in done.stderr
+        assert done.stderr.count("warning: tracker Raises failed: ConnectionError: no route to the tracker.") == 1
         assert f"slipstream train --resume {directory}" in done.stdout
         summary = json.loads((directory / "summary.json").read_text())
         assert summary["stopped"] == number.name
         before, steps = steps, summary["steps"]
         saved = json.loads((directory / "checkpoints" / f"step_{steps}" / "run.json").read_text())
-        # The weights of a step between two publishes are published, so that the version saved with them is theirs.
+        # A stop between two publishes publishes the last step, so weights and version in the checkpoint match.
         version += steps // 3 - before // 3 + (steps % 3 > 0)
-        assert saved["version"] == summary["version"] == summary["publish"]["count"] == version
+        assert saved["version"] == summary["version"] == summary["sync"]["publishes"] == version
         command = ["train", "--resume", directory]
 
     slipstream("train", "--resume", directory, "--loop.steps", steps + 4, "--loop.max_lag", 0)
@@ -201,17 +252,21 @@ def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path) -> None
     assert resumed["steps"] == steps + 4 and resumed["stopped"] is None
     assert [line["step"] for line in lines(metrics)] == list(range(1, resumed["steps"] + 1))
     assert "max_lag = 0" in (directory / "config.toml").read_text()
+    calls = lines(directory / "calls.jsonl")
+    tracked = [call[1] for call in calls if call[0] == "metrics" and "reward/mean" in call[2]]
+    assert tracked == list(range(1, resumed["steps"] + 1))
+    assert [call[2] for call in calls if call[0] == "finish"] == [True] * 3
 
 
 @pytest.mark.parametrize(
     "more",
     [
         {"sync__link": "checkpoint", "sync__every": 2, "loop__steps": 5, "model__dtype": "bfloat16"},
-        {"sync__link": "checkpoint", "sync__restart": "true", "sync__interruption": "drain", "loop__steps": 2},
-        {"lora__rank": 4, "algorithm__kl": 0.1, "model__dtype": "bfloat16"},
+        {"sync__link": "checkpoint", "sync__restart": "true", "sync__in_flight": "drain", "loop__steps": 2},
+        {"lora__rank": 4, "algorithm__kl_coef": 0.1, "model__dtype": "bfloat16"},
         {
-            "generator__count": 2,
-            "algorithm__filter_equal": "true",
+            "generator__replicas": 2,
+            "algorithm__filter_zero_advantage": "true",
             "loop__max_lag": 3,
             "sampling__top_p": 0.8,
             "sampling__top_k": 20,
@@ -224,11 +279,13 @@ def test_the_modes_of_the_table(model: Path, tmp_path: Path, more: dict[str, Any
     summary = train(model, directory, **more)
     every = more.get("sync__every", 1)
     assert summary["steps"] == more.get("loop__steps", 6)
-    assert summary["publish"]["count"] == summary["version"] == -(-summary["steps"] // every)
+    assert summary["sync"]["publishes"] == summary["version"] == -(-summary["steps"] // every)
     assert summary["lag"]["max"] <= more.get("loop__max_lag", 1)
     metrics = lines(directory / "metrics.jsonl")
-    if "model__dtype" not in more and every == 1:  # the trainer gives each token the probability that it was drawn with
-        assert all(m["mismatch_kl"] < 1e-9 for m in metrics if m["lag_max"] == 0)
+    if (
+        "model__dtype" not in more and every == 1
+    ):  # the trainer's log-probability of each token is the behaviour log-probability
+        assert all(m["policy/mismatch_kl"] < 1e-9 for m in metrics if m["lag/max"] == 0)
     if "lora__rank" in more:
         assert (directory / "policy" / "adapter_config.json").exists()
         assert slipstream("generate", directory, "--prompt", "w1", "--max-tokens", 3).stdout
@@ -238,7 +295,7 @@ def test_the_modes_of_the_table(model: Path, tmp_path: Path, more: dict[str, Any
 def test_adapters_that_a_run_has_trained_are_evaluated(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By their own scale, as the run itself has measured them at its end, and from another directory than its own."""
+    """Scores match those at the end of the run, from another working directory too."""
     directory = tmp_path / "run"
     lora = {"lora__rank": 4, "lora__alpha": 16.0, "trainer__learning_rate": 0.05}
     (tmp_path / "start").symlink_to(model)
@@ -250,14 +307,16 @@ def test_adapters_that_a_run_has_trained_are_evaluated(
     assert main(["eval", str(directory), "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     last = lines(directory / "evaluations.jsonl")[-1]
-    assert found["score"] == trained["eval"]["final"] and found["samples"] == last["samples"]
+    assert found["eval/score"] == trained["eval"]["final"] and found["samples"] == last["samples"]
     assert last["samples"] != lines(directory / "evaluations.jsonl")[0]["samples"], "nothing was learned to be seen"
     assert main(["generate", str(directory), "--prompt", "w1 w2", "--max-tokens", "4"]) == 0
     assert capfd.readouterr().out.count("w") == 6
 
 
 def test_the_last_checkpoint_holds_the_last_version_and_evaluation(model: Path, tmp_path: Path) -> None:
-    """Whether one of that step was written before (4, of 4) or not (5); going on from it (5 again) repeats nothing."""
+    """Whether a checkpoint of that step was written before (4, of 4) or not (5); resuming from it (5 again) repeats
+    no work.
+    """
     directory = tmp_path / "run"
     train(model, directory, loop__steps=4, sync__every=2, checkpoint__every=2)
     for steps, evaluated in ((4, [0, 2, 4]), (5, [0, 2, 4, 5]), (5, [0, 2, 4, 5])):
@@ -266,7 +325,7 @@ def test_the_last_checkpoint_holds_the_last_version_and_evaluation(model: Path, 
         summary = json.loads((directory / "summary.json").read_text())
         saved = json.loads((directory / "checkpoints" / f"step_{steps}" / "run.json").read_text())
         assert summary["steps"] == steps and summary["version"] == saved["version"] == -(-steps // 2)
-        assert [e["step"] for e in saved["tally"]["evaluations"]] == evaluated
+        assert [e["step"] for e in saved["totals"]["evaluations"]] == evaluated
         assert [e["step"] for e in lines(directory / "evaluations.jsonl")] == evaluated
         assert summary["eval"]["history"][-1]["versions"] == [summary["version"]] * 2
 
@@ -293,7 +352,7 @@ class Sometimes:
         return float(completion.token_ids[0] % 3)
 
 class Equal(Sometimes):
-    # No group has signal; and `close` is not async.
+    # All groups have zero advantages, and `close` is not async.
     async def rollout(self, task, policy):
         await policy.sample(task.prompt)
         return 1.0
@@ -308,7 +367,7 @@ class Always(Sometimes):
 
 def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
-    named = {"environment__options": "{}", "environment__time_limit": 3}
+    named = {"environment__options": "{}", "environment__timeout": 3}
     (tmp_path / "empty.toml").write_text("")
     some = options(model, tmp_path / "some", environment__name=f"{tmp_path / 'broken.py'}:Sometimes", **named)
     said = " ".join(slipstream("train", tmp_path / "empty.toml", *some).stderr.split())
@@ -317,7 +376,7 @@ def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path
     assert f"warning: task 3 is left out from now on: it {last}" in said
     summary = json.loads((tmp_path / "some" / "summary.json").read_text())
     assert summary["steps"] == 6
-    assert summary["given_up_tasks"] == {"7": "prompt of 5000 tokens", "3": "KeyError"}
+    assert summary["tasks_retired"] == {"7": "prompt of 5000 tokens", "3": "KeyError"}
     assert summary["failures"]["ValueError"] > 5 and summary["failures"]["reward is nan"] > 5
     assert summary["failures"]["blocked the event loop"] == 1
     counts = summary["rollouts"]
@@ -336,10 +395,11 @@ def test_groups_without_signal_are_warned_of_once(model: Path, tmp_path: Path) -
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "empty.toml").write_text("")
     late = {"environment__name": f"{tmp_path / 'broken.py'}:Equal", "environment__options": "{}"}
-    flags = options(model, tmp_path / "run", **late, algorithm__filter_equal="true", loop__steps=2)
+    flags = options(model, tmp_path / "run", **late, algorithm__filter_zero_advantage="true", loop__steps=2)
     done = slipstream("train", tmp_path / "empty.toml", *flags)
     said = (
-        "warning: the last 60 groups had advantages of 0 and were replaced; after algorithm.filter_most = 60 in a row"
+        "warning: the last 60 groups had advantages of 0 and were replaced; after "
+        "algorithm.max_filtered_in_a_row = 60 in a row"
     )
     assert " ".join(done.stderr.split()).count(said) == 1
     counts = json.loads((tmp_path / "run" / "summary.json").read_text())["rollouts"]
@@ -382,7 +442,8 @@ def test_an_evaluation_says_why_episodes_failed_and_fails_if_all_did(
     last = "KeyError: 'no answer to 4'"
     assert err.splitlines()[-1] == f"slipstream: 2 of 6 held-out tasks failed, the last with: {last}"
     status, out, err = evaluated("Some", "--json")
-    assert status == 0 and json.loads(out)["failures"] == {"KeyError": 2} and json.loads(out)["last_failure"] == last
+    found = json.loads(out)
+    assert status == 0 and found["eval/failures"] == {"KeyError": 2} and found["last_failure"] == last
     status, out, err = evaluated("None_")
     assert status == 1 and not out
     assert err.splitlines()[-1].startswith("slipstream: all 6 held-out tasks failed, the last with: KeyError: 'no")
@@ -418,7 +479,9 @@ def test_an_agent_that_knows_nothing_but_a_url_is_trained(model: Path, tmp_path:
     summary = train(model, directory, **named, loop__max_lag=2)
     assert summary["steps"] == 6 and not summary["failures"]
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert all(m["mismatch_kl"] < 1e-9 for m in metrics if m["lag_max"] == 0)  # temperature and top-p are replayed
+    assert all(
+        m["policy/mismatch_kl"] < 1e-9 for m in metrics if m["lag/max"] == 0
+    )  # temperature and top-p are replayed
     missing = options(model, tmp_path / "missing", **named | {"environment__options": "{ missing = true }"})
     said = slipstream("train", tmp_path / "empty.toml", *missing, status=2).stderr
     assert said.strip().splitlines()[-1].endswith("needs aiohttp: pip install 'slipstream-rl[endpoint]'")
@@ -430,12 +493,12 @@ def test_an_agent_is_trained_with_vllm_behind_its_url(tmp_path: Path) -> None:
     save_model("1M", model)
     (tmp_path / "agent.py").write_text(AGENT)
     named = {"environment__name": f"{tmp_path / 'agent.py'}:Agent", "environment__options": "{}"}
-    vllm = {"generator__kind": "vllm", "generator__slots": 8, "sampling__top_k": 8, "loop__max_lag": 1}
+    vllm = {"generator__engine": "vllm", "generator__max_num_seqs": 8, "sampling__top_k": 8, "loop__max_lag": 1}
     directory = tmp_path / "run"
     summary = train(model, directory, **named, **vllm)
     assert summary["steps"] == 6 and not summary["failures"]
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert all(m["mismatch_kl"] < 1e-9 for m in metrics if m["lag_max"] == 0)
+    assert all(m["policy/mismatch_kl"] < 1e-9 for m in metrics if m["lag/max"] == 0)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +519,7 @@ def test_an_agent_is_trained_with_vllm_behind_its_url(tmp_path: Path) -> None:
                 "empty.toml",
                 "--model.path=MODEL",
                 "--environment.name=WORK",
-                "--generator.context=16",
+                "--generator.max_model_len=16",
                 "--sampling.max_tokens=8",
             ],
             "the prompts of all training tasks leave no room in the context of 16 tokens; shorten them",
@@ -493,10 +556,15 @@ def test_a_users_mistake_is_one_line(
 
 
 def test_a_mistake_found_late_is_all_that_a_process_says(model: Path, tmp_path: Path) -> None:
-    """By then everything has been imported, and nothing of that is to be seen."""
+    """The error is printed on one line, although all modules are imported by then."""
     (tmp_path / "empty.toml").write_text("")
     done = slipstream(
-        "train", "empty.toml", *options(model, tmp_path / "run", generator__device="cuda:9"), status=2, cwd=tmp_path
+        "train",
+        "empty.toml",
+        *options(model, tmp_path / "run", generator__device="cuda:9"),
+        status=2,
+        cwd=tmp_path,
+        popen=subprocess.Popen,
     )
     assert done.stderr.startswith("slipstream: ") and "cuda:9" in done.stderr and not done.stdout
     assert done.stderr.strip().count("\n") == 0, done.stderr
@@ -508,18 +576,18 @@ def test_a_start_that_fails_leaves_its_directory_free(
     async def fail(*_: Any) -> None:
         raise RunError("no engine starts")
 
-    monkeypatch.setattr("slipstream.run.Pools.start", fail)
+    monkeypatch.setattr("slipstream.controller.launch.Cluster.start", fail)
     config = load_config(None, options(model, tmp_path / "run"))
-    for _ in range(2):  # the second time it would be taken
+    for _ in range(2):  # a directory that stayed behind would be refused the second time
         with pytest.raises(RunError, match="no engine starts"):
             run_training(config, quiet=True)
 
 
 def test_help_and_config_are_for_people() -> None:
-    assert "examples:" in slipstream("--help").stdout
-    assert "--resume" in slipstream("train", "--help").stdout
+    assert "examples:" in slipstream("--help", popen=subprocess.Popen).stdout
+    assert "--resume" in slipstream("train", "--help", popen=subprocess.Popen).stdout
     shown = slipstream("config", "--loop.max_lag", "3").stdout
-    assert "max_lag = 3" in shown and "# Versions that a trained token may be behind" in shown
+    assert "max_lag = 3" in shown and "# Most versions between sampling and training of a token" in shown
 
 
 def test_episodes_of_several_turns_and_roles_are_trained_on(model: Path, tmp_path: Path) -> None:
@@ -540,11 +608,11 @@ def test_episodes_of_several_turns_and_roles_are_trained_on(model: Path, tmp_pat
     )
     rows = pq.read_table(tmp_path / "run" / "rollouts").to_pylist()
     assert {(r["role"], r["turn"]) for r in rows} == {("asks", 0), ("asks", 1), ("answers", 0)}
-    for entry in {(r["step"], r["entry"]) for r in rows}:
+    for entry in {(r["step"], r["visit_id"]) for r in rows}:
         for role in ("asks", "answers"):
-            own = [r["advantage"] for r in rows if (r["step"], r["entry"]) == entry and r["role"] == role]
+            own = [r["advantage"] for r in rows if (r["step"], r["visit_id"]) == entry and r["role"] == role]
             assert sum(own) == pytest.approx(0.0, abs=1e-6)
     last = lines(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert last["metric/reward/asks"] >= 0 >= last["metric/reward/answers"] and last["metric/ended/turns"] == 1.0
+    assert last["env/reward/asks"] >= 0 >= last["env/reward/answers"] and last["env/ended/turns"] == 1.0
     counts = summary["rollouts"]
     assert counts["generated"] == sum(v for k, v in counts.items() if k != "generated")

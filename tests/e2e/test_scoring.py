@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.serialization import read_lines
+from slipstream.runtime.serialization import read_lines
 from tests.e2e.test_runs import lines, model, slipstream, train  # noqa: F401
 
 pytestmark = pytest.mark.e2e
@@ -31,20 +31,25 @@ def score(task, rollout):
 """
 
 
-def test_a_run_may_go_on_with_a_teacher_that_it_did_not_have(model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_may_be_resumed_with_a_new_teacher(model: Path, tmp_path: Path) -> None:  # noqa: F811
     """What is in the buffer then has no log-probabilities of one, and the loss needs them."""
     directory = tmp_path / "run"
-    summary = train(model, directory, loop__max_lag=3, loop__hold_lag="true", loop__steps=40, loop__tokens=150)
+    summary = train(model, directory, loop__max_lag=3, loop__force_max_lag="true", loop__steps=40, loop__max_tokens=150)
     ready = read_lines(max((directory / "checkpoints").glob("*/ready_*.jsonl")))
     assert ready and not any(rollout.teacher for group in ready for rollout in group.rollouts)
     distill = "--algorithm.loss=slipstream.algorithms.distillation:reverse_kl"
-    more = (f"--loop.steps={summary['steps'] + 5}", "--loop.tokens=0", f"--teacher.path={model}", "--teacher.threads=1")
+    more = (
+        f"--loop.steps={summary['steps'] + 5}",
+        "--loop.max_tokens=0",
+        f"--teacher.path={model}",
+        "--teacher.threads=1",
+    )
     slipstream("train", "--resume", directory, distill, *more)
     rows = pq.read_table(directory / "rollouts").to_pylist()
     assert all(len(row["teacher"]) == len(row["logprobs"]) for row in rows if row["step"] > summary["steps"])
 
 
-def test_a_function_scores_and_the_policy_of_an_earlier_version_teaches(model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_function_scores_and_an_earlier_policy_version_is_the_teacher(model: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "mine.py").write_text(SCORER)
     mine: dict[str, Any] = {
         "environment__name": f"{tmp_path / 'mine.py'}:Silent", "environment__options": "{}",
@@ -55,7 +60,7 @@ def test_a_function_scores_and_the_policy_of_an_earlier_version_teaches(model: P
     summary = train(model, directory, **mine)
     assert summary["scoring"]["scored"] >= 72 and not summary["failures"]
     for line in lines(directory / "metrics.jsonl"):
-        names = {"scored", "scoring", "scoring_queue", "scoring_seconds", "scoring_wait_seconds", "scoring_retries"}
+        names = {f"scoring/{name}" for name in ("scored", "in_flight", "queued", "mean_s", "mean_wait_s", "retries")}
         assert names <= line.keys()
     rows = pq.read_table(directory / "rollouts").to_pylist()
     gaps = set()

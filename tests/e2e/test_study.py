@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from slipstream.client import attach
 from tests.e2e.test_runs import end, kill, lines, model, options, slipstream, start  # noqa: F401
 
 pytestmark = pytest.mark.e2e
 OURS = ("--run.dir", "--loop.max_lag", "--loop.steps")
 TOKENS, STEP = 4500, 3 * 4 * 6
+SELDOM = {"checkpoint__every": 10, "evaluation__every": 15}
 
 
 def test_a_study_that_is_stopped_goes_on(model: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Stopped in its second run, and killed in what was left of that."""
+    """Stopped in its second run, and killed in what was left of that: the run itself continues, and is waited for."""
     directory, config = tmp_path / "study", tmp_path / "task.toml"
     config.write_text("")
-    flags = [f for f in options(model, directory, loop__tokens=TOKENS) if not f.startswith(OURS)]
+    flags = [f for f in options(model, directory, loop__max_tokens=TOKENS, **SELDOM) if not f.startswith(OURS)]
     command = ["study", "lag", config, "--lags=0,3", "--corrections=default", "--seeds=1", "--dir", directory, *flags]
     second, log = directory / "lag3-default-seed0", directory / "runs.jsonl"
     summaries, started = [], []
@@ -30,14 +33,24 @@ def test_a_study_that_is_stopped_goes_on(model: Path, tmp_path: Path) -> None:  
         last = time.monotonic() + 100
         while kill.steps_done(second) < before + 3 and time.monotonic() < last:
             time.sleep(0.02)
+        if number == signal.SIGKILL:
+            run = attach(second).status()["pid"]
+            os.kill(run, signal.SIGSTOP)
         process.send_signal(number)
         process.communicate(timeout=60)
         assert process.returncode == status
         summaries.append((directory / "lag0-default-seed0" / "summary.json").read_bytes())
         started.append(len(lines(log)))
 
-    done = slipstream(*command)
-    assert "2 runs" in done.stderr and "1 of them done" in done.stderr
+    process = start(*command)
+    assert process.stderr
+    said = ""
+    while "another process runs it; waiting for that one" not in said:
+        said += process.stderr.readline()
+        assert process.poll() is None, said
+    assert "2 runs" in said and "1 of them done" in said
+    os.kill(run, signal.SIGCONT)
+    end(process)
     assert set(summaries) == {(directory / "lag0-default-seed0" / "summary.json").read_bytes()}
     gone_on = [line["run"] for line in lines(log)][started[0] :]
     assert gone_on == [second.name] * (1 + started[1] - started[0]), "a run that had ended was started again"
@@ -65,7 +78,7 @@ def test_a_run_that_fails_costs_itself_alone(model: Path, tmp_path: Path) -> Non
     config = tmp_path / "task.toml"
     config.write_text("")
     flags = [f for f in options(tmp_path / "gone", tmp_path) if not f.startswith(OURS)]
-    command = ["study", "lag", config, "--lags=0,1", "--corrections=default", "--seeds=1", "--loop.tokens=500"]
+    command = ["study", "lag", config, "--lags=0,1", "--corrections=default", "--seeds=1", "--loop.max_tokens=500"]
     failed = slipstream(*command, "--dir", tmp_path / "study", "--jobs=2", *flags, status=1)
     for lag in (0, 1):
         assert f"lag {lag}, default, seed 0 failed (status 2): slipstream: model.path" in failed.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,21 +26,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.e2e
 def test_a_command_of_its_own_says_so(model: Path) -> None:
-    done = slipstream("verify", model, "--sync.link=shared")
+    done = slipstream("verify", model, "--sync.link=shared", popen=subprocess.Popen)
     assert done.stdout.strip().endswith("EXACT") and "NOT EXACT" not in done.stdout
+
+
+@pytest.mark.e2e
+def test_a_model_that_repeats_its_last_token_is_changed_until_it_does_not(tmp_path: Path) -> None:
+    """As an untrained one with tied embeddings."""
+    model = build_model(hidden_size=128, eos_token_id=1, pad_token_id=0)
+    for name, parameter in model.named_parameters():  # as they are without `build_model`
+        if parameter.ndim > 1:
+            parameter.data.mul_(1 / 8 if "embed" in name else 1 / 4)
+    model.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    done = slipstream("verify", tmp_path, "--sync.link=shared")
+    assert done.stderr == "A and B answer every prompt alike; once more with a larger change\n"
+    assert done.stdout.endswith(" EXACT\n") and "NOT" not in done.stdout
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        pytest.param(["--generator.kind=vllm", "--sync.link=nccl", "--tokens=1000"], 0, "EXACT", marks=needs_vllm),
+        pytest.param(["--generator.engine=vllm", "--sync.link=nccl", "--tokens=1000"], 0, "EXACT", marks=needs_vllm),
         pytest.param(
             [
-                "--generator.kind=vllm",
+                "--generator.engine=vllm",
                 "--sync.link=checkpoint",
                 "--sync.restart=true",
-                "--sync.interruption=retry",
+                "--sync.in_flight=retry",
                 "--tokens=1000",
             ],
             0,
@@ -47,17 +62,17 @@ def test_a_command_of_its_own_says_so(model: Path) -> None:
             marks=needs_vllm,
         ),
         (["--sync.placement=colocated"], 0, "EXACT"),
-        (["--sync.interruption=retry"], 0, "tokens were thrown away"),
+        (["--sync.in_flight=retry"], 0, "tokens were discarded"),
         pytest.param(
-            ["--generator.kind=vllm", "--sync.link=lora", "--lora.rank=8"],  # recompute is no way there
+            ["--generator.engine=vllm", "--sync.link=lora", "--lora.rank=8"],  # recompute is no way there
             0,
             "EXACT",
             marks=needs_vllm,
         ),
-        (["--sync.link=checkpoint", "--sync.interruption=continue", "--tokens=200"], 1, "NOT EXACT"),
+        (["--sync.link=checkpoint", "--sync.in_flight=continue", "--tokens=200"], 1, "NOT EXACT"),
         (["--tokens", "4", "--after", "400"], 1, "NOT SEEN: nothing was in flight at the publish: raise --tokens"),
         (["--tokens", "0"], 2, "--tokens 0 --after 16 compares nothing"),
-        (["--generator.context=6", "--sampling.max_tokens=1"], 1, "slipstream: "),
+        (["--generator.max_model_len=6", "--sampling.max_tokens=1"], 1, "slipstream: "),
     ],
 )
 def test_verify(flags: list[str], status: int, said: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:

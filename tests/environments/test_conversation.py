@@ -12,16 +12,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.actor import ActorDied
-from slipstream.config import ConfigError
-from slipstream.environments.base import Codec, Policy, Task
-from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
+from slipstream.config.schema import ConfigError
+from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import attempt
+from slipstream.environments.episode import EpisodeOptions, run_episode
 from slipstream.environments.tools import Call, Tools, hermes, plain
 from slipstream.generators.base import ContextFull, EngineFailed, GenerationError
-from slipstream.packed.packing import bundle, pack
-from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan, ids, rewards_of_turns, samples_of
+from slipstream.model.packing import group_by_prefix, pack
+from slipstream.rollout import (
+    Completion,
+    Rollout,
+    Sampling,
+    StepReward,
+    VersionSpan,
+    build_samples,
+    int32_array,
+    turn_rewards_to_steps,
+)
+from slipstream.runtime.worker import WorkerDied
 from tests.conftest import build_tokenizer
 
 CHATML = (
@@ -81,9 +90,9 @@ class Letters:
     async def close(self) -> None: ...
 
 
-def policy(template: str | None, *texts: str, limits: Limits = UNLIMITED, **options: Any) -> Policy:
+def policy(template: str | None, *texts: str, limits: ConversationLimits = UNLIMITED, **options: Any) -> Policy:
     tokenizer = chat_tokenizer(template)
-    return Policy(Letters(tokenizer, *texts, **options), Codec(tokenizer), Sampling(), "0", limits=limits)
+    return Policy(Letters(tokenizer, *texts, **options), ChatTokenizer(tokenizer), Sampling(), "0", limits=limits)
 
 
 def prompts(policy: Policy) -> list[str]:
@@ -97,16 +106,16 @@ def run(episode: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 def trained_on(policy: Policy) -> list[str]:
     """What of each sequence the trainer gets to learn, as the packed micro-batch has it."""
-    samples = samples_of(policy.completions, 1.0)
-    batch = pack(samples, bundle(samples, 10_000), torch.device("cpu"))
+    samples = build_samples(policy.completions, 1.0)
+    batch = pack(samples, group_by_prefix(samples, 10_000), torch.device("cpu"))
     drawn = [i for c in policy.completions for i in c.token_ids]
     assert sorted(batch.targets.tolist()) == sorted(drawn) and batch.advantages.tolist() == [1.0] * len(drawn)
-    decode = policy._codec._tokenizer.decode
+    decode = policy.tokenizer._tokenizer.decode
     return [decode(batch.targets[batch.sequences == n].tolist()) for n in range(len(samples))]
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMS])
-def test_turns_are_one_sequence_and_only_what_was_drawn_is_trained_on(template: str) -> None:
+def test_turns_are_one_sequence_and_only_sampled_tokens_are_trained_on(template: str) -> None:
     it = policy(template, "hohoho", "12 \n", "edh…", "ab")
 
     async def episode() -> Conversation:
@@ -117,7 +126,7 @@ def test_turns_are_one_sequence_and_only_what_was_drawn_is_trained_on(template: 
         return chat
 
     chat = run(episode)
-    [sample] = samples_of(it.completions)
+    [sample] = build_samples(it.completions)
     for before, after in zip(it.completions, it.completions[1:], strict=False):
         read = before.prompt_ids + before.token_ids
         assert after.prompt_ids[: len(read)] == read
@@ -129,11 +138,11 @@ def test_turns_are_one_sequence_and_only_what_was_drawn_is_trained_on(template: 
         "edh<|im_end|>\n<|im_start|>user\nend<|im_end|>\n<|im_start|>assistant\n"
     )
     assert trained_on(it) == ["hohoho<|im_end|>12 \n<|im_end|>edhab<|im_end|>"]
-    assert len(sample.drawn) == sum(len(c.token_ids) for c in it.completions)
+    assert len(sample.sampled_positions) == sum(len(c.token_ids) for c in it.completions)
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_template_that_rewrites_history_begins_a_new_sequence(keep: bool) -> None:
+def test_a_template_that_rewrites_history_starts_a_new_sequence(keep: bool) -> None:
     it = policy(FORGETS, "hmm</think>12", "2")
 
     async def episode() -> Rollout:
@@ -143,14 +152,14 @@ def test_a_template_that_rewrites_history_begins_a_new_sequence(keep: bool) -> N
         return it.rollout(1.0)
 
     rollout = run(episode)
-    assert rollout.metrics["forks"] == (not keep) and len(samples_of(it.completions)) == (1 if keep else 2)
+    assert rollout.metrics["forks"] == (not keep) and len(build_samples(it.completions)) == (1 if keep else 2)
     assert ("hmm</think>12" in prompts(it)[1]) is keep and "12<|im_end|>" in prompts(it)[1]
     assert trained_on(it) == (
         ["hmm</think>12<|im_end|>2<|im_end|>"] if keep else ["hmm</think>12<|im_end|>", "2<|im_end|>"]
     )
 
 
-def test_without_a_template_text_is_read_as_it_is() -> None:
+def test_without_a_template_texts_are_concatenated() -> None:
     it = policy(None, "12", "ab…", "c")
 
     async def episode() -> None:
@@ -180,7 +189,7 @@ async def slow() -> None:
     await asyncio.sleep(60)
 
 
-def test_tools_are_run_and_the_model_is_told() -> None:
+def test_tool_results_are_returned_to_the_model() -> None:
     it = policy(CHATML, 'hm <tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>', "42", "bye")
 
     async def episode() -> Rollout:
@@ -193,7 +202,7 @@ def test_tools_are_run_and_the_model_is_told() -> None:
     assert rollout.metrics["tool_calls"] == 1 and rollout.metrics["tool_errors"] == 0 and rollout.metrics["turns"] == 3
     assert prompts(it)[0].startswith("<|im_start|>system\ndouble <|im_end|>")
     assert prompts(it)[1].endswith("<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")
-    assert len(samples_of(it.completions)) == 1
+    assert len(build_samples(it.completions)) == 1
 
 
 @pytest.mark.parametrize(
@@ -208,7 +217,7 @@ def test_tools_are_run_and_the_model_is_told() -> None:
         ("hangs()", "error: took longer than 0.2 s"),
     ],
 )
-def test_what_goes_wrong_with_a_tool_is_told_to_the_model(said: str, told: str) -> None:
+def test_tool_errors_are_returned_to_the_model(said: str, told: str) -> None:
     it = policy(None, said, "so")
 
     async def episode() -> Conversation:
@@ -222,15 +231,15 @@ def test_what_goes_wrong_with_a_tool_is_told_to_the_model(said: str, told: str) 
     assert prompts(it)[1] == f"?{said}<eos>\n{chat.messages[-2]['content']}\n"
 
 
-def test_an_agent_behind_a_url_gets_calls_of_its_tools_as_such() -> None:
+def test_the_endpoint_returns_tool_calls() -> None:
     aiohttp = pytest.importorskip("aiohttp")
     call = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'
     tokenizer = chat_tokenizer(CHATML)
-    codec = Codec(tokenizer)
-    endpoint = Endpoint(codec)
+    chat = ChatTokenizer(tokenizer)
+    endpoint = Endpoint(chat)
     beside = [f"hm {call}", f"{call}\nso 42", f"{call} or {call}"]
     it = Policy(
-        Letters(tokenizer, call, "42", *beside, f"{call}\n{call}\n"), codec, Sampling(max_tokens=200), "0", endpoint
+        Letters(tokenizer, call, "42", *beside, f"{call}\n{call}\n"), chat, Sampling(max_tokens=200), "0", endpoint
     )
     tools = [{"type": "function", "function": {"name": "double"}}]
 
@@ -262,7 +271,7 @@ def test_an_agent_behind_a_url_gets_calls_of_its_tools_as_such() -> None:
     assert prompts(it)[1].endswith(f"{call}<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_calls_are_found_in_text() -> None:
+def test_tool_calls_are_parsed() -> None:
     good = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "</a>"]}}\n</tool_call>'
     assert hermes(f"hm {good} and {good}") == [Call("f", {"x": [1, "</a>"]})] * 2
     assert hermes('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}') == [Call("f", {"x": 1})]
@@ -280,15 +289,15 @@ def test_calls_are_found_in_text() -> None:
 @pytest.mark.parametrize(
     ("limits", "options", "ended", "turns", "tokens"),
     [
-        (Limits(turns=2), {}, "turns", 2, 6),
-        (Limits(tokens=5), {}, "tokens", 2, 5),
-        (Limits(tokens=6), {}, "tokens", 2, 6),
-        (Limits(seconds=0.25), {"seconds": 0.1}, "seconds", 2, 6),
+        (ConversationLimits(turns=2), {}, "turns", 2, 6),
+        (ConversationLimits(tokens=5), {}, "tokens", 2, 5),
+        (ConversationLimits(tokens=6), {}, "tokens", 2, 6),
+        (ConversationLimits(seconds=0.25), {"seconds": 0.1}, "seconds", 2, 6),
         (UNLIMITED, {"context": 7}, "context", 2, 6),
     ],
 )
-def test_a_limit_ends_an_episode_with_what_it_has(
-    limits: Limits, options: dict[str, Any], ended: str, turns: int, tokens: int
+def test_a_limit_ends_a_conversation_and_keeps_its_turns(
+    limits: ConversationLimits, options: dict[str, Any], ended: str, turns: int, tokens: int
 ) -> None:
     class Asks:
         train = test = (Task("t", "a"),)
@@ -302,7 +311,7 @@ def test_a_limit_ends_an_episode_with_what_it_has(
 
     async def episode() -> Rollout:
         it = policy(None, *["12"] * 9, limits=limits, **options)
-        [rollout] = await attempt(Asks(), Asks.train[0], it, 30.0)
+        [rollout] = await run_episode(Asks(), Asks.train[0], it, EpisodeOptions(30.0))
         return rollout
 
     rollout = run(episode)
@@ -312,10 +321,11 @@ def test_a_limit_ends_an_episode_with_what_it_has(
 
 
 @pytest.mark.parametrize(
-    ("limits", "option"), [(Limits(turns=2), "turns = 2"), (Limits(tokens=5, seconds=9.0), "tokens = 5")]
+    ("limits", "option"),
+    [(ConversationLimits(turns=2), "turns = 2"), (ConversationLimits(tokens=5, seconds=9.0), "tokens = 5")],
 )
 @pytest.mark.parametrize("where", ["sample", "base_url"])
-def test_a_limit_that_would_be_ignored_is_refused_by_name(limits: Limits, option: str, where: str) -> None:
+def test_limits_without_a_conversation_raise(limits: ConversationLimits, option: str, where: str) -> None:
     """And that is no failure of the episode, which would be tried again."""
 
     class Samples:
@@ -328,17 +338,17 @@ def test_a_limit_that_would_be_ignored_is_refused_by_name(limits: Limits, option
 
     it = policy(None, "12", "34", limits=limits)
     with pytest.raises(ConfigError, match=rf"^environment.{option} .*policy.{where}\(\); leave it out"):
-        run(lambda: attempt(Samples(), Samples.train[0], it, 10.0))
+        run(lambda: run_episode(Samples(), Samples.train[0], it, EpisodeOptions(10.0)))
     assert len(it.completions) == 1
 
 
-def test_a_prompt_that_can_never_be_served_fails_the_episode() -> None:
+def test_a_first_prompt_longer_than_the_context_fails_the_episode() -> None:
     with pytest.raises(ContextFull):
         run(lambda: policy(None, "1", context=1).conversation().ask("too long"))
 
 
-@pytest.mark.parametrize("error", [EngineFailed("no memory"), GenerationError("top_k can't be"), ActorDied("killed")])
-def test_an_engine_that_fails_ends_no_conversation_as_if_all_were_well(error: Exception) -> None:
+@pytest.mark.parametrize("error", [EngineFailed("no memory"), GenerationError("top_k can't be"), WorkerDied("killed")])
+def test_an_engine_failure_is_raised_in_a_conversation(error: Exception) -> None:
     """The episode fails: what it has is not what the policy would have come to."""
     it = policy(None, "12", "34")
 
@@ -356,7 +366,7 @@ def test_an_engine_that_fails_ends_no_conversation_as_if_all_were_well(error: Ex
     run(episode)
 
 
-def test_an_episode_of_two_roles_has_a_rollout_of_each() -> None:
+def test_an_episode_of_two_roles_has_one_rollout_for_each() -> None:
     class Both:
         train = test = (Task("t", "a"),)
 
@@ -368,28 +378,28 @@ def test_an_episode_of_two_roles_has_a_rollout_of_each() -> None:
             return [proposer.rollout(1.0, role="proposer"), solver.rollout(float(answer == "3"), role="solver")]
 
     it = policy(None, "1+2", "3", "12+2")
-    proposer, solver = run(lambda: attempt(Both(), Both.train[0], it, 10.0))
+    proposer, solver = run(lambda: run_episode(Both(), Both.train[0], it, EpisodeOptions(10.0)))
     assert [proposer.role, solver.role] == ["proposer", "solver"] and solver.reward == 1.0
     assert [c.text for c in proposer.completions] == ["1+2", "12+2"] and [c.text for c in solver.completions] == ["3"]
-    assert len(samples_of(proposer.completions)) == len(samples_of(solver.completions)) == 1
+    assert len(build_samples(proposer.completions)) == len(build_samples(solver.completions)) == 1
 
 
 TOKENS = st.lists(st.integers(2, 5), max_size=3).map(tuple)
 
 
 @given(st.data())
-def test_whatever_continues_is_merged_and_every_drawn_token_is_trained_on_once_after_what_it_was_drawn_after(
+def test_continued_turns_are_merged_and_every_sampled_token_is_trained_on_once_in_its_context(
     data: st.DataObject,
 ) -> None:
     completions: list[Completion] = []
     for number in range(data.draw(st.integers(1, 6))):
         continued = data.draw(st.sampled_from([None, *completions]))
-        before = continued.prompt_ids + continued.token_ids if continued else ids([1])
-        prompt, drawn = before + ids(data.draw(TOKENS)), data.draw(TOKENS)
+        before = continued.prompt_ids + continued.token_ids if continued else int32_array([1])
+        prompt, drawn = before + int32_array(data.draw(TOKENS)), data.draw(TOKENS)
         versions = (VersionSpan(number, 0, len(drawn)),) if drawn else ()
         logprobs = tuple(-number - i / 10 for i in range(len(drawn)))
         completions.append(Completion(prompt, drawn, logprobs, versions, "stop"))
-    samples = samples_of(completions, [float(n) for n, c in enumerate(completions) for _ in c.token_ids])
+    samples = build_samples(completions, [float(n) for n, c in enumerate(completions) for _ in c.token_ids])
     wanted = sorted(
         (c.prompt_ids + c.token_ids[:i], token, c.logprobs[i], float(n), n)
         for n, c in enumerate(completions)
@@ -398,19 +408,20 @@ def test_whatever_continues_is_merged_and_every_drawn_token_is_trained_on_once_a
     found = sorted(
         (s.token_ids[:at], s.token_ids[at], s.logprobs[i], s.advantages[i], s.versions[i])
         for s in samples
-        for i, at in enumerate(s.drawn)
+        for i, at in enumerate(s.sampled_positions)
     )
     assert found == wanted
     assert len(samples) <= len([c for c in completions if c.token_ids])
     for sample in samples:
-        assert sample.drawn[-1] == len(sample.token_ids) - 1 and list(sample.drawn) == sorted(set(sample.drawn))
+        positions = list(sample.sampled_positions)
+        assert positions[-1] == len(sample.token_ids) - 1 and positions == sorted(set(positions))
     if samples:
-        batch = pack(samples, bundle(samples, 20), torch.device("cpu"), version=9)
+        batch = pack(samples, group_by_prefix(samples, 20), torch.device("cpu"), version=9)
         packed = sorted(zip(batch.targets.tolist(), batch.advantages.tolist(), (9 - batch.lags).tolist(), strict=True))
         assert packed == sorted((token, advantage, version) for _, token, _, advantage, version in wanted)
 
 
-def test_conversations_that_take_turns_are_a_sequence_each() -> None:
+def test_interleaved_conversations_are_one_sequence_each() -> None:
     it = policy(None, "a", "b", "c", "d", "e")
 
     async def episode() -> None:
@@ -423,15 +434,15 @@ def test_conversations_that_take_turns_are_a_sequence_each() -> None:
 
 
 def test_the_tiny_tokenizer_holds_conversations() -> None:
-    it = Policy(Letters(build_tokenizer(), "12"), Codec(build_tokenizer()), Sampling(), "0")
+    it = Policy(Letters(build_tokenizer(), "12"), ChatTokenizer(build_tokenizer()), Sampling(), "0")
     assert run(lambda: it.conversation().ask("1+1=")) == "12"
 
 
-def test_turns_have_rewards_of_their_own() -> None:
+def test_turn_rewards_become_steps() -> None:
     """One for each reply, at its last token; another number of them is a mistake that is told."""
     drawn: list[tuple[int, ...]] = [(5, 6), (), (7,)]
     turns = [Completion((1,), ids, (0.0,) * len(ids), (VersionSpan(0, 0, len(ids)),), "stop") for ids in drawn]
-    assert rewards_of_turns(turns, [0.5, 1.0, 2]) == ((StepReward(1, 0.5),), (), (StepReward(0, 2.0),))
-    assert rewards_of_turns(turns, ()) == ()
+    assert turn_rewards_to_steps(turns, [0.5, 1.0, 2]) == ((StepReward(1, 0.5),), (), (StepReward(0, 2.0),))
+    assert turn_rewards_to_steps(turns, ()) == ()
     with pytest.raises(ValueError, match="1 rewards were given for 3 turns; give one for each"):
-        rewards_of_turns(turns, [1.0])
+        turn_rewards_to_steps(turns, [1.0])

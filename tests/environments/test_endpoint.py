@@ -1,4 +1,4 @@
-"""An agent that speaks HTTP is trained on exactly the tokens that it was answered with."""
+"""The OpenAI-compatible endpoint: agents are trained on exactly the tokens of its answers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ import pytest
 import torch
 
 from slipstream.algorithms.advantages import group_mean, make_batch
-from slipstream.config import ConfigError, load_config
-from slipstream.environments.base import Codec, Policy, Task
+from slipstream.config.loading import load_config
+from slipstream.config.schema import ConfigError
+from slipstream.controller.evaluation import evaluate
+from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import RolloutFailed, attempt
-from slipstream.environments.scoring import EPISODE
-from slipstream.evaluation import evaluate
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
+from slipstream.environments.reward_workers import CURRENT_EPISODE
 from slipstream.generators.base import GenerationError
-from slipstream.generators.torch import Engine, TorchGenerator
-from slipstream.packed.packing import bundle, pack
-from slipstream.packed.policy import Policy as TrainedPolicy
-from slipstream.rollout import Group, Rollout, Sampling, samples_of
+from slipstream.generators.torch.engine import Engine
+from slipstream.generators.torch.generator import TorchGenerator
+from slipstream.model.packing import group_by_prefix, pack
+from slipstream.model.policy import PackedPolicy
+from slipstream.rollout import Group, Rollout, Sampling, build_samples
 from tests.conftest import build_model, build_tokenizer
 
 BOUND = 1e-5
@@ -47,13 +49,13 @@ class Served:
         self.model = build_model(vocab_size=len(self.tokenizer), eos_token_id=1, pad_token_id=0)
         self.engine = Engine(self.model, slots=8, tokenizer=self.tokenizer, version=5)
         self.generator = TorchGenerator(self.engine)
-        self.codec = Codec(self.tokenizer, context)
-        self.endpoint = Endpoint(self.codec)
+        self.chat_tokenizer = ChatTokenizer(self.tokenizer, context)
+        self.endpoint = Endpoint(self.chat_tokenizer)
         self.client = client
         self.sampling = Sampling(**({"max_tokens": 6} | sampling))
 
     def policy(self, seed: str = "0") -> Policy:
-        return Policy(self.generator, self.codec, self.sampling, seed, self.endpoint)
+        return Policy(self.generator, self.chat_tokenizer, self.sampling, seed, self.endpoint)
 
     async def post(self, url: str, **fields: Any) -> tuple[int, Any]:
         async with self.client.post(url, json=fields) as response:
@@ -80,14 +82,14 @@ def said(text: str = "12") -> list[dict[str, Any]]:
 
 def by_a_full_pass(it: Served, policy: Policy) -> float:
     """How far the recorded log-probabilities are from what the trainer gives the same tokens."""
-    samples = samples_of(policy.completions, 1.0)
-    batch = pack(samples, bundle(samples, 100), torch.device("cpu"))
-    return float((TrainedPolicy(copy.deepcopy(it.model))(batch)[0] - batch.behaviour).abs().max().detach())
+    samples = build_samples(policy.completions, 1.0)
+    batch = pack(samples, group_by_prefix(samples, 100), torch.device("cpu"))
+    return float((PackedPolicy(copy.deepcopy(it.model))(batch)[0] - batch.behaviour).abs().max().detach())
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["chat/completions", "completions"])
-def test_what_is_answered_is_what_is_recorded(route: str, stream: bool) -> None:
+def test_answers_match_recorded_completions(route: str, stream: bool) -> None:
     async def main() -> None:
         async with served() as it:
             policy = it.policy()
@@ -113,14 +115,14 @@ def test_what_is_answered_is_what_is_recorded(route: str, stream: bool) -> None:
             for choice, recorded in zip(answer["choices"], policy.completions, strict=True):
                 assert choice["token_ids"] == list(recorded.token_ids)
                 text = choice["delta" if stream else "message"]["content"] if chat else choice["text"]
-                assert text == recorded.text == it.codec.decode(recorded.token_ids)
+                assert text == recorded.text == it.chat_tokenizer.decode(recorded.token_ids)
                 given = choice["logprobs"]
                 shown = [t["logprob"] for t in given["content"]] if chat else given["token_logprobs"]
                 assert shown == list(recorded.logprobs)
                 tokens = [t["token"] for t in given["content"]] if chat else given["tokens"]
                 assert tokens == [it.tokenizer.decode([i]) for i in recorded.token_ids]
                 assert choice["finish_reason"] == recorded.finish_reason
-                assert recorded.prompt_ids == it.codec.encode_raw("12=") and recorded.temperature == 0.8
+                assert recorded.prompt_ids == it.chat_tokenizer.encode_raw("12=") and recorded.temperature == 0.8
                 assert recorded.versions == (5, 5) and answer["system_fingerprint"] == "version 5"
             written = sum(len(c.token_ids) for c in policy.completions)
             assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": written, "total_tokens": 3 + written}
@@ -129,9 +131,9 @@ def test_what_is_answered_is_what_is_recorded(route: str, stream: bool) -> None:
     asyncio.run(main())
 
 
-def test_sampling_is_the_runs_but_for_what_the_agent_gives() -> None:
+def test_requests_override_the_runs_sampling() -> None:
     async def main() -> None:
-        async with served(temperature=0.7, max_tokens=4, top_p=0.9, record_kept=True) as it:
+        async with served(temperature=0.7, max_tokens=4, top_p=0.9, record_sampling_mask=True) as it:
             policy = it.policy()
             url = f"{await policy.base_url()}/completions"
             assert (await it.post(url, prompt=[3, 4]))[0] == 200
@@ -143,9 +145,9 @@ def test_sampling_is_the_runs_but_for_what_the_agent_gives() -> None:
                 and len(as_the_run.token_ids) <= 4
                 and list(as_the_run.prompt_ids) == [3, 4]
             )
-            assert as_the_run.kept is not None and changed.kept is None
+            assert as_the_run.sampling_mask is not None and changed.sampling_mask is None
             assert changed.temperature == 1.3 and len(changed.token_ids) <= 2
-            assert truncated.kept is not None and all(1 <= len(ids) <= 7 for ids in truncated.kept)
+            assert truncated.sampling_mask is not None and all(1 <= len(ids) <= 7 for ids in truncated.sampling_mask)
             assert by_a_full_pass(it, policy) < BOUND
             text = truncated.text
             assert (await it.post(url, prompt="12", top_p=0.4, top_k=7, max_tokens=64, stop=["", text[-1]]))[0] == 200
@@ -155,7 +157,7 @@ def test_sampling_is_the_runs_but_for_what_the_agent_gives() -> None:
     asyncio.run(main())
 
 
-def test_an_episode_is_a_function_of_its_seed_and_repeats_no_draw() -> None:
+def test_seeds_determine_an_episode_and_differ_between_draws() -> None:
     async def main() -> None:
         async with served() as it:
             drawn = []
@@ -169,7 +171,7 @@ def test_an_episode_is_a_function_of_its_seed_and_repeats_no_draw() -> None:
     asyncio.run(main())
 
 
-def test_episodes_at_the_same_time_do_not_mix() -> None:
+def test_concurrent_episodes_do_not_mix() -> None:
     async def main() -> None:
         async with served() as it:
             policies = [it.policy(str(i)) for i in range(6)]
@@ -183,14 +185,14 @@ def test_episodes_at_the_same_time_do_not_mix() -> None:
 
             for number, texts in enumerate(await asyncio.gather(*map(play, range(6)))):
                 assert [c.text for c in policies[number].completions] == texts
-                prompts = [it.codec.decode(c.prompt_ids) for c in policies[number].completions]
+                prompts = [it.chat_tokenizer.decode(c.prompt_ids) for c in policies[number].completions]
                 assert prompts == [f"{number}{turn}=" for turn in range(3)]
             assert len({await p.base_url() for p in policies}) == 6
 
     asyncio.run(main())
 
 
-def test_runs_at_the_same_time_have_ports_of_their_own() -> None:
+def test_concurrent_runs_have_different_ports() -> None:
     async def main() -> None:
         async with served() as one, served() as other:
             urls = [await it.policy().base_url() for it in (one, other)]
@@ -210,7 +212,7 @@ def test_content_in_parts_and_tools_reach_the_template() -> None:
             for fields in ({}, {"tools": tools}, {"tools": tools, "tool_choice": "none"}):
                 status, answer = await it.post(url, messages=turns, response_format={"type": "text"}, **fields)
                 assert status == 200, answer
-            prompts = [it.codec.decode(c.prompt_ids) for c in policy.completions]
+            prompts = [it.chat_tokenizer.decode(c.prompt_ids) for c in policy.completions]
             assert prompts == ["12=", "search 12=", "12="]
             it.tokenizer.chat_template = None
             status, answer = await it.post(url, messages=turns, tools=tools)
@@ -245,7 +247,7 @@ def test_content_in_parts_and_tools_reach_the_template() -> None:
         ({"messages": [{"role": "user", "content": "1" * 300}]}, "the prompt has 301 tokens"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_served_is_refused_in_openais_form(fields: dict[str, Any], complaint: str) -> None:
+def test_unsupported_fields_get_status_400_in_openais_format(fields: dict[str, Any], complaint: str) -> None:
     async def main() -> None:
         async with served() as it:
             policy = it.policy()
@@ -287,15 +289,16 @@ def test_bad_bodies_prompts_and_paths() -> None:
     ("headers", "body", "status", "complaint"),
     [
         ({"Content-Encoding": "gzip"}, b"no gzip", 400, "the body can't be read"),
-        ({"Content-Encoding": "gzip"}, gzip.compress(b'{"prompt": "12"}')[:14], 400, "the body"),
-        ({"Content-Encoding": "gzip"}, gzip.compress(b" " * 30_000_000), 413, "the body has more than 1048576 bytes"),
-        ({}, b" " * 2_000_000, 413, "the body has more than 1048576 bytes, as follows from generator.context"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(b'{"prompt": "12"}', mtime=0)[:14], 400, "the body"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(b" " * 30_000_000, mtime=0), 413,
+         "the body has more than 1048576 bytes"),
+        ({}, b" " * 2_000_000, 413, "the body has more than 1048576 bytes, as follows from generator.max_model_len"),
         ({}, b'{"prompt": [' + b"3," * 300 + b"3]}", 400, "301 tokens or messages"),
         ({}, b'{"prompt": "' + b"1" * 100_000 + b'"}', 400, "the prompt has 100000 characters"),
         ({}, b'{"prompt": ["a"' + b', "b"' * 100 + b"]}", 400, "prompt.list"),
     ],
 )  # fmt: skip
-def test_a_body_that_no_context_can_hold_or_that_is_damaged_is_refused(
+def test_too_large_or_damaged_bodies_are_refused(
     headers: dict[str, str], body: bytes, status: int, complaint: str
 ) -> None:
     async def main() -> None:
@@ -307,7 +310,7 @@ def test_a_body_that_no_context_can_hold_or_that_is_damaged_is_refused(
                 assert response.status == status and complaint in message and "\n" not in message, message
                 assert len(message) < 500
             assert (await it.post(url, prompt="12"))[0] == 200
-            async with it.client.post(url, data=gzip.compress(b'{"prompt": "12"}'), headers=GZIP) as response:
+            async with it.client.post(url, data=gzip.compress(b'{"prompt": "12"}', mtime=0), headers=GZIP) as response:
                 assert response.status == 200
 
     asyncio.run(main())
@@ -322,7 +325,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("data", MALFORMED)
-def test_what_is_no_http_is_answered_with_4xx_and_leaves_the_terminal_alone(
+def test_malformed_http_gets_4xx_and_prints_nothing(
     data: bytes, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -341,7 +344,7 @@ def test_what_is_no_http_is_answered_with_4xx_and_leaves_the_terminal_alone(
     assert not caplog.records and capfd.readouterr() == ("", "")
 
 
-def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.environments.endpoint.BODY_TIMEOUT_S", 0.05)
 
     async def main() -> None:
@@ -356,7 +359,7 @@ def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     asyncio.run(main())
 
 
-def test_one_of_several_completions_that_fails_ends_the_others() -> None:
+def test_one_failed_completion_cancels_the_others() -> None:
     """The client is told of the failure alone, so nothing that is drawn after it is trained on."""
 
     class Fails(TorchGenerator):
@@ -381,7 +384,7 @@ def test_one_of_several_completions_that_fails_ends_the_others() -> None:
     asyncio.run(main())
 
 
-def test_a_generator_that_is_gone_is_an_error_of_the_server() -> None:
+def test_a_dead_generator_is_a_server_error() -> None:
     class Gone(TorchGenerator):
         async def generate(self, prompt_ids: Any, sampling: Sampling, *clock: Any) -> Any:
             raise ConnectionError("the generator is gone")
@@ -396,13 +399,13 @@ def test_a_generator_that_is_gone_is_an_error_of_the_server() -> None:
     asyncio.run(main())
 
 
-def test_requests_are_served_outside_of_the_episode_that_started_the_server() -> None:
+def test_requests_run_outside_the_context_of_the_episode_that_started_the_server() -> None:
     """Else the watch over the event loop would interrupt the server, for what an episode does."""
     seen = []
 
     class Looks(TorchGenerator):
         async def generate(self, prompt_ids: Any, sampling: Sampling, *clock: Any) -> Any:
-            seen.append(EPISODE.get() is not None)
+            seen.append(CURRENT_EPISODE.get() is not None)
             return await super().generate(prompt_ids, sampling, *clock)
 
     async def main() -> None:
@@ -416,7 +419,7 @@ def test_requests_are_served_outside_of_the_episode_that_started_the_server() ->
                     return float((await it.post(f"{await policy.base_url()}/completions", prompt="12"))[0])
 
             it.generator = Looks(it.engine)
-            await attempt(Both(), TASK, it.policy(), 10.0)
+            await run_episode(Both(), TASK, it.policy(), EpisodeOptions(10.0))
             assert seen == [True, False]
 
     asyncio.run(main())
@@ -428,7 +431,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_a_client_that_hangs_up_aborts_what_it_asked_for() -> None:
+def test_a_client_that_disconnects_aborts_its_request() -> None:
     async def main() -> None:
         async with served(max_tokens=200) as it:
             policy = it.policy()
@@ -444,7 +447,7 @@ def test_a_client_that_hangs_up_aborts_what_it_asked_for() -> None:
     asyncio.run(main())
 
 
-def test_after_the_end_of_the_episode_nothing_is_drawn() -> None:
+def test_nothing_is_sampled_after_the_episode_ends() -> None:
     async def main() -> None:
         async with served(max_tokens=200) as it:
             it.engine._eos = frozenset()
@@ -457,10 +460,10 @@ def test_after_the_end_of_the_episode_nothing_is_drawn() -> None:
                     url = f"{await policy.base_url()}/completions"
                     assert (await it.post(url, prompt="12", max_tokens=2))[0] == 200
                     late.extend([policy, url, asyncio.ensure_future(it.post(url, prompt="34"))])
-                    await until(lambda: it.engine.load)
+                    await until(lambda: it.engine.busy)
                     return 1.0
 
-            [rollout] = await attempt(Leaves(), TASK, it.policy(), 10.0)
+            [rollout] = await run_episode(Leaves(), TASK, it.policy(), EpisodeOptions(10.0))
             policy, url, in_flight = late
             status, answer = await in_flight
             assert status == 404 and "has ended" in answer["error"]["message"]
@@ -492,17 +495,19 @@ def test_an_environment_around_an_agent_is_trained_on() -> None:
                     return float(len(turns[-2]["content"]))
 
             policies = [it.policy(f"0/{i}") for i in range(4)]
-            episodes = await asyncio.gather(*(attempt(Agent(), TASK, policy, 10.0) for policy in policies))
+            episodes = await asyncio.gather(
+                *(run_episode(Agent(), TASK, policy, EpisodeOptions(10.0)) for policy in policies)
+            )
             played = [rollout for episode in episodes for rollout in episode]
             batch = make_batch([Group(0, TASK.id, tuple(played))], partial(group_mean, normalize=True))
             assert [len(c) for _, c in ((r, r.completions) for r in played)] == [2] * 4 and not it.endpoint._episodes
             assert all(span.version == 5 for r in played for c in r.completions for span in c.spans)
             samples = batch.samples()
-            packed = pack(samples, bundle(samples, 100), torch.device("cpu"))
+            packed = pack(samples, group_by_prefix(samples, 100), torch.device("cpu"))
             config = load_config(None, ["--model.path=m", "--environment.name=e", "--sampling.max_tokens=6"])
-            result = await evaluate(config, Agent(), it.generator, it.codec, it.endpoint)
-            assert result["tasks"] == 2 and result["failed"] == 0
-            logprobs, _ = TrainedPolicy(it.model)(packed)
+            result = await evaluate(config, Agent(), it.generator, it.chat_tokenizer, it.endpoint)
+            assert result["eval/tasks"] == 2 and result["eval/failed"] == 0
+            logprobs, _ = PackedPolicy(it.model)(packed)
             assert (logprobs - packed.behaviour).abs().max() < BOUND
             (-(logprobs * packed.advantages).mean()).backward()
             assert any(p.grad is not None and p.grad.abs().max() > 0 for p in it.model.parameters())
@@ -510,7 +515,7 @@ def test_an_environment_around_an_agent_is_trained_on() -> None:
     asyncio.run(main())
 
 
-def test_an_episode_that_fails_tells_what_its_url_refused() -> None:
+def test_a_failed_episode_reports_the_last_http_error() -> None:
     """An agent's client says no more than the status."""
 
     async def main() -> None:
@@ -525,12 +530,12 @@ def test_an_episode_that_fails_tells_what_its_url_refused() -> None:
                     return 1.0
 
             with pytest.raises(RolloutFailed, match=r"(?s)Bad Request.*Its URL had answered: prompt: Field required"):
-                await attempt(Agent(), TASK, it.policy(), 10.0)
+                await run_episode(Agent(), TASK, it.policy(), EpisodeOptions(10.0))
 
     asyncio.run(main())
 
 
-def test_without_aiohttp_the_run_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_aiohttp_the_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     really = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
@@ -548,10 +553,10 @@ def test_without_aiohttp_the_run_says_what_to_install(monkeypatch: pytest.Monkey
         async with served() as it:
             monkeypatch.setattr(builtins, "__import__", without)
             with pytest.raises(ConfigError, match=r"pip install 'slipstream-rl\[endpoint\]'"):
-                await attempt(Asks(), TASK, it.policy(), 10.0)
+                await run_episode(Asks(), TASK, it.policy(), EpisodeOptions(10.0))
             it.endpoint._server = None
-            no_url = Policy(it.generator, it.codec, it.sampling, "0")
+            no_url = Policy(it.generator, it.chat_tokenizer, it.sampling, "0")
             with pytest.raises(RolloutFailed, match="has no URL"):
-                await attempt(Asks(), TASK, no_url, 10.0)
+                await run_episode(Asks(), TASK, no_url, EpisodeOptions(10.0))
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Environments: the ones that come with Slipstream, and how a user's own is found."""
+"""Built-in environments, loading of user environments, and encoding of prompts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError, EnvironmentConfig
+from slipstream.config.schema import ConfigError, EnvironmentConfig
 from slipstream.environments.addition import Addition, target
-from slipstream.environments.base import Codec, Policy, Task
+from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.episode import EpisodeOptions, run_episode
 from slipstream.environments.gsm8k import Gsm8k, is_correct
-from slipstream.environments.guard import attempt
 from slipstream.environments.load import load_environment
-from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan, ids
+from slipstream.generators.base import GenerationError
+from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan, int32_array
 from tests.conftest import build_tokenizer
 
 
@@ -39,13 +40,13 @@ class Scripted:
 
 
 def policy(*texts: str) -> Policy:
-    return Policy(Scripted(*texts), Codec(build_tokenizer()), Sampling(), "0")
+    return Policy(Scripted(*texts), ChatTokenizer(build_tokenizer()), Sampling(), "0")
 
 
 def play(environment: Any, task: Task, *texts: str) -> Rollout:
     async def main() -> Rollout:
         try:
-            [rollout] = await attempt(environment, task, policy(*texts), 20.0)
+            [rollout] = await run_episode(environment, task, policy(*texts), EpisodeOptions(20.0))
             return rollout
         finally:
             if hasattr(environment, "close"):
@@ -136,7 +137,7 @@ def test_gsm8k_reports_malformed_lines_by_number(tmp_path: Path, capsys: pytest.
     assert "3 of 5 lines" in capsys.readouterr().err
 
 
-def test_gsm8k_rewards_form_and_answer(tmp_path: Path) -> None:
+def test_gsm8k_rewards_format_and_answer(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", GOOD)
     write(tmp_path / "test.jsonl", GOOD)
     task = Task("0", "1+1=", {"answer": "2"})
@@ -146,7 +147,7 @@ def test_gsm8k_rewards_form_and_answer(tmp_path: Path) -> None:
 
 
 USERS = """
-from slipstream import Rollout
+from slipstream.rollout import Rollout
 
 calls = []
 
@@ -192,10 +193,10 @@ def users(tmp_path: Path) -> Path:
 
 
 def loaded(users: Path, thing: str, **options: Any) -> Any:
-    return load_environment(EnvironmentConfig(name=f"{users / 'users.py'}:{thing}", options=options, time_limit=20))
+    return load_environment(EnvironmentConfig(name=f"{users / 'users.py'}:{thing}", options=options, timeout=20))
 
 
-def test_a_users_class_episode_and_rewards(users: Path) -> None:
+def test_user_classes_episodes_and_reward_functions_load(users: Path) -> None:
     tasks = str(users / "tasks.jsonl")
     assert play(loaded(users, "Mine", hint=0.25), Task("a", "1+1="), "2").reward == 0.25
     episode = loaded(users, "episode", train=tasks, test=tasks)
@@ -208,7 +209,7 @@ def test_a_users_class_episode_and_rewards(users: Path) -> None:
     assert play(loaded(users, "async_reward", train=tasks), Task("t", "1+1="), "123").reward == -3.0
 
 
-def test_a_module_is_found_where_the_user_stands(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_load_from_the_working_directory(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(users)
     environment = load_environment(EnvironmentConfig(name="users:Mine"))
     assert environment.train[0].id == "a"
@@ -232,7 +233,7 @@ def test_a_module_is_found_where_the_user_stands(users: Path, monkeypatch: pytes
         ("gsm8k", {"data": "no/where"}, "environment.options.data = 'no/where'"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_clear_line(users: Path, name: str, options: dict[str, Any], said: str) -> None:
+def test_load_errors_are_one_line(users: Path, name: str, options: dict[str, Any], said: str) -> None:
     file = str(users / "users.py")
     name = name.replace("USERS", file)
     options = {k: file if v == "USERS" else v for k, v in options.items()}
@@ -243,16 +244,35 @@ def test_what_cannot_be_loaded_is_one_clear_line(users: Path, name: str, options
 
 def test_prompts_messages_and_chat_templates() -> None:
     tokenizer = build_tokenizer()
-    assert Codec(tokenizer).encode("12") == ids([3, 4])
-    assert Codec(tokenizer).encode([3, 4]) == ids([3, 4])
-    assert Codec(tokenizer).encode([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}])[0] == 3
+    assert ChatTokenizer(tokenizer).encode("12") == int32_array([3, 4])
+    assert ChatTokenizer(tokenizer).encode([3, 4]) == int32_array([3, 4])
+    assert ChatTokenizer(tokenizer).encode([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}])[0] == 3
     tokenizer.chat_template = (
         "{% for m in messages %}<eos>{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
     )
-    codec = Codec(tokenizer)
-    assert tokenizer.decode(codec.encode("12")) == "<eos>12="
+    chat = ChatTokenizer(tokenizer)
+    assert tokenizer.decode(chat.encode("12")) == "<eos>12="
     messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": "3"}]
-    assert tokenizer.decode(codec.encode(messages)) == "<eos>ab<eos>3="
+    assert tokenizer.decode(chat.encode(messages)) == "<eos>ab<eos>3="
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 3, 1.5, {"role": "user"}, {"a"}, [1.5], ["a"], [[1]], [{"role": "user"}], [{"content": None}]]
+)
+def test_an_invalid_prompt_is_named_in_the_error(prompt: Any) -> None:
+    with pytest.raises(GenerationError, match=r"^the prompt is .*, of type \w+: give text, token ids, or messages"):
+        ChatTokenizer(build_tokenizer()).encode(prompt)
+
+
+def test_chat_template_errors_are_one_line() -> None:
+    tokenizer = build_tokenizer()
+    for template, said in (
+        ("{{ raise_exception('no system role') }}", r"TemplateError: no system role"),
+        ("{% for m in messages %}{{ m.content", "TemplateSyntaxError: unexpected end of template"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(GenerationError, match=rf"^the tokenizer's chat template can't render .* \({said}.*\)$"):
+            ChatTokenizer(tokenizer).encode("1")
 
 
 def test_stop_strings_are_cut_from_the_text_but_not_from_the_tokens() -> None:
@@ -266,7 +286,7 @@ def test_stop_strings_are_cut_from_the_text_but_not_from_the_tokens() -> None:
 def test_every_completion_of_an_episode_has_its_own_seed() -> None:
     async def main(seed: str) -> list[int]:
         generator = Scripted("1", "1")
-        policy = Policy(generator, Codec(build_tokenizer()), Sampling(), seed)
+        policy = Policy(generator, ChatTokenizer(build_tokenizer()), Sampling(), seed)
         await policy.sample("1")
         await policy.sample("1")
         return [sampling.seed for _, sampling in generator.asked]
@@ -275,14 +295,22 @@ def test_every_completion_of_an_episode_has_its_own_seed() -> None:
     assert first == again and len({*first, *other}) == 4
 
 
-def test_completions_drawn_at_once_differ_and_what_truncation_keeps_is_asked_for() -> None:
+def test_an_unknown_option_of_sample_lists_the_known_ones() -> None:
+    policy = Policy(Scripted("1"), ChatTokenizer(build_tokenizer()), Sampling(), "0")
+    with pytest.raises(TypeError, match=r"policy\.sample\(\) has no option 'stop'; it takes .*stop_strings"):
+        asyncio.run(policy.sample("1", stop=["."]))
+
+
+def test_concurrent_completions_differ_and_record_the_sampling_mask() -> None:
     async def main() -> list[Sampling]:
         generator = Scripted(*"1234")
-        policy = Policy(generator, Codec(build_tokenizer()), Sampling(top_p=0.9, record_kept=True), "0")
+        policy = Policy(
+            generator, ChatTokenizer(build_tokenizer()), Sampling(top_p=0.9, record_sampling_mask=True), "0"
+        )
         changes: list[dict[str, Any]] = [{}, {"top_p": 1.0}, {"top_k": 3, "top_p": 1.0}, {"top_p": 0.5}]
         await asyncio.gather(*(policy.sample("1", **change) for change in changes))
         return [sampling for _, sampling in generator.asked]
 
     asked = asyncio.run(main())
     assert len({sampling.seed for sampling in asked}) == 4
-    assert [sampling.record_kept for sampling in asked] == [True, False, True, True]
+    assert [sampling.record_sampling_mask for sampling in asked] == [True, False, True, True]

@@ -1,4 +1,4 @@
-"""GSM8K: what counts as an answer, as a well-formed answer, and as a problem."""
+"""GSM8K: answers, the format reward, and validation of problems."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.gsm8k import Gsm8k, is_correct
-from slipstream.environments.scoring import ScorerPool, ScoringError
+from slipstream.environments.reward_workers import RewardWorkerPool, ScoringError
 from slipstream.rollout import Completion, VersionSpan
 
 PROBLEM = {"question": "How many?", "answer": "Two and two make\n#### 4"}
@@ -66,7 +66,7 @@ def test_answers(text: str, answer: str, right: bool) -> None:
     assert is_correct(Task("0", "?", {"answer": answer}), said(text)) is right
 
 
-def test_form_is_rewarded_on_top_of_the_answer(data: Path) -> None:
+def test_format_reward_is_added_to_the_answers_reward(data: Path) -> None:
     async def main() -> None:
         environment = Gsm8k(str(data), format_reward=0.25)
         for text, reward, correct, formatted in (
@@ -84,9 +84,9 @@ def test_form_is_rewarded_on_top_of_the_answer(data: Path) -> None:
     asyncio.run(main())
 
 
-def test_an_expression_that_never_ends_costs_one_score() -> None:
+def test_an_endless_expression_costs_one_score() -> None:
     async def main() -> None:
-        pool = ScorerPool("slipstream.environments.gsm8k:is_correct", 1, 3.0)
+        pool = RewardWorkerPool("slipstream.environments.gsm8k:is_correct", 1, 3.0)
         task = Task("0", "?", {"answer": "18"})
         with pytest.raises(ScoringError) as failure:
             await pool.score(task, said("\\boxed{2^{10^{10}}}"))
@@ -137,7 +137,7 @@ def load_dataset(name, config):
 """
 
 
-def test_the_hub_is_held_to_the_same_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_rows_are_validated_like_local_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "datasets.py").write_text(HUB)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "datasets", raising=False)

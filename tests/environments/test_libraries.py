@@ -1,4 +1,4 @@
-"""Environments of other libraries, run unchanged; where one is missing, a stand-in has its documented interface."""
+"""Environments of other libraries, or of stand-ins with the documented interface if a library is not installed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError, EnvironmentConfig
-from slipstream.environments.base import Codec, Policy
+from slipstream.config.schema import ConfigError, EnvironmentConfig
+from slipstream.environments.base import ChatTokenizer, Policy
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.guard import attempt
+from slipstream.environments.episode import EpisodeOptions, run_episode
 from slipstream.environments.load import load_environment
 from slipstream.rollout import Rollout, Sampling
 from tests.environments.test_conversation import CHATML, Letters, chat_tokenizer
@@ -21,13 +21,13 @@ from tests.environments.test_conversation import CHATML, Letters, chat_tokenizer
 def play(environment: Any, said: str, template: str | None = CHATML) -> tuple[Rollout, list[str]]:
     """The first task, and what the policy read."""
     tokenizer = chat_tokenizer(template)
-    codec, generator = Codec(tokenizer), Letters(tokenizer, said)
+    chat, generator = ChatTokenizer(tokenizer), Letters(tokenizer, said)
 
     async def main() -> Rollout:
-        endpoint = Endpoint(codec)
+        endpoint = Endpoint(chat)
         try:
-            it = Policy(generator, codec, Sampling(), "0", endpoint)
-            [rollout] = await attempt(environment, environment.train[0], it, 30.0)
+            it = Policy(generator, chat, Sampling(), "0", endpoint)
+            [rollout] = await run_episode(environment, environment.train[0], it, EpisodeOptions(30.0))
             return rollout
         finally:
             await endpoint.close()
@@ -68,7 +68,7 @@ def use_puzzles(monkeypatch: pytest.MonkeyPatch) -> None:
     ("said", "reward"),
     [("I think <answer>1</answer>, no <answer> 12\n</answer>", 1.0), ("12", 1.0), ("is it 12", 0.01)],
 )
-def test_a_puzzle_is_asked_and_scored(said: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_puzzle_is_prompted_and_scored(said: str, reward: float, monkeypatch: pytest.MonkeyPatch) -> None:
     use_puzzles(monkeypatch)
     environment = loaded("reasoning-gym:sums", train=4, test=2, hardest=10)
     assert [t.id for t in environment.test] == ["sums/0", "sums/1"] and len(environment.train) == 4
@@ -122,7 +122,7 @@ def use_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers.types", types)
 
 
-def test_an_environment_of_verifiers_is_played_through_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verifiers_environment_samples_through_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp")
     use_verifiers(monkeypatch)
     environment = loaded("verifiers:judged")

@@ -1,4 +1,4 @@
-"""A user's own environment: how it is found, what goes wrong, and that one hung reward does not starve the others."""
+"""Loading of user environments, user errors, and reward functions that hang or raise."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError, EnvironmentConfig
+from slipstream.config.schema import ConfigError, EnvironmentConfig
 from slipstream.environments.base import Task
-from slipstream.environments.guard import RolloutFailed, attempt
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.load import load_environment
-from slipstream.environments.scoring import RewardErrors
+from slipstream.environments.reward_workers import RewardErrorCounter
 from tests.environments.test_environments import policy
 
 USERS = """
@@ -109,7 +109,7 @@ def users(tmp_path: Path) -> Path:
         ("users.py:reward", {"train": "."}, "^environment.options: there is no file"),
     ],
 )
-def test_a_users_mistake_is_one_line(
+def test_user_errors_are_one_line(
     users: Path, monkeypatch: pytest.MonkeyPatch, thing: str, options: dict[str, Any], message: str
 ) -> None:
     monkeypatch.chdir(users)
@@ -128,12 +128,12 @@ def test_one_task_is_trained_on_and_a_byte_order_mark_is_read(users: Path, monke
     assert [task.data["answer"] for task in environment.train] == ["2"] and not environment.test
 
 
-def test_an_error_that_names_its_option_is_not_wrapped_in_another() -> None:
+def test_config_errors_of_an_environment_are_not_wrapped() -> None:
     with pytest.raises(ConfigError, match=r"^environment.options.data = 'no/where'"):
         load_environment(EnvironmentConfig(name="gsm8k", options={"data": "no/where"}))
 
 
-def test_a_file_may_import_its_neighbours(users: Path) -> None:
+def test_a_file_may_import_modules_of_its_directory(users: Path) -> None:
     (users / "neighbour_of_users.py").write_text("BONUS = 0.5\n")
     (users / "imports.py").write_text(
         "from neighbour_of_users import BONUS\ndef reward(task, completion):\n    return BONUS\n"
@@ -141,9 +141,9 @@ def test_a_file_may_import_its_neighbours(users: Path) -> None:
 
     async def main() -> float:
         name, options = f"{users / 'imports.py'}:reward", {"train": str(users / "tasks.jsonl")}
-        environment: Any = load_environment(EnvironmentConfig(name=name, options=options, time_limit=60))
+        environment: Any = load_environment(EnvironmentConfig(name=name, options=options, timeout=60))
         try:
-            [rollout] = await attempt(environment, Task("t", "1+1="), policy("2"), 60.0)
+            [rollout] = await run_episode(environment, Task("t", "1+1="), policy("2"), EpisodeOptions(60.0))
             return rollout.reward
         finally:
             await environment.close()
@@ -151,7 +151,7 @@ def test_a_file_may_import_its_neighbours(users: Path) -> None:
     assert asyncio.run(main()) == 0.5
 
 
-def test_separators_inside_of_a_line_end_no_line(users: Path) -> None:
+def test_unicode_separators_do_not_split_lines(users: Path) -> None:
     (users / "tasks.jsonl").write_text('{"prompt": "1\u20281"}\n{"prompt": "2"}\n', encoding="utf-8")
     tasks = str(users / "tasks.jsonl")
     options = {"train": tasks, "test": tasks}
@@ -159,13 +159,13 @@ def test_separators_inside_of_a_line_end_no_line(users: Path) -> None:
     assert [t.prompt for t in environment.train] == ["1\u20281", "2"]
 
 
-def test_a_hung_reward_costs_one_rollout_and_not_those_that_wait_behind_it(users: Path) -> None:
+def test_a_hung_reward_fails_one_rollout_and_none_in_the_queue(users: Path) -> None:
     limit = 8.0
     config = EnvironmentConfig(
         name=f"{users / 'users.py'}:reward",
         options={"train": str(users / "tasks.jsonl")},
-        time_limit=limit,
-        scorers=1,
+        timeout=limit,
+        reward_workers=1,
     )
 
     async def main() -> list[Any]:
@@ -173,7 +173,7 @@ def test_a_hung_reward_costs_one_rollout_and_not_those_that_wait_behind_it(users
 
         async def play(text: str) -> float | str:
             try:
-                [rollout] = await attempt(environment, Task("t", "1+1="), policy(text), limit)
+                [rollout] = await run_episode(environment, Task("t", "1+1="), policy(text), EpisodeOptions(limit))
                 return rollout.reward
             except RolloutFailed as failure:
                 return failure.reason
@@ -186,16 +186,20 @@ def test_a_hung_reward_costs_one_rollout_and_not_those_that_wait_behind_it(users
     assert asyncio.run(main()) == ["reward time limit", 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def played(users: Path, thing: str, count: int, limit: float = 60.0, errors: RewardErrors | None = None) -> list[Any]:
+def played(
+    users: Path, thing: str, count: int, limit: float = 60.0, errors: RewardErrorCounter | None = None
+) -> list[Any]:
     """What so many episodes come to that a function of the user's rewards: the reward, or the failure."""
     name, options = f"{users / 'users.py'}:{thing}", {"train": str(users / "tasks.jsonl")}
 
     async def main() -> list[Any]:
-        environment: Any = load_environment(EnvironmentConfig(name=name, options=options, scorers=1))
+        environment: Any = load_environment(EnvironmentConfig(name=name, options=options, reward_workers=1))
 
         async def play() -> Any:
             try:
-                [rollout] = await attempt(environment, Task("t", "1+1="), policy("2"), limit, reward_errors=errors)
+                [rollout] = await run_episode(
+                    environment, Task("t", "1+1="), policy("2"), EpisodeOptions(limit, reward_errors=errors)
+                )
                 return rollout.reward
             except RolloutFailed as failure:
                 return failure
@@ -208,22 +212,22 @@ def played(users: Path, thing: str, count: int, limit: float = 60.0, errors: Rew
     return asyncio.run(main())
 
 
-def test_the_wait_for_a_free_reward_process_counts_for_no_time_limit(users: Path) -> None:
+def test_timeouts_exclude_the_wait_for_a_free_reward_worker(users: Path) -> None:
     """Nor does its start: six rewards of 0.2 s, one after the other, within an episode's limit of 0.8 s."""
     assert played(users, "slow", 6, limit=0.8) == [1.0] * 6
 
 
 @pytest.mark.parametrize("thing", ["text", "awaited_text"])
-def test_text_is_no_reward_of_a_function_as_of_a_class(users: Path, thing: str) -> None:
-    [failure] = played(users, thing, 1, errors=RewardErrors(10, lambda error: None))
+def test_text_is_an_invalid_reward_of_functions_and_classes(users: Path, thing: str) -> None:
+    [failure] = played(users, thing, 1, errors=RewardErrorCounter(10, lambda error: None))
     assert failure.reason == "reward is no number"
     assert failure.detail == "task t: the reward is '1', of type str: return a number"
 
 
 @pytest.mark.parametrize("thing", ["raises", "awaited_raises"])
-def test_a_reward_that_raises_is_0_and_counted_until_it_does_nothing_else(users: Path, thing: str) -> None:
+def test_a_reward_that_raises_is_0_and_counted_up_to_a_limit(users: Path, thing: str) -> None:
     told: list[str] = []
-    outcomes = played(users, thing, 5, errors=RewardErrors(3, lambda error: told.append(error.one_line)))
+    outcomes = played(users, thing, 5, errors=RewardErrorCounter(3, lambda error: told.append(error.one_line)))
     assert outcomes[:3] == [0.0] * 3 and told == ["KeyError: '2'"] * 3
     assert [failure.reason for failure in outcomes[3:]] == ["KeyError"] * 2
     [failure] = played(users, thing, 1, errors=None)

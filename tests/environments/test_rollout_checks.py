@@ -1,4 +1,4 @@
-"""A rollout that an environment built itself is trained on if it is what the policy drew in this episode."""
+"""An environment's own rollouts are valid if they consist of the episode's completions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.environments.base import Codec, Policy, Task
-from slipstream.environments.guard import RolloutFailed, attempt
-from slipstream.generators.torch import Engine, TorchGenerator
+from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
+from slipstream.generators.torch.engine import Engine
+from slipstream.generators.torch.generator import TorchGenerator
 from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan
 from tests.conftest import build_model, build_tokenizer
 
@@ -25,7 +26,12 @@ def play(build: Build, seed: str = "0") -> tuple[tuple[Rollout, ...] | RolloutFa
     """What comes of an episode of two draws that returns what `build` makes of them; and its policy."""
     tokenizer = build_tokenizer()
     engine = Engine(build_model(vocab_size=len(tokenizer)), slots=2, tokenizer=tokenizer, version=3)
-    policy = Policy(TorchGenerator(engine), Codec(tokenizer), Sampling(max_tokens=4, top_k=5, record_kept=True), seed)
+    policy = Policy(
+        TorchGenerator(engine),
+        ChatTokenizer(tokenizer),
+        Sampling(max_tokens=4, top_k=5, record_sampling_mask=True),
+        seed,
+    )
 
     class Built:
         train = test = (TASK,)
@@ -35,7 +41,7 @@ def play(build: Build, seed: str = "0") -> tuple[tuple[Rollout, ...] | RolloutFa
             return await outcome if asyncio.iscoroutine(outcome) else outcome
 
     try:
-        return asyncio.run(attempt(Built(), TASK, policy, 10.0)), policy
+        return asyncio.run(run_episode(Built(), TASK, policy, EpisodeOptions(10.0))), policy
     except RolloutFailed as failure:
         return failure, policy
 
@@ -49,7 +55,7 @@ def of_rollout(**changes: Any) -> Build:
 
 
 ELSEWHERE = Completion((3, 4), (5,), (-1.0,), (VersionSpan(3, 0, 1),), "stop")
-DIFFERS = r"is not what the policy drew in this episode"
+DIFFERS = r"is not what the policy sampled in this episode"
 
 
 @pytest.mark.parametrize(
@@ -67,8 +73,8 @@ DIFFERS = r"is not what the policy drew in this episode"
         (changed(spans=(VersionSpan(3, 0, 2),)), "completions.spans", DIFFERS),
         (changed(spans=(VersionSpan(99, 0, 4),)), "completions.spans", DIFFERS),
         (changed(temperature=0.5), "completions.temperature", DIFFERS),
-        (changed(kept=None), "completions.kept", DIFFERS),
-        (changed(kept=(np.array([1]),) * 4), "completions.kept", DIFFERS),
+        (changed(sampling_mask=None), "completions.sampling_mask", DIFFERS),
+        (changed(sampling_mask=(np.array([1]),) * 4), "completions.sampling_mask", DIFFERS),
         (changed(experts=np.zeros((5, 1, 1))), "completions.experts", DIFFERS),
         (changed(text="\ud800"), "completions.text", "half of a surrogate pair"),
         (changed(text=7), "completions.text", r"completions\[1\].text is a int, not text"),
@@ -85,11 +91,11 @@ DIFFERS = r"is not what the policy drew in this episode"
         (of_rollout(steps=((StepReward(4, 1.0),), ())), "steps", r"steps\[0\] ends at token 4, .* completion has 4"),
         (of_rollout(steps=((StepReward(-1, 1.0),), ())), "steps", "ends at token -1"),
         (of_rollout(steps=(7, 8)), "steps", "pairs"),
-        (of_rollout(teacher=((0.0,) * 4,)), "teacher", "one log-probability for each drawn token"),
+        (of_rollout(teacher=((0.0,) * 4,)), "teacher", "one log-probability for each sampled token"),
         (of_rollout(teacher=((0.0,) * 4, (np.inf,) * 4)), "teacher", "not finite"),
     ],
 )  # fmt: skip
-def test_a_rollout_that_was_not_drawn_so_fails_by_the_field_that_is_wrong(
+def test_a_rollout_that_differs_from_the_policys_completions_fails_with_the_field(
     build: Build, field: str, problem: str
 ) -> None:
     failure, _ = play(build)
@@ -110,21 +116,21 @@ def extended(name: str, value: float) -> Build:
 
 
 @pytest.mark.parametrize(("name", "value"), [("prompt_ids", 5), ("token_ids", 5), ("logprobs", -1.0)])
-def test_a_completion_that_was_changed_in_place_fails_its_rollout(name: str, value: float) -> None:
+def test_a_completion_changed_in_place_fails_its_rollout(name: str, value: float) -> None:
     failure, _ = play(extended(name, value))
     assert isinstance(failure, RolloutFailed) and failure.reason == f"invalid rollout: completions.{name}"
 
 
 @pytest.mark.parametrize("reward", [1e308, -1e39, 1e13, float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["reward", "step"])
-def test_a_reward_that_float32_can_not_compute_with_fails_its_rollout(reward: float, where: str) -> None:
+def test_a_reward_beyond_float32_fails_its_rollout(reward: float, where: str) -> None:
     steps = ((StepReward(0, reward),), ())
     failure, _ = play(of_rollout(reward=reward) if where == "reward" else of_rollout(steps=steps))
     assert isinstance(failure, RolloutFailed) and "finite number" in failure.detail
     assert failure.reason.endswith("above 1e+12" if math.isfinite(reward) else str(reward))
 
 
-def test_a_rollout_of_an_earlier_episode_is_none_of_this_one() -> None:
+def test_a_rollout_of_an_earlier_episode_is_invalid() -> None:
     earlier, _ = play(lambda policy, *_: policy.rollout(1.0))
     assert isinstance(earlier, tuple)
     failure, policy = play(lambda *_: earlier[0], seed="1")
@@ -144,30 +150,33 @@ def test_a_rollout_of_an_earlier_episode_is_none_of_this_one() -> None:
         changed(text="without its thoughts", finish_reason="cut"),
     ],
 )  # fmt: skip
-def test_what_was_drawn_passes_in_any_order_part_and_role(build: Build) -> None:
+def test_any_order_selection_and_role_of_the_completions_is_valid(build: Build) -> None:
     """With the very values that the engine reported; the text is the environment's, which a scorer may see."""
     rollouts, policy = play(build)
     assert isinstance(rollouts, tuple)
     for rollout in rollouts:
         for completion in rollout.completions:
             given = [dataclasses.replace(drawn, text=completion.text) for drawn in policy.recorded]
-            assert any(completion.logprobs is drawn.logprobs and completion.kept is drawn.kept for drawn in given)
+            assert any(
+                completion.logprobs is drawn.logprobs and completion.sampling_mask is drawn.sampling_mask
+                for drawn in given
+            )
             assert completion.text in ("without its thoughts", *(drawn.text for drawn in policy.recorded))
 
 
-def test_a_request_that_no_engine_can_serve_fails_its_rollout_by_one_line() -> None:
+def test_an_invalid_request_fails_its_rollout_with_one_line() -> None:
     failure, _ = play(lambda policy, *_: policy.sample([99]))
     assert isinstance(failure, RolloutFailed) and failure.reason == "GenerationError"
     assert failure.detail.startswith("task t: the prompt has the token id 99") and "\n" not in failure.detail
 
 
-def test_rollouts_of_the_policy_pass_as_the_drawn_objects() -> None:
+def test_rollouts_of_the_policy_keep_the_sampled_completions() -> None:
     rollouts, policy = play(lambda policy, one, other: policy.rollout(1.0))
     assert isinstance(rollouts, tuple)
     assert all(a is b for a, b in zip(rollouts[0].completions, policy.recorded, strict=True))
 
 
-def test_what_an_environment_adds_to_the_list_of_completions_was_not_drawn() -> None:
+def test_completions_that_an_environment_adds_are_invalid() -> None:
     def build(policy: Policy, one: Completion, other: Completion) -> float:
         policy.completions.append(ELSEWHERE)
         return 1.0

@@ -1,4 +1,4 @@
-"""Text that no context can hold is never tokenized, and no other long text holds up the event loop."""
+"""Text too long for the context is never tokenized; other long text does not block the event loop."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError, EnvironmentConfig
-from slipstream.environments.base import Codec, Policy, Task
+from slipstream.config.schema import ConfigError, EnvironmentConfig
+from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.conversation import Conversation
-from slipstream.environments.guard import RolloutFailed, attempt
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.load import load_environment
-from slipstream.environments.prompts import describe, too_long
+from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.environments.text_limits import MAX_INLINE, MIN_BOUND
 from slipstream.environments.tools import Call, Tools, plain
 from slipstream.generators.base import ContextFull
@@ -71,7 +71,7 @@ class Says:
 
 
 def policy(tokenizer: Any, context: int = CONTEXT) -> Policy:
-    return Policy(Says(), Codec(tokenizer, context), Sampling(), "0")
+    return Policy(Says(), ChatTokenizer(tokenizer, context), Sampling(), "0")
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
@@ -80,7 +80,7 @@ def policy(tokenizer: Any, context: int = CONTEXT) -> Policy:
     [HUGE, [{"role": "user", "content": HUGE}], [{"role": "user", "content": "1"}] * 100_000, [3] * 10_000_000],
     ids=["text", "message", "messages", "ids"],
 )
-def test_what_no_context_can_hold_is_a_counted_failure_and_never_tokenized(template: str | None, prompt: Any) -> None:
+def test_text_too_long_for_the_context_fails_without_being_tokenized(template: str | None, prompt: Any) -> None:
     tokenizer = Spy(template)
 
     class Asks:
@@ -91,12 +91,12 @@ def test_what_no_context_can_hold_is_a_counted_failure_and_never_tokenized(templ
             return 1.0
 
     with pytest.raises(RolloutFailed, match="share a context of 256 tokens; shorten the prompt") as failure:
-        asyncio.run(attempt(Asks(), TASK, policy(tokenizer), 10.0))
+        asyncio.run(run_episode(Asks(), TASK, policy(tokenizer), EpisodeOptions(10.0)))
     assert failure.value.reason == "ContextFull" and tokenizer.longest == 0
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_of_text_that_the_longest_tokens_could_spell_only_the_start_is_tokenized(template: str | None) -> None:
+def test_only_the_start_of_doubtful_text_is_tokenized(template: str | None) -> None:
     tokenizer = Spy(template)
     with pytest.raises(ContextFull, match=r"has 6000[01] characters, and the first 2048 make 2048 tokens"):
         asyncio.run(policy(tokenizer).sample("1" * 60_000))
@@ -105,7 +105,7 @@ def test_of_text_that_the_longest_tokens_could_spell_only_the_start_is_tokenized
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
-def test_in_a_conversation_it_ends_the_conversation(template: str | None) -> None:
+def test_overlong_text_ends_a_conversation(template: str | None) -> None:
     """What the policy, a tool or the environment says: an episode comes to its reward with what it has."""
     tokenizer = Spy(template)
 
@@ -136,7 +136,7 @@ def test_long_text_that_fits_is_rendered_and_tokenized_in_a_thread(template: str
     assert tokenizer.threads and threading.main_thread() not in tokenizer.threads
 
 
-def test_token_ids_are_any_whole_numbers() -> None:
+def test_token_ids_may_be_any_integer_type() -> None:
     import numpy as np
 
     it = policy(build_tokenizer())
@@ -145,7 +145,7 @@ def test_token_ids_are_any_whole_numbers() -> None:
         asyncio.run(it.sample([3, 4.5]))  # type: ignore[list-item]
 
 
-def test_a_line_that_no_context_can_hold_is_named_when_tasks_are_loaded(tmp_path: Path) -> None:
+def test_lines_too_long_for_the_context_are_found_when_tasks_load(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     lines = [{"prompt": "1"}, {"prompt": [{"role": "user", "content": HUGE}]}, {"prompt": "2"}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -153,14 +153,16 @@ def test_a_line_that_no_context_can_hold_is_named_when_tasks_are_loaded(tmp_path
     options = {"train": str(file), "test": str(file)}
     environment = load_environment(EnvironmentConfig(name=f"{tmp_path / 'users.py'}:reward", options=options))
     tokenizer = Spy(TEMPLATE)
-    found = too_long(environment.train, Codec(tokenizer, CONTEXT), CONTEXT)
+    found = find_overlong_prompts(environment.train, ChatTokenizer(tokenizer, CONTEXT), CONTEXT)
     assert describe(found, environment.train) == f"task 2 ({file}, line 2, 2000000 tokens or more)"
     assert tokenizer.longest == 0
-    assert too_long([Task("t", "1" * 60_000)], Codec(tokenizer, CONTEXT), CONTEXT) == {0: "60000 bytes"}
+    assert find_overlong_prompts([Task("t", "1" * 60_000)], ChatTokenizer(tokenizer, CONTEXT), CONTEXT) == {
+        0: "60000 bytes"
+    }
 
 
 @pytest.mark.parametrize("line", ['{"prompt": "\\ud800"}', '{"prompt": "1", "id": "\\udfff"}', "[" * 100_000])
-def test_a_line_that_no_tokenizer_can_read_is_named_when_tasks_are_loaded(tmp_path: Path, line: str) -> None:
+def test_lines_that_no_tokenizer_can_encode_are_named_when_tasks_load(tmp_path: Path, line: str) -> None:
     (tmp_path / "tasks.jsonl").write_text(f'{{"prompt": "1"}}\n{line}\n{{"prompt": "\\ud83d\\ude42"}}\n')
     (tmp_path / "users.py").write_text("def reward(task, completion):\n    return 1.0\n")
     options = {"train": str(tmp_path / "tasks.jsonl")}
@@ -168,13 +170,13 @@ def test_a_line_that_no_tokenizer_can_read_is_named_when_tasks_are_loaded(tmp_pa
         load_environment(EnvironmentConfig(name=f"{tmp_path / 'users.py'}:reward", options=options))
 
 
-def test_a_reply_of_blank_lines_is_searched_for_a_call_in_time_that_grows_with_its_length() -> None:
+def test_parsing_blank_lines_for_calls_takes_linear_time() -> None:
     assert plain("\n" * 100_000 + "x") == [] and plain("f(" + ")" * 100_000 + "x") == []
     assert plain("think\n  add(1, (2)) \n ") == [Call("add", "1, (2)")] and plain("add(1)\nthen") == []
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_a_large_result_of_a_tool_becomes_text_in_a_thread(kind: str) -> None:
+def test_large_tool_results_become_text_in_a_thread(kind: str) -> None:
     threads = []
 
     class Result:

@@ -1,4 +1,4 @@
-"""The embedded engine: what it says about every token is true, whoever comes, goes or is swapped meanwhile."""
+"""The embedded engine: records of every token stay exact while requests arrive, end or see a weight swap."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import ConfigError, load_config
+from slipstream.config.loading import load_config
+from slipstream.config.schema import ConfigError
 from slipstream.generators.base import ContextFull, EngineFailed, GenerationError
-from slipstream.generators.sampling import BLOCK, Sampler
-from slipstream.generators.torch import Engine, TorchGenerator
-from slipstream.models import routers_of
+from slipstream.generators.torch.engine import Engine
+from slipstream.generators.torch.generator import TorchGenerator
+from slipstream.generators.torch.sampling import BLOCK, Sampler
+from slipstream.model.inspection import find_routers
 from slipstream.rollout import Completion, Sampling
 from tests.conftest import FAMILIES, build_model, build_tokenizer, random_prompts
 
@@ -31,7 +33,7 @@ def drain(engine: Engine) -> dict[Any, Completion]:
 
 
 def test_a_request_without_a_distribution_fails_alone() -> None:
-    """NaN in the weights of one token: its request is told so; neighbours and who takes its slot draw as ever."""
+    """NaN in the weights of one token fails its request; other requests and the next one in its slot are unaffected."""
     model = build_model("llama", vocab_size=8 * BLOCK + 97)
     prompts = [(5, 6, 8, 9, 11), (3,), (2, 12)]
     whole = Engine(model, slots=4)
@@ -43,7 +45,7 @@ def test_a_request_without_a_distribution_fails_alone() -> None:
         model.model.embed_tokens.weight[7] = torch.nan
     engine = Engine(model, slots=4)
     failing = ("sampled", (7,), Sampling(max_tokens=6)), ("greedy", (4, 7, 4), Sampling(temperature=0))
-    for turn in range(2):  # the second time in the slots of the first
+    for turn in range(2):  # the second round reuses the slots of the first
         for key, prompt, sampling in failing:
             engine.submit((key, turn), prompt, sampling)
         for key, prompt in enumerate(prompts):
@@ -60,14 +62,14 @@ def test_a_request_without_a_distribution_fails_alone() -> None:
 @pytest.mark.parametrize("logits", [[torch.nan, 0.0, 0.0], [torch.inf, 0.0, 0.0], [-torch.inf] * 3])
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"temperature": 0.5, "top_k": 2, "top_p": 0.9}])
 @pytest.mark.parametrize("vocabulary", [3, 20 * BLOCK + 17])
-def test_logits_that_are_no_distribution_are_told_by_their_log_probability(
+def test_invalid_logits_give_a_nan_log_probability(
     logits: list[float], changes: dict[str, Any], vocabulary: int
 ) -> None:
     rows = torch.zeros(2, vocabulary)
     rows[0, :3] = torch.tensor(logits)
     if logits[0] == -torch.inf:
         rows[0] = -torch.inf
-    drawn = Sampler([Sampling(**changes)] * 2, rows.device).draw(rows, np.zeros(2, dtype=np.uint64))
+    drawn = Sampler([Sampling(**changes)] * 2, rows.device).sample(rows, np.zeros(2, dtype=np.uint64))
     assert [math.isfinite(logprob) for logprob in drawn.logprobs] == [False, True]
     assert all(0 <= token < vocabulary for token in drawn.tokens)
 
@@ -80,7 +82,7 @@ def test_logits_that_are_no_distribution_are_told_by_their_log_probability(
      {"stop_tokens": (2**70,)}, {"stop_strings": "END"}, {"stop_strings": ("",)},
      {"stop_strings": ("x" * 1001,)}, {"stop_strings": ("x",) * 65}],
 )  # fmt: skip
-def test_values_that_no_engine_can_draw_by_are_refused_where_they_enter(changes: dict[str, Any]) -> None:
+def test_invalid_sampling_parameters_are_refused_at_construction(changes: dict[str, Any]) -> None:
     (name,) = changes
     with pytest.raises(ValueError, match=rf"^{name} = [^\n]* must be [^\n]*$"):
         Sampling(**changes)
@@ -94,7 +96,7 @@ def test_values_that_no_engine_can_draw_by_are_refused_where_they_enter(changes:
     [{"temperature": 0}, {"temperature": 0.01}, {"temperature": 100}, {"seed": -(2**80)}, {"top_k": 2**31 - 1},
      {"top_p": 1e-320}, {"max_tokens": 2**70}],
 )  # fmt: skip
-def test_the_ends_of_what_is_allowed_are_drawn_by(changes: dict[str, Any]) -> None:
+def test_sampling_works_at_the_bounds_of_its_parameters(changes: dict[str, Any]) -> None:
     engine = Engine(build_model(), slots=1, context=20)
     engine.submit(0, (3, 4), Sampling(**changes))
     (completion,) = drain(engine).values()
@@ -108,7 +110,7 @@ STOPS = ["🙂🙃", "終わり", "</answer>", "é", "🏁" * 20]
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("before", ["", "a", "€€", "🙂"])
 def test_a_stop_string_is_found_where_every_token_is_a_byte(kind: str, stop: str, before: str) -> None:
-    """It ends the completion at its very last byte."""
+    """The completion ends at the last byte of the stop string."""
     tokenizer = byte_tokenizer(kind)
     engine = Engine(build_model(vocab_size=len(tokenizer)), tokenizer=tokenizer)
     ids = tokenizer.encode(before + stop)
@@ -144,14 +146,14 @@ def reference_logits(model: Any, completion: Completion) -> torch.Tensor:
     ids = torch.tensor([completion.prompt_ids + completion.token_ids[:-1]])
     model = copy.deepcopy(model).double()
     model.set_attn_implementation("eager")
-    if routers_of(model):
+    if find_routers(model):
         model.set_experts_implementation("eager")  # grouped matrix products have no float64
     with torch.no_grad():
         return model(ids).logits[0, len(completion.prompt_ids) - 1 :] / (completion.temperature or 1)
 
 
 def kept_by_hand(logits: torch.Tensor, top_k: int, top_p: float) -> set[int]:
-    """The tokens that top-k, then top-p, keep: a slow and obvious restatement."""
+    """The tokens that top-k, then top-p, keep: a slow reference implementation."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i].item())[: top_k or len(logits)]
     probabilities = torch.softmax(logits[order], 0).tolist()
     kept, mass = set(), 0.0
@@ -174,20 +176,21 @@ def assert_true(completion: Completion, sampling: Sampling, models: dict[int, An
                 assert token == logits[i].argmax() and completion.logprobs[i] == 0.0
                 continue
             kept = kept_by_hand(logits[i], sampling.top_k, sampling.top_p)
-            if completion.kept is not None:
-                assert set(completion.kept[i].tolist()) == kept
+            if completion.sampling_mask is not None:
+                assert set(completion.sampling_mask[i].tolist()) == kept
             masked = torch.full_like(logits[i], -torch.inf)
             masked[list(kept)] = logits[i][list(kept)]
             assert abs(masked.log_softmax(-1)[token].item() - completion.logprobs[i]) < BOUND
 
 
+OPTIONS = ("temperature", "top_k", "top_p", "record_sampling_mask")
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0),
     Sampling(temperature=0.6),
-    Sampling(top_k=5, record_kept=True),
-    Sampling(top_p=0.8, record_kept=True),
-    Sampling(temperature=1.7, top_k=20, top_p=0.9, record_kept=True),
+    Sampling(top_k=5, record_sampling_mask=True),
+    Sampling(top_p=0.8, record_sampling_mask=True),
+    Sampling(temperature=1.7, top_k=20, top_p=0.9, record_sampling_mask=True),
 ]
 
 
@@ -199,7 +202,7 @@ def requests(count: int, seed: int = 0) -> list[tuple[list[int], Sampling]]:
     prompts[9] = [prompts[9][0]]
     return [
         (prompt, Sampling(**{
-            **{k: getattr(SAMPLINGS[i % len(SAMPLINGS)], k) for k in ("temperature", "top_k", "top_p", "record_kept")},
+            **{k: getattr(SAMPLINGS[i % len(SAMPLINGS)], k) for k in OPTIONS},
             "max_tokens": rng.randint(1, 40), "seed": i,
         }))
         for i, prompt in enumerate(prompts)
@@ -207,7 +210,7 @@ def requests(count: int, seed: int = 0) -> list[tuple[list[int], Sampling]]:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "mixtral", "olmoe"])
-def test_tokens_tell_the_truth(family: str) -> None:
+def test_log_probabilities_and_versions_are_exact(family: str) -> None:
     model = build_model(family)
     engine = Engine(copy.deepcopy(model), slots=5)
     asked = requests(24)
@@ -222,10 +225,12 @@ def test_tokens_tell_the_truth(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "large_head"), [("qwen3", 2**24), ("gemma3", 2**24), ("gemma3", 1)])
-def test_swaps_under_running_sequences(family: str, large_head: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_stay_exact_across_swaps(
+    family: str, large_head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights are swapped every few tokens. The first span is checked against a full pass; since a sequence keeps its
     old keys and values, the tokens after a swap are replayed with a cache that mixes versions in the same way."""
-    monkeypatch.setattr("slipstream.generators.torch.LARGE_HEAD", large_head)
+    monkeypatch.setattr("slipstream.model.logprobs.LARGE_HEAD", large_head)
     models = {version: build_model(family, seed=version) for version in range(4)}
     engine = Engine(copy.deepcopy(models[0]), slots=6)
     asked = requests(18, seed=5)
@@ -254,7 +259,7 @@ def test_swaps_under_running_sequences(family: str, large_head: int, monkeypatch
 
 
 def replay(models: dict[int, Any], completion: Completion) -> list[torch.Tensor]:
-    """Logits of every token, by the weights of its tagged version on the cache that the versions before it left."""
+    """Logits of every token, by the weights of its tagged version on the cache computed by earlier versions."""
     from transformers import DynamicCache
 
     versions = [v for v, start, end in completion.spans for _ in range(start, end)]
@@ -280,8 +285,8 @@ def test_a_failed_swap_leaves_the_old_version() -> None:
     assert engine.version == 0
 
 
-def test_completions_do_not_depend_on_company() -> None:
-    """A request's tokens are a function of weights, prompt and seed: alone, in a crowd, or in another order."""
+def test_completions_do_not_depend_on_other_requests() -> None:
+    """A request's tokens are a function of weights, prompt and seed: alone, in a batch, or in another order."""
     asked = requests(16, seed=2)
     alone = {}
     for key, (prompt, sampling) in enumerate(asked):
@@ -296,8 +301,8 @@ def test_completions_do_not_depend_on_company() -> None:
         assert {k: c.token_ids for k, c in together.items()} == {k: c.token_ids for k, c in alone.items()}
 
 
-def test_seeds_differ_and_draw_from_the_distribution() -> None:
-    """4,000 first tokens against the model's own probabilities (chi-squared, 99.9 % of a right sampler passes)."""
+def test_samples_of_different_seeds_follow_the_distribution() -> None:
+    """4,000 first tokens against the model's own probabilities (chi-squared; a correct sampler passes in 99.9 %)."""
     model = build_model(vocab_size=8)
     engine = Engine(copy.deepcopy(model), slots=500)
     for seed in range(4000):
@@ -310,7 +315,7 @@ def test_seeds_differ_and_draw_from_the_distribution() -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 24.3
 
 
-def test_stop_tokens_stop_strings_and_context() -> None:
+def test_completions_end_at_stop_tokens_stop_strings_and_the_context_limit() -> None:
     tokenizer = build_tokenizer()
     model = build_model(vocab_size=len(tokenizer), eos_token_id=1)
     free = Engine(copy.deepcopy(model), slots=4, tokenizer=tokenizer)
@@ -352,16 +357,16 @@ def test_aborted_requests_free_their_slot_and_return_nothing() -> None:
     engine.abort(3)
     engine.abort("unknown")
     assert set(drain(engine)) == {1, 2}
-    assert engine.load == 0
+    assert not engine.busy
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
-def test_experts_are_those_the_model_chose(family: str) -> None:
+def test_recorded_experts_are_those_the_model_chose(family: str) -> None:
     model = build_model(family)
     engine = Engine(copy.deepcopy(model), slots=3)
     prompts = [[5, 6, 7, 8], [5, 6, 7, 8], [9], *random_prompts(5)]
     for key, prompt in enumerate(prompts):
-        engine.submit(key, prompt, Sampling(max_tokens=12, seed=key, record_experts=True))
+        engine.submit(key, prompt, Sampling(max_tokens=12, seed=key, record_routing=True))
     for completion in drain(engine).values():
         ids = torch.tensor([completion.prompt_ids + completion.token_ids[:-1]])
         chosen: list[torch.Tensor] = []
@@ -383,15 +388,15 @@ def test_experts_are_those_the_model_chose(family: str) -> None:
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],
 )
-def test_what_it_cannot_serve_is_refused_by_name(config: dict[str, Any], named: str) -> None:
+def test_unsupported_models_are_refused_by_name(config: dict[str, Any], named: str) -> None:
     from types import SimpleNamespace
 
-    from slipstream.generators.torch import refuse_unserved
+    from slipstream.generators.torch.engine import validate_supported
 
     with pytest.raises(GenerationError, match=named):
-        refuse_unserved(SimpleNamespace(**config))
-    with pytest.raises(GenerationError, match=r'set generator.kind = "vllm"'):
-        refuse_unserved(SimpleNamespace(**config))
+        validate_supported(SimpleNamespace(**config))
+    with pytest.raises(GenerationError, match=r'set generator.engine = "vllm"'):
+        validate_supported(SimpleNamespace(**config))
 
 
 def test_bad_requests_are_refused() -> None:
@@ -401,13 +406,13 @@ def test_bad_requests_are_refused() -> None:
     with pytest.raises(ContextFull, match="8 tokens, but prompt and completion share a context of 8"):
         engine.submit(0, [1] * 8, Sampling())
     with pytest.raises(GenerationError, match="no experts"):
-        engine.submit(0, [1], Sampling(record_experts=True))
+        engine.submit(0, [1], Sampling(record_routing=True))
     with pytest.raises(GenerationError, match="tokenizer"):
         engine.submit(0, [1], Sampling(stop_strings=("x",)))
     assert not engine.busy
 
 
-def test_the_cache_grows_and_keeps_what_it_held() -> None:
+def test_the_cache_keeps_its_content_when_it_grows() -> None:
     model = build_model()
     engine = Engine(copy.deepcopy(model), slots=2)
     engine.submit("long", [5] * 30, Sampling(max_tokens=150, seed=0))
@@ -416,7 +421,7 @@ def test_the_cache_grows_and_keeps_what_it_held() -> None:
         assert_true(completion, Sampling(), {0: model})
 
 
-def test_who_waits_for_an_engine_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_engine_fails_its_pending_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(build_model(), slots=2)
     generator = TorchGenerator(engine)
 

@@ -1,7 +1,8 @@
-"""What new weights do to sequences in flight: each mode keeps its promise, and what is said of a token stays true."""
+"""Sequences in flight at a swap: each mode behaves as documented, and records of tokens stay exact."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,13 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.config import SyncConfig, load_config
-from slipstream.generators import torch as engines
+from slipstream.config.loading import load_config
+from slipstream.config.schema import SyncConfig
 from slipstream.generators.base import Interruption
-from slipstream.generators.torch import Engine
-from slipstream.generators.vllm import VllmEngine
+from slipstream.generators.generator_worker import GeneratorWorker
+from slipstream.generators.torch import engine as engines
+from slipstream.generators.torch.engine import Engine
+from slipstream.generators.vllm.engine import VllmEngine
 from slipstream.rollout import Completion, Sampling
-from slipstream.runtime.generating import GeneratorService
 from tests.conftest import FAMILIES, build_model
 from tests.generators.test_engine import BOUND, assert_true, drain, kept_by_hand, replay, requests
 
@@ -28,7 +30,7 @@ MODES: tuple[Interruption, ...] = get_args(Interruption)
 
 
 def swap(engine: Engine, version: int, model: Any, how: Interruption = "continue") -> dict[Any, Completion]:
-    """Swap to the weights of `model` as a caller does. Returns what finished while the engine drained."""
+    """Swap to the weights of `model` as a caller does. Returns the completions that finished during a drain."""
     finished = {}
     if how == "drain":
         engine.draining = True
@@ -39,7 +41,7 @@ def swap(engine: Engine, version: int, model: Any, how: Interruption = "continue
 
 
 def started(family: str, asked: list[tuple[list[int], Sampling]], slots: int, steps: int) -> tuple[Engine, dict]:
-    """An engine in mid-flight, and what has finished in it already."""
+    """An engine with sequences in flight, and its finished completions."""
     engine, finished = Engine(build_model(family), slots=slots), {}
     for key, (prompt, sampling) in enumerate(asked):
         engine.submit(key, prompt, sampling)
@@ -50,10 +52,10 @@ def started(family: str, asked: list[tuple[list[int], Sampling]], slots: int, st
 
 @pytest.mark.parametrize("budget", [4096, 60])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recompute_draws_as_if_the_new_weights_had_read_everything(
+def test_recompute_samples_as_if_the_new_weights_had_computed_all_keys(
     family: str, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the small budget sequences join again over several passes, and the last swap comes before all have."""
+    """With the small budget sequences are recomputed over several passes, and the last swap comes before the end."""
     monkeypatch.setattr(engines, "PROMPT_TOKENS", budget)
     models = {version: build_model(family, seed=version) for version in range(4)}
     asked = requests(18, seed=3)
@@ -67,7 +69,7 @@ def test_recompute_draws_as_if_the_new_weights_had_read_everything(
             finished |= dict(engine.step())
         swap(engine, version, models[version], "recompute")
     finished |= drain(engine)
-    assert len(finished) == len(asked) and len(drawn) > 3 and engine.tokens_wasted == 0
+    assert len(finished) == len(asked) and len(drawn) > 3 and engine.tokens_discarded == 0
     for key, completion in finished.items():
         assert len(completion.token_ids) == asked[key][1].max_tokens
         assert_true(completion, asked[key][1], models)
@@ -80,8 +82,8 @@ def test_recompute_draws_as_if_the_new_weights_had_read_everything(
 
 def test_recompute_records_every_expert_once() -> None:
     models = [build_model("qwen3_moe", seed=seed) for seed in (0, 1)]
-    asked = [([5, 6, 7], Sampling(max_tokens=12, seed=seed, record_experts=True)) for seed in range(4)]
-    asked.append(([9], Sampling(max_tokens=12, seed=9, record_experts=True)))
+    asked = [([5, 6, 7], Sampling(max_tokens=12, seed=seed, record_routing=True)) for seed in range(4)]
+    asked.append(([9], Sampling(max_tokens=12, seed=9, record_routing=True)))
     engine, _ = started("qwen3_moe", asked, slots=4, steps=5)
     swap(engine, 1, models[1], "recompute")
     for completion in drain(engine).values():
@@ -102,12 +104,12 @@ def test_recompute_records_every_expert_once() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_retry_is_a_fresh_start(family: str) -> None:
+def test_retry_samples_the_completion_from_its_start(family: str) -> None:
     model, asked = build_model(family, seed=1), requests(12, seed=4)
     engine, early = started(family, asked, slots=12, steps=6)
     drawn = sum(len(s.tokens) for s in engine._running if s.finish is None)
     swap(engine, 1, model, "retry")
-    assert engine.tokens_wasted == drawn > 0
+    assert engine.tokens_discarded == drawn > 0
     finished = drain(engine)
     assert early and finished.keys() == set(range(12)) - early.keys()
     fresh = Engine(copy.deepcopy(model), slots=12, version=1)
@@ -116,11 +118,13 @@ def test_retry_is_a_fresh_start(family: str) -> None:
     for key, completion in drain(fresh).items():
         assert finished[key].token_ids == completion.token_ids and finished[key].spans == completion.spans
         assert finished[key].logprobs == completion.logprobs
-        assert np.array_equal(np.concatenate(finished[key].kept or [[]]), np.concatenate(completion.kept or [[]]))
+        assert np.array_equal(
+            np.concatenate(finished[key].sampling_mask or [[]]), np.concatenate(completion.sampling_mask or [[]])
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_drain_lets_no_completion_see_two_versions(family: str) -> None:
+def test_drain_gives_each_completion_one_version(family: str) -> None:
     models, asked = {version: build_model(family, seed=version) for version in (0, 1)}, requests(20, seed=6)
     engine, finished = started(family, asked, slots=6, steps=5)
     running, waiting = {s.key for s in engine._running}, {s.key for s in engine._queue}
@@ -141,7 +145,7 @@ def test_continue_keeps_keys_and_values() -> None:
     engine, finished = started("qwen3", asked, slots=10, steps=6)
     swap(engine, 1, models[1], "continue")
     finished |= drain(engine)
-    assert sum(len(c.spans) == 2 for c in finished.values()) > 4 and engine.tokens_wasted == 0
+    assert sum(len(c.spans) == 2 for c in finished.values()) > 4 and engine.tokens_discarded == 0
     for key, completion in finished.items():
         sampling = asked[key][1]
         for i, logits in enumerate(replay(models, completion)):
@@ -166,7 +170,7 @@ def test_a_failed_swap_changes_nothing(how: Interruption) -> None:
 
     with pytest.raises(OSError, match="gone"):
         engine.swap(1, broken, how)
-    assert engine.version == 0 and not engine.draining and engine.tokens_wasted == 0
+    assert engine.version == 0 and not engine.draining and engine.tokens_discarded == 0
     finished |= drain(engine)
     undisturbed = drain(started("qwen3", asked, slots=6, steps=0)[0])
     assert finished.keys() == undisturbed.keys()
@@ -176,7 +180,7 @@ def test_a_failed_swap_changes_nothing(how: Interruption) -> None:
 
 
 @pytest.mark.parametrize("failing", ["", "apply", "reset"])
-def test_vllm_goes_on_whatever_becomes_of_a_swap(failing: str) -> None:
+def test_vllm_continues_after_a_successful_or_failed_swap(failing: str) -> None:
     told: list[str] = []
 
     def apply() -> Any:
@@ -190,10 +194,10 @@ def test_vllm_goes_on_whatever_becomes_of_a_swap(failing: str) -> None:
         return failing != "reset"
 
     core = SimpleNamespace(call_utility=lambda method, *_: told.append(method))
-    engine = object.__new__(VllmEngine)  # which has no vLLM of its own
+    engine = object.__new__(VllmEngine)  # without vLLM
     engine._llm = SimpleNamespace(engine_core=core, reset_prefix_cache=reset)
-    engine._beside, engine.asleep, engine._draining, engine._adapters = True, False, False, None
-    engine._requests, engine._salt, engine.version = {}, 0, 0
+    engine._parallel_core, engine.asleep, engine._draining, engine._adapters = True, False, False, None
+    engine._requests, engine._cache_salt, engine.version = {}, 0, 0
     with pytest.raises((OSError, RuntimeError), match=r"gone|did not drop") if failing else nullcontext():
         engine.swap(1, apply, "recompute")
     calls = ["apply"] if failing == "apply" else ["apply", "reset"]
@@ -212,7 +216,7 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=40)
 @given(actions=st.lists(ACTIONS, min_size=6, max_size=30), budget=st.sampled_from([20, 4096]))
-def test_whatever_happens_every_request_ends_once(actions: list[tuple[Any, ...]], budget: int) -> None:
+def test_every_request_ends_exactly_once(actions: list[tuple[Any, ...]], budget: int) -> None:
     models = {version: build_model(seed=version) for version in range(3)}
     engine, finished, asked, aborted = Engine(build_model(), slots=4), {}, {}, set()
     modes, served = set(), {0: models[0]}
@@ -224,7 +228,7 @@ def test_whatever_happens_every_request_ends_once(actions: list[tuple[Any, ...]]
         patch.setattr(engines, "PROMPT_TOKENS", budget)
         for name, *values in actions:
             if name == "submit":
-                sampling = Sampling(max_tokens=values[1], seed=len(asked), top_k=7, record_kept=True)
+                sampling = Sampling(max_tokens=values[1], seed=len(asked), top_k=7, record_sampling_mask=True)
                 engine.submit(len(asked), [7] * values[0], sampling)
                 asked[len(asked)] = sampling
             elif name == "abort":
@@ -244,10 +248,10 @@ def test_whatever_happens_every_request_ends_once(actions: list[tuple[Any, ...]]
                     engine.swap(99, broken, values[0])
         finished |= drain(engine)
     assert finished.keys() | aborted == asked.keys() and not finished.keys() & aborted
-    assert engine.load == 0 and engine.tokens_wasted <= engine.tokens_generated
+    assert not engine.busy and engine.tokens_discarded <= engine.tokens_generated
     for key, completion in finished.items():
         count, versions = len(completion.token_ids), [span.version for span in completion.spans]
-        assert count == asked[key].max_tokens == len(completion.logprobs) == len(completion.kept or ())
+        assert count == asked[key].max_tokens == len(completion.logprobs) == len(completion.sampling_mask or ())
         assert versions == sorted(set(versions)) and versions[-1] <= engine.version
         assert [s.start for s in completion.spans] + [count] == [0] + [s.end for s in completion.spans]
         if "continue" not in modes:
@@ -255,75 +259,90 @@ def test_whatever_happens_every_request_ends_once(actions: list[tuple[Any, ...]]
 
 
 class Weights:
-    """Served weights whose next version may fail to come."""
+    """Served weights whose next version may fail to arrive."""
 
     fails = False
 
-    def prepare(self, ticket: Any) -> None: ...
+    def prepare(self, handle: Any) -> None: ...
     def prepared(self) -> bool:
         if self.fails:
             raise OSError("file is gone")
         return True
 
     def apply(self) -> None: ...
-    def held(self) -> float:
+    def pause_s(self) -> float:
         return 0.0
 
-    def check(self, names: Any) -> None: ...
-    def checked(self) -> dict[str, int]:
+    def start_checksums(self, names: Any) -> None: ...
+    def checksums(self) -> dict[str, int]:
         return {}
 
     def close(self) -> None: ...
 
 
-def service(tiny: Path, how: Interruption) -> GeneratorService:
-    flags = ["--environment.name=addition", "--generator.slots=2", "--generator.device=cpu", "--generator.threads=1"]
-    made = GeneratorService(load_config(None, [f"--model.path={tiny}", f"--sync.interruption={how}", *flags]))
+def service(tiny: Path, how: Interruption) -> GeneratorWorker:
+    flags = [
+        "--environment.name=addition",
+        "--generator.max_num_seqs=2",
+        "--generator.device=cpu",
+        "--generator.threads=1",
+    ]
+    made = GeneratorWorker(load_config(None, [f"--model.path={tiny}", f"--sync.in_flight={how}", *flags]))
     made._engine._eos = frozenset()
     made._weights = Weights()
     return made
 
 
-def test_a_service_drains_while_requests_come_and_go(tiny: Path) -> None:
-    serving, done = service(tiny, "drain"), {}
-    for key, tokens in enumerate((5, 40, 5)):
-        serving.handle(
-            "generate", (key, (5, 6), Sampling(max_tokens=tokens, seed=key)), lambda c, k=key: done.update({k: c})
-        )
-    serving.tick()
-    serving.handle("swap", (1,), lambda value: done.update(swap=value))
-    serving.tick()
-    serving.handle("generate", ("new", (5, 6), Sampling(max_tokens=3)), lambda c: done.update(new=c))
-    for _ in range(8):
-        serving.tick()
-    assert done.keys() == {0} and serving._engine.version == 0
-    serving.handle("abort", (1,), lambda _: None)
-    serving.handle("abort", (2,), lambda _: None)
-    while serving.busy:
-        serving.tick()
-    assert done.keys() == {0, "swap", "new"} and serving._engine.load == 0
-    assert [done[key].versions for key in (0, "new")] == [(0, 0), (1, 1)]
+async def steps(serving: GeneratorWorker, count: int) -> None:
+    """Wait for `count` steps of the engine."""
+    last = serving.progress + count
+    while serving.progress < last:
+        await asyncio.sleep(0)
+
+
+def test_an_engine_drains_while_requests_come_and_go(tiny: Path) -> None:
+    async def main() -> None:
+        serving = service(tiny, "drain")
+        running = asyncio.ensure_future(serving.run())
+        samplings = [Sampling(max_tokens=tokens, seed=key) for key, tokens in enumerate((5, 40, 5))]
+        first, second, third = (asyncio.ensure_future(serving.generate((5, 6), sampling)) for sampling in samplings)
+        await steps(serving, 1)
+        swap = asyncio.ensure_future(serving.swap(1))
+        await steps(serving, 1)
+        new = asyncio.ensure_future(serving.generate((5, 6), Sampling(max_tokens=3)))
+        await steps(serving, 8)
+        assert [call.done() for call in (first, second, third, swap, new)] == [True, False, False, False, False]
+        assert serving._engine.version == 0
+        second.cancel()
+        third.cancel()
+        await swap
+        assert ((await first).versions, (await new).versions) == ((0, 0), (1, 1))
+        assert second.cancelled() and third.cancelled() and not serving._engine.busy
+        running.cancel()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("how", MODES)
-def test_a_service_goes_on_where_weights_fail_to_come(tiny: Path, how: Interruption) -> None:
-    serving, done = service(tiny, how), {}
+def test_an_engine_continues_if_a_version_fails_to_arrive(tiny: Path, how: Interruption) -> None:
+    async def main() -> None:
+        serving = service(tiny, how)
+        running = asyncio.ensure_future(serving.run())
+        calls = [asyncio.ensure_future(serving.generate((5, 6), Sampling(max_tokens=90))) for _ in range(3)]
+        await steps(serving, 1)
+        with pytest.raises(OSError):
+            await serving.prepare({})
+        assert not any(call.done() for call in calls), "the engine drained for weights that never came"
+        assert [(await call).versions for call in calls] == [(0, 0)] * 3
+        assert (await serving.stats())["tokens_discarded"] == 0
+        running.cancel()
+
     Weights.fails = True
     try:
-        for key in range(3):
-            serving.handle("generate", (key, (5, 6), Sampling(max_tokens=90)), lambda c, k=key: done.update({k: c}))
-        serving.tick()
-        serving.handle("prepare", ({},), lambda value: done.update(prepare=value))
-        while "prepare" not in done:
-            serving.tick()
-        assert done.keys() == {"prepare"}, "the engine drained for weights that never came"
-        while serving.busy:
-            serving.tick()
+        asyncio.run(main())
     finally:
         Weights.fails = False
-    assert isinstance(done["prepare"], OSError) and serving.stats()["wasted"] == 0
-    assert [done[key].versions for key in range(3)] == [(0, 0)] * 3
 
 
 def test_the_option_names_every_mode() -> None:
-    assert get_args(SyncConfig.model_fields["interruption"].annotation) == MODES
+    assert get_args(SyncConfig.model_fields["in_flight"].annotation) == MODES

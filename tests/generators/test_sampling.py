@@ -1,4 +1,4 @@
-"""The sampler alone: its random numbers, and the inversion of a cumulative distribution."""
+"""The sampler: its random numbers, and the inversion of a cumulative distribution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.generators.sampling import BLOCK, invert, uniform
+from slipstream.generators.torch.sampling import BLOCK, invert, uniform
 
 
 def test_uniform_is_uniform_and_independent() -> None:
@@ -25,7 +25,7 @@ def test_uniform_is_uniform_and_independent() -> None:
 
 @pytest.mark.parametrize("vocabulary", [3, 97, 8 * BLOCK, 8 * BLOCK + 1, 20 * BLOCK + 17])
 @given(st.integers(0, 1000), st.floats(0, 1 - 2**-48))
-def test_inversion_is_that_of_the_cumulative_sum(vocabulary: int, seed: int, u: float) -> None:
+def test_inversion_matches_the_cumulative_sum(vocabulary: int, seed: int, u: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     p = torch.rand(2, vocabulary, generator=generator) ** 8
     p[torch.rand(2, vocabulary, generator=generator) < 0.5] = 0

@@ -10,19 +10,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slipstream.observe.figures import duration, number, sparkline
-from slipstream.observe.progress import Progress
+from slipstream.observe.formatting import duration, number, sparkline
+from slipstream.observe.progress import FIELDS, EngineState, PoolState, Progress
+from slipstream.rollout import Completion, Group, Rollout, VersionSpan, float32_array, int32_array
+from slipstream.tools.lag_study.records import SERIES
+from tests.test_records import ROOT
 
 RECORD: dict[str, Any] = {
-    "step": 120, "version": 119, "reward": 0.61, "lag_mean": 1.0, "lag_max": 2, "ready": 12, "running": 30,
-    "capacity": 64, "generator_tokens_per_second": 2310.4, "trainer_tokens_per_second": 1900.0, "hold_ms": 0.42,
-    "rollouts": {"generated": 960, "trained": 900, "dropped_stale": 3, "failed": 7, "ready": 50}, "loss": float("nan"),
+    "step": 120, "version": 119, "reward/mean": 0.61, "lag/mean": 1.0, "lag/max": 2, "buffer/groups_ready": 12,
+    "buffer/groups_in_flight": 30, "buffer/capacity": 64, "gen/tokens_per_s": 2310.4, "train/tokens_per_s": 1900.0,
+    "sync/pause_ms": 0.42, "rollout/dropped_stale": 3, "rollout/failed": 7, "train/loss": float("nan"),
 }  # fmt: skip
-EVALUATION: dict[str, Any] = {"step": 50, "versions": [49, 50], "score": 0.48, "tasks": 200, "failed": 1}
+EVALUATION: dict[str, Any] = {"step": 50, "versions": [49, 50], "eval/score": 0.48, "eval/tasks": 200, "eval/failed": 1}
 
 
 class Clock:
-    """The time that the progress sees."""
+    """The clock of the progress display."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -53,7 +56,7 @@ def steps_said(console: Console) -> list[int]:
     return [int(n) for n in re.findall(r"^step (\d+)/", output(console), re.MULTILINE)]
 
 
-def test_plain_lines_come_every_two_seconds_with_the_first_and_the_last(clock: Clock) -> None:
+def test_plain_lines_are_printed_every_two_seconds_and_for_first_and_last_step(clock: Clock) -> None:
     console = pipe()
     with Progress(100, console=console) as progress:
         for step in range(1, 101):
@@ -67,10 +70,10 @@ def test_plain_lines_come_every_two_seconds_with_the_first_and_the_last(clock: C
     assert 5 <= len(said) <= 7
 
 
-def test_a_plain_line_has_all_that_matters(clock: Clock) -> None:
+def test_contents_of_a_plain_line(clock: Clock) -> None:
     console = pipe()
     with Progress(800, console=console) as progress:
-        progress.step(RECORD | {"step": 110, "reward": 0.21})
+        progress.step(RECORD | {"step": 110, "reward/mean": 0.21})
         clock.now += 5
         progress.step(RECORD)
     assert output(console).splitlines()[-1] == (
@@ -79,7 +82,7 @@ def test_a_plain_line_has_all_that_matters(clock: Clock) -> None:
     )
 
 
-def test_a_run_that_ends_early_still_says_its_last_step(clock: Clock) -> None:
+def test_the_last_step_of_a_stopped_run_is_printed(clock: Clock) -> None:
     console = pipe()
     with pytest.raises(RuntimeError), Progress(100, console=console) as progress:
         for step in (1, 2, 3):
@@ -88,12 +91,12 @@ def test_a_run_that_ends_early_still_says_its_last_step(clock: Clock) -> None:
     assert steps_said(console) == [1, 3]
 
 
-def test_notes_evaluations_and_warnings_are_always_said(clock: Clock) -> None:
+def test_notes_evaluations_and_warnings_are_always_printed(clock: Clock) -> None:
     console = pipe()
     with Progress(100, console=console) as progress:
         progress.note("probe: agree within 2e-06 [bound]")
         progress.evaluation(EVALUATION)
-        progress.evaluation(EVALUATION | {"versions": [7, 7], "failed": 0})
+        progress.evaluation(EVALUATION | {"versions": [7, 7], "eval/failed": 0})
         progress.warn("disk almost full")
     assert output(console).splitlines() == [
         "probe: agree within 2e-06 [bound]",
@@ -104,7 +107,7 @@ def test_notes_evaluations_and_warnings_are_always_said(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("make", [pipe, terminal])
-def test_quiet_says_nothing_but_warnings(clock: Clock, make: Any) -> None:
+def test_quiet_prints_only_warnings(clock: Clock, make: Any) -> None:
     console = make()
     with Progress(2, quiet=True, console=console) as progress:
         progress.note("starting")
@@ -116,7 +119,7 @@ def test_quiet_says_nothing_but_warnings(clock: Clock, make: Any) -> None:
     assert output(console) == "warning: disk almost full\n"
 
 
-def test_it_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(1) as progress:
         progress.step({"step": 1})
         progress.warn("w")
@@ -126,8 +129,8 @@ def test_it_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("make", [pipe, terminal])
-@pytest.mark.parametrize("record", [{}, {"step": 3}, dict.fromkeys(RECORD), RECORD | {"reward": float("nan")}])
-def test_what_is_not_known_is_a_dash(clock: Clock, make: Any, record: dict[str, Any]) -> None:
+@pytest.mark.parametrize("record", [{}, {"step": 3}, dict.fromkeys(RECORD), RECORD | {"reward/mean": float("nan")}])
+def test_unknown_values_are_dashes(clock: Clock, make: Any, record: dict[str, Any]) -> None:
     console = make()
     with Progress(10, console=console) as progress:
         progress.step(record)
@@ -137,11 +140,11 @@ def test_what_is_not_known_is_a_dash(clock: Clock, make: Any, record: dict[str, 
     assert "nan" not in output(console)
 
 
-def test_the_mean_leaves_out_rewards_that_are_not_known(clock: Clock) -> None:
+def test_the_mean_excludes_unknown_rewards(clock: Clock) -> None:
     console = pipe()
     with Progress(5, console=console) as progress:
         for step, reward in enumerate((0.2, None, float("nan"), 0.0, 0.4), start=1):
-            progress.step({"step": step, "reward": reward})
+            progress.step({"step": step, "reward/mean": reward})
     assert "reward 0.400 (mean 0.200)" in output(console)
 
 
@@ -149,7 +152,7 @@ def test_the_mean_is_of_twenty_steps(clock: Clock) -> None:
     console = pipe()
     with Progress(25, console=console) as progress:
         for step in range(1, 26):
-            progress.step({"step": step, "reward": 1.0 if step > 5 else 0.0})
+            progress.step({"step": step, "reward/mean": 1.0 if step > 5 else 0.0})
     assert "(mean 1.000)" in output(console)
 
 
@@ -158,13 +161,13 @@ def test_the_live_block_fits_and_shows_all(clock: Clock, width: int) -> None:
     console = terminal(width)
     with Progress(800, console=console) as progress:
         for step in range(1, 121):
-            progress.step(RECORD | {"step": step, "reward": step / 120})
+            progress.step(RECORD | {"step": step, "reward/mean": step / 120})
             clock.now += 0.5
         progress.evaluation(EVALUATION)
     frame = output(console)
     for piece in (
         "120/800", "1:00", "eta 5:40", "1.000 (mean 0.921)", "▁", "█", "0.480 on 200 tasks, 1 failed",
-        "2,310 tok/s", "1,900 tok/s", "12/64 (+30)", "1.00 (max 2)", "version 119, held 0.42 ms",
+        "2,310 tok/s", "1,900 tok/s", "12/64 (+30)", "1.00 (max 2)", "version 119, paused 0.42 ms",
         "7 failed, 3 stale",
     ):  # fmt: skip
         assert piece in frame, piece
@@ -175,7 +178,7 @@ def test_the_live_block_fits_and_shows_all(clock: Clock, width: int) -> None:
     assert visible.rindex("step 120/800  reward 1.000") > visible.rindex("publish")  # stays when the block is gone
 
 
-def test_figures() -> None:
+def test_number_formats() -> None:
     assert [number(v) for v in (None, float("inf"), "x", 0, 1234567.8)] == ["–", "–", "–", "0", "1,234,568"]
     assert [duration(s) for s in (0, 59.6, 3599, 3661, None)] == ["0:00", "1:00", "59:59", "1:01:01", "–"]
     assert sparkline([0.0], 8) == ""
@@ -183,9 +186,64 @@ def test_figures() -> None:
     assert sparkline([i / 100 for i in range(101)], 8) == "▁▂▃▄▅▆▇█"
 
 
-def test_the_live_block_tells_of_scoring_where_there_is_some(clock: Clock) -> None:
+def test_the_live_block_shows_scoring_if_configured(clock: Clock) -> None:
     console = terminal(80)
     with Progress(800, console=console) as progress:
-        progress.step(RECORD | {"scored": 3, "scoring": 4, "scoring_queue": 12, "scoring_seconds": 0.256})
+        progress.step(
+            RECORD | {"scoring/scored": 3, "scoring/in_flight": 4, "scoring/queued": 12, "scoring/mean_s": 0.256}
+        )
         clock.now += 0.5
     assert "4 now, 12 queued, 0.26 s each" in output(console)
+
+
+def test_displayed_and_studied_metrics_are_documented() -> None:
+    documented = re.findall(r"^\| `([a-z_/]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    displayed = re.findall(r"{(\w+/\w+)}", " ".join(FIELDS.values()))
+    assert len(displayed) > 10 and {*displayed, *SERIES.values()} <= set(documented)
+
+
+def group_of(*texts: str) -> Group:
+    def completion(text: str) -> Completion:
+        span = (VersionSpan(0, 0, 1),)
+        return Completion(int32_array([7] * 300), int32_array([5]), float32_array([-1.0]), span, "stop", text=text)
+
+    return Group(0, "a", tuple(Rollout((completion(text),), reward / 10) for reward, text in enumerate(texts)))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_live_block_shows_both_pools_and_newest_rollouts(clock: Clock, width: int) -> None:
+    console = terminal(width)
+    engines = [EngineState(f"generator {i}", "serving" if i else "dead", 118 + i, 10 * i) for i in range(6)]
+    decoded: list[int] = []
+
+    def decode(ids: Any) -> str:
+        decoded.append(len(ids))
+        return "3+4="
+
+    with Progress(800, console=console) as progress:
+        progress.watch(lambda: PoolState(engines, "stepping and publishing"))
+        for step in (1, 2, 3):
+            totals = {"engines/tokens/0": 500 * step, "engines/tokens/1": 900 * step, "time/wall_s": 10.0 * step}
+            progress.step(RECORD | {"step": step} | totals)
+        progress.rollouts(group_of("worst", "x", "middle\x1b[2J\nend", "y", "best" * 900), decode)
+        progress.warn("entropy fell\nand a log")
+        clock.now += 0.5
+    visible = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output(console))
+    for line in (
+        r"trainer +stepping and publishing", r"engine 0 +dead +version 118 +0 request.* 50 tok/s",
+        r"engine 3 +serving +version 121 +30 req", r"2 more +2 serving",
+        r"r = 0\.4 +3\+4= +bestbest", r"r = 0\.2 +3\+4= +middle·",
+        r"r = 0 +3\+4= +worst", r"warning +entropy fell *\n",
+    ):  # fmt: skip
+        assert re.search(line, visible), line
+    assert max(decoded) <= 100 and "engine 4" not in visible
+    assert max(len(line) for line in visible.splitlines() if line.startswith(("0", "eng", "train"))) <= width
+
+
+def test_plain_lines_show_no_rollouts(clock: Clock) -> None:
+    console = pipe()
+    with Progress(8, console=console) as progress:
+        progress.rollouts(group_of("secret"), lambda ids: pytest.fail("nothing is decoded"))
+        progress.watch(lambda: pytest.fail("nothing is asked"))
+        progress.step(RECORD | {"step": 8})
+    assert "secret" not in output(console) and output(console).count("\n") == 1

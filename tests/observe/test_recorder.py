@@ -14,12 +14,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.observe.recorder import QUEUE, Recorder, RecordError
-from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, mean, spans_of
+from slipstream.observe.recorder import MAX_QUEUED, Recorder, RecordError
+from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, mean, version_spans
 
 
 def float32(value: float) -> float:
-    """The nearest number that a generator could have computed."""
+    """The nearest float32 number."""
     result: float = struct.unpack("f", struct.pack("f", value))[0]
     return result
 
@@ -36,7 +36,7 @@ def completion(
         prompt_ids=prompt,
         token_ids=tuple(range(250_000, 250_000 + count)),
         logprobs=tuple(float32(-1 / (3 + i)) for i in range(count)),
-        spans=spans_of(versions),
+        spans=version_spans(versions),
         finish_reason=finish,
         temperature=0.7,
         text=text,
@@ -44,7 +44,7 @@ def completion(
 
 
 def two_groups() -> Batch:
-    """Groups of different size; the first rollout has two turns, one of which was drawn by three versions."""
+    """Groups of different sizes; the first rollout has two turns, one of them sampled by three versions."""
     long = Rollout((completion((1, 2), [4, 4, 5, 6]), completion((1, 2, 3), [6], "b", "length")), 1.5, {"correct": 1.0})
     short = Rollout((completion((1, 2), [5]),), -0.25)
     other = Rollout((completion((9,), [6, 6]),), 0.0, {"correct": 0.0, "steps": 3})
@@ -71,7 +71,7 @@ def write(recorder: Recorder, *steps: int) -> None:
     asyncio.run(recorder.flush())
 
 
-def test_a_rollouts_file_says_what_the_batch_said(recorder: Recorder, tmp_path: Path) -> None:
+def test_rollouts_file_matches_the_batch(recorder: Recorder, tmp_path: Path) -> None:
     batch = two_groups()
     write(recorder, 12)
     rows = pq.read_table(tmp_path / "rollouts/step_000012.parquet").to_pylist()
@@ -83,7 +83,7 @@ def test_a_rollouts_file_says_what_the_batch_said(recorder: Recorder, tmp_path: 
     ]
     assert len(rows) == len(members) == 6
     for row, (group, index, turn, rollout, drawn, advantage) in zip(rows, members, strict=True):
-        assert (row["step"], row["entry"], row["task_id"]) == (12, group.entry, group.task_id)
+        assert (row["step"], row["visit_id"], row["task_id"]) == (12, group.visit_id, group.task_id)
         assert (row["rollout"], row["turn"]) == (index, turn)
         assert (row["reward"], row["advantage"]) == (rollout.reward, advantage)
         assert dict(row["metrics"]) == rollout.metrics
@@ -100,7 +100,7 @@ def test_a_rollouts_file_says_what_the_batch_said(recorder: Recorder, tmp_path: 
         assert row["prompt"] == decode(drawn.prompt_ids)
 
 
-def test_columns_have_the_types_that_readers_rely_on(recorder: Recorder, tmp_path: Path) -> None:
+def test_column_types_are_stable(recorder: Recorder, tmp_path: Path) -> None:
     write(recorder, 1)
     types = {f.name: str(f.type) for f in pq.read_schema(tmp_path / "rollouts/step_000001.parquet")}
     assert types["logprobs"] == "list<element: float>"
@@ -109,7 +109,7 @@ def test_columns_have_the_types_that_readers_rely_on(recorder: Recorder, tmp_pat
     assert types["spans"] == "list<element: struct<version: int32, start: int32, end: int32>>"
 
 
-def test_metrics_are_json_for_every_parser(recorder: Recorder, tmp_path: Path) -> None:
+def test_metrics_are_strict_json(recorder: Recorder, tmp_path: Path) -> None:
     nested = {"rollouts": {"failed": float("-inf")}, "versions": [1, float("nan")]}
     recorder.step({"step": 1, "loss": float("nan"), "kl": float("inf"), "reward": 0.1, **nested}, two_groups())
     asyncio.run(recorder.flush())
@@ -123,12 +123,12 @@ def test_metrics_are_json_for_every_parser(recorder: Recorder, tmp_path: Path) -
     }  # fmt: skip
 
 
-def test_a_record_is_what_it_was_when_it_was_given(recorder: Recorder, tmp_path: Path) -> None:
-    record: dict[str, Any] = {"step": 1, "failures": {"TimeoutError": 1}}
+def test_later_changes_to_a_record_are_not_written(recorder: Recorder, tmp_path: Path) -> None:
+    record: dict[str, Any] = {"step": 1, "rollout/failures": {"TimeoutError": 1}}
     recorder.step(record, two_groups())
-    record["failures"]["TimeoutError"] = 2
+    record["rollout/failures"]["TimeoutError"] = 2
     asyncio.run(recorder.flush())
-    assert read_metrics(tmp_path)[0]["failures"] == {"TimeoutError": 1}
+    assert read_metrics(tmp_path)[0]["rollout/failures"] == {"TimeoutError": 1}
 
 
 def test_step_returns_before_anything_is_written(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_flush_leaves_the_event_loop_free(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_a_failed_write_is_raised_by_every_later_call_and_leaves_no_hole(tmp_path: Path) -> None:
+def test_a_failed_write_is_raised_by_every_later_call_and_leaves_no_gap(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, decode)
     write(recorder, 1)
     (tmp_path / "rollouts/step_000002.parquet.partial").mkdir()  # nothing can be written there
@@ -200,7 +200,7 @@ def test_the_next_step_raises_without_a_flush(tmp_path: Path) -> None:
             recorder.close()
 
 
-def test_close_writes_what_is_queued(tmp_path: Path) -> None:
+def test_close_writes_the_queue(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, decode)
     for step in (1, 2, 3):
         recorder.step({"step": step}, two_groups())
@@ -208,7 +208,7 @@ def test_close_writes_what_is_queued(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path)) == len(list((tmp_path / "rollouts").iterdir())) == 3
 
 
-def test_a_file_of_rollouts_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_files_are_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[str]] = []
 
     def killed(table: Any, path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_file_of_rollouts_is_whole_or_not_there(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("torn", ['{"step": 5, "rew', '{"step": 2', "{", '{"step": 2, "reward": 0.', "\0\0\0"])
-def test_truncate_goes_back_to_a_step_after_a_kill(tmp_path: Path, torn: str) -> None:
+def test_truncate_removes_records_after_a_step(tmp_path: Path, torn: str) -> None:
     before = Recorder(tmp_path, decode)
     write(before, 1, 2, 3, 4)
     before.close()
@@ -251,8 +251,8 @@ def test_truncate_goes_back_to_a_step_after_a_kill(tmp_path: Path, torn: str) ->
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_truncate_forgets_an_evaluation_that_the_checkpoint_does_not_know(tmp_path: Path) -> None:
-    """A kill between an evaluation and the checkpoint of the same step: it is evaluated, and written, again."""
+def test_truncate_removes_an_evaluation_after_the_checkpoint(tmp_path: Path) -> None:
+    """After a kill between evaluation and checkpoint of one step, the evaluation is repeated and written again."""
     before = Recorder(tmp_path, decode)
     write(before, 1, 2)
     before.close()
@@ -284,10 +284,8 @@ def test_the_prompt_of_a_group_is_decoded_once(tmp_path: Path) -> None:
     assert mean([len(c) for c in calls]) == 2
 
 
-def test_a_disk_that_is_too_slow_holds_the_run_back_and_is_named_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the batches of all steps would wait in memory."""
+def test_the_run_waits_for_a_slow_disk_and_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the batches of all steps would stay in memory."""
     ready, warned = threading.Event(), []
 
     def slow(ids: Sequence[int]) -> str:
@@ -296,14 +294,14 @@ def test_a_disk_that_is_too_slow_holds_the_run_back_and_is_named_once(
 
     async def main() -> None:
         recorder = Recorder(tmp_path, slow, warned.append)
-        for step in range(1, QUEUE + 1):
+        for step in range(1, MAX_QUEUED + 1):
             recorder.step({"step": step}, two_groups())
             await asyncio.wait_for(recorder.room(), 10)
         assert not warned
-        recorder.step({"step": QUEUE}, two_groups())
+        recorder.step({"step": MAX_QUEUED}, two_groups())
         await asyncio.wait_for(recorder.room(), 10)  # small steps may wait in any number
-        monkeypatch.setattr("slipstream.observe.recorder.QUEUED_TOKENS", two_groups().tokens)
-        for step in (QUEUE + 1, QUEUE + 2):
+        monkeypatch.setattr("slipstream.observe.recorder.MAX_QUEUED_TOKENS", two_groups().tokens)
+        for step in (MAX_QUEUED + 1, MAX_QUEUED + 2):
             recorder.step({"step": step}, two_groups())
             held = asyncio.ensure_future(recorder.room())
             await asyncio.wait((held,), timeout=0.05)
@@ -312,7 +310,7 @@ def test_a_disk_that_is_too_slow_holds_the_run_back_and_is_named_once(
         ready.set()
         await asyncio.wait_for(recorder.room(), 30)
         await recorder.flush()
-        assert [line["step"] for line in read_metrics(tmp_path)] == [1, QUEUE, *range(QUEUE, QUEUE + 3)]
+        assert [line["step"] for line in read_metrics(tmp_path)] == [1, MAX_QUEUED, *range(MAX_QUEUED, MAX_QUEUED + 3)]
         recorder.close()
 
     asyncio.run(main())

@@ -1,7 +1,7 @@
-"""Nothing hangs: whatever dies or lies in the middle of a publish, there is a clear error soon and nothing left over.
+"""Every death, hang or wrong value during a publish ends soon, with a clear error and without leftover processes.
 
-Links that are slow, break or lie are built around the real ones in a module of their own, which files in its folder
-tell what to do, so that a test knows where in a publish a process is when it kills it.
+The module `faulty` wraps the real links with delays, errors and wrong values. Files in its folder control them, so that
+a test knows the phase of the publish in which it kills a process.
 """
 
 from __future__ import annotations
@@ -23,29 +23,33 @@ from typing import Any
 
 import pytest
 
-from slipstream.actor import Actor, ActorDied, ActorError
-from slipstream.config import SyncConfig, load_config
+from slipstream.config.loading import load_config
+from slipstream.config.schema import SyncConfig
+from slipstream.controller import weight_publisher as publish
+from slipstream.controller.launch import Cluster
+from slipstream.controller.weight_publisher import PublishError, WeightPublisher
+from slipstream.generators.generator_worker import GeneratorWorker
+from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.rollout import Completion, Sampling, VersionSpan
-from slipstream.runtime import publish
-from slipstream.runtime.generating import GeneratorService
-from slipstream.runtime.local import Pools, ProcessTrainer
-from slipstream.runtime.pool import GeneratorPool, ProcessGenerator
-from slipstream.runtime.publish import PublishError, WeightLink
+from slipstream.runtime.worker import WorkerDied, WorkerError, handle
+from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.sync.nccl import NcclSender
-from slipstream.sync.nccl_direct import NativeSender
+from slipstream.sync.nccl_direct import NcclDirectSender
 from slipstream.sync.shared import SharedSender
+from slipstream.trainers.base import TrainerWorker
+from tests import warm
 from tests.conftest import in_flight
-from tests.processes import descendants, lives, module_for_processes
+from tests.processes import ENDLESS, changing, descendants, lives, module_for_processes
 
-LIMIT = 60.0  # seconds in which everything has an end
-TRAINER = "slipstream.verification:ChangingTrainer"
+LIMIT = 120.0  # seconds in which every test must end
+TRAINER = "slipstream.tools.verify:PerturbingTrainer"
 FAULTY = """
 import time
 from pathlib import Path
 from slipstream.sync.checkpoint import CheckpointReceiver, CheckpointSender
 from slipstream.sync.nccl import NcclReceiver, NcclSender
 from slipstream.sync.shared import SharedReceiver, SharedSender
-from slipstream.verification import ChangingTrainer
+from slipstream.tools.verify import PerturbingTrainer
 
 HERE = Path(__file__).parent
 
@@ -53,7 +57,7 @@ def told(what):
     return (HERE / what).exists()
 
 def wait_where(where):
-    # Say that this place is reached if a test asked for a wait here, and wait until it says go.
+    # If a test asked for a wait here, report that this point is reached, and wait for the test.
     while told(f"hold {where}"):
         (HERE / f"reached {where}").touch()
         time.sleep(0.01)
@@ -61,18 +65,18 @@ def wait_where(where):
 def slow(base):
     class Slow(base):
         if hasattr(base, "send"):
-            def send(self, ticket):
+            def send(self, handle):
                 wait_where("send")
-                super().send(ticket)
+                super().send(handle)
         else:
-            def __init__(self, offer, shapes, rank, device):
-                super().__init__(offer, shapes, rank, device)
+            def __init__(self, connection_info, shapes, rank, device):
+                super().__init__(connection_info, shapes, rank, device)
                 self.rank = rank
-            def prepare(self, ticket):
+            def prepare(self, handle):
                 wait_where(f"prepare {self.rank}")
                 if told("raise"):
                     raise OSError("the cable is cut")
-                weights = dict(super().prepare(ticket))
+                weights = dict(super().prepare(handle))
                 if told(f"lie {self.rank}"):
                     name, _, size = (HERE / f"lie {self.rank}").read_text().partition(" by ")
                     weights[name] = weights[name][()].clone()
@@ -80,10 +84,10 @@ def slow(base):
                 return weights
     return Slow
 
-class Trainer(ChangingTrainer):
-    def checksums(self, names):
+class Trainer(PerturbingTrainer):
+    async def checksums(self, names):
         wait_where("checksums")
-        return super().checksums(names)
+        return await super().checksums(names)
 
 class Shared: Sender, Receiver = slow(SharedSender), slow(SharedReceiver)
 class Nccl: Sender, Receiver = slow(NcclSender), slow(NcclReceiver)
@@ -92,7 +96,7 @@ class Checkpoint: Sender, Receiver = slow(CheckpointSender), slow(CheckpointRece
 
 
 class Orders:
-    """The files by which a test and the links of `FAULTY` talk."""
+    """The files through which a test and the links of `FAULTY` communicate."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -116,31 +120,33 @@ class Orders:
 
 @pytest.fixture
 def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Orders]:
-    """What the links of the module `faulty`, which processes can import from now on, are told."""
+    """Write the module `faulty`, which processes can import. Returns the controls of its links."""
     with module_for_processes("faulty_links", FAULTY, tmp_path / "faulty", monkeypatch) as folder:
         yield Orders(folder)
 
 
-def pid_of(actor: Any) -> int:
-    pid: int = actor._process.pid
+def pid_of(process: Any) -> int:
+    pid: int = process.process.pid
     return pid
 
 
 @asynccontextmanager
 async def started(
     model: Path, folder: Path, link: str, *flags: str, close: float = 20.0, trainer: str = TRAINER
-) -> AsyncIterator[Pools]:
-    """The processes of a run; when they are closed, within `close` seconds, none of them nor of theirs is left."""
+) -> AsyncIterator[Cluster]:
+    """The processes of a run. Asserts that closing takes less than `close` seconds and leaves no process."""
     named = ["--environment.name=addition", f"--trainer.kind={trainer}", f"--sync.link={link}"]
     threads = ["--trainer.threads=1", "--generator.threads=1"]
     config = load_config(None, [f"--model.path={model}", *named, *threads, *flags])
-    others = descendants(os.getpid())  # such as servers that other tests share
+    others = descendants(os.getpid())  # such as servers shared with other tests
     async with asyncio.timeout(LIMIT):
-        pools = await Pools.start(config, folder)
+        pools = await Cluster.start(config, folder)
     processes = descendants(os.getpid()) - others
     try:
-        trainers = getattr(pools.trainer.actor, "actors", [pools.trainer.actor])
-        assert {pid_of(actor) for actor in (*trainers, *(g.actor for g in pools.generator.generators))} <= processes
+        trainers = getattr(pools.trainer_process, "processes", [pools.trainer_process])
+        assert {
+            pid_of(process) for process in (*trainers, *(g.process for g in pools.generator.generators))
+        } <= processes
         async with asyncio.timeout(LIMIT):
             yield pools
     finally:
@@ -150,7 +156,7 @@ async def started(
             await pools.close()
             took = time.monotonic() - began
     while time.monotonic() < began + took + 5 and any(map(lives, processes)):
-        await asyncio.sleep(0.01)  # what is killed is gone a little later
+        await asyncio.sleep(0.01)  # a killed process ends a little later
     assert not {process for process in processes if lives(process)}
     assert took < close, f"closing took {took:.1f} s"
 
@@ -160,26 +166,26 @@ async def started(
     [("Shared", 1, True), ("Nccl", 2, False)],
     ids=["shared", "nccl, one of two before it joins"],
 )
-def test_a_generator_that_dies_fails_the_publish_by_its_name(
+def test_a_dead_generator_is_named_in_the_error_of_the_publish(
     link: str, generators: int, joined: bool, tiny: Path, tmp_path: Path, orders: Orders
 ) -> None:
-    """Killed while it prepares, when the trainer, and the other generator, wait for it in a collective."""
+    """It is killed while it prepares, when trainer and other generator wait for it in a collective operation."""
     last = generators - 1
 
     async def main() -> None:
-        async with started(tiny, tmp_path, f"faulty_links:{link}", f"--generator.count={generators}") as pools:
+        async with started(tiny, tmp_path, f"faulty_links:{link}", f"--generator.replicas={generators}") as pools:
             if joined:
                 await pools.link.connect(0)
-                await pools.trainer.actor.call("change", 1)
+                await changing(pools).change(1)
             orders.hold(f"prepare {generators}")
             publishing = asyncio.ensure_future(pools.link.publish(1) if joined else pools.link.connect(0))
             await orders.reached(f"prepare {generators}")
-            await asyncio.sleep(0.2)  # the others get to where they wait for it
-            os.kill(pid_of(pools.generator.generators[last].actor), signal.SIGKILL)
-            with pytest.raises(ActorDied, match=rf"^generator {last} died \(log: .*generator_{last}.log\)"):
+            await asyncio.sleep(0.2)  # until the others wait for it
+            os.kill(pid_of(pools.generator.generators[last].process), signal.SIGKILL)
+            with pytest.raises(WorkerDied, match=rf"^generator {last} died \(log: .*generator_{last}.log\)"):
                 await publishing
-            if not joined:  # the trainer waits for a generator that will not come, and would have 10 seconds to end
-                await pools.trainer.actor.stop(grace=1.0)
+            if not joined:  # the trainer waits for the dead generator, and would have 10 seconds to end
+                await pools.trainer_process.stop(grace=1.0)
 
     asyncio.run(main())
 
@@ -187,31 +193,31 @@ def test_a_generator_that_dies_fails_the_publish_by_its_name(
 @pytest.mark.parametrize(
     ("link", "where"), [("Shared", "prepare 2"), ("Checkpoint", "prepare 1"), ("Nccl", "prepare 2")]
 )
-def test_the_others_go_on_where_one_dies_in_a_publish(
+def test_a_publish_succeeds_on_the_other_generators_if_one_dies(
     link: str, where: str, tiny: Path, tmp_path: Path, orders: Orders
 ) -> None:
-    """It is told who is gone; what it drew others draw; they all serve the version that was published."""
+    """The publish names the dead generator. The others sample its requests and serve the published version."""
     victim = int(where[-1]) - 1
 
     async def main() -> None:
-        async with started(tiny, tmp_path, f"faulty_links:{link}", "--generator.count=3") as pools:
+        async with started(tiny, tmp_path, f"faulty_links:{link}", "--generator.replicas=3") as pools:
             draw, sampling = pools.generator.generate, Sampling(max_tokens=30)
             await pools.link.connect(0)
             before = await draw([5, 6, 7], sampling)
             running = [asyncio.ensure_future(draw([5, 6, 7 + i], Sampling(max_tokens=200))) for i in range(12)]
-            await pools.trainer.actor.call("change", 1)
+            await changing(pools).change(1)
             orders.hold(where)
             publishing = asyncio.ensure_future(pools.link.publish(1))
             await orders.reached(where)
-            os.kill(pid_of(pools.generator.generators[victim].actor), signal.SIGKILL)
+            os.kill(pid_of(pools.generator.generators[victim].process), signal.SIGKILL)
             orders.go(where)
-            (lost,) = (await publishing).lost
+            (lost,) = (await publishing).engines_lost
             assert re.match(rf"generator {victim} died \(log: .*\); 2 of 3 generators are left$", lost)
             assert [len(c.token_ids) > 0 for c in await asyncio.gather(*running)] == [True] * 12
-            await pools.trainer.actor.call("change", 2)
-            assert (await pools.link.publish(2, "full")).lost == ()
-            after = {tuple((await g.generate([5, 6, 7], sampling)).logprobs) for g in pools.generator.living}
-            assert len(after) == 1 and tuple(before.logprobs) not in after and len(pools.generator.living) == 2
+            await changing(pools).change(2)
+            assert (await pools.link.publish(2, "full")).engines_lost == ()
+            after = {tuple((await g.generate([5, 6, 7], sampling)).logprobs) for g in pools.generator.alive}
+            assert len(after) == 1 and tuple(before.logprobs) not in after and len(pools.generator.alive) == 2
             assert pools.generator.version == 2
 
     asyncio.run(main())
@@ -219,76 +225,108 @@ def test_the_others_go_on_where_one_dies_in_a_publish(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped process is found in 2 to 3 seconds."""
-    monkeypatch.setattr("slipstream.actor.HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("slipstream.actor.HEARTBEAT_TIMEOUT_S", 2.0)
-    monkeypatch.setattr("slipstream.actor.ENDS", 0.5)
+    """A stopped process is detected within 2 to 3 seconds."""
+    monkeypatch.setattr("slipstream.runtime.worker_process.HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("slipstream.runtime.worker_process.HEARTBEAT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("slipstream.runtime.process.TERMINATION_GRACE_S", 0.5)
 
 
 @pytest.mark.parametrize("link", ["shared", "nccl"])
-def test_a_generator_that_hangs_is_ended_by_its_name(link: str, tiny: Path, tmp_path: Path, impatient: None) -> None:
-    """Stopped, it lives and says nothing; where they receive together, it is not another that is blamed."""
+def test_a_hung_generator_is_named_and_terminated(link: str, tiny: Path, tmp_path: Path, impatient: None) -> None:
+    """A stopped process is alive and silent. In a collective transfer no other generator is blamed."""
 
     async def main() -> None:
-        async with started(tiny, tmp_path, link, "--generator.count=2") as pools:
+        async with started(tiny, tmp_path, link, "--generator.replicas=2") as pools:
             await pools.link.connect(0)
-            await pools.trainer.actor.call("change", 1)
-            pid = pid_of(pools.generator.generators[1].actor)
+            await changing(pools).change(1)
+            pid = pid_of(pools.generator.generators[1].process)
             os.kill(pid, signal.SIGSTOP)
-            (lost,) = (await pools.link.publish(1)).lost
-            said = r"generator {} has been silent for [\d.]+ s, as if it were stopped, and has owed prepare for .*"
+            (lost,) = (await pools.link.publish(1)).engines_lost
+            said = (
+                r"generator {} has been silent for [\d.]+ s, as if it were stopped, with pending calls: prepare for .*"
+            )
             assert re.match(said.format(1) + "; 1 of 2 generators are left$", lost)
             completion = await pools.generator.generate([5, 6, 7], Sampling(max_tokens=8))
             assert completion.versions == (1, 1)
-            os.kill(pid_of(pools.generator.generators[0].actor), signal.SIGSTOP)
-            with pytest.raises(ActorDied, match=said.format(0)):
+            os.kill(pid_of(pools.generator.generators[0].process), signal.SIGSTOP)
+            with pytest.raises(WorkerDied, match=said.format(0)):
                 await pools.link.publish(2)
 
     asyncio.run(main())
 
 
-def test_a_generator_that_stands_still_is_left_for_another(patient: Path, tmp_path: Path, impatient: None) -> None:
-    """Outside of any publish, too: what it was drawing others draw."""
+def test_a_trainer_that_waits_for_a_slow_generator_does_not_count_as_hung(
+    tiny: Path, tmp_path: Path, orders: Orders, impatient: None
+) -> None:
+    """In a collective transfer it makes no progress until the generator, which has a time limit, takes part."""
 
     async def main() -> None:
-        async with started(patient, tmp_path, "shared", "--generator.count=2") as pools:
+        flags = ["--runtime.progress_timeout=5"]
+        async with started(tiny, tmp_path, "faulty_links:Nccl", *flags, trainer="faulty_links:Trainer") as pools:
             await pools.link.connect(0)
-            drawing = await in_flight(pools.generator, [[5, 6, 7 + i] for i in range(4)], Sampling(max_tokens=400))
-            still = pools.generator.generators[1]
-            os.kill(pid_of(still.actor), signal.SIGSTOP)
-            assert [len(c.token_ids) for c in await asyncio.gather(*drawing)] == [400] * 4
-            said = r"generator 1 has been silent for 2 s, as if it were stopped, and has owed 2 x generate for .* \(log"
-            assert re.match(said, str(still.actor.dead)) and len(pools.generator.living) == 1
+            trainer = pools.trainer_process
+            assert isinstance(trainer, WorkerProcess)
+            orders.hold("prepare 1")
+            publishing = asyncio.ensure_future(pools.link.publish(1))
+            await orders.reached("prepare 1")
+            last = trainer.heartbeats + 80
+            while not trainer.dead and trainer.heartbeats < last:
+                await asyncio.sleep(0.01)
+            orders.go("prepare 1")
+            assert (await publishing).engines_lost == ()
+            # Calls without a transfer keep the time limit.
+            orders.hold("checksums")
+            with pytest.raises(
+                WorkerDied,
+                match=r"trainer has made no progress for .* with pending calls: (send, )?checksums(, release)? for",
+            ):
+                await pools.link.publish(2)
 
     asyncio.run(main())
 
 
-def test_a_generator_is_found_that_stands_still_in_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the trainer's end that looks like a failure of its own."""
+def test_requests_of_a_hung_generator_move_to_another(patient: Path, tmp_path: Path, impatient: None) -> None:
+    """Also outside of a publish: other generators sample its requests."""
+
+    async def main() -> None:
+        async with started(patient, tmp_path, "shared", "--generator.replicas=2") as pools:
+            await pools.link.connect(0)
+            drawing = await in_flight(pools.generator, [[5, 6, 7 + i] for i in range(4)], Sampling(max_tokens=400))
+            still = pools.generator.generators[1]
+            os.kill(pid_of(still.process), signal.SIGSTOP)
+            assert [len(c.token_ids) for c in await asyncio.gather(*drawing)] == [400] * 4
+            said = r"generator 1 has been silent for 2 s, .*, with pending calls: 2 x generate for .* \(log"
+            assert re.match(said, str(still.process.dead)) and len(pools.generator.alive) == 1
+
+    asyncio.run(main())
+
+
+def test_a_generator_that_hangs_in_a_transfer_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the trainer's end the hang appears as an error of the trainer."""
     monkeypatch.setattr(publish, "find_link", lambda name: (NcclSender, None))
-    monkeypatch.setattr(publish, "ANSWERS", 0.1)
+    monkeypatch.setattr(publish, "PROGRESS_TIMEOUT_S", 0.1)
 
     async def main(others: bool) -> None:
         called: list[str] = []
         loop, sent = asyncio.get_running_loop(), itertools.count()
-        timed_out = ActorError("Timed out waiting 60000ms", "RuntimeError", "")
+        timed_out = WorkerError("Timed out waiting 60000ms", "RuntimeError", "")
         first = {"open_link": {"shapes": {}}}.get
         trainer = Recorded("trainer", called, lambda a: timed_out if a == "send" and not next(sent) else first(a))
-        still = Recorded("still", called, lambda a: loop.create_future() if a in ("prepare", "drawn") else None)
-        slow = Recorded("slow", called, lambda a: loop.create_future() if a == "drawn" else None)
+        still = Recorded(
+            "still", called, lambda a: loop.create_future() if a in ("prepare", "longest_in_flight") else None
+        )
+        slow = Recorded("slow", called, lambda a: loop.create_future() if a == "longest_in_flight" else None)
         well = Recorded("well", called)
         link, _ = link_of(trainer, still, *([well, slow] if others else []))
         link._connected, link._joined = True, list(link._members)
-        for member in link._members:
-            ticks = itertools.count() if member.actor is slow else itertools.repeat(7)
-            monkeypatch.setattr(member, "_heartbeats", lambda ticks=ticks: next(ticks))
+        slow.ticks = itertools.count()
         said = "still was silent in a transfer, which failed"
         async with asyncio.timeout(5):
             if others:
-                assert (await link.publish(1)).lost == (f"{said}; 2 of 3 generators are left",)
+                assert (await link.publish(1)).engines_lost == (f"{said}; 2 of 3 generators are left",)
                 assert "well swap" in called and not well.dead and not slow.dead
             else:
-                with pytest.raises(ActorDied, match=f"^{said}$"):
+                with pytest.raises(WorkerDied, match=f"^{said}$"):
                     await link.publish(1)
 
     asyncio.run(main(others=True))
@@ -296,13 +334,13 @@ def test_a_generator_is_found_that_stands_still_in_a_transfer(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("phase", ["connect", "prepare", "swap", "checksums"])
-def test_every_phase_of_a_publish_has_an_end(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For generators that seem to work, too. One that is drained has the time of a sequence besides."""
-    for name in ("CONNECT", "PASS"):
+def test_every_phase_of_a_publish_has_a_time_limit(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for generators that make progress. Draining adds the time limit of a sequence."""
+    for name in ("CONNECT_TIMEOUT_S", "CALL_TIMEOUT_S"):
         monkeypatch.setattr(publish, name, 0.1)
     said = {
         "connect": "connect", "prepare": "receive version 1", "swap": "swap in version 1",
-        "checksums": "tell the checksums of version 1",
+        "checksums": "return the checksums of version 1",
     }  # fmt: skip
 
     async def main(drained: bool) -> None:
@@ -314,11 +352,11 @@ def test_every_phase_of_a_publish_has_an_end(phase: str, monkeypatch: pytest.Mon
         link._names, link._drain = ["w"], 600.0 * drained
         publishing = asyncio.ensure_future(link.connect(1) if phase == "connect" else link.publish(1))
         if drained:
-            loop.call_later(0.5, answers[phase].set_result, (0.001, {"tokens": 0, "busy": 0}))
-            assert (await publishing).lost == ()
+            loop.call_later(0.5, answers[phase].set_result, (0.001, {"tokens": 0, "busy_s": 0}))
+            assert (await publishing).engines_lost == ()
             return
         async with asyncio.timeout(10):
-            with pytest.raises(ActorDied, match=f"^engine did not {said[phase]} within 0.1 s$"):
+            with pytest.raises(WorkerDied, match=f"^engine did not {said[phase]} within 0.1 s$"):
                 await publishing
 
     asyncio.run(main(drained=False))
@@ -326,63 +364,70 @@ def test_every_phase_of_a_publish_has_an_end(phase: str, monkeypatch: pytest.Mon
         asyncio.run(main(drained=True))
 
 
-def test_who_fails_in_a_publish_or_dies_before_it_leaves_the_pool(tmp_path: Path) -> None:
-    """Failing to swap, above all: nobody knows what such an engine serves. The trainer's failure is everybody's."""
+def test_generators_that_fail_in_a_publish_or_died_before_it_are_removed_from_the_pool(tmp_path: Path) -> None:
+    """After a failed swap the served weights are unknown. A failure of the trainer fails the publish."""
 
     async def main() -> None:
-        broken = ActorError("out of memory", "RuntimeError", "")
+        broken = WorkerError("out of memory", "RuntimeError", "")
         for method in ("prepare", "swap"):
             called: list[str] = []
             bad = Recorded("bad", called, lambda asked, method=method: broken if asked == method else None)
             good, trainer = Recorded("good", called), Recorded("trainer", called)
             link, _ = link_of(trainer, good, bad)
-            assert (await link.publish(1)).lost == ("bad failed: out of memory; 1 of 2 generators are left",)
+            assert (await link.publish(1)).engines_lost == ("bad failed: out of memory; 1 of 2 generators are left",)
             assert bad.dead and not good.dead and "good swap" in called
             assert ("bad swap" in called) == (method == "swap")
-            assert (await link.publish(2)).lost == ()
-            good.dead = ActorDied("good died (log: x)\nwith its log")
-            with pytest.raises(ActorDied, match="good died"):
+            assert (await link.publish(2)).engines_lost == ()
+            good.dead = WorkerDied("good died (log: x)\nwith its log")
+            with pytest.raises(WorkerDied, match="good died"):
                 await link.publish(3)
 
     asyncio.run(main())
 
 
-def test_an_engine_whose_swap_fails_draws_no_more(tiny: Path) -> None:
-    """Some of the new weights may be in place: it answers nothing until it is taken out of the pool."""
+def test_an_engine_whose_swap_fails_samples_no_more_tokens(tiny: Path) -> None:
+    """Part of the new weights may be in place: the engine returns nothing until it is removed from the pool."""
 
     class Cut:
-        """Weights of which a part arrives."""
+        """Weights that arrive in part."""
 
         def apply(self) -> None:
-            next(service._engine.model.parameters()).data.zero_()  # type: ignore[attr-defined]
+            next(service._engine.model.parameters()).data.zero_()
             raise RuntimeError("the cable is cut")
 
-    config = load_config(None, [f"--model.path={tiny}", "--environment.name=addition", "--generator.threads=1"])
-    service, answers = GeneratorService(config), list[Any]()
-    service._open_weights = lambda link, offer, rank: Cut()  # type: ignore[assignment, return-value]
-    service.connect({}, 1)
-    service.handle("generate", (0, [5, 6, 7], Sampling(max_tokens=200)), answers.append)
-    for _ in range(3):
-        service.tick()
-    service.handle("swap", (1,), answers.append)
-    service.tick()
-    assert str(answers.pop()) == "the cable is cut"
-    service.handle("generate", (1, [5, 6, 7], Sampling(max_tokens=1)), answers.append)
-    drawn = service.stats()["tokens"]
-    for _ in range(250):
-        service.tick()
-    assert not answers and not service.busy and service.stats()["tokens"] == drawn == 3
+    async def main() -> None:
+        config = load_config(None, [f"--model.path={tiny}", "--environment.name=addition", "--generator.threads=1"])
+        nonlocal service
+        service = GeneratorWorker(config)
+        service._open_weights = lambda link, connection_info, rank: Cut()  # type: ignore[assignment, return-value]
+        await service.connect({}, 1)
+        running = asyncio.ensure_future(service.run())
+        first = asyncio.ensure_future(service.generate([5, 6, 7], Sampling(max_tokens=200)))
+        while service.progress < 3:
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="the cable is cut"):
+            await service.swap(1)
+        drawn = (await service.stats())["tokens"]
+        second = asyncio.ensure_future(service.generate([5, 6, 7], Sampling(max_tokens=1)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not first.done() and not second.done() and (await service.stats())["tokens"] == drawn
+        for task in (first, second, running):
+            task.cancel()
+
+    service: Any = None
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_no_engine_stays_that_has_a_part_of_a_transfer(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One fails; another, which waits for it in the transfer, has as much of it as came. They leave the pool at once,
-    and nothing is asked of a trainer that is still in it."""
-    monkeypatch.setattr(publish, "find_link", lambda name: (NativeSender, None))
+def test_engines_with_a_partial_transfer_are_removed(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine fails; another waits for it in the transfer and holds part of the version. Both are removed from the
+    pool at once, and the trainer, which is still in the transfer, receives no call."""
+    monkeypatch.setattr(publish, "find_link", lambda name: (NcclDirectSender, None))
 
     async def main() -> None:
         called: list[str] = []
-        broken, loop = ActorError("NCCL error", "RuntimeError", ""), asyncio.get_running_loop()
+        broken, loop = WorkerError("NCCL error", "RuntimeError", ""), asyncio.get_running_loop()
         trainer = Recorded("trainer", called, lambda asked: loop.create_future() if asked == "send" else None)
         waits = Recorded("waits", called, lambda asked: loop.create_future() if asked == "swap" else None)
         fails = Recorded("fails", called, lambda asked: broken if asked == "swap" else None)
@@ -390,9 +435,9 @@ def test_no_engine_stays_that_has_a_part_of_a_transfer(dies: bool, monkeypatch: 
         link, _ = link_of(trainer, done, waits, fails)
         link._connected, link._joined = True, list(link._members)
         if dies:
-            loop.call_later(0.1, fails.give_up, "fails died")
+            loop.call_later(0.1, fails.terminate, "fails died")
         async with asyncio.timeout(5):
-            with pytest.raises(ActorDied if dies else ActorError, match="fails died" if dies else "NCCL error"):
+            with pytest.raises(WorkerDied if dies else WorkerError, match="fails died" if dies else "NCCL error"):
                 await link.publish(1)
         assert done.dead and waits.dead and fails.dead and "trainer open_link" not in called
 
@@ -401,7 +446,7 @@ def test_no_engine_stays_that_has_a_part_of_a_transfer(dies: bool, monkeypatch: 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.timeout(150)
-def test_a_vllm_generator_that_dies_fails_the_publish_by_its_name(tmp_path: Path, orders: Orders) -> None:
+def test_a_dead_vllm_generator_is_named_in_the_error_of_the_publish(tmp_path: Path, orders: Orders) -> None:
     from tests.conftest import build_model, build_tokenizer
 
     model = tmp_path / "model"
@@ -409,43 +454,45 @@ def test_a_vllm_generator_that_dies_fails_the_publish_by_its_name(tmp_path: Path
     build_tokenizer().save_pretrained(model)
 
     async def main() -> None:
-        async with started(model, tmp_path, "faulty_links:Nccl", "--generator.kind=vllm") as pools:
+        async with started(model, tmp_path, "faulty_links:Nccl", "--generator.engine=vllm") as pools:
             await pools.link.connect(0)
-            await pools.trainer.actor.call("change", 1)
+            await changing(pools).change(1)
             orders.hold("prepare 1")
             publishing = asyncio.ensure_future(pools.link.publish(1))
             await orders.reached("prepare 1")
-            os.killpg(pid_of(pools.generator.generators[0].actor), signal.SIGKILL)
-            with pytest.raises(ActorDied, match=r"^generator 0 died \(log: "):
+            os.killpg(pid_of(pools.generator.generators[0].process), signal.SIGKILL)
+            with pytest.raises(WorkerDied, match=r"^generator 0 died \(log: "):
                 await publishing
 
     asyncio.run(main())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_a_vllm_core_that_dies_takes_its_generator_along(
+def test_a_generator_ends_when_its_vllm_core_dies(
     patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is a process of its own, as on GPUs, vLLM lets those who wait for its tokens wait for ever."""
+    """If the core is a process of its own, as on GPUs, vLLM never answers pending requests after its death."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
 
     async def main() -> None:
-        async with started(patient, tmp_path, "shared", "--generator.kind=vllm") as pools:
+        async with started(patient, tmp_path, "shared", "--generator.engine=vllm") as pools:
             await pools.link.connect(0)
-            actor = pools.generator.generators[0].actor
-            assert isinstance(actor, Actor)
+            process = pools.generator.generators[0].process
+            assert isinstance(process, WorkerProcess)
 
-            async def on_and_on() -> None:  # where processors are crowded the core is often done before anybody sees it
+            async def on_and_on() -> None:  # on a busy host the core often ends before it is found
                 while True:
                     await pools.generator.generate([5, 6, 7], Sampling(max_tokens=1500))
 
             drawing = asyncio.ensure_future(on_and_on())
             await asyncio.wait([drawing], timeout=1.0)
-            cores = {p for p in descendants(pid_of(actor)) if b"EngineCore" in Path(f"/proc/{p}/cmdline").read_bytes()}
+            cores = {
+                p for p in descendants(pid_of(process)) if b"EngineCore" in Path(f"/proc/{p}/cmdline").read_bytes()
+            }
             began = time.monotonic()
             for core in cores:
                 os.kill(core, signal.SIGKILL)
-            with pytest.raises(ActorDied, match=r"(?s)^generator 0 died \(log: .*vLLM's engine core died"):
+            with pytest.raises(WorkerDied, match=r"(?s)^generator 0 died \(log: .*vLLM's engine core died"):
                 await drawing
             assert cores and time.monotonic() - began < 20
 
@@ -453,10 +500,10 @@ def test_a_vllm_core_that_dies_takes_its_generator_along(
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["in the transfer", "before the generator looks for it"])
-def test_a_trainer_that_dies_leaves_generators_that_serve_and_end(
+def test_generators_serve_and_close_after_the_trainer_died(
     joined: bool, tiny: Path, tmp_path: Path, orders: Orders
 ) -> None:
-    """The old version goes on being served, and a thread that looks for the trainer keeps no process from its end."""
+    """The old version is still served; a thread that waits for the trainer does not delay the end of its process."""
     held = "send" if joined else "prepare 1"
 
     async def main() -> None:
@@ -464,15 +511,15 @@ def test_a_trainer_that_dies_leaves_generators_that_serve_and_end(
             draw, sampling = pools.generator.generate, Sampling(max_tokens=120)
             if joined:
                 await pools.link.connect(0)
-                await pools.trainer.actor.call("change", 1)
+                await changing(pools).change(1)
             orders.hold(held)
             publishing = asyncio.ensure_future(pools.link.publish(1) if joined else pools.link.connect(0))
             await orders.reached(held)
             running = await in_flight(pools.generator, [[5, 6, 7 + i] for i in range(4)], sampling, tokens=1)
             began = time.monotonic()
-            pools.trainer.actor._process.kill()  # type: ignore[union-attr]
+            pools.trainer_process.process.kill()  # type: ignore[union-attr]
             orders.go(held)
-            with pytest.raises(ActorDied, match=r"^trainer died \(log: .*trainer.log\)"):
+            with pytest.raises(WorkerDied, match=r"^trainer died \(log: .*trainer.log\)"):
                 await publishing
             assert time.monotonic() - began < 10
             later = await asyncio.gather(*(draw([5, 6, 7 + i], sampling) for i in range(4)))
@@ -482,36 +529,38 @@ def test_a_trainer_that_dies_leaves_generators_that_serve_and_end(
     asyncio.run(main())
 
 
-def test_a_link_that_breaks_or_lies_is_told_and_can_be_used_again(tiny: Path, tmp_path: Path, orders: Orders) -> None:
-    """What a receiver raises is what the publish raises, and the old version stays; a wrong value is named."""
+def test_a_link_error_or_wrong_checksum_fails_the_publish_and_the_next_one_succeeds(
+    tiny: Path, tmp_path: Path, orders: Orders
+) -> None:
+    """The publish raises the receiver's error and the old version stays; a wrong value is named."""
 
     async def main() -> None:
-        flags = ["--generator.count=2", "--sync.verify=full"]
+        flags = ["--generator.replicas=2", "--sync.verify=full"]
         async with started(tiny, tmp_path, "faulty_links:Checkpoint", *flags) as pools:
             greedy = Sampling(temperature=0.0, max_tokens=30)
 
             async def drawn() -> list[tuple[tuple[int, int], tuple[int, ...]]]:
-                """By each generator."""
+                """One completion of each generator."""
                 both = await asyncio.gather(*(g.generate([5, 6, 7], greedy) for g in pools.generator.generators))
                 return [(c.versions, c.token_ids) for c in both]
 
             await pools.link.connect(0)
             before = await drawn()
-            await pools.trainer.actor.call("change", 1)
+            await changing(pools).change(1)
             orders.give("raise")
-            with pytest.raises(ActorError, match=r"^the cable is cut\n"):
+            with pytest.raises(WorkerError, match=r"^the cable is cut\n"):
                 await pools.link.publish(1)
             assert await drawn() == before and pools.generator.version == 0
             orders.withdraw("raise")
-            await pools.trainer.actor.call("change", 2)
+            await changing(pools).change(2)
             await pools.link.publish(1)
             after = await drawn()
             assert {versions for versions, _ in after} == {(1, 1)} and after[0] == after[1] != before[0]
             orders.give("lie 2", "model.layers.1.mlp.up_proj.weight")
             said = r"generator 1 serves model.layers.1.mlp.up_proj.weight with other values .* version 2; .*sync.link"
-            (lost,) = (await pools.link.publish(2)).lost
+            (lost,) = (await pools.link.publish(2)).engines_lost
             assert re.match(f"{said}; 1 of 2 generators are left$", lost)
-            with pytest.raises(ActorDied, match=said):
+            with pytest.raises(WorkerDied, match=said):
                 await pools.generator.generators[1].generate([5, 6, 7], greedy)
             assert (await pools.generator.generate([5, 6, 7], greedy)).versions == (2, 2)
             orders.give("lie 1", "model.layers.1.mlp.up_proj.weight")
@@ -521,15 +570,15 @@ def test_a_link_that_breaks_or_lies_is_told_and_can_be_used_again(tiny: Path, tm
     asyncio.run(main())
 
 
-def test_what_a_wrong_version_draws_reaches_nobody(tiny: Path, tmp_path: Path, orders: Orders) -> None:
-    """Engines draw on while checksums are compared, and what they finish meanwhile waits for the outcome."""
+def test_completions_of_wrong_weights_are_discarded(tiny: Path, tmp_path: Path, orders: Orders) -> None:
+    """Engines sample while checksums are compared; completions finished meanwhile are held until the result."""
 
     async def main() -> None:
-        flags = ["--generator.count=2", "--sync.verify=full", "--sync.interruption=retry"]
+        flags = ["--generator.replicas=2", "--sync.verify=full", "--sync.in_flight=retry"]
         async with started(tiny, tmp_path, "faulty_links:Checkpoint", *flags, trainer="faulty_links:Trainer") as pools:
             good, bad = pools.generator.generators
             await pools.link.connect(0)
-            await pools.trainer.actor.call("change", 1)
+            await changing(pools).change(1)
             orders.give("lie 2", "model.layers.1.mlp.up_proj.weight by 99")
             orders.hold("checksums")
             publishing = asyncio.ensure_future(pools.link.publish(1))
@@ -538,14 +587,14 @@ def test_what_a_wrong_version_draws_reaches_nobody(tiny: Path, tmp_path: Path, o
             drawing = [asyncio.ensure_future(pools.generator.generate([5, 6, 7 + i], sampling)) for i in range(8)]
             while not all(
                 [
-                    (await g.actor.call("stats"))["tokens"] >= b["tokens"] + 20
+                    (await g.worker.stats())["tokens"] >= b["tokens"] + 20
                     for g, b in zip((good, bad), before, strict=True)
                 ]
             ):
                 await asyncio.sleep(0.001)
             assert not any(one.done() for one in drawing), "drawn, and not yet known to be right"
             orders.go("checksums")
-            assert len((await publishing).lost) == 1 and bad.actor.dead and not good.actor.dead
+            assert len((await publishing).engines_lost) == 1 and bad.process.dead and not good.process.dead
             completions = await asyncio.gather(*drawing)
             for completion, scores in zip(completions, await pools.trainer.score(completions), strict=True):
                 assert completion.versions == (1, 1) and completion.logprobs == pytest.approx(scores, abs=1e-5)
@@ -553,12 +602,12 @@ def test_what_a_wrong_version_draws_reaches_nobody(tiny: Path, tmp_path: Path, o
     asyncio.run(main())
 
 
-def test_a_publish_that_ends_without_an_answer_hands_out_nothing(tmp_path: Path) -> None:
-    """The trainer fails to say what it published: nobody knows whether what was drawn since is right."""
+def test_completions_are_discarded_if_published_checksums_are_unknown(tmp_path: Path) -> None:
+    """The trainer fails to return its checksums, so tokens sampled since the swap can't be verified."""
 
     async def main() -> None:
         called: list[str] = []
-        broken = ActorError("out of memory", "RuntimeError", "")
+        broken = WorkerError("out of memory", "RuntimeError", "")
         drawn = {v: Completion((5,), (6,), (0.0,), (VersionSpan(v, 0, 1),), "length") for v in (0, 1)}
         sums: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         trainer = Recorded("trainer", called, lambda asked: sums if asked == "checksums" else None)
@@ -577,36 +626,36 @@ def test_a_publish_that_ends_without_an_answer_hands_out_nothing(tmp_path: Path)
             await asyncio.sleep(0)
         assert not drawing.done()
         sums.set_exception(broken)
-        with pytest.raises(ActorError, match="out of memory"):
+        with pytest.raises(WorkerError, match="out of memory"):
             await publishing
-        with pytest.raises(ActorDied, match=r"^engine was taken out of the pool: out of memory$"):
+        with pytest.raises(WorkerDied, match=r"^engine was removed from the pool: out of memory$"):
             await drawing
 
     asyncio.run(main())
 
 
-def test_a_group_is_joined_anew_whoever_left_it_and_why(tiny: Path, tmp_path: Path, orders: Orders) -> None:
-    """A wrong value, found when the transfer is over; then the others publish as before."""
+def test_remaining_members_reconnect_after_a_member_left_the_group(tiny: Path, tmp_path: Path, orders: Orders) -> None:
+    """A wrong value is found after the transfer; the other generators receive the next publish."""
 
     async def main() -> None:
-        flags = ["--generator.count=3", "--sync.verify=full"]
+        flags = ["--generator.replicas=3", "--sync.verify=full"]
         async with started(tiny, tmp_path, "faulty_links:Nccl", *flags) as pools:
             await pools.link.connect(0)
             orders.give("lie 2", "model.layers.1.mlp.up_proj.weight")
-            (lost,) = (await pools.link.publish(1)).lost
+            (lost,) = (await pools.link.publish(1)).engines_lost
             assert lost.startswith("generator 1 serves model.layers.1.mlp.up_proj.weight with other values")
             orders.withdraw("lie 2")
-            await pools.trainer.actor.call("change", 1)
-            async with asyncio.timeout(30):  # nobody waits for the one that has left
-                assert (await pools.link.publish(2)).lost == ()
-            drawn = [await g.generate([5, 6, 7], Sampling(max_tokens=30)) for g in pools.generator.living]
+            await changing(pools).change(1)
+            async with asyncio.timeout(30):  # the removed member is not waited for
+                assert (await pools.link.publish(2)).engines_lost == ()
+            drawn = [await g.generate([5, 6, 7], Sampling(max_tokens=30)) for g in pools.generator.alive]
             assert [c.versions for c in drawn] == [(2, 2)] * 2 and drawn[0].logprobs == drawn[1].logprobs
 
     asyncio.run(main())
 
 
-def test_a_group_that_broke_is_joined_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the next publish, though all are there that joined it; and one that works stays as it is."""
+def test_the_next_publish_reconnects_a_broken_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although all members are alive; an intact group is kept."""
     monkeypatch.setattr(publish, "find_link", lambda name: (NcclSender, None))
 
     async def main() -> None:
@@ -616,8 +665,8 @@ def test_a_group_that_broke_is_joined_anew(monkeypatch: pytest.MonkeyPatch) -> N
         await link.connect(0)
         await link.publish(1)
         assert called.count("one connect") == 1
-        answers["prepare"] = ActorError("the cable is cut", "OSError", "")
-        with pytest.raises(ActorError, match="the cable is cut"):
+        answers["prepare"] = WorkerError("the cable is cut", "OSError", "")
+        with pytest.raises(WorkerError, match="the cable is cut"):
             await link.publish(2)
         del answers["prepare"]
         called.clear()
@@ -627,13 +676,13 @@ def test_a_group_that_broke_is_joined_anew(monkeypatch: pytest.MonkeyPatch) -> N
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("sender", [NativeSender, NcclSender])
-def test_generators_do_not_wait_for_a_trainer_that_can_not_connect(
+@pytest.mark.parametrize("sender", [NcclDirectSender, NcclSender])
+def test_generators_do_not_wait_for_a_trainer_that_fails_to_connect(
     monkeypatch: pytest.MonkeyPatch, sender: type[Any]
 ) -> None:
-    """Its reason is told in seconds, and one that can is waited for."""
+    """The trainer's error is raised within seconds; generators wait for a trainer that connects."""
     monkeypatch.setattr(publish, "find_link", lambda name: (sender, None))
-    monkeypatch.setattr(publish, "ASKED", 0.1)
+    monkeypatch.setattr(publish, "CONNECT_POLL_S", 0.1)
 
     async def main() -> None:
         called: list[str] = []
@@ -642,9 +691,9 @@ def test_generators_do_not_wait_for_a_trainer_that_can_not_connect(
         link, _ = link_of(Recorded("trainer", called, answers.get), Recorded("one", called, answers.get))
         connecting = asyncio.ensure_future(link.connect(0))
         await asyncio.sleep(0.5)
-        assert not connecting.done() and called.count("trainer connecting") > 1
-        answers["connecting"] = ActorError("address already in use", "RuntimeError", "")
-        with pytest.raises(ActorError, match="address already in use"):
+        assert not connecting.done() and called.count("trainer check_connection") > 1
+        answers["check_connection"] = WorkerError("address already in use", "RuntimeError", "")
+        with pytest.raises(WorkerError, match="address already in use"):
             await asyncio.wait_for(connecting, 5)
         assert "trainer stage" not in called
 
@@ -652,17 +701,22 @@ def test_generators_do_not_wait_for_a_trainer_that_can_not_connect(
 
 
 class Recorded:
-    """An actor that answers at once, and keeps in what order it was called; `answer` may return a future instead."""
+    """A transport that answers at once and records the order of calls; `answer` may return a future instead."""
 
     def __init__(self, name: str, called: list[str], answer: Callable[[str], Any] = lambda method: None) -> None:
         self.name, self._called, self._answer = name, called, answer
-        self.dead: ActorDied | None = None
+        self.dead: WorkerDied | None = None
+        self.ticks: Iterator[int] = itertools.repeat(7)
 
-    def give_up(self, why: str) -> ActorDied:
-        self.dead = self.dead or ActorDied(why)
+    @property
+    def heartbeats(self) -> int:
+        return next(self.ticks)
+
+    def terminate(self, why: str) -> WorkerDied:
+        self.dead = self.dead or WorkerDied(why)
         return self.dead
 
-    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+    def call(self, method: str, arguments: tuple[Any, ...], large: bool = False) -> asyncio.Future[Any]:
         self._called.append(f"{self.name} {method}")
         answer = self._answer(method)
         if isinstance(answer, asyncio.Future):
@@ -671,25 +725,28 @@ class Recorded:
         if isinstance(answer, Exception):
             future.set_exception(answer)
         elif method == "swap":
-            future.set_result((0.001, {"tokens": 0, "busy": 0}))
+            future.set_result((0.001, {"tokens": 0, "busy_s": 0}))
         else:
             future.set_result({"version": 1} if method == "stage" else answer)
         return future
 
-    call_large = call
+
+def link_of(trainer: Recorded, *generators: Recorded, verify: Any = "off") -> tuple[WeightPublisher, TrainerWorker]:
+    ends: Any = [EngineReplica(generator) for generator in generators]  # type: ignore[arg-type]
+    process: Any = trainer
+    link = WeightPublisher(process, GeneratorPool(ends), SyncConfig(link="shared", verify=verify))
+    return link, handle(TrainerWorker, trainer)
 
 
-def link_of(trainer: Recorded, *generators: Recorded, verify: Any = "off") -> tuple[WeightLink, ProcessTrainer]:
-    ends: Any = [ProcessGenerator(generator) for generator in generators]  # type: ignore[arg-type]
-    trained = ProcessTrainer(trainer)  # type: ignore[arg-type]
-    return WeightLink(trained.actor, GeneratorPool(ends), SyncConfig(link="shared", verify=verify)), trained
-
-
-@pytest.mark.parametrize("lets_go", [True, False])
-def test_the_trainer_goes_on_as_soon_as_it_may(monkeypatch: pytest.MonkeyPatch, lets_go: bool) -> None:
-    """When all is sent, if the link holds no more of it; else when all have swapped. It has said by then what it sent,
-    so that a step on its way changes no checksum; and what has been sent can't be sent again."""
-    monkeypatch.setattr(publish, "find_link", lambda name: (NcclSender if lets_go else SharedSender, None))
+@pytest.mark.parametrize("trainer_free_after_send", [True, False])
+def test_the_trainer_is_freed_after_the_send_or_after_the_swap(
+    monkeypatch: pytest.MonkeyPatch, trainer_free_after_send: bool
+) -> None:
+    """After the send if the link needs the weights no longer, else after all swaps. Its checksums are computed before
+    that, so the next step can't change them; a version can't be sent again."""
+    monkeypatch.setattr(
+        publish, "find_link", lambda name: (NcclSender if trainer_free_after_send else SharedSender, None)
+    )
 
     async def main() -> None:
         called: list[str] = []
@@ -702,22 +759,22 @@ def test_the_trainer_goes_on_as_soon_as_it_may(monkeypatch: pytest.MonkeyPatch, 
         publishing = asyncio.ensure_future(link.publish(1, free=free))
         while "engine swap" not in called:
             await asyncio.sleep(0)
-        assert free.is_set() is lets_go
+        assert free.is_set() is trainer_free_after_send
         assert called[:3] == ["trainer stage", "trainer send", "trainer checksums"] and not publishing.done()
-        if not lets_go:
-            swapped.set_result((0.001, {"tokens": 0, "busy": 0}))
-            assert (await publishing).lost == () and free.is_set()
+        if not trainer_free_after_send:
+            swapped.set_result((0.001, {"tokens": 0, "busy_s": 0}))
+            assert (await publishing).engines_lost == () and free.is_set()
             return
-        swapped.set_exception(ActorError("out of memory", "RuntimeError", ""))
-        with pytest.raises(ActorError, match="out of memory"):
+        swapped.set_exception(WorkerError("out of memory", "RuntimeError", ""))
+        with pytest.raises(WorkerError, match="out of memory"):
             await publishing
         assert called.count("trainer stage") == 1
 
     asyncio.run(main())
 
 
-def test_a_publish_calls_its_ends_in_order() -> None:
-    """All have prepared before one swaps, and a step made right after a publish reaches the trainer after `release`."""
+def test_a_publish_calls_trainer_and_engines_in_order() -> None:
+    """All engines prepare before the first one swaps, and a later step reaches the trainer after `release`."""
 
     async def main() -> None:
         called: list[str] = []
@@ -736,8 +793,8 @@ def test_a_publish_calls_its_ends_in_order() -> None:
     asyncio.run(main())
 
 
-def test_a_send_that_fails_fails_the_publish() -> None:
-    """Though the receivers wait for it, prepare or swap, and though its failure be noticed before a death elsewhere."""
+def test_a_failed_send_fails_the_publish() -> None:
+    """Also while receivers prepare or swap, and also if the failure is noticed before the death of another process."""
 
     async def main(waits_in: str, dies: bool) -> None:
         called: list[str] = []
@@ -749,9 +806,9 @@ def test_a_send_that_fails_fails_the_publish() -> None:
         publishing = asyncio.ensure_future(link.publish(1))
         while f"one {waits_in}" not in called:
             await asyncio.sleep(0)
-        send.set_exception(ActorError("connection reset by peer", "RuntimeError", ""))
+        send.set_exception(WorkerError("connection reset by peer", "RuntimeError", ""))
         await asyncio.sleep(0.05)
-        waiting.dead = ActorDied("generator 0 died") if dies else None
+        waiting.dead = WorkerDied("generator 0 died") if dies else None
         with pytest.raises(RuntimeError, match="generator 0 died" if dies else "connection reset by peer"):
             async with asyncio.timeout(5):
                 await publishing
@@ -761,31 +818,19 @@ def test_a_send_that_fails_fails_the_publish() -> None:
         asyncio.run(main(waits_in, dies))
 
 
-ENDLESS = """
-from slipstream.environments.base import Task
-
-class Endless:
-    def __init__(self):
-        self.train = self.test = [Task(str(i), f"{i % 10} + 1 =") for i in range(20)]
-
-    async def rollout(self, task, policy):
-        completion = await policy.sample(task.prompt)
-        return float(sum(completion.token_ids) % 7)
-"""
-
-
 @pytest.mark.e2e
-def test_a_run_whose_generator_dies_says_so_and_ends(tiny: Path, tmp_path: Path) -> None:
-    """As a user sees it: one line with its name and its log, no traceback, and no blame on the environment."""
+def test_a_run_whose_only_generator_dies_ends_with_its_name(tiny: Path, tmp_path: Path) -> None:
+    """The error is one line with the generator's name and log, without a traceback and without the environment."""
     directory, config, environment = tmp_path / "run", tmp_path / "run.toml", tmp_path / "endless.py"
     environment.write_text(ENDLESS)
     config.write_text(
         f"model.path = {json.dumps(str(tiny))}\nenvironment.name = {json.dumps(f'{environment}:Endless')}\n"
         f"run.dir = {json.dumps(str(directory))}\nloop = {{ steps = 100000, groups_per_step = 2, group_size = 4 }}\n"
-        "sampling.max_tokens = 24\nevaluation.every = 0\ntrainer.threads = 1\ngenerator.threads = 1\n"
+        "sampling.max_tokens = 24\nevaluation.every = 0\ntrainer.threads = 1\n"
+        "generator = { threads = 1, max_restarts = 0 }\n"
     )
     command = [sys.executable, "-m", "slipstream.cli", "train", str(config)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = warm.Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics, last = directory / "metrics.jsonl", time.monotonic() + LIMIT
     while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
         assert time.monotonic() < last, "no step is taken"
@@ -804,18 +849,18 @@ def test_a_run_whose_generator_dies_says_so_and_ends(tiny: Path, tmp_path: Path)
 
 
 @pytest.mark.e2e
-def test_a_run_goes_on_while_one_generator_lives(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_continues_while_one_generator_is_alive(tiny: Path, tmp_path: Path) -> None:
     directory, environment = tmp_path / "run", tmp_path / "endless.py"
     environment.write_text(ENDLESS)
     flags = {
         "model.path": tiny, "environment.name": f"{environment}:Endless", "run.dir": directory, "loop.steps": 60,
-        "loop.groups_per_step": 2, "loop.group_size": 4, "sampling.max_tokens": 24, "generator.count": 2,
-        "trainer.threads": 1, "generator.threads": 1,
+        "loop.groups_per_step": 2, "loop.group_size": 4, "sampling.max_tokens": 24, "generator.replicas": 2,
+        "generator.max_restarts": 0, "trainer.threads": 1, "generator.threads": 1,
     }  # fmt: skip
     config = tmp_path / "empty.toml"
     config.write_text("")
     command = [sys.executable, "-m", "slipstream.cli", "train", str(config), *(f"--{k}={v}" for k, v in flags.items())]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = warm.Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics, last = directory / "metrics.jsonl", time.monotonic() + LIMIT
     while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
         assert time.monotonic() < last, "no step is taken"
@@ -828,6 +873,6 @@ def test_a_run_goes_on_while_one_generator_lives(tiny: Path, tmp_path: Path) -> 
     said = f"warning: generator 1 died (log: {log}); 1 of 2 generators are left"
     assert " ".join(err.split()).count(said) == 1
     summary = json.loads((directory / "summary.json").read_text())
-    assert summary["steps"] == 60 and [said.endswith(lost) for lost in summary["lost"]] == [True]
-    counted = [json.loads(line)["generators"] for line in metrics.read_text().splitlines()]
+    assert summary["steps"] == 60 and [said.endswith(lost) for lost in summary["engines_lost"]] == [True]
+    counted = [json.loads(line)["engines/alive"] for line in metrics.read_text().splitlines()]
     assert counted[0] == 2 and counted[-1] == 1 and not summary["failures"]

@@ -1,4 +1,4 @@
-"""Parts of a user's own, named by a file or a module."""
+"""User-defined generators, trainers and links, named by file or module."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import ConfigError, load_config
-from slipstream.runtime.local import Pools
+from slipstream.config.loading import load_config
+from slipstream.config.schema import ConfigError
+from slipstream.controller.launch import Cluster
 from slipstream.sync.link import find_link
 
 PARTS = """
-from slipstream.runtime.generating import GeneratorService
-from slipstream.runtime.training import TrainerService
+from slipstream.generators.generator_worker import GeneratorWorker
+from slipstream.trainers.trainer_worker import PytorchTrainerWorker
 from slipstream.sync.shared import Shared
 
-class Generator(GeneratorService): pass
-class Trainer(TrainerService): pass
+class Generator(GeneratorWorker): pass
+class Trainer(PytorchTrainerWorker): pass
 class Link(Shared): pass
 class Plain: pass
 class Hollow:
@@ -33,12 +34,12 @@ def parts(tmp_path: Path) -> Path:
 
 
 def start(model: Path, directory: Path, **kinds: str) -> str:
-    """The link of a run with these kinds, once its processes have started and are connected."""
+    """The connected link of a run with these classes."""
     flags = [f"--{name.replace('_', '.')}={kind}" for name, kind in kinds.items()]
 
     async def main() -> str:
         config = load_config(None, [f"--model.path={model}", "--environment.name=addition", *flags])
-        pools = await Pools.start(config, directory)
+        pools = await Cluster.start(config, directory)
         try:
             await pools.link.connect(0)
             return str((await pools.link.publish(1)).version)
@@ -49,25 +50,25 @@ def start(model: Path, directory: Path, **kinds: str) -> str:
 
 
 def test_a_file_holds_generator_trainer_and_link(tiny: Path, parts: Path, tmp_path: Path) -> None:
-    kinds = {"generator_kind": "Generator", "trainer_kind": "Trainer", "sync_link": "Link"}
+    kinds = {"generator_engine": "Generator", "trainer_kind": "Trainer", "sync_link": "Link"}
     assert start(tiny, tmp_path, **{option: f"{parts}:{name}" for option, name in kinds.items()}) == "1"
 
 
 @pytest.mark.parametrize(
     ("option", "name", "said"),
     [
-        ("generator.kind", "{file}:Generatr", "has no attribute 'Generatr' (did you mean Generator?)"),
+        ("generator.engine", "{file}:Generatr", "has no attribute 'Generatr' (did you mean Generator?)"),
         ("trainer.kind", "{folder}/part.py:Trainer", "part.py (did you mean parts.py?)"),
-        ("generator.kind", "no_such_module:Generator", "No module named 'no_such_module'"),
+        ("generator.engine", "no_such_module:Generator", "No module named 'no_such_module'"),
         (
             "trainer.kind",
             "{file}:Plain",
             "it can't be called with 2 arguments (too many positional arguments); docs/own",
         ),
-        ("generator.kind", "{file}:Hollow", "it has no attribute 'busy'; docs/own-parts.md says what it needs"),
+        ("generator.engine", "{file}:Hollow", "it has no attribute 'checksums'; docs/own-parts.md says what it needs"),
     ],
 )
-def test_a_misspelt_service_is_one_line(
+def test_a_misspelt_worker_class_is_an_error_of_one_line(
     option: str, name: str, said: str, tiny: Path, parts: Path, tmp_path: Path
 ) -> None:
     kind = name.format(file=parts, folder=parts.parent)
@@ -85,7 +86,7 @@ def test_a_misspelt_service_is_one_line(
         ("{file}:Plain", "has no Sender; a link has a Sender and a Receiver"),
     ],
 )
-def test_a_misspelt_link_is_one_line(name: str, said: str, parts: Path) -> None:
+def test_a_misspelt_link_is_an_error_of_one_line(name: str, said: str, parts: Path) -> None:
     link = name.format(file=parts, folder=parts.parent)
     with pytest.raises(ConfigError) as caught:
         find_link(link)

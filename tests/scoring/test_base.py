@@ -1,4 +1,4 @@
-"""What a scorer's answer does to a rollout, for every shape that an answer may have."""
+"""The effect of a scorer's answer on a rollout, for every format of answers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.environments.scoring import ScoringError, ZeroReward
+from slipstream.environments.reward_workers import ScoringError, ZeroReward
 from slipstream.rollout import Completion, Rollout, StepReward, VersionSpan
-from slipstream.scoring.base import rewarded
+from slipstream.scoring.base import apply_answer
 
 numbers = st.floats(-1e3, 1e3)
 
@@ -22,20 +22,20 @@ def rollout(*lengths: int, reward: float = math.nan) -> Rollout:
     return Rollout(tuple(drawn), reward)
 
 
-def test_a_number_is_the_reward_and_the_environments_own_is_kept_as_a_part() -> None:
-    assert rewarded(rollout(3), 2, {}).reward == 2.0
-    both = rewarded(rollout(3, reward=1.0), 2, {})
+def test_a_number_is_the_reward_and_the_environments_reward_a_part() -> None:
+    assert apply_answer(rollout(3), 2, {}).reward == 2.0
+    both = apply_answer(rollout(3, reward=1.0), 2, {})
     assert (both.reward, both.metrics) == (2.0, {"environment": 1.0, "score": 2.0})
 
 
-def test_a_scorer_that_raised_gives_nothing_to_any_part_that_has_a_weight() -> None:
+def test_a_scorer_that_raised_has_0_for_every_weighted_part() -> None:
     weights = {"environment": 1.0, "score": 2.0, "style": 0.5}
-    found = rewarded(rollout(2, reward=0.5), ZeroReward(), weights)
+    found = apply_answer(rollout(2, reward=0.5), ZeroReward(), weights)
     assert (found.reward, found.metrics) == (0.5, {"environment": 0.5, "score": 0.0, "style": 0.0})
 
 
-def test_without_a_reward_of_its_own_an_answer_leaves_the_environments() -> None:
-    found = rewarded(rollout(2, reward=0.5), {"turns": [1.0], "metrics": {"seen": 1}}, {})
+def test_an_answer_without_a_reward_keeps_the_environments() -> None:
+    found = apply_answer(rollout(2, reward=0.5), {"turns": [1.0], "metrics": {"seen": 1}}, {})
     assert (found.reward, found.steps) == (0.5, ((StepReward(1, 1.0),),))
     assert found.metrics == {"seen": 1.0, "environment": 0.5}
 
@@ -46,7 +46,7 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(
 ) -> None:
     known = {**parts, "environment": own, "score": score}
     weights = data.draw(st.dictionaries(st.sampled_from(sorted(known)), numbers, min_size=1))
-    found = rewarded(rollout(1, reward=own), {"reward": score, "parts": parts}, weights)
+    found = apply_answer(rollout(1, reward=own), {"reward": score, "parts": parts}, weights)
     assert found.reward == pytest.approx(math.fsum(w * known[n] for n, w in weights.items()), abs=1e-6)
     assert found.metrics == known
 
@@ -55,7 +55,7 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(
 def test_process_rewards_become_steps_that_end_in_their_completion(lengths: list[int], data: Any) -> None:
     tokens = [data.draw(st.lists(numbers, min_size=n, max_size=n)) for n in lengths]
     turns = data.draw(st.lists(numbers, min_size=len(lengths), max_size=len(lengths)))
-    found = rewarded(rollout(*lengths), {"reward": 0, "tokens": tokens, "turns": turns}, {}).steps
+    found = apply_answer(rollout(*lengths), {"reward": 0, "tokens": tokens, "turns": turns}, {}).steps
     for length, steps, row, turn in zip(lengths, found, tokens, turns, strict=True):
         assert [s.reward for s in steps] == [*row, turn]
         assert [s.end for s in steps] == [*range(length), length - 1]
@@ -70,12 +70,12 @@ def test_process_rewards_become_steps_that_end_in_their_completion(lengths: list
         {"reward": 1, "tokens": [[[0, 1.0, 2.0]], []]}, {"reward": 1, "tokens": [1, 2]},
     ],
 )  # fmt: skip
-def test_what_is_no_answer_fails_the_rollout(answer: Any) -> None:
+def test_an_invalid_answer_fails_the_rollout(answer: Any) -> None:
     with pytest.raises(ScoringError) as failure:
-        rewarded(rollout(2, 3), answer, {})
+        apply_answer(rollout(2, 3), answer, {})
     assert failure.value.reason == "scorer's answer"
 
 
-def test_a_part_that_has_a_weight_and_is_missing_is_named() -> None:
+def test_a_missing_weighted_part_is_named() -> None:
     with pytest.raises(ScoringError, match=r"'environment'.*the parts are score"):
-        rewarded(rollout(1), 1.0, {"environment": 1.0})
+        apply_answer(rollout(1), 1.0, {"environment": 1.0})

@@ -1,4 +1,4 @@
-"""A judge that is slow, busy, broken or wrong: what it is asked, how often, and by what reason a rollout fails."""
+"""The HTTP judge: requests, retries, and failure reasons."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from slipstream.config import ConfigError
-from slipstream.environments.base import Codec, Task
-from slipstream.environments.scoring import ScoringError
+from slipstream.config.schema import ConfigError
+from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout, VersionSpan
 from slipstream.scoring.http import Judge
 from tests.conftest import build_tokenizer
@@ -37,7 +37,7 @@ async def judged(handler: Handler, options: dict[str, Any], count: int = 1) -> t
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     url = "http://{}:{}/score".format(*runner.addresses[0][:2])
-    judge = Judge({"url": url, **FAST, **options}, Codec(TOKENIZER))
+    judge = Judge({"url": url, **FAST, **options}, ChatTokenizer(TOKENIZER))
     try:
         scores = (judge.score(TASK, ROLLOUT) for _ in range(count))
         return list(await asyncio.gather(*scores, return_exceptions=True)), judge
@@ -67,7 +67,7 @@ def answering(*answers: Any) -> tuple[Handler, list[Any]]:
     return handler, asked
 
 
-def test_the_question_is_plain_and_the_answer_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_request_is_json_and_the_answer_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_TOKEN", "secret")
     handler, asked = answering(0.75)
     answers, _ = asyncio.run(judged(handler, {"token_env": "JUDGE_TOKEN"}))
@@ -87,13 +87,13 @@ def test_the_question_is_plain_and_the_answer_a_number(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_judge_is_asked_again_and_that_is_counted(status: int) -> None:
+def test_retries_of_a_busy_judge_are_counted(status: int) -> None:
     handler, asked = answering(made(status=status), made(status=status), {"reward": 1.0})
     answers, judge = asyncio.run(judged(handler, {"retries": 2}))
     assert (answers, len(asked), dict(judge.retries)) == ([{"reward": 1.0}], 3, {f"judge HTTP {status}": 2})
 
 
-def test_what_stays_broken_fails_with_its_reason() -> None:
+def test_exhausted_retries_fail_with_the_reason() -> None:
     handler, asked = answering(made(status=500, text="out of order"))
     answers, _ = asyncio.run(judged(handler, {"retries": 1}))
     assert (reason(answers), len(asked)) == ("judge HTTP 500", 2)
@@ -109,13 +109,13 @@ def test_what_stays_broken_fails_with_its_reason() -> None:
         (made(text="true"), "judge answer"),
     ],
 )
-def test_what_no_second_attempt_would_mend_is_asked_once(answer: Any, why: str) -> None:
+def test_permanent_errors_are_not_retried(answer: Any, why: str) -> None:
     handler, asked = answering(answer)
     answers, _ = asyncio.run(judged(handler, {}))
     assert (reason(answers), len(asked)) == (why, 1)
 
 
-def test_a_judge_that_does_not_answer_or_is_not_there() -> None:
+def test_a_silent_or_unreachable_judge_is_retried() -> None:
     async def silent(request: web.Request) -> web.Response:
         await asyncio.sleep(30)
         raise AssertionError
@@ -124,7 +124,9 @@ def test_a_judge_that_does_not_answer_or_is_not_there() -> None:
     assert reason(answers) == "judge timeout"
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        judge = Judge({"url": f"http://127.0.0.1:{taken.getsockname()[1]}", **FAST, "retries": 1}, Codec(TOKENIZER))
+        judge = Judge(
+            {"url": f"http://127.0.0.1:{taken.getsockname()[1]}", **FAST, "retries": 1}, ChatTokenizer(TOKENIZER)
+        )
 
         async def ask() -> str:
             with pytest.raises(ScoringError) as failure:
@@ -136,7 +138,7 @@ def test_a_judge_that_does_not_answer_or_is_not_there() -> None:
     assert judge.retries == {"judge unreachable": 1}
 
 
-def test_a_slow_answer_holds_up_none_of_the_others() -> None:
+def test_a_slow_answer_does_not_delay_others() -> None:
     arrived = asyncio.Event()
     seen: list[int] = []
 
@@ -153,11 +155,11 @@ def test_a_slow_answer_holds_up_none_of_the_others() -> None:
     assert sorted(answers) == list(range(300))
 
 
-def test_options_that_can_not_be_are_refused() -> None:
+def test_invalid_options_raise() -> None:
     for options in (
         {}, {"url": "localhost"}, {"url": "file:///etc"}, {"url": "http://a", "retries": -1},
         {"url": "http://a", "x": 1}, {"url": "http://a", "token_env": "SLIPSTREAM_NO_SUCH_VARIABLE"},
         {"url": "http://a", "retries": 1.5},
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=r"scoring\.options\.\w+"):
-            Judge(options, Codec(TOKENIZER))
+            Judge(options, ChatTokenizer(TOKENIZER))

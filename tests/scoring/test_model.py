@@ -1,8 +1,10 @@
-"""Reward and process-reward models: the very numbers that transformers gives, whatever is batched with what."""
+"""Reward and process-reward models: scores equal those of transformers, in any batch."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
 
-from slipstream.config import ConfigError
+from slipstream.config.schema import ConfigError, ScoringConfig
 from slipstream.environments.base import Task
-from slipstream.environments.scoring import ScoringError
+from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout, VersionSpan
-from slipstream.scoring.model import DEFAULTS, RewardModel, RewardModelService
+from slipstream.runtime.worker import WorkerDied
+from slipstream.scoring.model import DEFAULTS, RewardModel, RewardModelWorker
+from slipstream.scoring.stage import ScoringStage
 from tests.conftest import COMMON, build_tokenizer
+from tests.runtime.test_faults import pid_of
 
 TOKENIZER = build_tokenizer()
 
@@ -49,18 +54,16 @@ COMPLETIONS = [
 
 def scores(path: Path, policy: Path, **options: Any) -> list[Any]:
     """What the service answers when it is asked for all completions at once."""
-    service = RewardModelService({**DEFAULTS, "path": str(path), "threads": 1, **options}, str(policy))
-    answers: list[Any] = []
-    for one in COMPLETIONS:
-        service.handle("score", ("", (one,)), answers.append)
-    assert service.busy and not answers
-    while service.busy:
-        service.tick()
-    return answers
+    worker = RewardModelWorker({**DEFAULTS, "path": str(path), "threads": 1, **options}, str(policy))
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(worker.score("", (one,)) for one in COMPLETIONS))
+
+    return asyncio.run(main())
 
 
 @pytest.mark.parametrize("labels", [1, 2])
-def test_a_reward_model_scores_as_transformers_does_one_by_one(tmp_path: Path, tiny: Path, labels: int) -> None:
+def test_batched_scores_equal_those_of_transformers_one_by_one(tmp_path: Path, tiny: Path, labels: int) -> None:
     save(tmp_path, "SequenceClassification", labels)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     for answer, one in zip(scores(tmp_path, tiny), COMPLETIONS, strict=True):
@@ -95,27 +98,37 @@ def test_steps_end_where_the_separator_does(tmp_path: Path, tiny: Path, other: b
     assert second["reward"] == pytest.approx(wanted[-1], abs=1e-5)
 
 
-def test_a_model_in_its_process_answers_and_its_death_fails_the_rollout(tmp_path: Path, tiny: Path) -> None:
+def test_a_dead_reward_model_is_restarted_and_asked_again(tmp_path: Path, tiny: Path) -> None:
+    """One restart serves all pending scores. After the last one, its death ends the run."""
     save(tmp_path, "SequenceClassification")
+    said: list[str] = []
 
-    async def main() -> tuple[list[Any], str]:
-        model = RewardModel({"path": str(tmp_path), "threads": 1}, str(tiny), None)
-        await model.start()
+    async def main() -> list[Any]:
+        model = RewardModel({"path": str(tmp_path), "threads": 1}, str(tiny), None, max_restarts=1)
+        stage = ScoringStage(ScoringConfig(), model)
+        stage.warn_by(said.append)
+        await stage.start()
         rollouts = [Rollout((one,), 0.0) for one in COMPLETIONS]
-        found = list(await asyncio.gather(*(model.score(Task("t", ""), r) for r in rollouts)))
-        model._actor.kill()
-        with pytest.raises(ScoringError) as failure:
-            await model.score(Task("t", ""), rollouts[0])
-        await model.close()
-        return found, failure.value.reason
+        pending = [asyncio.ensure_future(stage(Task("t", ""), r)) for r in rollouts]
+        await asyncio.sleep(0)
+        os.kill(pid_of(model.process), signal.SIGKILL)
+        found = [rollout.reward for rollout in await asyncio.gather(*pending)]
+        assert stage.dead is None
+        os.kill(pid_of(model.process), signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="It was killed by SIGKILL"):
+            await stage(Task("t", ""), rollouts[0])
+        assert stage.dead
+        await stage.close()
+        return found
 
-    found, reason = asyncio.run(main())
-    assert found == pytest.approx(scores(tmp_path, tiny), abs=1e-6)
-    assert reason == "reward model died"
+    assert asyncio.run(main()) == pytest.approx(scores(tmp_path, tiny), abs=1e-6)
+    (line,) = said
+    assert line.startswith("reward model died (it has no log): It was killed by SIGKILL")
+    assert line.endswith("it restarts (1 of runtime.max_restarts = 1) and repeats the scores that were pending")
 
 
 @pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification"])
-def test_turns_that_a_chat_template_would_not_show_are_refused_alone(tmp_path: Path, tiny: Path, kind: str) -> None:
+def test_episodes_of_several_turns_fail_with_a_foreign_chat_template(tmp_path: Path, tiny: Path, kind: str) -> None:
     save(tmp_path, kind, other=True, template=TEMPLATE)
 
     async def main() -> tuple[ScoringError, Any]:
@@ -134,26 +147,24 @@ def test_turns_that_a_chat_template_would_not_show_are_refused_alone(tmp_path: P
     assert not isinstance(one, Exception)
 
 
-def test_several_turns_are_read_as_they_were_drawn(tmp_path: Path, tiny: Path) -> None:
+def test_several_turns_are_scored_on_the_sampled_tokens(tmp_path: Path, tiny: Path) -> None:
     first, whole = completion("1+1=", "2"), completion("1+1=2. 3+4=", "7")
     for other in (False, True):
         save(tmp_path, "SequenceClassification", other=other)
-        service = RewardModelService({**DEFAULTS, "path": str(tmp_path), "threads": 1}, str(tiny))
-        answers: list[Any] = []
-        service.handle("score", ("1+1=", (first, whole)), answers.append)
-        service.tick()
+        worker = RewardModelWorker({**DEFAULTS, "path": str(tmp_path), "threads": 1}, str(tiny))
+        answer = asyncio.run(worker.score("1+1=", (first, whole)))
         model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
         wanted = model(torch.tensor([[*whole.prompt_ids, *whole.token_ids]])).logits[0, 0].item()
-        assert answers == [pytest.approx(wanted, abs=1e-5)]
+        assert answer == pytest.approx(wanted, abs=1e-5)
 
 
 SPELLED = "{% for m in messages %}{{ m.role }}= {{ m.content }} +a+{% endfor %}"  # characters of the vocabulary alone
 
 
-def service_with(path: Path, policy: Path, content: str) -> RewardModelService:
+def service_with(path: Path, policy: Path, content: str) -> RewardModelWorker:
     """A process-reward model whose chat template writes a message's content so."""
     save(path, "TokenClassification", other=True, template=SPELLED.replace("m.content", content) if content else None)
-    return RewardModelService({**DEFAULTS, "path": str(path), "threads": 1, "separator": ". "}, str(policy))
+    return RewardModelWorker({**DEFAULTS, "path": str(path), "threads": 1, "separator": ". "}, str(policy))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +179,7 @@ def service_with(path: Path, policy: Path, content: str) -> RewardModelService:
         ("a", ["a"]),  # as the template's own last words have it
     ],
 )
-def test_steps_are_read_where_the_template_writes_them(
+def test_step_scores_are_read_at_the_templates_positions(
     tmp_path: Path, tiny: Path, content: str, reply: str, ends: list[str]
 ) -> None:
     service = service_with(tmp_path, tiny, content)
@@ -180,7 +191,7 @@ def test_steps_are_read_where_the_template_writes_them(
 
 
 @pytest.mark.parametrize("content", ["m.content | trim", ""], ids=["template", "plain"])
-def test_special_tokens_are_there_once(tmp_path: Path, tiny: Path, content: str) -> None:
+def test_special_tokens_are_not_duplicated(tmp_path: Path, tiny: Path, content: str) -> None:
     service = service_with(tmp_path, tiny, content)
     if content:
         service._tokenizer.chat_template = "<eos>" + service._tokenizer.chat_template
@@ -193,14 +204,13 @@ def test_special_tokens_are_there_once(tmp_path: Path, tiny: Path, content: str)
     assert [text[-3:] for text in read] == [" 1.", "c 2"]
 
 
-def test_steps_that_a_template_rewrites_are_refused(tmp_path: Path, tiny: Path) -> None:
+def test_a_template_that_rewrites_steps_fails_the_rollout(tmp_path: Path, tiny: Path) -> None:
     service = service_with(tmp_path, tiny, "m.content | upper")
     with pytest.raises(ScoringError, match="rewrites the reply"):
-        service.handle("score", ("a 1", (completion("a 1", "a 1"),)), print)
-    assert not service.busy
+        asyncio.run(service.score("a 1", (completion("a 1", "a 1"),)))
 
 
-def test_what_is_no_classifier_is_refused(tmp_path: Path, tiny: Path) -> None:
+def test_a_model_that_is_not_a_classifier_raises(tmp_path: Path, tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"scoring.options.path = .* is a Qwen3ForCausalLM"):
         scores(tiny, tiny)
     with pytest.raises(ConfigError, match=r"scoring.options.path = .*no such directory"):

@@ -1,4 +1,4 @@
-"""The stage: bounded, in order of arrival, and a slow score holds up its own rollout alone."""
+"""The scoring stage: bounded concurrency, order of arrival, and a slow score delays only its rollout."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import ConfigError, ScoringConfig, load_config
-from slipstream.environments.base import Codec, Task
-from slipstream.environments.guard import RolloutFailed, attempt
-from slipstream.environments.scoring import ScoringError
+from slipstream.config.loading import load_config
+from slipstream.config.schema import ConfigError, ScoringConfig
+from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
+from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Rollout
-from slipstream.scoring.load import make_scorer, make_scoring
-from slipstream.scoring.stage import ScoringStage, taught
+from slipstream.scoring.load import load_scoring, make_scorer
+from slipstream.scoring.stage import ScoringStage, with_teacher
 from tests.environments.test_environments import completion, policy
 
 TASK = Task("t1", "1+1=")
@@ -83,7 +84,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0)
 
 
-def test_scores_end_in_any_order_and_so_many_run_at_once() -> None:
+def test_concurrency_is_bounded_and_scores_end_in_any_order() -> None:
     async def main() -> None:
         scorer = Gated()
         stage = ScoringStage(ScoringConfig(concurrency=2), scorer)
@@ -98,14 +99,14 @@ def test_scores_end_in_any_order_and_so_many_run_at_once() -> None:
         for name in "cd":
             scorer.gates[name].set()
         assert [r.reward for r in await asyncio.gather(*tasks[1:])] == [1.0] * 3
-        lap = stage.lap()
+        lap = stage.take_interval()
         assert (lap.scored, lap.longest_queue, lap.queue, lap.running) == (4, 2, 0, 0)
-        assert stage.lap().scored == 0
+        assert stage.take_interval().scored == 0
 
     asyncio.run(main())
 
 
-def test_a_score_has_a_clock_of_its_own_and_its_episode_is_over() -> None:
+def test_a_score_has_its_own_timeout_after_the_episode() -> None:
     ended = []
 
     class Looks:
@@ -119,14 +120,16 @@ def test_a_score_has_a_clock_of_its_own_and_its_episode_is_over() -> None:
     drawing = policy("2")
 
     async def main() -> None:
-        stage = ScoringStage(ScoringConfig(time_limit=20), Looks())
-        assert (await attempt(Silent(), TASK, drawing, 0.2, stage))[0].reward == 1.0  # the episode's limit is past
-        short = ScoringStage(ScoringConfig(time_limit=0.05), Looks())
+        stage = ScoringStage(ScoringConfig(timeout=20), Looks())
+        assert (await run_episode(Silent(), TASK, drawing, EpisodeOptions(0.2, stage)))[
+            0
+        ].reward == 1.0  # the episode's limit is past
+        short = ScoringStage(ScoringConfig(timeout=0.05), Looks())
         with pytest.raises(RolloutFailed) as failure:
-            await attempt(Silent(), TASK, policy("2"), 20, short)
+            await run_episode(Silent(), TASK, policy("2"), EpisodeOptions(20, short))
         assert failure.value.reason == "scoring time limit"
         with pytest.raises(RolloutFailed, match="reward is no number"):
-            await attempt(Silent(), TASK, policy("2"), 20)  # nobody gives a reward
+            await run_episode(Silent(), TASK, policy("2"), EpisodeOptions(20))  # nobody gives a reward
 
     asyncio.run(main())
     assert ended == [True, True]
@@ -145,7 +148,7 @@ def config(kind: str, **scoring: Any) -> Any:
 
 def scored(kind: str, **scoring: Any) -> Rollout:
     async def main() -> Rollout:
-        stage = make_scoring(config(kind, **scoring), Codec(None))
+        stage = load_scoring(config(kind, **scoring), ChatTokenizer(None))
         assert stage is not None
         try:
             return await stage(TASK, ROLLOUT)
@@ -164,32 +167,32 @@ def test_a_users_function_or_class_scores(scorers: str) -> None:
 
 def test_a_hung_function_costs_one_score(scorers: str) -> None:
     with pytest.raises(ScoringError) as failure:
-        scored(f"{scorers}:hangs", time_limit=1.0)
+        scored(f"{scorers}:hangs", timeout=1.0)
     assert failure.value.reason in ("scoring time limit", "reward time limit")
 
 
 @pytest.mark.parametrize("name", ["three", "Not", "number", "gone"])
-def test_what_can_not_score_is_refused(scorers: str, name: str) -> None:
+def test_an_invalid_scorer_raises(scorers: str, name: str) -> None:
     with pytest.raises(ConfigError, match=r"scoring.kind"):
-        make_scorer(config(f"{scorers}:{name}"), Codec(None), None)
+        make_scorer(config(f"{scorers}:{name}"), ChatTokenizer(None), None)
     with pytest.raises(ConfigError, match=r"scoring.options"):
-        make_scorer(config(f"{scorers}:Own", options="{loss = 1}"), Codec(None), None)
+        make_scorer(config(f"{scorers}:Own", options="{loss = 1}"), ChatTokenizer(None), None)
 
 
-def test_options_that_go_with_nothing_are_refused() -> None:
+def test_unused_options_raise() -> None:
     for flags in (
         ["--scoring.kind=judge"], ["--scoring.weights={score = 1}"], ["--teacher.path=x", "--teacher.lag=1"],
-        ["--teacher.path=x", "--teacher.kind=vllm", "--sampling.temperature=0.5"],
-        ["--teacher.lag=1", "--teacher.kind=vllm"],
+        ["--teacher.path=x", "--teacher.engine=vllm", "--sampling.temperature=0.5"],
+        ["--teacher.lag=1", "--teacher.engine=vllm"],
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=r"scoring\.|teacher\."):
             load_config(None, ["--model.path=x", "--environment.name=addition", *flags])
 
 
-def test_what_nobody_rewards_is_rewarded_by_its_nearness_to_the_teacher() -> None:
+def test_without_a_reward_the_reward_is_minus_the_teacher_gap() -> None:
     one = completion("23")
     rollout = Rollout((one,), math.nan)
     teacher = (tuple(p - 0.5 for p in one.logprobs),)
-    assert taught(rollout, teacher).reward == pytest.approx(-0.5)
-    assert taught(rollout, teacher).metrics["teacher_gap"] == pytest.approx(0.5)
-    assert taught(Rollout((one,), 1.0), teacher).reward == 1.0
+    assert with_teacher(rollout, teacher).reward == pytest.approx(-0.5)
+    assert with_teacher(rollout, teacher).metrics["teacher_gap"] == pytest.approx(0.5)
+    assert with_teacher(Rollout((one,), 1.0), teacher).reward == 1.0

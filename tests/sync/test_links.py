@@ -1,4 +1,4 @@
-"""Weight links: what a generator serves after a publish is the trainer's weights to the bit, and never a mixture."""
+"""Weight links: after a publish an engine serves bit-identical weights of one version."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.config import Config, ConfigError, TrainerConfig, load_config
-from slipstream.generators.weights import Place, ServedWeights, local_places
-from slipstream.models import trained_parameters
+from slipstream.config.loading import load_config
+from slipstream.config.schema import Config, ConfigError, TrainerConfig
+from slipstream.errors import InvalidInput
+from slipstream.generators.served_weights import ParameterShard, ServedWeights, local_shards
+from slipstream.model.inspection import trained_parameters
 from slipstream.sync import nccl_direct
 from slipstream.sync.checksum import checksum
-from slipstream.sync.link import Ticket, find_link
-from slipstream.trainers.parallel import Ranks
-from slipstream.trainers.precision import compute_on
+from slipstream.sync.link import PublishHandle, find_link
+from slipstream.trainers.master_weights import compute_on
+from slipstream.trainers.parallel import TrainerRanks
 from tests.conftest import build_model
 
 LINKS = ("shared", "checkpoint", "nccl")
@@ -37,37 +39,37 @@ def config_of(dtype: torch.dtype) -> Config:
 
 
 class Pair:
-    """A trainer's model and a generator's, connected."""
+    """A trainer's model and an engine's model, connected by a link."""
 
     def __init__(self, link: str, directory: Path, dtype: torch.dtype = torch.float32, family: str = "qwen3") -> None:
         sender, _ = find_link(link)
         self.trained = build_model(family, seed=1)
         self.served = copy.deepcopy(build_model(family, seed=2)).to(dtype)
         self.sender = sender(trained_parameters(self.trained), config_of(dtype), directory, 1)
-        places = local_places(trained_parameters(self.served))
-        self.receiver = ServedWeights(link, self.sender.offer(), places, 1, rebind=True)
+        places = local_shards(trained_parameters(self.served))
+        self.receiver = ServedWeights(link, self.sender.connection_info(), places, 1, rebind=True)
         self.publish(0)
 
     def train(self, amount: float) -> None:
-        """An update in place, as an optimizer's."""
+        """Update parameters in place, as an optimizer does."""
         self.sender.before_update()
         with torch.no_grad():
             for parameter in self.trained.parameters():
                 parameter.add_(amount)
 
-    def stage(self, version: int) -> Ticket:
-        """All of a version beside what is served."""
-        ticket = self.sender.stage(version)
-        self.receiver.prepare(ticket)
-        self.sender.send(ticket)
+    def stage(self, version: int) -> PublishHandle:
+        """Stage a version and prepare it in the engine."""
+        handle = self.sender.stage(version)
+        self.receiver.prepare(handle)
+        self.sender.send(handle)
         while not self.receiver.prepared():
             time.sleep(0.001)
-        return ticket
+        return handle
 
     def publish(self, version: int) -> None:
-        ticket = self.stage(version)
+        handle = self.stage(version)
         self.receiver.apply()
-        self.sender.release(ticket)
+        self.sender.release(handle)
 
     def equal(self) -> bool:
         pairs = zip(self.trained.parameters(), self.served.parameters(), strict=True)
@@ -77,7 +79,7 @@ class Pair:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("link", LINKS)
-def test_publishes_arrive_to_the_bit(link: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_published_weights_arrive_bit_identical(link: str, family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     pair = Pair(link, tmp_path, dtype, family)
     assert pair.equal()
     for version in range(1, 6):
@@ -90,21 +92,21 @@ def test_publishes_arrive_to_the_bit(link: str, family: str, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_training_never_shows_before_it_is_published(link: str, tmp_path: Path) -> None:
-    """What the generator serves stays the same to the bit while the trainer updates, stages, and updates again."""
+def test_engines_see_no_update_before_its_publish(link: str, tmp_path: Path) -> None:
+    """Served weights stay bit-identical while the trainer updates, stages, and updates again."""
     pair = Pair(link, tmp_path)
     for version in range(1, 4):
         before = [p.clone() for p in pair.served.parameters()]
         pair.train(0.1)
-        ticket = pair.stage(version)
+        handle = pair.stage(version)
         assert all(torch.equal(a, b) for a, b in zip(before, pair.served.parameters(), strict=True))
         pair.receiver.apply()
-        pair.sender.release(ticket)
+        pair.sender.release(handle)
     pair.sender.close()
 
 
-def test_shared_is_shared(tmp_path: Path) -> None:
-    """On a CPU in float32 both sides compute on the same memory."""
+def test_shared_link_shares_memory(tmp_path: Path) -> None:
+    """On a CPU in float32, trainer and engine compute on the same memory."""
     pair = Pair("shared", tmp_path)
     trained, served = next(pair.trained.parameters()), next(pair.served.parameters())
     with torch.no_grad():
@@ -129,7 +131,7 @@ def test_a_model_on_shared_memory_still_trains_and_saves(tmp_path: Path) -> None
 
     pair = Pair("shared", tmp_path)
     pair.train(0.1)
-    alone = Ranks(TrainerConfig(), torch.device("cpu"))
+    alone = TrainerRanks(TrainerConfig(), torch.device("cpu"))
     export(tmp_path / "policy", pair.trained, trained_parameters(pair.trained), alone)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     ids = torch.tensor([[5, 6, 7]])
@@ -138,7 +140,7 @@ def test_a_model_on_shared_memory_still_trains_and_saves(tmp_path: Path) -> None
     pair.sender.close()
 
 
-def test_old_checkpoints_go_and_the_newest_stays(tmp_path: Path) -> None:
+def test_release_removes_all_but_the_newest_checkpoints(tmp_path: Path) -> None:
     pair = Pair("checkpoint", tmp_path)
     for version in range(1, 4):
         pair.train(0.1)
@@ -149,11 +151,13 @@ def test_old_checkpoints_go_and_the_newest_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_as_many_checkpoints_as_wanted_outlive_a_run(keep: int, tmp_path: Path) -> None:
-    """The newest above all; what a sitting that was killed had published later is gone with the first publish.
-    Directories are of a sitting that restarted engines."""
+def test_close_keeps_sync_keep_versions_checkpoints(keep: int, tmp_path: Path) -> None:
+    """The newest versions are kept; newer files of a killed run are removed at the first publish.
+
+    Directories are versions of a run with `sync.restart`.
+    """
     config = load_config(
-        None, ["--model.path=m", "--environment.name=e", "--sync.link=checkpoint", f"--sync.keep={keep}"]
+        None, ["--model.path=m", "--environment.name=e", "--sync.link=checkpoint", f"--sync.keep_versions={keep}"]
     )
     sender, _ = find_link("checkpoint")
     weights = tmp_path / "weights"
@@ -174,8 +178,8 @@ def test_as_many_checkpoints_as_wanted_outlive_a_run(keep: int, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("keep", [0, 2])
-def test_a_run_that_ends_at_once_leaves_no_more_than_wanted(keep: int, tmp_path: Path) -> None:
-    flags = ["--model.path=m", "--environment.name=e", "--sync.link=checkpoint", f"--sync.keep={keep}"]
+def test_close_without_a_publish_keeps_no_extra_checkpoints(keep: int, tmp_path: Path) -> None:
+    flags = ["--model.path=m", "--environment.name=e", "--sync.link=checkpoint", f"--sync.keep_versions={keep}"]
     sender, _ = find_link("checkpoint")
     for left in ("version_6", "version_7", "version_8"):
         (tmp_path / "weights" / left).mkdir(parents=True)
@@ -185,17 +189,17 @@ def test_a_run_that_ends_at_once_leaves_no_more_than_wanted(keep: int, tmp_path:
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_each_worker_gets_its_part(link: str, tmp_path: Path) -> None:
-    """Columns of a matrix, or nothing of a padded shard."""
+def test_each_worker_receives_its_shard(link: str, tmp_path: Path) -> None:
+    """Shards are columns of a matrix, or empty for padding."""
     whole = {"a": torch.randn(6, 8), "b": torch.randn(5)}
     sender, _ = find_link(link)
     sending = sender({n: torch.nn.Parameter(t) for n, t in whole.items()}, config_of(torch.float32), tmp_path, 1)
     index = {"a": (slice(0, 6), slice(2, 5)), "b": (slice(5, 5),)}
-    places = {n: Place(torch.zeros(t[index[n]].shape), tuple(t.shape), index[n]) for n, t in whole.items()}
-    receiving = ServedWeights(link, sending.offer(), places, 1, rebind=False)
-    ticket = sending.stage(0)
-    receiving.prepare(ticket)
-    sending.send(ticket)
+    places = {n: ParameterShard(torch.zeros(t[index[n]].shape), tuple(t.shape), index[n]) for n, t in whole.items()}
+    receiving = ServedWeights(link, sending.connection_info(), places, 1, rebind=False)
+    handle = sending.stage(0)
+    receiving.prepare(handle)
+    sending.send(handle)
     while not receiving.prepared():
         time.sleep(0.001)
     receiving.apply()
@@ -208,21 +212,21 @@ def test_a_publish_that_cannot_be_read_leaves_the_old_version(tmp_path: Path) ->
     pair = Pair("checkpoint", tmp_path)
     before = [p.clone() for p in pair.served.parameters()]
     pair.train(0.1)
-    ticket = pair.sender.stage(1)
-    Path(ticket["path"]).write_bytes(b"torn")
-    pair.receiver.prepare(ticket)
+    handle = pair.sender.stage(1)
+    Path(handle["path"]).write_bytes(b"torn")
+    pair.receiver.prepare(handle)
     with pytest.raises(Exception, match=r"(?i)header|metadata"):
         while not pair.receiver.prepared():
             time.sleep(0.001)
     assert all(torch.equal(a, b) for a, b in zip(before, pair.served.parameters(), strict=True))
 
 
-def test_a_checkpoint_on_another_hosts_disk_alone_says_what_to_mount(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_file_names_run_dir(tmp_path: Path) -> None:
     pair = Pair("checkpoint", tmp_path)
-    ticket = pair.sender.stage(1)
+    handle = pair.sender.stage(1)
     shutil.rmtree(tmp_path / "weights")
-    pair.receiver.prepare(ticket)
-    with pytest.raises(FileNotFoundError, match=r"^run.dir must be on .* the same path: .*version_1.safetensors here$"):
+    pair.receiver.prepare(handle)
+    with pytest.raises(InvalidInput, match=r"^run.dir must be on .* the same path: .*version_1.safetensors here$"):
         while not pair.receiver.prepared():
             time.sleep(0.001)
 
@@ -235,7 +239,11 @@ def test_another_model_is_refused_by_name(link: str, tmp_path: Path) -> None:
         ValueError, match=r"model.layers.0.mlp.gate_proj.weight is \[64, 32\] in the trainer and \[48, 32\]"
     ):
         ServedWeights(
-            link, sending.offer(), local_places(trained_parameters(build_model(intermediate_size=48))), 1, True
+            link,
+            sending.connection_info(),
+            local_shards(trained_parameters(build_model(intermediate_size=48))),
+            1,
+            True,
         )
     sending.close()
 
@@ -247,16 +255,16 @@ def test_unknown_links_are_refused(name: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory has a name here")
-def test_shared_memory_goes_with_its_process(tmp_path: Path) -> None:
-    """However a trainer ends, nothing of its weights is left behind: the memory has no name in any file system."""
+def test_shared_memory_is_freed_with_its_process(tmp_path: Path) -> None:
+    """The system frees the memory when the trainer ends, also by a kill: it has no name in a file system."""
     code = (
         "import os, signal, torch\n"
         "from slipstream.sync.shared import SharedSender\n"
         "from pathlib import Path\n"
-        "from slipstream.config import load_config\n"
+        "from slipstream.config.loading import load_config\n"
         "config = load_config(None, ['--model.path=m', '--environment.name=e'])\n"
         "sender = SharedSender({'w': torch.nn.Parameter(torch.zeros(8))}, config, Path('.'), 1)\n"
-        "print(sender.offer()['path'], os.path.exists(sender.offer()['path']), flush=True)\n"
+        "print(sender.connection_info()['path'], os.path.exists(sender.connection_info()['path']), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     before = set(Path("/dev/shm").iterdir()) | set(tmp_path.iterdir())
@@ -267,20 +275,20 @@ def test_shared_memory_goes_with_its_process(tmp_path: Path) -> None:
     assert set(Path("/dev/shm").iterdir()) | set(tmp_path.iterdir()) <= before
 
 
-def test_weights_may_not_change_before_generators_have_left_them(tmp_path: Path) -> None:
-    """An update between stage and release would write into what generators read: refused, whoever is to blame."""
+def test_an_update_before_release_is_refused(tmp_path: Path) -> None:
+    """An update between stage and release would write into memory that engines read, so it is refused."""
     pair = Pair("shared", tmp_path)
     pair.train(0.1)
-    ticket = pair.stage(1)
+    handle = pair.stage(1)
     with pytest.raises(RuntimeError, match="before every generator serves"):
         pair.sender.before_update()
     pair.receiver.apply()
-    pair.sender.release(ticket)
+    pair.sender.release(handle)
     pair.sender.before_update()
     pair.sender.close()
 
 
-def test_parts_have_checksums_that_add_up() -> None:
+def test_checksums_of_shards_add_up() -> None:
     whole = torch.randn(10, 12)
     sums = [
         checksum(whole[a:b, c:d], (slice(a, b), slice(c, d)))
@@ -295,8 +303,10 @@ def test_parts_have_checksums_that_add_up() -> None:
         assert checksum(whole.to(dtype)) != checksum(torch.nextafter(whole.to(dtype), torch.tensor(9.0).to(dtype)))
 
 
-def test_a_model_that_computes_on_lent_weights_trains_its_masters() -> None:
-    """Gradients of several passes reach float32 masters, tied weights stay one, what is lent changes by publishes."""
+def test_a_model_on_exported_weights_trains_its_masters() -> None:
+    """Gradients of several passes reach float32 masters; tied weights stay tied; only a publish changes shared
+    weights.
+    """
     model, plain = build_model(seed=1), build_model(seed=1)
     for parameter in plain.parameters():  # not the buffers of rotary embeddings
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -333,13 +343,13 @@ def make_lora(seed: int) -> Any:
 
 def lora_config(*flags: str) -> Config:
     """Of a run that sends adapters to vLLM."""
-    lora = ["--lora.rank=4", "--sync.link=lora", "--generator.kind=vllm"]
+    lora = ["--lora.rank=4", "--sync.link=lora", "--generator.engine=vllm"]
     return load_config(None, ["--model.path=m", "--environment.name=e", *lora, *flags])
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory has a name here")
-def test_adapters_lie_in_memory_that_goes_with_its_process(tmp_path: Path) -> None:
-    """An engine reads them as PEFT's files; a killed trainer leaves links to nothing, and the next removes them."""
+def test_adapter_memory_is_freed_with_its_process(tmp_path: Path) -> None:
+    """Engines read PEFT files; a killed trainer leaves dangling symlinks, and the next trainer removes them."""
     from slipstream.sync.adapters import AdapterFile, AdapterSender
 
     config, parameters = lora_config(), {"a.lora_A.default.weight": torch.nn.Parameter(torch.randn(4, 8))}
@@ -354,19 +364,19 @@ def test_adapters_lie_in_memory_that_goes_with_its_process(tmp_path: Path) -> No
     assert len(files) == 2 and not any(path.exists() for path in files)
     assert set(Path("/dev/shm").iterdir()) <= before
     sender = AdapterSender(parameters, config, tmp_path, 1)
-    ticket = sender.stage(4)
-    file = AdapterFile(Path(ticket["path"]))
-    there = file.named(file.values.clone())
+    handle = sender.stage(4)
+    file = AdapterFile(Path(handle["path"]))
+    there = file.by_name(file.values.clone())
     file.close()
     assert torch.equal(there["a.lora_A.weight"], next(iter(parameters.values())))
-    assert json.loads((Path(ticket["path"]) / "adapter_config.json").read_text())["r"] == 4
-    sender.release(ticket)
+    assert json.loads((Path(handle["path"]) / "adapter_config.json").read_text())["r"] == 4
+    sender.release(handle)
     assert not (tmp_path / "adapters").exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory has a name here")
-def test_a_reader_of_adapters_knows_their_memory_from_other_memory_of_that_name(tmp_path: Path) -> None:
-    """The next sender of a process may get the same number for its file."""
+def test_an_adapter_file_is_identified_by_its_inode(tmp_path: Path) -> None:
+    """The next sender of a process may get the same descriptor number for its file."""
     from slipstream.sync.adapters import AdapterFile, AdapterSender
 
     config, parameters = lora_config(), {"a.lora_A.default.weight": torch.nn.Parameter(torch.randn(4, 8))}
@@ -374,17 +384,17 @@ def test_a_reader_of_adapters_knows_their_memory_from_other_memory_of_that_name(
     version = Path(sender.stage(1)["path"])
     file, name = AdapterFile(version), (version / "adapter_model.safetensors").readlink()
     version = Path(sender.stage(2)["path"])
-    assert file.is_of(version)
+    assert file.is_same_file(version)
     sender.close()
     version = Path(AdapterSender(parameters, config, tmp_path, 1).stage(3)["path"])
     assert (version / "adapter_model.safetensors").readlink() == name
-    assert not file.is_of(version)
+    assert not file.is_same_file(version)
     file.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_staged_adapters_are_a_file_of_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Of sizes that nothing divides, over several versions; each parameter is read once, since ranks gather it then."""
+def test_staged_adapters_are_a_valid_safetensors_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    """With odd sizes and several versions; each parameter is read once, since reading gathers it."""
     from safetensors.torch import load_file
 
     from slipstream.sync.adapters import AdapterFile, AdapterSender
@@ -405,28 +415,30 @@ def test_staged_adapters_are_a_file_of_safetensors(dtype: torch.dtype, tmp_path:
         for parameter in dict(parameters).values():
             parameter.normal_()
         read.clear()
-        ticket = sender.stage(version)
+        handle = sender.stage(version)
         assert sorted(read) == sorted(parameters)
-        assert Path(ticket["path"]).name == f"policy-v{version}"
+        assert Path(handle["path"]).name == f"policy-v{version}"
         wanted = {name.replace(".default", ""): p.to(dtype) for name, p in dict(parameters).items()}
-        file = AdapterFile(Path(ticket["path"]))
-        files = load_file(Path(ticket["path"]) / "adapter_model.safetensors"), file.named(file.values.clone())
+        file = AdapterFile(Path(handle["path"]))
+        files = load_file(Path(handle["path"]) / "adapter_model.safetensors"), file.by_name(file.values.clone())
         file.close()
         for found in files:
             assert found.keys() == wanted.keys()
             assert all(found[n].dtype == dtype and torch.equal(found[n], wanted[n]) for n in wanted)
-        sender.release(ticket)
-        assert not Path(ticket["path"]).exists()
+        sender.release(handle)
+        assert not Path(handle["path"]).exists()
         assert all(torch.equal(files[1][n], wanted[n]) for n in wanted), "what an engine has loaded is its own"
     sender.close()
 
 
-def test_adapters_alone_travel(tmp_path: Path) -> None:
+def test_only_adapters_are_published(tmp_path: Path) -> None:
     trained, served = make_lora(1), make_lora(2)
     sender, _ = find_link("shared")
     sending = sender(trained_parameters(trained), config_of(torch.float32), tmp_path, 1)
-    assert all("lora" in name for name in sending.offer()["shapes"])
-    receiving = ServedWeights("shared", sending.offer(), local_places(trained_parameters(served)), 1, rebind=True)
+    assert all("lora" in name for name in sending.connection_info()["shapes"])
+    receiving = ServedWeights(
+        "shared", sending.connection_info(), local_shards(trained_parameters(served)), 1, rebind=True
+    )
     receiving.prepare(sending.stage(0))
     receiving.apply()
     ids = torch.tensor([[5, 6, 7]])
@@ -435,8 +447,10 @@ def test_adapters_alone_travel(tmp_path: Path) -> None:
     sending.close()
 
 
-def test_a_port_that_is_taken_is_told_while_receivers_connect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`nccl_direct` holds its port; who gets it all the same, by the option that vLLM has, is not waited for."""
+def test_a_taken_port_is_reported_while_receivers_connect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`nccl_direct` reserves its port; if another process binds it with SO_REUSEADDR, connecting
+    fails with an error.
+    """
 
     def opened(address: dict[str, Any]) -> socket.socket:
         return listen(address["master_port"])  # as vLLM's does
@@ -448,18 +462,18 @@ def test_a_port_that_is_taken_is_told_while_receivers_connect(monkeypatch: pytes
         door.listen()
         return door
 
-    monkeypatch.setattr(nccl_direct, "transfer", lambda: (opened, None))
-    senders = [nccl_direct.NativeSender({}, config_of(torch.float32), tmp_path, 1) for _ in range(2)]
+    monkeypatch.setattr(nccl_direct, "import_transfer", lambda: (opened, None))
+    senders = [nccl_direct.NcclDirectSender({}, config_of(torch.float32), tmp_path, 1) for _ in range(2)]
     good, bad = senders
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind((nccl_direct.HOST, good._port))
     with listen(bad._port):
-        offers = [sender.offer() for sender in senders]
+        offers = [sender.connection_info() for sender in senders]
         assert offers[0]["master_port"] != offers[1]["master_port"]
         good._group.result(10).close()
-        good.connecting()
+        good.check_connection()
         bad._group.exception(10)
         with pytest.raises(RuntimeError, match=f"nccl_direct.* at 127.0.0.1:{bad._port}: .*in use"):
-            bad.connecting()
+            bad.check_connection()
     for sender in senders:
         sender.close()

@@ -1,4 +1,4 @@
-"""What the trainer computes on a GPU in bfloat16: as near to the truth as the model's own passes are.
+"""Accuracy of the trainer on a GPU in bfloat16, compared with the model's own passes.
 
 `make test-gpu` runs these, and with them the trainer's other tests, which then compute in float32 on that GPU.
 """
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.models import load_causal_lm
+from slipstream.model.loading import load_causal_lm
 from slipstream.rollout import Batch
 from tests.conftest import save_model
 from tests.trainers.test_trainer import gradient, make_trainer, random_batch, sequences
@@ -25,7 +25,7 @@ WAYS = {
     "full checkpointing": ("--trainer.activation_checkpointing=full",),
     "small micro-batches": ("--trainer.tokens_per_microbatch=64",),
     "as it is": ("--trainer.compile=false",),
-    "without a copy": ("--trainer.compute_copy=false",),
+    "without a copy": ("--trainer.keep_compute_copy=false",),
 }
 WORSE = 1.25  # than the model's own passes, at most: other kernels round elsewhere
 
@@ -43,7 +43,7 @@ def batch_of_groups() -> Batch:
 
 
 def own_gradient(path: Path, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
-    """REINFORCE's, by the model's own passes over one sequence at a time; sums are in float32 at least."""
+    """REINFORCE gradient by the model's own passes, one sequence at a time; sums are in float32 or float64."""
     model: Any = load_causal_lm(str(path), device=torch.device("cuda"), dtype=torch.float32).to(dtype).eval()
     model.set_attn_implementation("sdpa")
     exact = torch.promote_types(dtype, torch.float32)
@@ -61,7 +61,7 @@ def own_gradient(path: Path, batch: Batch, dtype: torch.dtype) -> dict[str, Tens
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Of all gradients as one vector, relative."""
+    """Relative error of all gradients as one vector."""
     pairs = [(found[name].cpu().double(), truth.cpu()) for name, truth in wanted.items()]
     return float(sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)) ** 0.5
 
@@ -73,7 +73,7 @@ def truth_and_own_distance(path: Path) -> tuple[dict[str, Tensor], float]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_as_near_to_the_truth_as_those_of_the_models_own_passes(saved: Path, way: str) -> None:
+def test_gradient_error_is_no_larger_than_that_of_unpacked_passes(saved: Path, way: str) -> None:
     flags = ("--model.dtype=auto", "--trainer.gradient_clip=0", '--algorithm.loss={name="reinforce"}')
     trainer = make_trainer(saved, *flags, *WAYS[way])
     assert trainer.device.type == "cuda"
@@ -81,6 +81,6 @@ def test_gradients_are_as_near_to_the_truth_as_those_of_the_models_own_passes(sa
     assert distance(gradient(trainer, batch_of_groups()), exact) < WORSE * own
 
 
-def test_a_gpu_computes_in_bfloat16_unless_told(tiny: Path) -> None:
+def test_auto_dtype_on_a_gpu_is_bfloat16(tiny: Path) -> None:
     assert {p.dtype for p in make_trainer(tiny, "--model.dtype=auto").model.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in make_trainer(tiny, "--model.dtype=float32").model.parameters()} == {torch.float32}

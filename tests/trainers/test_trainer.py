@@ -1,4 +1,4 @@
-"""One optimizer step: its gradient against plain formulas, its invariances, and what it remembers."""
+"""One optimizer step: its gradient compared with plain formulas, its invariances, and restored state."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream import config as configuration
 from slipstream.algorithms.advantages import group_mean, make_batch
-from slipstream.config import ConfigError
-from slipstream.directory import RunDirectory
-from slipstream.disk import DiskFull
-from slipstream.packed import logprobs as logprobs_module
-from slipstream.packed.packing import bundle, bundle_length, length, plan
-from slipstream.packed.policy import Policy
-from slipstream.rollout import Batch, Completion, Group, Rollout, Sample, VersionSpan, ids, numbers
-from slipstream.runtime.training import TrainerService
-from slipstream.sync.gathered import part_here, whole
-from slipstream.trainers.checkpoint import CheckpointFailed, _Uncopied
-from slipstream.trainers.guards import NotFinite, OutOfMemory, naming_remedies
+from slipstream.config import loading as configuration
+from slipstream.config.schema import ConfigError
+from slipstream.model import logprobs as logprobs_module
+from slipstream.model.packing import forward_length, group_by_prefix, plan, prefix_group_length
+from slipstream.model.policy import PackedPolicy
+from slipstream.rollout import Batch, Completion, Group, Rollout, Sample, VersionSpan, float32_array, int32_array
+from slipstream.runtime.disk import DiskFull
+from slipstream.runtime.run_directory import RunDirectory
+from slipstream.sync.sharded_weights import full_tensor, local_part
+from slipstream.trainers.checkpoint import CheckpointFailed, _NoCopyStager
+from slipstream.trainers.failures import NotFinite, OutOfMemory, explain_out_of_memory
 from slipstream.trainers.trainer import Trainer
+from slipstream.trainers.trainer_worker import PytorchTrainerWorker
 
 
 def make_trainer(path: Path, *flags: str) -> Trainer:
@@ -43,7 +43,7 @@ def make_trainer(path: Path, *flags: str) -> Trainer:
 
 
 def random_batch(vocabulary: int = 40, groups: int = 3, seed: int = 0, kept: bool = False) -> Batch:
-    """Groups of different sizes and lengths, off-policy enough for clip and truncation to act."""
+    """Groups of different sizes and lengths, off-policy enough for clipping and truncation."""
     rng = random.Random(seed)
     made = []
     for entry in range(groups):
@@ -56,7 +56,13 @@ def random_batch(vocabulary: int = 40, groups: int = 3, seed: int = 0, kept: boo
                 np.array(sorted({t, *rng.sample(range(vocabulary), 9)}), dtype=np.int32) for t in tokens
             ) if kept else None  # fmt: skip
             completion = Completion(
-                prompt, tokens, behaviour, (VersionSpan(0, 0, len(tokens)),), "stop", rng.choice([1.0, 0.7]), kept=masks
+                prompt,
+                tokens,
+                behaviour,
+                (VersionSpan(0, 0, len(tokens)),),
+                "stop",
+                rng.choice([1.0, 0.7]),
+                sampling_mask=masks,
             )
             rollouts.append(Rollout((completion,), rng.random()))
         made.append(Group(entry, str(entry), tuple(rollouts)))
@@ -64,7 +70,7 @@ def random_batch(vocabulary: int = 40, groups: int = 3, seed: int = 0, kept: boo
 
 
 def sequences(batch: Batch) -> list[tuple[Completion, float]]:
-    """Every completion with the advantage of its rollout."""
+    """Pairs of each completion and the advantage of its rollout."""
     return [
         (c, a)
         for group, advantages in zip(batch.groups, batch.advantages, strict=True)
@@ -92,8 +98,8 @@ def reference_gradient(
     def logprobs_of(which: Any, completion: Completion) -> torch.Tensor:
         ids = torch.tensor([completion.prompt_ids + completion.token_ids])
         logits = which(ids).logits[0, len(completion.prompt_ids) - 1 : -1] / completion.temperature
-        if completion.kept:
-            for row, ids_kept in enumerate(completion.kept):
+        if completion.sampling_mask:
+            for row, ids_kept in enumerate(completion.sampling_mask):
                 outside = [v for v in range(logits.shape[1]) if v not in set(ids_kept.tolist())]
                 logits[row, outside] = -torch.inf
         return logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
@@ -113,10 +119,10 @@ def reference_gradient(
 
 
 def gradient(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """What the trainer's backward passes leave before the update."""
+    """Gradients of a step, recorded before the update."""
     grads: dict[str, Any] = {}
     trainer.before_update = lambda: grads.update(
-        {n: whole(p.grad).cpu().clone() for n, p in trainer.parameters.items()}
+        {n: full_tensor(p.grad).cpu().clone() for n, p in trainer.parameters.items()}
     )
     trainer.step(batch)
     return grads
@@ -128,10 +134,10 @@ def gradient(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 def test_gradient_is_that_of_the_plain_formula(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, kl: float, budget: int, kept: bool
 ) -> None:
-    """Any micro-batching and any chunking of the head give one denominator and the same gradient."""
+    """The gradient is the same for any micro-batches and any chunks of the head."""
     monkeypatch.setattr(logprobs_module, "CHUNK", 64 * 38)  # several chunks of 64 tokens
     trainer = make_trainer(
-        tiny, f"--algorithm.kl={kl}", f"--trainer.tokens_per_microbatch={budget}", "--trainer.gradient_clip=0"
+        tiny, f"--algorithm.kl_coef={kl}", f"--trainer.tokens_per_microbatch={budget}", "--trainer.gradient_clip=0"
     )
     batch = random_batch(vocabulary=38, groups=9, kept=kept)
     wanted = reference_gradient(trainer.model, batch, low=0.2, high=0.2, truncate=3.0, kl=kl)
@@ -142,13 +148,13 @@ def test_gradient_is_that_of_the_plain_formula(
 
 
 def test_on_policy_gradient_is_reinforce(tiny: Path) -> None:
-    """Where the behaviour is the policy itself, the step's gradient is A grad(log p), worked out on its own."""
+    """On-policy, the step's gradient is A grad(log p)."""
     trainer = make_trainer(tiny, "--trainer.gradient_clip=0")
     batch = random_batch(vocabulary=38, seed=4)
     scored = trainer.score([c for c, _ in sequences(batch)])
     rest = iter(scored)
     groups = [
-        Group(g.entry, g.task_id, tuple(
+        Group(g.visit_id, g.task_id, tuple(
             Rollout(tuple(Completion(c.prompt_ids, c.token_ids, tuple(next(rest)), c.spans, "stop", c.temperature)
                           for c in r.completions), r.reward) for r in g.rollouts))
         for g in batch.groups
@@ -177,7 +183,7 @@ def test_scores_are_those_of_a_full_forward_pass(tiny: Path) -> None:
         assert scored == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
-def test_groups_without_signal_cost_nothing_but_their_tokens(tiny: Path) -> None:
+def test_samples_without_advantage_cost_no_pass(tiny: Path) -> None:
     signal = random_batch(vocabulary=38)
     silent = Group(9, "9", tuple(Rollout(r.completions, 1.0) for r in random_batch(38, seed=3).groups[0].rollouts))
     both = make_batch([*signal.groups, silent])
@@ -187,70 +193,72 @@ def test_groups_without_signal_cost_nothing_but_their_tokens(tiny: Path) -> None
         torch.testing.assert_close(together[name] * both.tokens, grad * signal.tokens)
 
 
-def test_a_batch_without_any_signal_moves_nothing(tiny: Path) -> None:
+def test_a_batch_without_advantages_updates_nothing(tiny: Path) -> None:
     trainer = make_trainer(tiny)
     before = {n: p.clone() for n, p in trainer.parameters.items()}
-    silent = [Group(g.entry, g.task_id, tuple(Rollout(r.completions, 0.5) for r in g.rollouts))
+    silent = [Group(g.visit_id, g.task_id, tuple(Rollout(r.completions, 0.5) for r in g.rollouts))
               for g in random_batch(38).groups]  # fmt: skip
     stats = trainer.step(make_batch(silent, partial(group_mean, normalize=True)))
-    assert stats.grad_norm == 0 and not stats.skipped
+    assert stats.grad_norm == 0 and not stats.skipped_steps
     assert all(torch.equal(p, before[n]) for n, p in trainer.parameters.items())
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing(tiny: Path) -> None:
+def test_a_gradient_that_is_not_finite_updates_nothing(tiny: Path) -> None:
     trainer = make_trainer(tiny)
     before = {n: p.clone() for n, p in trainer.parameters.items()}
     batch = random_batch(38)
     broken = Batch(batch.groups, tuple((math.inf,) * len(a) for a in batch.advantages))
     stats = trainer.step(broken)
-    assert stats.skipped == 1
+    assert stats.skipped_steps == 1
     assert all(torch.equal(p, before[n]) for n, p in trainer.parameters.items())
-    assert trainer.step(batch).skipped == 1
+    assert trainer.step(batch).skipped_steps == 1
     assert not all(torch.equal(p, before[n]) for n, p in trainer.parameters.items())
 
 
 def test_gradients_that_are_never_finite_end_the_run(tiny: Path) -> None:
-    trainer = make_trainer(tiny, "--trainer.max_skipped=3")
+    trainer = make_trainer(tiny, "--trainer.max_consecutive_nonfinite=3")
     batch = random_batch(38)
     broken = Batch(batch.groups, tuple((math.inf,) * len(a) for a in batch.advantages))
     for wrong in (broken, broken, batch, broken, broken):
         trainer.step(wrong)
-    with pytest.raises(NotFinite, match=r"trainer\.max_skipped = 3"):
+    with pytest.raises(NotFinite, match=r"trainer\.max_consecutive_nonfinite = 3"):
         trainer.step(broken)
 
 
 def test_a_resumed_run_remembers_steps_skipped_in_a_row(tiny: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(tiny, "--trainer.max_skipped=3")
+    trainer = make_trainer(tiny, "--trainer.max_consecutive_nonfinite=3")
     batch = random_batch(38)
     broken = Batch(batch.groups, tuple((math.inf,) * len(a) for a in batch.advantages))
     trainer.step(broken)
     trainer.step(broken)
     trainer.save(tmp_path / "saved").result()
-    again = make_trainer(tiny, "--trainer.max_skipped=3")
+    again = make_trainer(tiny, "--trainer.max_consecutive_nonfinite=3")
     again.restore(tmp_path / "saved")
     with pytest.raises(NotFinite):
         again.step(broken)
 
 
-def test_too_little_memory_names_what_lowers_it(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the trainer was asked for, and not what is done already."""
+def test_out_of_memory_errors_name_options_that_help(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names options that help and are not set yet."""
 
     def exhausted(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def service(*flags: str) -> TrainerService:
+    def service(*flags: str) -> PytorchTrainerWorker:
         named = [f"--model.path={tiny}", "--environment.name=addition", "--trainer.tokens_per_microbatch=77", *flags]
-        return TrainerService(configuration.load_config(None, named), str(tmp_path))
+        return PytorchTrainerWorker(configuration.load_config(None, named), str(tmp_path))
 
-    full, adapted = service("--algorithm.kl=0.1"), service("--lora.rank=4", "--algorithm.kl=0.1")
-    monkeypatch.setattr(Policy, "forward", exhausted)
+    full, adapted = service("--algorithm.kl_coef=0.1"), service("--lora.rank=4", "--algorithm.kl_coef=0.1")
+    monkeypatch.setattr(PackedPolicy, "forward", exhausted)
     with pytest.raises(OutOfMemory, match=r"to step: .*tokens_per_microbatch = 77.*activation_checkpointing") as error:
-        full.handle("step", (random_batch(38),), print)
-    assert "algorithm.kl = 0" in str(error.value) and "lora.rank" in str(error.value)
+        asyncio.run(full.step(random_batch(38)))
+    assert "algorithm.kl_coef = 0" in str(error.value) and "lora.rank" in str(error.value)
     drawn = random_batch(38).groups[0].rollouts[0].completions
-    with pytest.raises(OutOfMemory, match=r"to score: .*lora.base") as error:
-        adapted.handle("score", (drawn,), print)
-    assert "algorithm.kl" not in str(error.value) and "lora.rank" not in str(error.value)
+    with pytest.raises(OutOfMemory, match=r"to score: .*lora.quantization") as error:
+        asyncio.run(adapted.score(drawn))
+    assert "algorithm.kl_coef" not in str(error.value) and "lora.rank" not in str(error.value)
     monkeypatch.setattr("slipstream.trainers.trainer.load_model", exhausted)
     with pytest.raises(OutOfMemory, match="has not enough memory to start: "):
         service()
@@ -265,13 +273,13 @@ def test_too_little_memory_names_what_lowers_it(tiny: Path, tmp_path: Path, monk
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to",
     ],
 )
-def test_memory_that_is_short_outside_of_torchs_allocator_is_told_as_well(message: str) -> None:
+def test_out_of_memory_outside_torchs_allocator_is_reported(message: str) -> None:
     config = configuration.load_config(None, ["--model.path=m", "--environment.name=addition"])
-    with pytest.raises(OutOfMemory, match="not enough memory to step"), naming_remedies(config, "step"):
+    with pytest.raises(OutOfMemory, match="not enough memory to step"), explain_out_of_memory(config, "step"):
         raise RuntimeError(message)
-    with pytest.raises(OutOfMemory), naming_remedies(config, "step"):
+    with pytest.raises(OutOfMemory), explain_out_of_memory(config, "step"):
         raise MemoryError
-    with pytest.raises(RuntimeError, match="of another kind"), naming_remedies(config, "step"):
+    with pytest.raises(RuntimeError, match="of another kind"), explain_out_of_memory(config, "step"):
         raise RuntimeError("a failure of another kind")
 
 
@@ -303,10 +311,10 @@ def test_logits_that_are_not_the_heads_are_refused(kind: str, change: dict[str, 
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     if not refused:
-        Policy(model)
+        PackedPolicy(model)
         return
     with pytest.raises(ValueError, match=f"can't train a {config.model_type}.*{refused}"):
-        Policy(model)
+        PackedPolicy(model)
 
 
 def test_a_model_without_attention_is_trained(tmp_path: Path) -> None:
@@ -315,12 +323,12 @@ def test_a_model_without_attention_is_trained(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     before = {name: p.detach().clone() for name, p in trainer.parameters.items()}
     stats = trainer.step(random_batch(38))
-    assert math.isfinite(stats.loss) and not stats.skipped
+    assert math.isfinite(stats.loss) and not stats.skipped_steps
     assert any(not torch.equal(p, before[name]) for name, p in trainer.parameters.items())
 
 
 def test_an_adapter_where_a_model_has_to_be_is_refused(tiny: Path, tmp_path: Path) -> None:
-    """Also with adapters of the run's own: those that lie there would be dropped without a word."""
+    """Also with `lora.rank`: the adapters at model.path would be dropped silently."""
     make_trainer(tiny, "--lora.rank=4").export(tmp_path)
     for flags in ([], ["--lora.rank=4"]):
         with pytest.raises(ConfigError, match=r"is an adapter of .*; merge it into that"):
@@ -343,11 +351,16 @@ def test_resumed_is_bit_identical_to_uninterrupted(tiny: Path, tmp_path: Path, r
     assert all(torch.equal(p, again.parameters[n]) for n, p in through.parameters.items())
 
 
+def test_adapters_of_the_head_are_refused_by_their_option(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora.targets = \[.*'lm_head'\] adapts the language-model head.*name"):
+        make_trainer(tiny, "--lora.rank=4", "--lora.targets=['q_proj', 'lm_head']")
+
+
 def test_lora_trains_adapters_only_and_exports_them(tiny: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    trainer = make_trainer(tiny, "--lora.rank=4", "--trainer.learning_rate=1e-2", "--algorithm.kl=0.1")
+    trainer = make_trainer(tiny, "--lora.rank=4", "--trainer.learning_rate=1e-2", "--algorithm.kl_coef=0.1")
     assert all("lora_" in name for name in trainer.parameters)
     for step in range(3):
         assert trainer.step(random_batch(38, seed=step)).kl >= 0
@@ -365,20 +378,20 @@ def test_heads_that_ranks_cannot_share_are_refused(tiny: Path, size: int) -> Non
     model = make_trainer(tiny).model
     context: Any = SimpleNamespace(size=size)
     with pytest.raises(ConfigError, match=f"context_parallel = {size} can't share out .* 4 heads and 2 of keys"):
-        Policy(model, context=context)
+        PackedPolicy(model, context=context)
 
 
 def test_a_base_in_4_bits_needs_bitsandbytes(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"4bit.*pip install bitsandbytes"):
-        make_trainer(tiny, "--lora.rank=4", "--lora.base=4bit")
+        make_trainer(tiny, "--lora.rank=4", "--lora.quantization=4bit")
 
 
 def test_adapters_learn_over_a_base_in_4_bits(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: on some CPUs bitsandbytes repacks layers before which nothing learns, in blocks of 64 columns."""
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False, raising=False)
-    trainer = make_trainer(tiny, "--lora.rank=4", "--lora.base=4bit", "--model.dtype=bfloat16")
+    trainer = make_trainer(tiny, "--lora.rank=4", "--lora.quantization=4bit", "--model.dtype=bfloat16")
     assert {p.dtype for n, p in trainer.model.named_parameters() if "q_proj.base" in n} == {torch.uint8}
     before = {name: p.clone() for name, p in trainer.parameters.items()}
     stats = trainer.step(random_batch(38))
@@ -388,17 +401,17 @@ def test_adapters_learn_over_a_base_in_4_bits(tiny: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("rank", [0, 8])
 def test_other_parameters_are_refused(rank: int, tiny: Path, tmp_path: Path) -> None:
-    """Other names, or other shapes."""
+    """Restoring a checkpoint with other names or shapes is refused."""
     make_trainer(tiny, f"--lora.rank={rank}").save(tmp_path / "saved").result()
     with pytest.raises(ValueError, match="other parameters"):
         make_trainer(tiny, "--lora.rank=4").restore(tmp_path / "saved")
 
 
-SHARDED = ["--model.dtype=bfloat16", "--trainer.compute_copy=false"]
+SHARDED = ["--model.dtype=bfloat16", "--trainer.keep_compute_copy=false"]
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--lora.rank=4"], SHARDED, ["--algorithm.kl=0.1", "--algorithm.reference=average"]]
+    "flags", [[], ["--lora.rank=4"], SHARDED, ["--algorithm.kl_coef=0.1", "--algorithm.reference=average"]]
 )
 @pytest.mark.parametrize("where", ["parameters", "moments", "average"])
 def test_a_broken_policy_leaves_the_last_checkpoint(tiny: Path, tmp_path: Path, flags: list[str], where: str) -> None:
@@ -410,7 +423,7 @@ def test_a_broken_policy_leaves_the_last_checkpoint(tiny: Path, tmp_path: Path, 
 
     asyncio.run(checkpoint(1))
     name, parameter = list(trainer.parameters.items())[-1]
-    state = trainer._all()
+    state = trainer._checkpoint_state()
     broken = {
         "parameters": parameter.detach(),
         "moments": state["moments"][name]["exp_avg_sq"],
@@ -418,7 +431,7 @@ def test_a_broken_policy_leaves_the_last_checkpoint(tiny: Path, tmp_path: Path, 
     }[where]
     if broken is None:
         return
-    part_here(broken).view(-1)[-1] = float("nan")
+    local_part(broken).view(-1)[-1] = float("nan")
     with pytest.raises(CheckpointFailed, match=rf"{re.escape(name)} holds values that are not finite. No checkpoint"):
         asyncio.run(checkpoint(2))
     assert [path.name for path in directory.checkpoints()] == ["step_1"]
@@ -433,12 +446,12 @@ def test_the_last_checkpoint_takes_no_copy_of_the_state(tiny: Path, tmp_path: Pa
         again.restore(tmp_path / str(last))
         assert again.step_count == 1
         assert all(torch.equal(p, again.parameters[n]) for n, p in trainer.parameters.items())
-    state = trainer._all()
-    assert _Uncopied().stage(state) is state
+    state = trainer._checkpoint_state()
+    assert _NoCopyStager().stage(state) is state
 
 
-def test_what_the_disk_does_not_take_is_told(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it does not give back. Torch tells neither by an `Exception`."""
+def test_a_failed_checkpoint_write_is_reported(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a failed read. Torch raises a `BaseException` for both."""
     trainer = make_trainer(tiny)
     trainer.save(tmp_path / "whole").result()
 
@@ -476,11 +489,11 @@ def test_micro_batches_hold_every_item_once_within_the_budget(
 
 @pytest.mark.parametrize("longest", [[], [15_500]])
 @pytest.mark.parametrize("seed", [0, 1, 2, 4])
-def test_ranks_wait_little_for_each_other(longest: list[int], seed: int) -> None:
+def test_micro_batches_balance_cost_between_ranks(longest: list[int], seed: int) -> None:
     """Groups of 8 completions of log-normal lengths, without or with one that nearly fills a micro-batch of its own.
 
-    If each bundle stayed in the micro-batch that was the emptiest when its turn came, ranks would wait for 7 to 23
-    tokens in a thousand.
+    If each group_by_prefix stayed in the micro-batch that was the emptiest when its turn came, ranks would wait for 7
+    to 23 tokens in a thousand.
     """
     draw, ranks = random.Random(seed), 4
     sizes = [sum(round(draw.lognormvariate(6, 0.6)) for _ in range(8)) for _ in range(18 * ranks)]
@@ -498,31 +511,33 @@ def test_a_few_groups_leave_no_rank_without_work(groups: int, size: int, ranks: 
     draw = random.Random(0)
     samples = [
         Sample(
-            ids(prompt + drawn),
-            ids(range(len(prompt), len(prompt + drawn))),
-            numbers(()),
-            ids(()),
-            numbers(()),
-            numbers(()),
+            int32_array(prompt + drawn),
+            int32_array(range(len(prompt), len(prompt + drawn))),
+            float32_array(()),
+            int32_array(()),
+            float32_array(()),
+            float32_array(()),
             (),
         )
         for prompt in (tuple(draw.choices(range(99), k=128)) for _ in range(groups))
         for drawn in ((1,) * min(2000, round(draw.lognormvariate(6, 0.6))) for _ in range(size))
     ]
-    alone = plan([length(sample) for sample in samples], 16384, ranks)
+    alone = plan([forward_length(sample) for sample in samples], 16384, ranks)
 
     def longest(planned: list[list[list[int]]], sizes: Sequence[int]) -> int:
         return sum(max(sum(sizes[i] for i in b) for b in batches) for batches in zip(*planned, strict=True))
 
-    bundles = bundle(samples, 16384, ranks=ranks)
-    sizes = [bundle_length(samples, members) for members in bundles]
-    assert sorted(i for members in bundles for i in members) == list(range(len(samples)))
-    assert longest(plan(sizes, 16384, ranks), sizes) <= 1.05 * longest(alone, [length(sample) for sample in samples])
+    prefix_groups = group_by_prefix(samples, 16384, ranks=ranks)
+    sizes = [prefix_group_length(samples, members) for members in prefix_groups]
+    assert sorted(i for members in prefix_groups for i in members) == list(range(len(samples)))
+    assert longest(plan(sizes, 16384, ranks), sizes) <= 1.05 * longest(
+        alone, [forward_length(sample) for sample in samples]
+    )
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize(("longest", "lost"), [(16384, 0.025), (32768, 0.085)])
-def test_ranks_wait_little_for_long_sequences(longest: int, lost: float, ranks: int) -> None:
+def test_long_sequences_balance_between_ranks(longest: int, lost: float, ranks: int) -> None:
     """At the costs of a Qwen3 of 1.7 B: a token of a long sequence takes up to twice what one of a short sequence does.
 
     Evened out by tokens, ranks would wait 7 to 22 % of a step. Some of that is left where a sequence alone is dearer
@@ -540,8 +555,8 @@ def test_ranks_wait_little_for_long_sequences(longest: int, lost: float, ranks: 
     assert sum(waits) / len(waits) < lost
 
 
-def test_a_restored_trainer_knows_how_many_tokens_it_has_had(tiny: Path, tmp_path: Path) -> None:
-    flags = ("--loop.tokens=1000", "--loop.steps=1000", "--trainer.learning_rate=1.0")
+def test_a_restored_trainer_continues_its_token_count(tiny: Path, tmp_path: Path) -> None:
+    flags = ("--loop.max_tokens=1000", "--loop.steps=1000", "--trainer.learning_rate=1.0")
     trainer = make_trainer(tiny, *flags)
     tokens = trainer.step(random_batch(38, seed=0)).tokens
     trainer.save(tmp_path / "saved").result()

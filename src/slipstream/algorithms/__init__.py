@@ -1,1 +1,4 @@
-"""What is learned from a rollout: pure functions of tensors, each a formula and its source."""
+"""Losses, advantages, corrections and their statistics: pure functions of tensors, each with its formula and source.
+
+Consumes the log-probabilities, versions and rewards of a batch; produces the gradient of each token; waits for nothing.
+"""

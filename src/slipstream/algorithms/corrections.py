@@ -1,8 +1,8 @@
-"""What off-policy tokens count: pure functions from tokens to one weight a token, without a gradient.
+"""Weights of off-policy tokens: pure functions from tokens to one weight per token, without a gradient.
 
-A weight of 0 is a mask. Several corrections are multiplied, and the loss of a token is multiplied by the product.
-r = policy / behaviour at a token. The importance weights (`truncate_tokens`, `truncate_sequences`, `icepop`) are for a
-loss that has none of its own, `reinforce`; masks and weights by lag go with any loss.
+A weight of 0 is a mask. The loss of a token is multiplied by the product of all corrections. r = policy / behaviour at
+a token. Importance weights (`truncate_tokens`, `truncate_sequences`, `icepop`) are for `reinforce`, whose loss has no
+ratio; masks and weights by lag go with any loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Correction = Callable[[Tokens], Tensor]
 
 
 def combine(corrections: Sequence[Correction], tokens: Tokens) -> Tensor:
-    """The product of the corrections; 1 without any, and 0 where any of them is 0, whatever the others are."""
+    """The product of the corrections: 1 without any, and 0 if any is 0, even if another is infinite."""
     weight = torch.ones_like(tokens.behaviour)
     for correction in corrections:
         weight = masked_product(weight, correction(tokens).detach())
@@ -26,7 +26,7 @@ def combine(corrections: Sequence[Correction], tokens: Tokens) -> Tensor:
 
 
 def masked_product(weight: Tensor, values: Tensor) -> Tensor:
-    """weight x values, and 0 where either is 0: a masked token contributes nothing, not even infinity times nothing."""
+    """weight x values, and 0 if either is 0, so that a masked infinity does not become NaN."""
     return torch.where((weight == 0) | (values == 0), torch.zeros_like(values), weight * values)
 
 
@@ -71,8 +71,8 @@ def mask_sequences(tokens: Tokens, *, low: float = 0.99, high: float = 1.01) -> 
 def opsm(tokens: Tokens, *, bound: float = 0.1) -> Tensor:
     """w = 0 where A < 0 and the mean of -log r over the sequence > bound, else 1
 
-    Off-policy sequence masking (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556): mistakes that the
-    policy would no longer make teach it nothing.
+    Off-policy sequence masking (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv:2512.02556): leaves out
+    sequences with a negative advantage that the policy would no longer sample.
     """
     far = -_log_ratio(tokens, tokens.sequence_mean) > bound
     return (~(far & (tokens.advantages < 0))).to(tokens.behaviour)
@@ -82,13 +82,13 @@ def mask_divergence(tokens: Tokens, *, bound: float = 0.05) -> Tensor:
     """w = 1 where the largest r - 1 - log r of the sequence <= bound, else 0
 
     Trust region masking (Li et al. 2025, arXiv:2512.23075): one token outside the trust region rejects its sequence.
-    The divergence of a token is estimated from the token that was drawn (k3).
+    The divergence at a token is estimated from the sampled token (k3).
     """
     return (tokens.sequence_max(tokens.divergence) <= bound).to(tokens.behaviour)
 
 
 def mask_lag(tokens: Tokens, *, most: float = 4) -> Tensor:
-    """w = 1 where lag <= most, else 0: of a sequence that saw several versions, the newer tokens are kept
+    """w = 1 where lag <= most, else 0: a sequence over several versions keeps its newer tokens
 
     AReaL's bound on staleness (Fu et al. 2025, arXiv:2505.24298) for each token instead of each sequence.
     """
@@ -98,13 +98,13 @@ def mask_lag(tokens: Tokens, *, most: float = 4) -> Tensor:
 def discount_lag(tokens: Tokens, *, power: float = 1.0) -> Tensor:
     """w = 1 / max(lag, 1)^power
 
-    The staleness-aware learning rate of asynchronous SGD (Zhang et al. 2016, arXiv:1511.05950), token by token.
+    The staleness-aware learning rate of asynchronous SGD (Zhang et al. 2016, arXiv:1511.05950), per token.
     """
     return tokens.lag.clamp(min=1).to(tokens.behaviour) ** -power
 
 
-def _log_ratio(tokens: Tokens, over: Callable[[Tensor], Tensor]) -> Tensor:
-    return over((tokens.logprobs - tokens.behaviour).detach())
+def _log_ratio(tokens: Tokens, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    return reduce((tokens.logprobs - tokens.behaviour).detach())
 
 
 def _inside(values: Tensor, low: float, high: float) -> Tensor:

@@ -1,9 +1,9 @@
-"""Estimates of KL(policy ‖ reference) at a token from the token that was drawn, as a penalty on the loss.
+"""Estimators of KL(policy ‖ reference) at a token from the sampled token, as a penalty on the loss.
 
-d = logprobs - reference (Schulman 2020, "Approximating KL divergence"). An estimate of the value is one thing, its
-gradient another (Liu et al. 2025, "Rethinking KL regularization in RLHF", arXiv:2510.01555):
+d = logprobs - reference (Schulman 2020, "Approximating KL divergence"). A good estimate of the value may have another
+gradient (Liu et al. 2025, "Rethinking KL regularization in RLHF", arXiv:2510.01555):
 
-| | value | expected gradient on policy, as it stands | times the ratio r |
+| | value | expected gradient on policy | expected gradient times the ratio r |
 | --- | --- | --- | --- |
 | k1 = d | unbiased | 0: useless as a loss | that of the divergence, off policy, too |
 | k2 = d²/2 | biased | that of the divergence | |
@@ -36,8 +36,8 @@ def k3(difference: Tensor) -> Tensor:
 def kl_to_reference(tokens: Tokens, *, estimator: str = "k3", weighted: bool = False) -> Tensor:
     """k(logprobs - reference), or r k(logprobs - reference) with r = policy / behaviour if `weighted`
 
-    `weighted` makes the gradient that of the divergence for tokens that any policy drew (DeepSeek-AI 2025,
-    DeepSeek-V3.2, arXiv:2512.02556). Raises `ValueError` for tokens without a reference.
+    `weighted` gives off-policy tokens the gradient of the divergence, too (DeepSeek-AI 2025, DeepSeek-V3.2,
+    arXiv:2512.02556). Raises `ValueError` for tokens without a reference.
     """
     if tokens.reference is None:
         raise ValueError("the tokens have no log-probabilities under a reference")

@@ -1,9 +1,8 @@
-"""Policy-gradient losses, all of one signature: tokens and options in, one number a token out.
+"""Policy-gradient losses, all of one signature: tokens and options in, one number per token out.
 
-A loss says what a token costs. How tokens are averaged is another choice (`aggregation`), made over the whole step, and
-which tokens count how much is a third (`corrections`). So Dr. GRPO and DAPO are not here: they are `ppo` under other
-averages. r = exp(logprobs - behaviour) is the ratio to the policy that drew the token, A its advantage, and sg(x) is x
-without its gradient. Where nothing is clipped and r = 1, every loss here has the gradient -A grad(logprobs).
+`aggregation` averages the tokens of a step, and `corrections` weight off-policy tokens: Dr. GRPO and DAPO are `ppo`
+with another aggregation. r = exp(logprobs - behaviour) is the ratio to the policy that sampled the token, A its
+advantage, and sg(x) is x without its gradient. Where r = 1, every loss here has the gradient -A grad(logprobs).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from slipstream.algorithms.tokens import Tokens, ratio
 def reinforce(tokens: Tokens) -> Tensor:
     """-A logprobs   (Williams 1992, doi:10.1007/BF00992696)
 
-    It takes no account of who drew the token: off policy, give it importance weights by a correction.
+    It has no importance weight; for off-policy data, add one with `algorithm.corrections`.
     """
     return -tokens.advantages * tokens.logprobs
 
@@ -26,8 +25,8 @@ def ppo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_c
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); where A < 0, never above -dual_clip A
 
     PPO (Schulman et al. 2017, arXiv:1707.06347) with DAPO's asymmetric bounds (Yu et al. 2025, arXiv:2503.14476) and
-    the dual clip of Ye et al. 2020 (arXiv:1912.09729), which drops tokens that should get rarer and are already
-    `dual_clip` times as frequent; 0 leaves it out, and a negative advantage then has a weight without bound.
+    the dual clip of Ye et al. 2020 (arXiv:1912.09729), which removes the gradient of tokens with A < 0 and
+    r > `dual_clip`; 0 disables it, and the weight of a negative advantage is then unbounded.
     """
     return _clipped(tokens.ratio, tokens.advantages, clip_low, clip_high, dual_clip)
 
@@ -36,8 +35,9 @@ def grpo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, trunc
     """-min(w A, clip(r, 1 - clip_low, 1 + clip_high) A),   w = min(r, truncate), whose gradient is w grad(logprobs)
 
     `ppo` with truncated importance weights (Ionides 2008, doi:10.1198/106186008X320456) in place of the dual clip:
-    truncation keeps the direction of a token and limits its size. `truncate` 0 leaves it out. Raises `ValueError` where
-    it would come before the clip.
+    truncation bounds the gradient of a token and keeps its direction. `truncate` 0 disables it. The default differs
+    from GRPO as published (arXiv:2402.03300): weights are truncated at 3, advantages are not divided by the group's
+    standard deviation, and the loss is a mean over tokens. Raises `ValueError` if `truncate` is below the clip.
     """
     if 0 < truncate < 1 + clip_high:
         raise ValueError(
@@ -52,7 +52,7 @@ def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> 
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A),   s = exp(mean of log r over the sequence)
 
     GSPO-token (Zheng et al. 2025, arXiv:2507.18071): s has the value of the sequence's ratio, and at each token the
-    gradient s grad(logprobs). For one advantage a sequence and the average `sequence_mean`, this is GSPO itself.
+    gradient s grad(logprobs). For one advantage a sequence and the average `sequence_mean`, this is GSPO.
     """
     whole = ratio(tokens.sequence_mean(tokens.logprobs - tokens.behaviour))
     return _clipped(_with_gradient(whole, tokens), tokens.advantages, clip_low, clip_high)
@@ -61,7 +61,7 @@ def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> 
 def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Tensor:
     """-sg(clip(r, low, high)) A logprobs
 
-    CISPO (MiniMax 2025, arXiv:2506.13585): the weight is clipped, so that no token loses its gradient. With `low` 0 it
+    CISPO (MiniMax 2025, arXiv:2506.13585): the weight is clipped, and every token keeps its gradient. With `low` 0 it
     is REINFORCE with truncated importance weights; `high` as in ScaleRL (Khatri et al. 2025, arXiv:2510.13786).
     """
     return -tokens.ratio.detach().clamp(low, high) * tokens.advantages * tokens.logprobs
@@ -70,8 +70,8 @@ def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Tensor:
 def topr(tokens: Tokens, *, high: float = 1.0) -> Tensor:
     """-A logprobs where A >= 0, and -sg(min(R, high)) A logprobs where A < 0,   R = product of r over the sequence
 
-    Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv:2503.14286): good sequences are learned as they are, bad
-    ones only in so far as the policy would still draw them.
+    Tapered off-policy REINFORCE (Le Roux et al. 2025, arXiv:2503.14286): sequences with a
+    negative advantage are weighted by their probability under the present policy.
     """
     whole = ratio(tokens.sequence_sum(tokens.logprobs - tokens.behaviour)).detach().clamp(max=high)
     weight = torch.where(tokens.advantages >= 0, torch.ones_like(whole), whole)
@@ -83,9 +83,10 @@ def decoupled(
 ) -> Tensor:
     """-min(sg(proximal / behaviour), high) min(q A, clip(q, 1 - clip_low, 1 + clip_high) A),   q = policy / proximal
 
-    Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025, arXiv:2505.24298): the clip keeps the
-    policy near a recent one, an importance weight accounts for who drew the token. `approximate` interpolates the
-    proximal policy from each token's lag (`proximal_from_lag`); without it, it is the policy at the start of the step.
+    Decoupled PPO (Hilton et al. 2021, arXiv:2110.00641; AReaL, Fu et al. 2025, arXiv:2505.24298): the clip is
+    around a recent policy, and an importance weight corrects for the behaviour policy. The proximal policy is
+    interpolated from each token's lag (`proximal_from_lag`) or, if not `approximate`, is the policy at the start of the
+    step.
     """
     proximal = proximal_from_lag(tokens) if approximate else tokens.proximal
     weight = ratio(proximal - tokens.behaviour).clamp(max=high)
@@ -95,7 +96,7 @@ def decoupled(
 def proximal_from_lag(tokens: Tokens) -> Tensor:
     """log proximal = a behaviour + (1 - a) sg(logprobs),   a = 1 / lag, or 0 for a token of the newest version
 
-    A-3PO (Li et al. 2025, arXiv:2512.06547): the older the token, the nearer is the proximal policy to the present one.
+    A-3PO (Li et al. 2025, arXiv:2512.06547): the proximal policy of an older token is nearer to the present policy.
     """
     share = torch.where(tokens.lag > 0, 1 / tokens.lag.clamp(min=1), torch.zeros_like(tokens.behaviour))
     return share * tokens.behaviour + (1 - share) * tokens.logprobs.detach()
@@ -104,8 +105,8 @@ def proximal_from_lag(tokens: Tokens) -> Tensor:
 def dppo_tv(tokens: Tokens, *, bound: float = 0.15) -> Tensor:
     """-r A, and 0 where |policy - behaviour| > bound and the gradient would widen the gap
 
-    Divergence PPO, Binary-TV (Qi et al. 2026, arXiv:2602.04879): the trust region is a total variation between "this
-    token" and "any other", so that rare tokens may change by large factors, and likely ones may not.
+    Divergence PPO, Binary-TV (Qi et al. 2026, arXiv:2602.04879): the trust region bounds the total variation between
+    "this token" and "any other", which lets rare tokens change by larger factors than likely ones.
     """
     return _unless_far(tokens, (tokens.logprobs.exp() - tokens.behaviour.exp()).abs() > bound)
 
@@ -124,7 +125,8 @@ def dppo_kl(tokens: Tokens, *, bound: float = 0.05) -> Tensor:
 def sapo(tokens: Tokens, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> Tensor:
     """-(4 / T) sigmoid(T (r - 1)) A,   T = temperature_positive where A > 0, else temperature_negative
 
-    Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): the gradient fades where PPO cuts it off.
+    Soft adaptive policy optimization (Gao et al. 2025, arXiv:2511.20347): the gradient decays smoothly where PPO clips
+    it to 0.
     """
     temperature = torch.where(tokens.advantages > 0, temperature_positive, temperature_negative).to(tokens.logprobs)
     return -4 / temperature * torch.sigmoid(temperature * (tokens.ratio - 1)) * tokens.advantages
@@ -139,7 +141,7 @@ def _clipped(r: Tensor, advantages: Tensor, low: float, high: float, dual_clip: 
 
 
 def _unless_far(tokens: Tokens, far: Tensor) -> Tensor:
-    """-r A, and 0 for tokens that are `far` from their behaviour policy and that A would move further away."""
+    """-r A, and 0 for tokens `far` from their behaviour policy whose gradient would increase the distance."""
     away = (tokens.ratio.detach() - 1) * tokens.advantages > 0
     return -(tokens.ratio * tokens.advantages).masked_fill(far & away, 0.0)
 

@@ -1,4 +1,4 @@
-"""What a loss, a correction and a divergence see: one number a token, whatever the shape of the micro-batch was."""
+"""`Tokens`: the input of losses, corrections and divergences, one number per sampled token."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST = 80.0  # log-ratio; float32 holds exp(88), and infinity times no gradient would be NaN
+MAX_LOG_RATIO = 80.0  # float32 overflows at exp(88.7), and infinity times a gradient of 0 is NaN
 
 
 def ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), cut off without a gradient where it would overflow."""
-    return torch.exp(log_ratio.clamp(max=LARGEST))
+    """exp(log_ratio), clamped without a gradient where it would overflow."""
+    return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The sampled tokens of some whole sequences, end to end; every field is `[tokens]`.
+    """The sampled tokens of whole sequences, concatenated; every field is `[tokens]`.
 
-    Log-probabilities are natural logarithms of the probability of the sampled token: `logprobs` under the policy that
-    is being trained, the only field with a gradient; `behaviour` under the distribution that it was drawn from;
-    `proximal` under the policy at the start of the step; `reference` and `teacher` under those models, None in a run
-    without one. `sequence` numbers the sequence that a token belongs to, from 0; `lag` counts the versions that its
-    drawing policy was behind.
+    Log-probabilities are natural logarithms for the sampled token: `logprobs` under the policy, the only field with a
+    gradient; `behaviour` under the distribution that sampled it; `proximal` under the policy at the start of the step;
+    `reference` and `teacher` under those models, None in a run without them. `sequence` is the index of a token's
+    sequence, from 0; `lag` is the trainer version minus the version that sampled the token.
     """
 
     logprobs: Tensor
@@ -42,20 +41,20 @@ class Tokens:
 
     @property
     def divergence(self) -> Tensor:
-        """k3 of KL(behaviour ‖ policy) at each token, without a gradient: r - 1 - log r, 0 or more."""
+        """k3 estimate of KL(behaviour ‖ policy) at each token, detached: r - 1 - log r, 0 or more."""
         log_ratio = (self.logprobs - self.behaviour).detach()
         return ratio(log_ratio) - 1 - log_ratio
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """The sum of `values` over the sequence of each token, given to each of its tokens."""
+        """The sum of `values` over each sequence, repeated for each of its tokens."""
         return self._sums(values)[self.sequence]
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """The mean of `values` over the sequence of each token, given to each of its tokens."""
+        """The mean of `values` over each sequence, repeated for each of its tokens."""
         return (self._sums(values) / self._sums(torch.ones_like(values)))[self.sequence]
 
     def sequence_max(self, values: Tensor) -> Tensor:
-        """The largest of `values` in the sequence of each token, given to each of its tokens."""
+        """The maximum of `values` over each sequence, repeated for each of its tokens."""
         most = values.new_full((self._count,), -torch.inf).scatter_reduce(0, self.sequence, values, "amax")
         return most[self.sequence]
 

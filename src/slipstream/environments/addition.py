@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from slipstream.config import ConfigError
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Policy, Task
 from slipstream.rollout import Rollout
 
@@ -12,8 +12,8 @@ from slipstream.rollout import Rollout
 class Addition:
     """All sums of two numbers of up to `digits` digits, shuffled by `seed`; the first `test` are held out.
 
-    The answer's digits are asked for least significant first where `reverse` is set, the order in which carries are
-    worked out. `train` caps the number of training tasks (0: all). The reward is 1 for an exact answer, else 0.
+    With `reverse` the answer's least significant digit comes first, as carries are computed. `train` caps the number of
+    training tasks (0: all). The reward is 1 for an exact answer, else 0.
     """
 
     def __init__(self, digits: int = 2, test: int = 500, train: int = 0, reverse: bool = True, seed: int = 0) -> None:
@@ -25,7 +25,7 @@ class Addition:
                 f"environment.options.test = {test}, but there are {numbers**2} sums of {digits} digits; "
                 "hold out at least 1 and leave some to train on"
             )
-        # Sampled without listing them all: there are 10 ** (2 digits) sums.
+        # Sample from a range: a list of all 10 ** (2 digits) sums would be too large.
         wanted = test + (train or min(numbers**2 - test, 100_000))
         chosen = random.Random(f"addition/{seed}").sample(range(numbers**2), min(wanted, numbers**2))
         tasks = [_task(i // numbers, i % numbers, digits, reverse) for i in chosen]
@@ -42,6 +42,5 @@ def _task(a: int, b: int, digits: int, reverse: bool) -> Task:
 
 
 def target(task: Task) -> str:
-    """The text that earns the reward."""
-    answer: str = task.data["answer"]
-    return answer
+    """The correct answer."""
+    return str(task.data["answer"])

@@ -1,11 +1,12 @@
-"""What a user writes (an environment) and what it is handed (a task and a policy).
+"""The interface between a user's environment and the run: `Environment`, `Task`, and `Policy`.
 
-An episode is one async function. Its author asks the policy for completions and returns a reward; tokens,
-log-probabilities, versions and seeds are recorded on the way and never seen.
+An episode is one async function, which samples completions from the policy and returns a reward. `Policy` records
+tokens, log-probabilities and versions, and derives seeds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import hashlib
@@ -13,6 +14,7 @@ import inspect
 import itertools
 import math
 import secrets
+import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,28 +22,30 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
 
-from slipstream.config import ConfigError
-from slipstream.environments.conversation import UNLIMITED, Conversation, Limits
-from slipstream.environments.rollout_checks import checked_rollouts, copied
-from slipstream.environments.text_limits import MAX_INLINE, TextLimits, characters, off_loop
-from slipstream.environments.tools import Parse, Tool, Tools, hermes, plain
+from slipstream.config.schema import ConfigError
+from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
+from slipstream.environments.rollout_checks import copy_arrays, validate_rollouts
+from slipstream.environments.text_limits import MAX_INLINE, PromptLimits, count_characters, run_in_thread
+from slipstream.environments.tools import Tool, ToolCallParser, Tools, hermes, plain
+from slipstream.errors import UserError
 from slipstream.generators.base import GenerationError, Generator
-from slipstream.generators.clock import Clock
-from slipstream.rollout import Completion, Rollout, Sampling, ids, rewards_of_turns
+from slipstream.generators.pausable_clock import Clock
+from slipstream.rollout import Completion, Rollout, Sampling, int32_array, turn_rewards_to_steps
 
 if TYPE_CHECKING:
     from slipstream.environments.endpoint import Endpoint
 
 Message = Mapping[str, Any]
-DECODED = 128  # characters to encode that take no more of the event loop than a token to decode may
-REPLY = "THE-REPLY"  # stands for what a policy said
+DECODED = 128  # characters to encode that take as long as one token to decode
+OPTIONS = tuple(field.name for field in dataclasses.fields(Sampling))  # of `Policy.sample`
+REPLY = "THE-REPLY"  # placeholder for the text of a reply
 Prompt = str | Sequence[Message] | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem. `prompt` is text or chat messages; `data` is whatever the reward needs, such as the answer; `source`
-    is where it was read, such as "train.jsonl, line 7"."""
+    """One problem. `prompt` is text or chat messages, `data` what the reward needs, such as the answer, `source` the
+    file and line that it was read from, such as "train.jsonl, line 7"."""
 
     id: str
     prompt: str | tuple[dict[str, str], ...]
@@ -50,7 +54,7 @@ class Task:
 
 
 class Environment(Protocol):
-    """Tasks and the episode that is played on one of them."""
+    """Tasks, and an episode on one of them."""
 
     @property
     def train(self) -> Sequence[Task]:
@@ -63,105 +67,123 @@ class Environment(Protocol):
         ...
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout | Sequence[Rollout] | float | None:
-        """Play one episode. A plain number is the reward of everything that `policy` drew; None leaves it to `scoring`;
-        an episode of several roles returns a rollout of each."""
+        """Play one episode and return its reward: a number for all completions of `policy`, or a `Rollout`.
+
+        None leaves the reward to `scoring`. An episode of several roles returns one rollout for each role.
+        """
         ...
 
 
-class NoNumber(TypeError):
-    """A reward that is none."""
+class InvalidReward(UserError):
+    """A reward that is not a number."""
 
 
 def as_reward(value: Any) -> float:
-    """A reward as a plain number. Raises `NoNumber`, for text too."""
+    """A reward as a float. Raises `InvalidReward`, also for text."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise NoNumber(f"the reward is {value!r:.80}, of type {type(value).__name__}: return a number")
+        raise InvalidReward(f"the reward is {value!r:.80}, of type {type(value).__name__}: return a number")
     return float(value)
 
 
-class Codec:
-    """Prompts to token ids and back. Text is encoded once for all rollouts of a group.
+def _invalid_prompt_error(prompt: Any) -> GenerationError:
+    wanted = 'give text, token ids, or messages such as {"role": "user", "content": "text"}'
+    return GenerationError(f"the prompt is {prompt!r:.80}, of type {type(prompt).__name__}: {wanted}")
 
-    `context` bounds prompts, in tokens; 0: no bound. All that encodes raises `ContextFull` for what is too long.
+
+class ChatTokenizer:
+    """Encodes prompts and decodes completions. A cache encodes the text of a group's prompt once.
+
+    `context` bounds prompts, in tokens; 0: no bound. Methods that encode raise `ContextFull` for longer prompts, and
+    `GenerationError` for text with half of a surrogate pair.
     """
 
     def __init__(self, tokenizer: Any, context: int = 0) -> None:
         self._tokenizer = tokenizer
-        self.limits = TextLimits(tokenizer, context)
-        self._ends: set[int | None] | None = None
+        self.limits = PromptLimits(tokenizer, context)
+        self._end_tokens: set[int | None] | None = None
         self.encode_text = functools.lru_cache(maxsize=256)(self._encode_text)
-
-    async def encoded(self, prompt: Prompt) -> array[int]:
-        """`encode`, which does not hold up the event loop."""
-        return await off_loop(self.size(prompt), self.encode, prompt)
 
     def size(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> int:
         """Characters of text and messages, or the number of token ids. Raises `ContextFull` if it is too large."""
         if not isinstance(prompt, str):
+            if isinstance(prompt, Mapping) or not (hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")):
+                raise _invalid_prompt_error(prompt)
             is_ids = not len(prompt) or isinstance(prompt[0], SupportsIndex)
-            self.limits.refuse(f"{len(prompt)} {'tokens' if is_ids else 'messages'}", len(prompt))
+            self.limits.validate_tokens(f"{len(prompt)} {'tokens' if is_ids else 'messages'}", len(prompt))
             if is_ids:
                 return len(prompt)
-        size = characters(prompt) + characters(tools or ())
-        self.limits.refuse_size(size)
+        size = count_characters(prompt) + count_characters(tools or ())
+        self.limits.validate_size(size)
         return size
 
     def encode(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> array[int]:
-        """Token ids of a prompt, with the chat template applied where the tokenizer has one; `tools` need one."""
+        """Token ids of a prompt, with the chat template applied where the tokenizer has one; `tools` need one.
+
+        Raises `GenerationError` for an invalid prompt, `ValueError` for tools without a template.
+        """
         self.size(prompt, tools)
         if isinstance(prompt, str):
             return self.encode_text(prompt)
         if not len(prompt) or isinstance(prompt[0], SupportsIndex):
-            return ids(index(token) for token in prompt)  # type: ignore[arg-type]
+            return int32_array(index(token) for token in prompt)  # type: ignore[arg-type]
         if self._tokenizer.chat_template:
             return self._chat(prompt, tools)
         if tools:
             raise ValueError("tools need a chat template, and the tokenizer has none")
-        return self.encode_text("\n\n".join(m["content"] for m in prompt))  # type: ignore[index]
+        try:
+            return self.encode_text("\n\n".join(m["content"] for m in prompt))  # type: ignore[index]
+        except (LookupError, TypeError):
+            raise _invalid_prompt_error(prompt) from None
 
     def encode_raw(self, prompt: str | Sequence[int]) -> array[int]:
-        """Token ids of text as it is, without a template, or of ids. Raises `ValueError` for what is no token's id."""
+        """Token ids of a text without chat template; given ids are returned. Raises `ValueError` for unknown ids."""
         self.size(prompt)
         token_ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         count = len(self._tokenizer)
         if wrong := [i for i in token_ids if not 0 <= i < count]:
             raise ValueError(f"{wrong[0]} is no token's id; there are {count}")
-        return ids(token_ids)
+        return int32_array(token_ids)
 
     @property
-    def chats(self) -> bool:
-        """Whether there is a chat template."""
+    def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode_more(self, text: str) -> array[int]:
-        """Token ids of text that continues a sequence: as it is, and nothing before it."""
+    def encode_continuation(self, text: str) -> array[int]:
+        """Token ids of text that continues a sequence: no template, no special tokens."""
         return self._tokenize(text, add_special_tokens=False)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
-        """The text of a prompt of chat messages."""
+        """The chat template's text for these messages, up to the next reply. Raises `GenerationError`."""
         self.size(messages, tools)
-        options = {"tools": tools or None, "add_generation_prompt": True, "tokenize": False}
-        text: str = self._tokenizer.apply_chat_template(list(messages), **options)
-        return text
+        return str(self._apply_template(messages, tools, tokenize=False))
 
-    def after_reply(self, messages: Sequence[Message]) -> str:
-        """What the chat template puts after what the policy said, if these messages follow, up to its next reply."""
+    def _apply_template(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> Any:
+        """The template's text or token ids. Raises `GenerationError` for any exception inside the template."""
+        options |= {"tools": tools or None, "add_generation_prompt": True}
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **options)
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise GenerationError(f"the tokenizer's chat template can't render the messages ({reason})") from None
+
+    def render_after_reply(self, messages: Sequence[Message]) -> str:
+        """The chat template's text between a reply and the next one, if these messages are in between."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}]
         return self.render([*before, *messages]).partition(REPLY)[2]
 
-    def said(self, token_ids: Sequence[int]) -> str:
-        """All that the policy said in a turn, special tokens included, but for the one that ends a turn."""
-        if self._ends is None:
-            after = self.encode_more(self.after_reply([{"role": "user", "content": "."}])) if self.chats else ids(())
-            self._ends = {*after[:1], self._tokenizer.eos_token_id}
-        cut = token_ids[:-1] if token_ids and token_ids[-1] in self._ends else token_ids
-        text: str = self._tokenizer.decode(cut, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+    def decode_reply(self, token_ids: Sequence[int]) -> str:
+        """The text of a reply with special tokens, but without its end-of-turn token."""
+        if self._end_tokens is None:
+            self._end_tokens = {self._tokenizer.eos_token_id}
+            if self.has_chat_template:
+                after = self.encode_continuation(self.render_after_reply([{"role": "user", "content": "."}]))
+                self._end_tokens |= {*after[:1]}
+        text_ids = token_ids[:-1] if token_ids and token_ids[-1] in self._end_tokens else token_ids
+        return str(self._tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def token(self, token_id: int) -> str:
-        """One token as text, a special one included."""
-        text: str = self._tokenizer.decode([token_id])
-        return text
+    def decode_token(self, token_id: int) -> str:
+        """One token as text, also a special one."""
+        return str(self._tokenizer.decode([token_id]))
 
     def decode(self, token_ids: Sequence[int], stop_strings: Sequence[str] = ()) -> str:
         """Text of a completion, cut before the first stop string; special tokens are left out."""
@@ -175,70 +197,80 @@ class Codec:
         return self._tokenize(text)
 
     def _tokenize(self, text: str, **options: Any) -> array[int]:
-        self.limits.refuse_text(text)
+        self.limits.validate_text(text)
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
             raise GenerationError("the prompt holds half of a surrogate pair, which is no text; remove it")
-        return ids(self._tokenizer.encode(text, **options))
+        return int32_array(self._tokenizer.encode(text, **options))
 
     def _chat(self, messages: Any, tools: Sequence[Any] | None = None) -> array[int]:
         if self.size(messages, tools) > MAX_INLINE:
-            self.limits.refuse_text(self.render(messages, tools))
-        options = {"tools": tools or None, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        return ids(self._tokenizer.apply_chat_template(list(messages), **options))
+            self.limits.validate_text(self.render(messages, tools))
+        return int32_array(self._apply_template(messages, tools, tokenize=True, return_dict=False))
 
 
 class Policy:
-    """The newest policy, as one episode sees it. Remembers every completion drawn through it."""
+    """Samples from the newest policy for one episode, and records every completion."""
 
     def __init__(
         self,
         generator: Generator,
-        codec: Codec,
+        tokenizer: ChatTokenizer,
         sampling: Sampling,
         seed: str,
         endpoint: Endpoint | None = None,
-        limits: Limits = UNLIMITED,
+        limits: ConversationLimits = UNLIMITED,
     ) -> None:
-        """`limits` are those of a conversation that is given none; their seconds count from here, for all of them."""
-        open_session = getattr(generator, "session", None)  # of a pool: an episode's turns stay on one of its engines
+        """`limits` are the defaults of conversations; `limits.seconds` counts from now, for all conversations."""
+        open_session = getattr(generator, "session", None)  # of a pool: keeps an episode's turns on one engine
         self._generator = open_session() if open_session else generator
-        self._codec = codec
-        self.sampling = sampling
-        self._seed = seed
-        self._drawn = itertools.count()
-        self._endpoint = endpoint
-        self._limits = limits
+        self.tokenizer, self.sampling = tokenizer, sampling
+        self._endpoint, self._limits = endpoint, limits
+        self._seed, self._draws = seed, itertools.count()
         self.clock: Clock = getattr(self._generator, "clock", None) or Clock()  # the episode's
         self._deadline = self.clock.time() + limits.seconds if limits.seconds else math.inf
+        self._closed = False
         self.secret = secrets.token_urlsafe(16)
-        self.refused = ""  # what its URL said last where it gave no completion
+        self.last_refusal = ""  # the last error that its URL answered
+        self.sampled_at = math.nan  # time.monotonic() of the last completion
         self.completions: list[Completion] = []
-        self.recorded: list[Completion] = []  # the same, whatever the environment does to that list
+        self.recorded: list[Completion] = []  # copies, which the environment can't change
         self.conversations: list[Conversation] = []
 
     async def sample(self, prompt: Prompt, **changes: Any) -> Completion:
-        """Draw one completion after `prompt`: text, chat messages or token ids.
+        """Sample one completion of `prompt`: text, chat messages or token ids.
 
-        Text and messages go through the tokenizer's chat template where it has one. `changes` override fields of
-        `Sampling` for this call; what top-k or top-p leave is recorded where training is to replay it. The returned
-        completion has its text decoded, without the stop token or string. Raises `ConfigError` where the configuration
-        limits turns or tokens, which a conversation alone can end at.
+        The chat template, if any, is applied to text and messages. `changes` override fields of `Sampling` for this
+        call. The completion's text excludes the stop token or string. Raises `GenerationError` for an invalid prompt,
+        and `ConfigError` if the configuration limits turns or tokens: these limits need a conversation.
         """
-        self._refuse_limits("policy.sample()")
+        self._validate_limits("policy.sample()")
         return await self.draw(prompt, **changes)
 
     async def draw(self, prompt: Prompt, **changes: Any) -> Completion:
-        """`sample`, for who keeps to the limits."""
+        """`sample` without the check of limits; conversations, which apply them, call this."""
+        try:
+            return await self._draw(prompt, changes)
+        except Exception:
+            await asyncio.sleep(0)  # a retry loop in an episode must not block the event loop
+            raise
+
+    async def _draw(self, prompt: Prompt, changes: dict[str, Any]) -> Completion:
+        if self._closed:
+            await asyncio.Event().wait()  # forever: the episode would catch an error and try again
+        if unknown := [name for name in changes if name not in OPTIONS]:
+            raise TypeError(f"policy.sample() has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
         sampling = dataclasses.replace(self.sampling, **{"seed": self._next_seed(), **changes})
-        sampling = dataclasses.replace(sampling, record_kept=sampling.record_kept and sampling.truncates)
-        prompt_ids = await self._codec.encoded(prompt)
+        if not sampling.truncates:
+            sampling = dataclasses.replace(sampling, record_sampling_mask=False)
+        prompt_ids = await run_in_thread(self.tokenizer.size(prompt), self.tokenizer.encode, prompt)
         completion = await self._generator.generate(prompt_ids, sampling)
         token_ids = completion.token_ids
-        # Hundreds of completions may arrive at once, so that even short ones are decoded in a thread.
-        text = await off_loop(DECODED * len(token_ids), self._codec.decode, token_ids, sampling.stop_strings)
+        # Hundreds of completions may arrive at once: decode even short ones in a thread.
+        text = await run_in_thread(DECODED * len(token_ids), self.tokenizer.decode, token_ids, sampling.stop_strings)
         completion = dataclasses.replace(completion, text=text)
+        self.sampled_at = time.monotonic()
         self.completions.append(completion)
-        self.recorded.append(copied(completion))
+        self.recorded.append(copy_arrays(completion))
         return completion
 
     def conversation(
@@ -246,7 +278,7 @@ class Policy:
         system: str = "",
         tools: Sequence[Tool] = (),
         *,
-        parse: Parse | None = None,
+        parse: ToolCallParser | None = None,
         tool_seconds: float = 10.0,
         turns: int | None = None,
         tokens: int | None = None,
@@ -255,50 +287,52 @@ class Policy:
     ) -> Conversation:
         """A conversation with this policy: `await conversation.ask("...")`.
 
-        `tools` are functions that it may call, each call for `tool_seconds`; `parse` finds calls in what it says: by
-        default `hermes`, or `plain` where there is no chat template. `turns`, `tokens` and `seconds` limit it; left
-        out, the limits are the configuration's. `keep_history` keeps what was said where the chat template would
-        rewrite it.
+        `tools` are functions that the policy may call, each call for `tool_seconds`. `parse` finds the calls in a
+        reply: by default `hermes`, or `plain` without a chat template. `turns`, `tokens` and `seconds` default to the
+        limits of the configuration. `keep_history` keeps earlier messages even if the chat template rewrites them.
         """
-        limits = Limits(
+        limits = ConversationLimits(
             self._limits.turns if turns is None else turns, self._limits.tokens if tokens is None else tokens, seconds
         )
-        conversation = Conversation(
-            self, self._codec, system=system, limits=limits, deadline=self._deadline, keep_history=keep_history,
-            tools=Tools(tools, parse or (hermes if self._codec.chats else plain), tool_seconds),
-        )  # fmt: skip
+        callable_tools = Tools(tools, parse or (hermes if self.tokenizer.has_chat_template else plain), tool_seconds)
+        conversation = Conversation(self, system, callable_tools, limits, self._deadline, keep_history)
         self.conversations.append(conversation)
         return conversation
 
     async def base_url(self) -> str:
-        """An OpenAI-compatible base URL of this policy, for this episode alone.
+        """The OpenAI-compatible base URL of this policy for this episode; it answers 404 once the episode has ended.
 
-        What any HTTP client samples there counts as drawn through `sample`. It answers 404 once the episode has ended.
-        Raises `ConfigError` as that does.
+        Completions of any HTTP client are recorded as those of `sample`. Raises `ConfigError` as `sample` does, and
+        `RuntimeError` outside of an episode.
         """
-        self._refuse_limits("policy.base_url()")
+        self._validate_limits("policy.base_url()")
         if self._endpoint is None:
             raise RuntimeError("this policy has no URL: it belongs to no episode, or its episode has ended")
         return await self._endpoint.open(self)
 
     def end(self) -> None:
-        """The episode has ended: its URL, if it has one, is no longer served."""
+        """End the episode: its URL, if any, returns errors from now on."""
         if self._endpoint is not None:
             self._endpoint.end(self)
             self._endpoint = None
 
+    def close(self) -> None:
+        """Cancel the episode: its further requests are never answered."""
+        self._closed = True
+        self.end()
+
     def rollout(self, reward: float, *, turn_rewards: Sequence[float] = (), **metrics: float) -> Rollout:
-        """Everything drawn so far, as a rollout with this reward.
+        """All completions so far, as a rollout with this reward.
 
-        `turn_rewards`, one for each reply, are what `algorithm.process` weighs.
+        `turn_rewards`, one for each reply, are what `algorithm.process_reward_coef` weighs.
         """
-        told: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for conversation in self.conversations:
-            told.update(conversation.metrics())
-        steps = rewards_of_turns(self.completions, turn_rewards)
-        return Rollout(tuple(self.completions), as_reward(reward), dict(told) | metrics, steps)
+            totals.update(conversation.metrics())
+        steps = turn_rewards_to_steps(self.completions, turn_rewards)
+        return Rollout(tuple(self.completions), as_reward(reward), dict(totals) | metrics, steps)
 
-    def _refuse_limits(self, where: str) -> None:
+    def _validate_limits(self, where: str) -> None:
         for name in ("turns", "tokens"):
             if limit := getattr(self._limits, name):
                 raise ConfigError(
@@ -307,23 +341,23 @@ class Policy:
                 )
 
     def _next_seed(self) -> int:
-        text = f"{self._seed}/{next(self._drawn)}".encode()
+        text = f"{self._seed}/{next(self._draws)}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
 async def play(environment: Environment, task: Task, policy: Policy, unrewarded: bool = False) -> tuple[Rollout, ...]:
-    """One episode, whatever the environment returned, as rollouts: one, or one of each role.
+    """Play one episode and return its rollouts: one, or one for each role.
 
-    `unrewarded`: it need not return a reward, which is NaN then, since a later stage gives one. Raises
-    `InvalidRollout` for a rollout that is not what the policy drew.
+    With `unrewarded` the environment may return None; the reward is NaN until `scoring` sets it. Raises
+    `InvalidRollout` for a rollout that differs from the policy's completions, `InvalidReward` for a reward that is no
+    number, and what the environment raises.
     """
     outcome: Any = environment.rollout(task, policy)
     if inspect.isawaitable(outcome):
         outcome = await outcome
-    if isinstance(outcome, Rollout):
-        outcome = (outcome,)
     if outcome is None and unrewarded:
-        outcome = (policy.rollout(math.nan),)
-    if isinstance(outcome, list | tuple) and outcome and all(isinstance(part, Rollout) for part in outcome):
-        return checked_rollouts(outcome, policy.recorded)
-    return checked_rollouts((policy.rollout(as_reward(outcome)),), policy.recorded)
+        outcome = math.nan
+    parts = outcome if isinstance(outcome, list | tuple) and outcome else (outcome,)
+    if not all(isinstance(part, Rollout) for part in parts):
+        parts = (policy.rollout(outcome),)
+    return validate_rollouts(parts, policy.recorded)

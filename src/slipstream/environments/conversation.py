@@ -1,8 +1,8 @@
-"""A conversation with the policy, turn by turn, whose author never sees a token.
+"""Multi-turn conversations with the policy, in text.
 
-The prompt of a turn is the prompt before it, the tokens that were drawn, and the tokens of only the text that is new:
-nothing that was drawn is ever tokenized again. So the turns of a conversation are one sequence to train on, and a
-generator's prefix cache has all of it but what is new.
+The prompt of a turn is the previous prompt, the sampled tokens, and the tokens of the new text. Sampled tokens are
+never tokenized again: the turns are one sequence to train on, and the generator's prefix cache has all but the new
+text.
 """
 
 from __future__ import annotations
@@ -13,98 +13,93 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slipstream.environments.text_limits import characters, off_loop
-from slipstream.environments.tools import Tools
+from slipstream.environments.text_limits import count_characters, run_in_thread
+from slipstream.environments.tools import Call, Tools
 from slipstream.generators.base import ContextFull
-from slipstream.rollout import Completion, Rollout, ids, rewards_of_turns
+from slipstream.rollout import Completion, Rollout, int32_array, turn_rewards_to_steps
 
 if TYPE_CHECKING:
-    from slipstream.environments.base import Codec, Policy
+    from slipstream.environments.base import Policy
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a conversation may take: replies of the policy, tokens that it draws, seconds. 0: no limit."""
+class ConversationLimits:
+    """Limits of a conversation: replies, sampled tokens, seconds. 0: no limit."""
 
     turns: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
 
-UNLIMITED = Limits()
+UNLIMITED = ConversationLimits()
 
 
 class Conversation:
-    """What an environment and a policy say to each other. `Policy.conversation` makes one.
+    """Alternating messages of an environment and the policy; `Policy.conversation` creates one.
 
-    Once a limit is reached, `ended` names it: "turns", "tokens", "seconds", or "context" where the model's is full.
-    From then on every reply is "". Nothing is raised, so an episode comes to its reward with what it has.
+    Once a limit is reached, `ended` names it: "turns", "tokens", "seconds", or "context" if the model's context is
+    full. Every further reply is "", and the episode can still compute a reward.
 
-    `completions` are the replies as they were drawn, `messages` is all that was said, as chat templates take it.
-    `forks` counts the turns at which the template rewrote what the policy had read, such as one that drops the thinking
-    of earlier turns: there the policy is given what the template says, and a new sequence to train on begins.
+    `completions` are the policy's replies, `messages` the whole history in chat-template format. `forks` counts the
+    turns at which the template rewrote earlier messages, for example dropped their reasoning: such a turn takes the
+    template's prompt and starts a new sequence to train on.
     """
 
     def __init__(
-        self,
-        policy: Policy,
-        codec: Codec,
-        *,
-        system: str = "",
-        tools: Tools | None = None,
-        limits: Limits = UNLIMITED,
-        deadline: float = float("inf"),
-        keep_history: bool = False,
+        self, policy: Policy, system: str, tools: Tools, limits: ConversationLimits, deadline: float, keep_history: bool
     ) -> None:
         self.completions: list[Completion] = []
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         self.ended = ""
         self.forks = self.tool_calls = self.tool_errors = 0
-        self._policy = policy
-        self._codec = codec
-        self._tools = tools or Tools((), lambda _: [])
-        self._limits = limits
+        self._policy, self._tokenizer = policy, policy.tokenizer
+        self._tools, self._limits = tools, limits
         self._clock = policy.clock
         self._deadline = min(deadline, self._clock.time() + limits.seconds) if limits.seconds else deadline
         self._keep_history = keep_history
-        self._read = 0  # messages that are in the sequence: all up to the last reply
-        self._token_ids = ids(())  # the sequence: what the policy has read and drawn
-        self._text = ""  # the same as text, without the end of the last reply
+        self._messages_in_sequence = 0  # all up to the last reply
+        self._token_ids = int32_array(())  # the sequence: prompts and sampled tokens
+        self._text = ""  # the same as text, without the last reply's end-of-turn token
 
     async def ask(self, text: str, **changes: Any) -> str:
-        """Say `text` and return the policy's answer.
+        """Send `text` and return the policy's answer: its first reply without a tool call.
 
-        Tools that it calls are run, and it is told the results, until it says something without a call; that is the
-        answer. `changes` override fields of `Sampling`, as in `Policy.sample`.
+        Tool calls are run and their results sent to the policy. `changes` override fields of `Sampling`.
         """
         self.tell(text)
         reply = await self.reply(**changes)
         while not self.ended and (calls := self._tools.calls(reply)):
-            try:
-                async with self._clock.timeout(self._seconds_left()):
-                    for call in calls:
-                        result, fine = await self._tools.run(call)
-                        self.tool_calls += 1
-                        self.tool_errors += not fine
-                        self.tell(result, role="tool")
-            except TimeoutError:
-                self.ended = "seconds"
-                return ""
+            await self._run_tools(calls)
             reply = await self.reply(**changes)
         return reply
 
+    async def _run_tools(self, calls: Sequence[Call]) -> None:
+        """Run tool calls and add their results to the messages, within the conversation's time limit."""
+        try:
+            async with self._clock.timeout(self._seconds_left()):
+                for call in calls:
+                    result, succeeded = await self._tools.run(call)
+                    self.tool_calls += 1
+                    self.tool_errors += not succeeded
+                    self.tell(result, role="tool")
+        except TimeoutError:
+            self.ended = "seconds"
+
     def tell(self, text: str, role: str = "user") -> None:
-        """Say something that the policy reads before its next reply. It is never trained on."""
+        """Add a message that the policy reads before its next reply. It is never trained on."""
         self.messages.append({"role": role, "content": text})
 
     async def reply(self, **changes: Any) -> str:
-        """What the policy says next, without looking for calls of tools in it; "" once the conversation has ended."""
-        self.ended = self.ended or self._reached()
+        """Sample the next reply and return its text, tool calls included; "" once the conversation has ended.
+
+        Raises `GenerationError`, also as `ContextFull` if the first prompt fills the context.
+        """
+        self.ended = self.ended or self._reached_limit()
         if self.ended:
-            await asyncio.sleep(0)  # whoever asks on and on does not hold up the others
+            await asyncio.sleep(0)  # a loop around `reply` must not block the event loop
             return ""
-        most = changes.pop("max_tokens", self._policy.sampling.max_tokens)
-        left = min(most, self._limits.tokens - self._drawn()) if self._limits.tokens else most
+        max_tokens = changes.pop("max_tokens", self._policy.sampling.max_tokens)
+        left = min(max_tokens, self._limits.tokens - self._tokens()) if self._limits.tokens else max_tokens
         try:
             async with self._clock.timeout(self._seconds_left()) as clock:
                 completion = await self._policy.draw(await self._prompt(), max_tokens=left, **changes)
@@ -116,86 +111,90 @@ class Conversation:
         except ContextFull:
             if not self.completions:
                 raise
-            self.ended = "context"  # what was served before has only grown
+            self.ended = "context"  # earlier, shorter prompts of this conversation fitted
             return ""
         self._remember(completion)
-        if left < most and completion.finish_reason == "length":
+        if left < max_tokens and completion.finish_reason == "length":
             self.ended = "tokens"
         return completion.text
 
     def rollout(
         self, reward: float, role: str = "", *, turn_rewards: Sequence[float] = (), **metrics: float
     ) -> Rollout:
-        """This conversation as a rollout of its own, for an episode of several roles; see `Rollout.role` and
-        `Policy.rollout`."""
-        steps = rewards_of_turns(self.completions, turn_rewards)
+        """This conversation as a separate rollout, for episodes of several roles; see `Rollout`, `Policy.rollout`."""
+        steps = turn_rewards_to_steps(self.completions, turn_rewards)
         return Rollout(tuple(self.completions), float(reward), self.metrics() | metrics, steps, role=role)
 
     def metrics(self) -> dict[str, float]:
-        """How it went: turns, forks, calls of tools and errors in them, and for each limit whether it ended this."""
+        """Turns, forks, tool calls, tool errors, and for each limit whether it ended this conversation."""
         limits = {name: getattr(self._limits, name) for name in ("turns", "tokens")}
         ends = [name for name, limit in limits.items() if limit] + ["seconds", "context"]
-        called = {"tool_calls": self.tool_calls, "tool_errors": self.tool_errors} if self._tools else {}
-        counts = {"turns": len(self.completions), "forks": self.forks, **called}
+        tools = {"tool_calls": self.tool_calls, "tool_errors": self.tool_errors} if self._tools else {}
+        counts = {"turns": len(self.completions), "forks": self.forks, **tools}
         return {name: float(n) for name, n in counts.items()} | {f"ended/{e}": float(self.ended == e) for e in ends}
 
-    def _reached(self) -> str:
+    def _reached_limit(self) -> str:
         """The limit that does not allow another reply, or ""."""
         if self._limits.turns and len(self.completions) >= self._limits.turns:
             return "turns"
-        if self._limits.tokens and self._drawn() >= self._limits.tokens:
+        if self._limits.tokens and self._tokens() >= self._limits.tokens:
             return "tokens"
         left = self._seconds_left()
         return "seconds" if left is not None and left <= 0 else ""
 
-    def _drawn(self) -> int:
+    def _tokens(self) -> int:
         return sum(len(c.token_ids) for c in self.completions)
 
     def _seconds_left(self) -> float | None:
         return None if self._deadline == float("inf") else self._deadline - self._clock.time()
 
     async def _prompt(self) -> array[int]:
-        """`_next_prompt`, which does not hold up the event loop."""
-        return await off_loop(len(self._text) + characters(self.messages[self._read :]), self._next_prompt)
+        """`_next_prompt`, in a thread if it has much text to tokenize."""
+        new = count_characters(self.messages[self._messages_in_sequence :])
+        return await run_in_thread(len(self._text) + new, self._next_prompt)
 
     def _next_prompt(self) -> array[int]:
-        """The sequence so far with all that was said since the last reply; else, where a template rewrites what was
-        said before, all of it anew."""
-        new, tools = self.messages[self._read :], self._tools.schemas
-        if not self._codec.chats:
-            text = "".join(_plainly(new))
+        """Token ids of the sequence with all messages since the last reply.
+
+        If the chat template rewrites earlier messages, the whole history is tokenized from text and counted as a fork.
+        """
+        new, tools = self.messages[self._messages_in_sequence :], self._tools.schemas
+        if not self._tokenizer.has_chat_template:
+            text = "".join(_without_template(new))
             self._text += text
-            return self._token_ids + (self._codec.encode_more if self._token_ids else self._codec.encode)(text)
-        whole = self._codec.render(self.messages, tools)
+            encode = self._tokenizer.encode_continuation if self._token_ids else self._tokenizer.encode
+            return self._token_ids + encode(text)
+        whole = self._tokenizer.render(self.messages, tools)
         if not self.completions:
             self._text = whole
-            return self._codec.encode(self.messages, tools)
-        added = self._codec.after_reply(new)
-        if self._keep_history or _alike(self._text + added, whole):
+            return self._tokenizer.encode(self.messages, tools)
+        added = self._tokenizer.render_after_reply(new)
+        if self._keep_history or _equal_text(self._text + added, whole):
             self._text += added
-            more = self._codec.encode_more(added)
-            ended = self.completions[-1].finish_reason == "stop" and more[:1] == self._token_ids[-1:]
-            return self._token_ids + (more[1:] if ended else more)  # the policy has drawn the end of its turn itself
+            more = self._tokenizer.encode_continuation(added)
+            # The policy sampled its end-of-turn token, with which the template's text begins, too.
+            repeats_end_of_turn = self.completions[-1].finish_reason == "stop" and more[:1] == self._token_ids[-1:]
+            return self._token_ids + (more[1:] if repeats_end_of_turn else more)
         self.forks += 1
         self._text = whole
-        return self._codec.encode(self.messages, tools)
+        return self._tokenizer.encode(self.messages, tools)
 
     def _remember(self, completion: Completion) -> None:
-        said = self._codec.said(completion.token_ids)
+        text = self._tokenizer.decode_reply(completion.token_ids)
         self.completions.append(completion)
-        self.messages.append({"role": "assistant", "content": said})
-        self._read = len(self.messages)
+        self.messages.append({"role": "assistant", "content": text})
+        self._messages_in_sequence = len(self.messages)
         self._token_ids = completion.prompt_ids + completion.token_ids
-        self._text += said
+        self._text += text
 
 
-def _plainly(messages: Iterable[dict[str, Any]]) -> Iterable[str]:
-    """Messages where there is no chat template: what is said is read as it is."""
+def _without_template(messages: Iterable[dict[str, Any]]) -> Iterable[str]:
+    """Text of each message for a tokenizer without a chat template."""
     for message in messages:
         before, after = {"system": ("", "\n\n"), "tool": ("\n", "\n")}.get(message["role"], ("", ""))
         yield before + message["content"] + after
 
 
-def _alike(one: str, other: str) -> bool:
-    """Whether two texts are the same but for white space, which templates trim."""
+def _equal_text(one: str, other: str) -> bool:
+    """Whether two texts are equal except for white space, which templates trim."""
     return "".join(one.split()) == "".join(other.split())

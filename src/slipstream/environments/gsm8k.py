@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.config import ConfigError
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.load import hold_out, read_lines
-from slipstream.environments.scoring import ScorerPool
+from slipstream.environments.reward_workers import RewardWorkerPool
 from slipstream.rollout import Completion, Rollout
 
 INSTRUCTION = "\nReason step by step, and end with a line '#### ANSWER'."
@@ -24,10 +24,10 @@ NUMBER = re.compile(r"(?:(?<![\w)])-)?\d[\d,]*(?:\.\d+)?")
 class Gsm8k:
     """Problems from the Hub's `openai/gsm8k`, or from a local directory (train.jsonl, test.jsonl) or file.
 
-    `shots` worked examples, the shortest of the training split and not trained on, go before each problem: so a base
-    model is asked. With 0 the problem is a question and an instruction, for a chat model. A right answer earns 1,
-    and an answer in the form `#### number`, right or wrong, earns `format_reward` on top. `train` and `test` cap the
-    number of tasks. Lines that are no problem are refused by number, or with `skip_malformed` left out and counted.
+    `shots` worked examples, the shortest of the training split and not trained on, precede each problem, for a base
+    model. With 0 the prompt is the question and an instruction, for a chat model. A correct answer earns 1; the form
+    `#### number`, right or wrong, earns `format_reward` in addition. `train` and `test` cap the number of tasks.
+    Malformed lines raise `ConfigError`; with `skip_malformed` they are skipped and counted.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class Gsm8k:
         train: int | None = None,
         test: int | None = None,
         skip_malformed: bool = False,
-        scorers: int = 0,
-        time_limit: float = 60.0,
+        reward_workers: int = 0,
+        timeout: float = 60.0,
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("gsm8k needs math-verify to judge answers: pip install 'slipstream-rl[math]'")
@@ -51,38 +51,31 @@ class Gsm8k:
         examples, training = by_length[:shots], [row for row in training if row not in by_length[:shots]]
         prefix = "".join(f"Question: {e['question']}\nAnswer: {e['answer']}\n\n" for e in examples)
         self._format_reward = format_reward
-        self._scorers = ScorerPool("slipstream.environments.gsm8k:is_correct", scorers, time_limit)
+        self._reward_workers = RewardWorkerPool("slipstream.environments.gsm8k:is_correct", reward_workers, timeout)
 
-        def tasks(rows: Sequence[dict[str, str]], split: str) -> list[Task]:
-            return [
-                Task(
-                    f"{split}/{i}",
-                    f"{prefix}Question: {r['question']}\nAnswer:" if shots else r["question"] + INSTRUCTION,
-                    {"question": r["question"], "answer": gold(r["answer"])},
-                    r["source"],
-                )
-                for i, r in enumerate(rows)
-            ]
+        def to_task(name: str, row: dict[str, str]) -> Task:
+            prompt = f"{prefix}Question: {row['question']}\nAnswer:" if shots else row["question"] + INSTRUCTION
+            return Task(name, prompt, {"question": row["question"], "answer": gold(row["answer"])}, row["source"])
 
-        self.train = tasks(training, "train")[:train]
-        self.test = tasks(testing, "test")[:test]
+        self.train = [to_task(f"train/{i}", row) for i, row in enumerate(training[:train])]
+        self.test = [to_task(f"test/{i}", row) for i, row in enumerate(testing[:test])]
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout:
         completion = await policy.sample(task.prompt)
-        correct = float(await self._scorers.score(task, completion))
+        correct = float(await self._reward_workers.score(task, completion))
         formatted = float(re.search(rf"{MARKER}\s*\$?{NUMBER.pattern}\.?\s*$", completion.text.strip()) is not None)
         return policy.rollout(correct + self._format_reward * formatted, correct=correct, formatted=formatted)
 
     async def close(self) -> None:
-        await self._scorers.close()
+        await self._reward_workers.close()
 
 
 def is_correct(task: Task, completion: Completion) -> bool:
-    """Whether the completion's final answer equals the task's, by math-verify. Runs in a scorer's process."""
+    """Whether the completion's final answer equals the task's, by math-verify. Runs in a reward worker."""
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it advises, on every call, to set limits of its own
-    # The scorer pool ends what takes too long; math-verify's own limits need signals of a main thread.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # every call would warn about the missing timeouts
+    # The pool has a timeout; math-verify's timeouts need signals in the main thread.
     wanted = parse(task.data["answer"], parsing_timeout=None)
     found = parse(final_answer(completion.text), parsing_timeout=None)
     return bool(verify(wanted, found, timeout_seconds=None))
@@ -101,12 +94,12 @@ def final_answer(text: str) -> str:
 
 
 def gold(answer: str) -> str:
-    """The number that a reference solution ends in."""
+    """The final number of a reference solution."""
     return answer.rpartition(MARKER)[2].strip().replace(",", "")
 
 
 def _read(data: str, skip_malformed: bool) -> Sequence[list[dict[str, str]]]:
-    """Rows of the training and of the test split."""
+    """Rows of the training and the test split."""
     path = Path(data)
     if path.is_dir():
         files = (path / "train.jsonl", path / "test.jsonl")
@@ -151,7 +144,7 @@ def _problems(where: str, rows: Sequence[tuple[int, Any]], skip_malformed: bool)
 
 
 def _fault(row: Any) -> str:
-    """Why a row is not a problem, or ""."""
+    """Why a row is malformed, or ""."""
     if isinstance(row, ValueError):
         return str(row)
     for name in ("question", "answer"):

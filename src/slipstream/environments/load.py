@@ -1,4 +1,4 @@
-"""From a name in a configuration to an environment; every way in which that can go wrong is one clear line."""
+"""Load the environment that a configuration names. Any failure raises `ConfigError` with a message of one line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.config import ConfigError, EnvironmentConfig, suggest
+from slipstream.config.loading import suggest
+from slipstream.config.plugins import load_option, one_line
+from slipstream.config.schema import ConfigError, EnvironmentConfig
 from slipstream.environments.base import Environment, Policy, Task
-from slipstream.environments.scoring import ScorerPool, cores, scored
-from slipstream.rollout import Rollout
-from slipstream.things import load_option, one_line
+from slipstream.environments.reward_workers import RewardFunction, cores
 
 BUILT_IN = {"addition": "slipstream.environments.addition:Addition", "gsm8k": "slipstream.environments.gsm8k:Gsm8k"}
 LIBRARIES = {  # their environments are named "library:environment"
@@ -22,43 +22,40 @@ LIBRARIES = {  # their environments are named "library:environment"
 }
 Item = TypeVar("Item")
 HELD_OUT = 0.1
-REWARD_SHARE = 0.1  # of a rollout's time limit: whoever waits for a scorer behind a hung reward keeps the rest
+REWARD_SHARE = 0.1  # of an episode's timeout: one hung reward must not use up that of the episodes behind it
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:
     """The environment that `config.name` names, with `config.options`. Raises `ConfigError`."""
     library, _, inside = config.name.partition(":")
     name = LIBRARIES.get(library) or BUILT_IN.get(config.name, config.name)
-    thing = load_option("environment.name", name, "environment", list(BUILT_IN))
-    if inspect.isclass(thing):
-        environment = _construct(thing, config, {"name": inside} if library in LIBRARIES else {})
-    elif callable(thing) and not hasattr(thing, "rollout"):
-        environment = FunctionEnvironment(thing, config)
-    else:
-        environment = thing
-        if config.options:
-            raise ConfigError(f"environment.options: {config.name} is made already and takes none; name its class")
+    loaded = load_option("environment.name", name, "environment", list(BUILT_IN))
+    environment: Environment = loaded
+    if inspect.isclass(loaded):
+        environment = _construct(loaded, config, {"name": inside} if library in LIBRARIES else {})
+    elif callable(loaded) and not hasattr(loaded, "rollout"):
+        environment = FunctionEnvironment(loaded, config)
+    elif config.options:
+        raise ConfigError(f"environment.options: {config.name} is made already and takes none; name its class")
     try:
-        _check(environment, config.name)
+        _validate(environment, config.name)
     except ConfigError:
         raise
-    except Exception as error:  # of a property, or of a data set that is read when it is asked for
+    except Exception as error:  # of a property, or of a lazily read data set
         raise ConfigError(f"environment.name = {config.name!r}: its tasks can't be read: {one_line(error)}") from None
-    found: Environment = environment
-    return found
+    return environment
 
 
-def _check(environment: Any, name: str) -> None:
-    """Raise `ConfigError` for what is no environment, and for tasks that are none."""
+def _validate(environment: Any, name: str) -> None:
+    """Raise `ConfigError` for missing attributes, and for invalid tasks."""
     for attribute in ("train", "test", "rollout"):
         if not hasattr(environment, attribute):
             raise ConfigError(f"environment.name = {name!r} has no {attribute!r}; an environment needs it")
     for split in ("train", "test"):
         tasks = getattr(environment, split)
         if not hasattr(tasks, "__len__") or not hasattr(tasks, "__getitem__"):
-            raise ConfigError(
-                f"environment.name = {name!r}: {split} is a {type(tasks).__name__}; make it a list of tasks"
-            )
+            found = type(tasks).__name__
+            raise ConfigError(f"environment.name = {name!r}: {split} is a {found}; make it a list of tasks")
         for index in range(len(tasks)):
             task: Any = tasks[index]
             if not hasattr(task, "id") or not isinstance(getattr(task, "prompt", None), str | list | tuple):
@@ -70,35 +67,32 @@ def _check(environment: Any, name: str) -> None:
         raise ConfigError(f"environment.name = {name!r} has no training tasks; check environment.options")
 
 
-def _construct(kind: type, config: EnvironmentConfig, named: dict[str, str]) -> Any:
+def _construct(kind: type, config: EnvironmentConfig, from_name: dict[str, str]) -> Any:
+    """The environment with its options and those in its name (`library:NAME`). Raises `ConfigError`."""
     parameters = inspect.signature(kind).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    options = {**config.options, **named}
+    options = {**config.options, **from_name}
     for name in options:
         if name not in parameters and not takes_any:
             hint = suggest(name, list(parameters)) or f"; it takes {', '.join(parameters) or 'none'}"
             raise ConfigError(f"environment.options.{name} is unknown to {config.name}{hint}")
-    # What the run already says about rewards is passed on to an environment that has a scorer pool of its own.
-    for name, value in (("scorers", config.scorers or cores()), ("time_limit", config.time_limit * REWARD_SHARE)):
-        if name in parameters:
-            options.setdefault(name, value)
+    # An environment with its own `RewardWorkerPool` gets the run's settings.
+    settings = {"reward_workers": config.reward_workers or cores(), "timeout": config.timeout * REWARD_SHARE}
+    options = {name: value for name, value in settings.items() if name in parameters} | options
     try:
         return kind(**options)
     except ConfigError:
         raise
     except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"environment.options for {config.name}: {' '.join(str(error).split())}") from None
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # an assertion, or whatever else the environment's code, or its library's, raises
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"environment.options for {config.name}: {one_line(error)}") from None
 
 
 class FunctionEnvironment:
     """A user's `async rollout(task, policy)` or `reward(task, completion)`, on tasks from JSONL files.
 
-    Options: `train`, a file of lines `{"prompt": ..., "id": ..., more}`, and `test`, another, or a tenth is held out.
+    Options: `train`, a file of lines `{"prompt": ..., "id": ..., more}`, and `test`; without it a tenth is held out.
     """
 
     def __init__(self, function: Any, config: EnvironmentConfig) -> None:
@@ -114,23 +108,19 @@ class FunctionEnvironment:
             raise ConfigError(
                 f"environment.name = {config.name!r} takes a policy: write it as `async def`, to await it"
             )
-        self._is_episode = is_async and parameters[1] != "completion"
-        limit = config.time_limit * REWARD_SHARE
-        self._scorers = None if is_async else ScorerPool(config.name, config.scorers, limit)
+        is_episode = is_async and parameters[1] != "completion"
+        timeout = config.timeout * REWARD_SHARE
+        self._reward = None if is_episode else RewardFunction(function, config.name, config.reward_workers, timeout)
         self.train, self.test = _task_files(config)
 
-    async def rollout(self, task: Task, policy: Policy) -> Rollout | float:
-        if self._is_episode:
-            outcome: Rollout | float = await self._function(task, policy)
-            return outcome
-        completion = await policy.sample(task.prompt)
-        score = self._scorers.score(task, completion) if self._scorers else scored(self._function(task, completion))
-        reward: float = await score
-        return reward
+    async def rollout(self, task: Task, policy: Policy) -> Any:
+        if self._reward:
+            return await self._reward.score(task, await policy.sample(task.prompt))
+        return await self._function(task, policy)
 
     async def close(self) -> None:
-        if self._scorers:
-            await self._scorers.close()
+        if self._reward:
+            await self._reward.close()
 
 
 def _task_files(config: EnvironmentConfig) -> tuple[Sequence[Task], Sequence[Task]]:
@@ -144,14 +134,14 @@ def _task_files(config: EnvironmentConfig) -> tuple[Sequence[Task], Sequence[Tas
 
 
 def hold_out(items: list[Item]) -> tuple[list[Item], list[Item]]:
-    """A training and a held-out part, which is a tenth of several items, shuffled always in the same way."""
+    """A training part and a held-out tenth of the items, after a shuffle with a fixed seed."""
     random.Random(0).shuffle(items)
     count = max(1, round(len(items) * HELD_OUT)) if len(items) > 1 else 0
     return items[count:], items[:count]
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Tasks from lines of JSON. Raises `ConfigError` naming file and line."""
+    """Tasks from a JSONL file. Raises `ConfigError` with file and line."""
     lines: dict[str, int] = {}
     tasks = []
     for number, data in read_lines(path):
@@ -169,7 +159,7 @@ def read_tasks(path: Path) -> list[Task]:
 
 
 def _task(data: Any, number: int, path: Path) -> Task:
-    """The task of a line. Raises `ValueError` with what is wrong."""
+    """The task of a line. Raises `ValueError`."""
     if isinstance(data, ValueError):
         raise data
     if not isinstance(data, dict) or "prompt" not in data:
@@ -188,12 +178,12 @@ def _task(data: Any, number: int, path: Path) -> Task:
 
 
 def read_lines(path: Path) -> list[tuple[int, Any]]:
-    """The JSON of a file's lines that are not blank, with their numbers; a `ValueError` for a line that is no JSON."""
+    """Line number and JSON of a file's lines; a `ValueError` in the place of invalid JSON. Blank lines are skipped."""
     if not path.is_file():
         near = suggest(path.name, [file.name for file in path.parent.glob("*") if file.is_file()])
         raise ConfigError(f"environment.options: there is no file {path}{near}")
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at U+2028, which JSON may hold
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines also splits at U+2028, which JSON allows
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except OSError as error:
@@ -204,7 +194,7 @@ def read_lines(path: Path) -> list[tuple[int, Any]]:
 def _parsed(line: str) -> Any:
     try:
         value = json.loads(line)
-        if "\\u" in line:  # may be half of a surrogate pair, which is no text
+        if "\\u" in line:  # maybe half of a surrogate pair
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""Any task of reasoning-gym, named `reasoning-gym:TASK`: procedural puzzles, each with a scorer of its own.
+"""Any task of reasoning-gym, named `reasoning-gym:TASK`: procedural puzzles with the task's own scorer.
 
 https://github.com/open-thought/reasoning-gym
 """
@@ -9,19 +9,20 @@ import asyncio
 import re
 from typing import Any
 
-from slipstream.config import ConfigError, suggest
+from slipstream.config.loading import suggest
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Policy, Task
-from slipstream.environments.scoring import scored
+from slipstream.environments.reward_workers import await_reward
 from slipstream.rollout import Rollout
 
 ASK = "Think, then give your final answer between <answer> and </answer>."
 
 
 class ReasoningGym:
-    """`train` and `test` puzzles of the task `name`, the same for the same `seed`. `options` are the task's own.
+    """`train` and `test` puzzles of the task `name`, determined by `seed`. `options` are passed to the task.
 
-    `system` goes before each question. What stands in the last `<answer>` is scored, or else all that is said. The
-    reward is the task's score of it, from 0 to 1.
+    `system` is the system prompt. The reward is the task's score, from 0 to 1, of the text in the last `<answer>`, or
+    of the whole reply without one.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class ReasoningGym:
         self.test, self.train = tasks[:test], tasks[test:]
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout:
-        said = await policy.conversation(self._system).ask(str(task.prompt))
-        answers = re.findall(r"<answer>(.*?)</answer>", said, re.DOTALL)
-        answer = (answers[-1] if answers else said).strip()
+        reply = await policy.conversation(self._system).ask(str(task.prompt))
+        answers = re.findall(r"<answer>(.*?)</answer>", reply, re.DOTALL)
+        answer = (answers[-1] if answers else reply).strip()
         puzzle = self._puzzles[task.data["index"]]
-        score = await scored(asyncio.to_thread(self._puzzles.score_answer, answer, puzzle))
+        score = await await_reward(asyncio.to_thread(self._puzzles.score_answer, answer, puzzle))
         return policy.rollout(score, correct=float(score == 1))

@@ -1,7 +1,7 @@
-"""Is a rollout that an environment returned what the policy drew in the episode?
+"""Validate that an environment's rollouts consist of the completions that the policy sampled in the episode.
 
-Consumes rollouts and the completions of their episode, raises `InvalidRollout` for what can't be trained on. The
-completions of their episode are copies: arrays that an environment changed in place differ from them.
+Consumes rollouts and copies of the episode's completions, which reveal arrays changed in place. Raises
+`InvalidRollout`.
 """
 
 from __future__ import annotations
@@ -13,90 +13,96 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.rollout import Completion, Rollout, StepReward, numbers
+from slipstream.errors import InvalidInput
+from slipstream.rollout import Completion, Rollout, StepReward, float32_array
 
-ROWS = ("token_ids", "prompt_ids", "logprobs", "spans")  # one entry a token or a version
+SEQUENCES = ("token_ids", "prompt_ids", "logprobs", "spans")  # fields with an entry for each token or version
 
 
-class InvalidRollout(ValueError):
-    """A rollout that can't be trained on. `field` is what is wrong with it, without indices."""
+class InvalidRollout(InvalidInput):
+    """A rollout that can't be trained on. `field` is the path of the wrong field, without indices."""
 
     def __init__(self, field: str, problem: str, at: str = "") -> None:
         super().__init__(f"{at or field} {problem}")
         self.field = field
 
 
-def copied(completion: Completion) -> Completion:
-    """The completion with arrays of its own: an environment may change those that it was given."""
+def copy_arrays(completion: Completion) -> Completion:
+    """The completion with copies of its arrays: an environment may change the original ones."""
     arrays = {name: getattr(completion, name)[:] for name in ("prompt_ids", "token_ids", "logprobs")}
     return dataclasses.replace(completion, **arrays)
 
 
-def checked_rollouts(rollouts: Sequence[Rollout], drawn: Sequence[Completion]) -> tuple[Rollout, ...]:
-    """The rollouts of an episode, with their completions as they were `drawn` in it; `text` may be the environment's.
+def validate_rollouts(rollouts: Sequence[Rollout], sampled: Sequence[Completion]) -> tuple[Rollout, ...]:
+    """The rollouts of an episode, with each completion replaced by the equal one of `sampled`; `text` may differ.
 
-    Raises `InvalidRollout`, also if two rollouts of one role have the same completion.
+    Raises `InvalidRollout`, also for two rollouts of one role with the same completion.
     """
     used: dict[str, set[int]] = {}
-    return tuple(_checked(rollout, drawn, used) for rollout in rollouts)
+    return tuple(_validate(rollout, sampled, used) for rollout in rollouts)
 
 
-def _checked(rollout: Rollout, drawn: Sequence[Completion], used: dict[str, set[int]]) -> Rollout:
-    _check_text("role", rollout.role)
+def _validate(rollout: Rollout, sampled: Sequence[Completion], used: dict[str, set[int]]) -> Rollout:
+    _validate_text("role", rollout.role)
     if not isinstance(rollout.completions, tuple | list):
         raise InvalidRollout("completions", f"is a {type(rollout.completions).__name__}, not a tuple of completions")
     taken = used.setdefault(rollout.role, set())
     completions = []
     for number, completion in enumerate(rollout.completions):
         at = f"completions[{number}]"
-        found = _as_drawn(at, completion, drawn, taken)
-        taken.add(id(found))
-        _check_text("completions.text", completion.text, f"{at}.text")
-        completions.append(found if found.text == completion.text else dataclasses.replace(found, text=completion.text))
+        original = _find_original(at, completion, sampled, taken)
+        taken.add(id(original))
+        _validate_text("completions.text", completion.text, f"{at}.text")
+        same_text = original.text == completion.text
+        completions.append(original if same_text else dataclasses.replace(original, text=completion.text))
     if not isinstance(rollout.metrics, Mapping):
         raise InvalidRollout("metrics", f"is a {type(rollout.metrics).__name__}, not a mapping of names to numbers")
     for name in rollout.metrics:
-        _check_text("metrics", name)
+        _validate_text("metrics", name)
     return dataclasses.replace(
         rollout,
         completions=tuple(completions),
-        steps=_checked_steps(rollout.steps, completions),
-        teacher=_checked_teacher(rollout.teacher, completions),
+        steps=_validate_steps(rollout.steps, completions),
+        teacher=_validate_teacher(rollout.teacher, completions),
     )
 
 
-def _as_drawn(at: str, completion: Any, drawn: Sequence[Completion], taken: set[int]) -> Completion:
-    """The completion of the episode that this one equals in all that is trained on."""
+def _find_original(at: str, completion: Any, sampled: Sequence[Completion], taken: set[int]) -> Completion:
+    """The completion of `sampled`, not `taken`, that equals this one in every field that training uses.
+
+    Raises `InvalidRollout`.
+    """
     if not isinstance(completion, Completion):
         raise InvalidRollout("completions", f"is a {type(completion).__name__}, not a completion", at)
-    candidates = list(drawn)
-    for field in (*ROWS, "temperature", "kept", "experts"):
+    candidates = list(sampled)
+    for field in (*SEQUENCES, "temperature", "sampling_mask", "experts"):
         value = getattr(completion, field)
         candidates = [one for one in candidates if _equal(field, getattr(one, field), value)]
         if not candidates:
-            raise InvalidRollout(f"completions.{field}", "is not what the policy drew in this episode", f"{at}.{field}")
+            problem = "is not what the policy sampled in this episode"
+            raise InvalidRollout(f"completions.{field}", problem, f"{at}.{field}")
     free = [one for one in candidates if id(one) not in taken]
     if not free:
         raise InvalidRollout("completions", "is in the rollouts of its role already; give each completion once", at)
     return free[0]
 
 
-def _equal(field: str, drawn: Any, given: Any) -> bool:
-    if drawn is given:
+def _equal(field: str, ours: Any, theirs: Any) -> bool:
+    if ours is theirs:
         return True
     try:
-        if isinstance(drawn, array) and isinstance(given, array):
-            return drawn.typecode == given.typecode and drawn.tobytes() == given.tobytes()
-        if field in ROWS:
-            return tuple(drawn) == tuple(given)
-        if field == "kept":
-            return len(drawn) == len(given) and all(map(np.array_equal, drawn, given))
-        return drawn is not None and given is not None and bool(np.array_equal(drawn, given))
-    except (TypeError, ValueError):  # no sequence, or a sequence of what can't be compared
+        if isinstance(ours, array) and isinstance(theirs, array):
+            return ours.typecode == theirs.typecode and ours.tobytes() == theirs.tobytes()
+        if field in SEQUENCES:
+            return tuple(ours) == tuple(theirs)
+        if field == "sampling_mask":
+            return len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
+        return ours is not None and theirs is not None and bool(np.array_equal(ours, theirs))
+    except (TypeError, ValueError):  # not a sequence, or values that can't be compared
         return False
 
 
-def _check_text(field: str, value: Any, at: str = "") -> None:
+def _validate_text(field: str, value: Any, at: str = "") -> None:
     if not isinstance(value, str):
         raise InvalidRollout(field, f"is a {type(value).__name__}, not text", at)
     try:
@@ -105,8 +111,8 @@ def _check_text(field: str, value: Any, at: str = "") -> None:
         raise InvalidRollout(field, "has half of a surrogate pair, which is no text", at) from None
 
 
-def _checked_steps(steps: Any, completions: Sequence[Completion]) -> tuple[tuple[StepReward, ...], ...]:
-    """Rewards of steps: one entry a completion, or nothing, each step's end a token of its completion."""
+def _validate_steps(steps: Any, completions: Sequence[Completion]) -> tuple[tuple[StepReward, ...], ...]:
+    """Process rewards: one entry for each completion, or (); each step ends inside its completion."""
     if not steps:
         return ()
     try:
@@ -123,16 +129,16 @@ def _checked_steps(steps: Any, completions: Sequence[Completion]) -> tuple[tuple
     return found
 
 
-def _checked_teacher(teacher: Any, completions: Sequence[Completion]) -> tuple[array[float], ...]:
-    """Log-probabilities of a teacher: one for each drawn token, or nothing."""
+def _validate_teacher(teacher: Any, completions: Sequence[Completion]) -> tuple[array[float], ...]:
+    """Log-probabilities of a teacher: one for each sampled token, or ()."""
     if not teacher:
         return ()
     try:
-        found = tuple(numbers(map(float, row)) for row in teacher)
+        found = tuple(float32_array(map(float, row)) for row in teacher)
     except (TypeError, ValueError, OverflowError):
         raise InvalidRollout("teacher", "has something else than numbers for each completion") from None
     if [len(row) for row in found] != [len(completion.token_ids) for completion in completions]:
-        raise InvalidRollout("teacher", "needs one log-probability for each drawn token of each completion")
+        raise InvalidRollout("teacher", "needs one log-probability for each sampled token of each completion")
     if not all(np.isfinite(row).all() for row in found):
         raise InvalidRollout("teacher", "has a log-probability that is not finite")
     return found

@@ -1,49 +1,49 @@
-"""Tools: plain Python functions that a policy calls in what it says, and is told the results of.
+"""Tools: plain Python functions that the policy calls in its replies.
 
-A call is found in the text of a reply by a `Parse`. What goes wrong with a call (no such tool, arguments that do not
-fit, an exception, too long) is a result like any other: the model is told, and can do better.
+A `ToolCallParser` finds calls in the text of a reply. Errors (unknown tool, invalid arguments, an exception, a timeout)
+are returned to the model as results.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 Tool = Callable[..., Any]
-LONGEST = 4000  # characters of a result; what is longer keeps its beginning and its end
+MAX_RESULT = 4000  # characters; longer results are cut in the middle
 
 
 class Call(NamedTuple):
-    """A call of the tool `name`. `arguments` are named, or the text between the brackets of a plain call. `problem`
-    says why it is none, in words for the model."""
+    """A call of the tool `name`. `arguments` are named, or the text in the parentheses of a plain call.
+
+    `problem` explains a malformed call to the model.
+    """
 
     name: str
     arguments: Mapping[str, Any] | str
     problem: str = ""
 
 
-Parse = Callable[[str], list[Call]]
-
-
+ToolCallParser = Callable[[str], list[Call]]
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def hermes(text: str) -> list[Call]:
-    """Calls as Hermes and Qwen models write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """Tool calls in the Hermes/Qwen format: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     return [_hermes_call(body) for body in HERMES.findall(text)]
 
 
-def beside_hermes(text: str) -> str:
-    """What stands before, between and after such calls."""
+def text_outside_calls(text: str) -> str:
+    """The text before, between and after Hermes calls."""
     return HERMES.sub("", text).strip()
 
 
@@ -51,7 +51,7 @@ def _hermes_call(body: str) -> Call:
     try:
         call = json.loads(body)
         name, arguments = call["name"], call.get("arguments") or {}
-        if isinstance(arguments, str):  # some models put JSON into JSON
+        if isinstance(arguments, str):  # some models encode the arguments as JSON text
             arguments = json.loads(arguments)
         if isinstance(name, str) and isinstance(arguments, dict):
             return Call(name, arguments)
@@ -67,24 +67,23 @@ def plain(text: str) -> list[Call]:
 
 
 class Tools:
-    """The functions that a conversation may call, by name. Each call gets `time_limit` seconds.
+    """The functions that a conversation may call, by name, each call within `timeout` seconds.
 
-    A function that is async runs in the event loop. Any other runs in a thread of its own, which nobody waits for once
-    its time is up: a tool that may never return should be async, around a process that can be killed.
+    Async functions run in the event loop, others in a thread each, which is abandoned at the timeout. A tool that may
+    hang should be async, around a process that can be killed.
     """
 
-    def __init__(self, functions: Sequence[Tool], parse: Parse, time_limit: float = 10.0) -> None:
+    def __init__(self, functions: Sequence[Tool], parse: ToolCallParser, timeout: float = 10.0) -> None:
         self._adapters = {f.__name__: TypeAdapter(f) for f in functions}  # type: ignore[arg-type]
         self._functions = {f.__name__: f for f in functions}
-        self._parse = parse
-        self._time_limit = time_limit
+        self._parse, self._timeout = parse, timeout
 
     def __bool__(self) -> bool:
         return bool(self._functions)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The functions as chat templates take them: JSON schemas, from annotations and docstrings."""
+        """JSON schemas of the functions, for the chat template, from annotations and docstrings."""
         return [
             {
                 "type": "function",
@@ -98,11 +97,11 @@ class Tools:
         ]
 
     def calls(self, text: str) -> list[Call]:
-        """The calls in a reply; none where there are no tools."""
+        """The calls in a reply; [] without tools."""
         return self._parse(text) if self._functions else []
 
     async def run(self, call: Call) -> tuple[str, bool]:
-        """What to tell the model about its call, and whether it went well."""
+        """The result of a call as text for the model, and whether the call succeeded."""
         if call.problem:
             return f"error: {call.problem}", False
         if call.name not in self._functions:
@@ -112,22 +111,22 @@ class Tools:
             first = next(iter(inspect.signature(function).parameters), None)
             arguments = {first: arguments} if first else {}
         try:
-            async with asyncio.timeout(self._time_limit) as clock:
-                told = await self._call(call.name, arguments)
+            async with asyncio.timeout(self._timeout) as clock:
+                result = await self._call(call.name, arguments)
         except TimeoutError as error:
-            what = f"took longer than {self._time_limit:g} s" if clock.expired() else str(error)
+            what = f"took longer than {self._timeout:g} s" if clock.expired() else str(error)
             return f"error: {what}", False
         except ValidationError as error:
             wrong = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors()]
             return _short(f"error: {'; '.join(wrong)}"), False
         except Exception as error:
             return _short(f"error: {type(error).__name__}: {error}"), False
-        return _short(told), True
+        return _short(result), True
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The function's result as text."""
 
-        def call() -> Any:  # the arguments are checked against the annotations, and made to fit where they can be
+        def call() -> Any:  # validates the arguments against the annotations, with pydantic's conversions
             return self._adapters[name].validate_python(ArgsKwargs((), dict(arguments)))
 
         def call_to_text() -> Any:
@@ -146,33 +145,22 @@ def _text(result: Any) -> str:
 
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future[Any]:
-    """What `function` returns or raises, in a thread that keeps no process alive."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if outcome.done():  # nobody waits any more
-            return
-        if error is None:
-            outcome.set_result(result)
-        else:
-            outcome.set_exception(error)
+    """Run `function` in a daemon thread, which does not keep the process alive."""
+    outcome: Future[Any] = Future()
+    outcome.set_running_or_notify_cancel()  # from now on a cancellation abandons the thread
 
     def work() -> None:
-        result, error = None, None
         try:
-            result = function()
+            outcome.set_result(function())
         except Exception as raised:
-            error = raised
-        except BaseException as raised:  # such as SystemExit, which would end more than the tool
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
+            outcome.set_exception(raised)
+        except BaseException as raised:  # SystemExit would end more than the tool
+            outcome.set_exception(RuntimeError(f"{type(raised).__name__}: {raised}"))
 
     threading.Thread(target=work, daemon=True).start()
-    return outcome
+    return asyncio.wrap_future(outcome)
 
 
 def _short(text: str) -> str:
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
+    half = MAX_RESULT // 2
+    return text if len(text) <= MAX_RESULT else f"{text[:half]} ... {text[-half:]}"

@@ -1,7 +1,7 @@
 """Any environment written for verifiers, named `verifiers:ENV`: single-turn, multi-turn, with tools.
 
-https://github.com/PrimeIntellect-ai/verifiers. It talks to the policy through a URL of its own, as to any model, and
-its rubric gives the reward. Its environments (`vf.load_environment`) are in the releases before 0.4.
+https://github.com/PrimeIntellect-ai/verifiers. The environment calls the policy's OpenAI-compatible URL, and its rubric
+computes the reward. Only releases before 0.4 have these environments (`vf.load_environment`).
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.config import ConfigError
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Policy, Task
 from slipstream.rollout import Rollout
 
 
 class Verifiers:
-    """The environment `name`, which has to be installed, loaded with `options`.
+    """The installed environment `name`, loaded with `options`.
 
-    Its training data is trained on; its evaluation data is held out, or its training data where it has no other.
+    Its evaluation data is held out; without any, `test` is the training data.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -44,13 +44,13 @@ class Verifiers:
         outcome = await self._environment.run_rollout(dict(task.data), client, "policy", {})
         if outcome.get("error"):
             raise RuntimeError(f"verifiers: {outcome['error']}")
-        told = (outcome.get("metrics") or {}).items()
-        metrics: dict[str, Any] = {name: float(value) for name, value in told if isinstance(value, int | float)}
+        values = (outcome.get("metrics") or {}).items()
+        metrics: dict[str, Any] = {name: float(value) for name, value in values if isinstance(value, int | float)}
         return policy.rollout(outcome["reward"], **metrics)
 
 
 def _tasks(name: str, rows: Sequence[dict[str, Any]]) -> list[Task]:
-    """A task a row; its id is the environment's."""
+    """One task for each row, with the environment's ids."""
     return [Task(f"{name}/{row.get('example_id', i)}", _prompt(row["prompt"]), dict(row)) for i, row in enumerate(rows)]
 
 

@@ -1,66 +1,119 @@
-"""What every generator is: something that draws completions from the newest weights it has."""
+"""The protocols of generators and engines, and the errors of requests."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from slipstream.errors import UserError
 from slipstream.rollout import Completion, Sampling
 
-# What new weights do to a sequence in flight: it keeps its keys and values, they are computed again, it starts again
-# from its prompt, or there is none, because the swap waits for them to finish.
+if TYPE_CHECKING:
+    from slipstream.sync.link import ConnectionInfo, PublishHandle
+
+# Handling of sequences in flight at a swap: keep their keys and values, recompute them, restart from the prompt, or
+# finish the sequences before the swap.
 Interruption = Literal["continue", "recompute", "retry", "drain"]
 
 
 class Generator(Protocol):
-    """Draws completions. A pool of generators, or a wrapper around one, has the same three members."""
+    """Samples completions. A pool of generators, or a wrapper around one, has the same three members."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
-        """Draw one completion; many calls run at once. Raises `GenerationError` for a request it can't serve."""
-        ...
+        """Sample one completion; many calls run at once. Raises `GenerationError` for an invalid request.
+
+        Of a failed engine it raises `EngineFailed`, or `WorkerDied` if it had its own process.
+        """
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token is drawn with."""
-        ...
+        """Version of the weights that sample the next token."""
 
     async def close(self) -> None: ...
 
 
-class GenerationError(RuntimeError):
-    """A request that no generator of this run can serve, such as a prompt longer than the context."""
+class EngineWorker(Protocol):
+    """One engine as the controller calls it: a worker in its own process, or a vLLM server."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample one completion. Cancelling the call aborts the request. Raises as `Generator.generate`."""
+
+    async def longest_in_flight(self) -> int:
+        """Sampled tokens of the longest sequence in flight; 0 without one."""
+
+    async def stats(self) -> dict[str, float]:
+        """Totals since the start: `tokens` sampled, `tokens_discarded`, and `busy_s` (seconds)."""
+
+    async def connect(self, connection_info: ConnectionInfo, rank: int) -> None:
+        """Open the engine's end of the weight link; `rank` is the link rank of the engine's first process."""
+
+    async def prepare(self, handle: PublishHandle) -> None:
+        """Receive a version while decoding continues. Returns when the whole version is staged."""
+
+    async def swap(self, version: int) -> tuple[float, dict[str, float]]:
+        """Serve the staged version. Returns the pause in seconds, and `stats`."""
+
+    async def checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """Checksum of each of these parameters as served."""
+
+    async def sleep(self, level: int) -> None:
+        """Free GPU memory of keys, values and weights; level 1 keeps weights in host memory, 2 may discard them."""
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Allocate memory for "weights" or the "kv_cache" again; with both, decoding continues."""
+
+    async def export_ipc_handles(self, shapes: dict[str, list[int]]) -> list[dict[str, str]]:
+        """IPC handles of each rank's served weights, for a trainer that computes on them (`sync.single_copy`)."""
+
+    async def set_version(self, version: int) -> None:
+        """Set the version that the engine serves: that of the files on which it was started."""
+
+
+class GenerationError(UserError):
+    """An invalid request, such as a prompt longer than the context: no generator of this run can serve it."""
 
 
 class ContextFull(GenerationError):
-    """A prompt that leaves no room in the context for a token."""
+    """A prompt that fills the context, without room for a token."""
 
 
-class EngineFailed(RuntimeError):
-    """An engine that can't go on. What it was asked for might be served well by another."""
+class EngineFailed(UserError):
+    """A failed engine. Another engine may serve its requests."""
 
 
-def refused_logits(position: int) -> GenerationError:
-    """The failure of a request for which the model's logits are no distribution at token `position`, from 1."""
+def nonfinite_logits_error(position: int) -> GenerationError:
+    """The error for logits that are no distribution at token `position`, counted from 1."""
     return GenerationError(
-        f"the model's logits are not finite at token {position} of the completion, so no token can be drawn; check "
+        f"the model's logits are not finite at token {position} of the completion, so no token can be sampled; check "
         "the weights for NaN or infinities"
     )
 
 
-def refuse_length(found: str, tokens: int, context: int) -> None:
-    """Raise `ContextFull`, which says what was `found`, for a prompt of at least so many tokens if no other fits."""
+def finish_request(request: asyncio.Future[Completion], outcome: Completion | GenerationError) -> None:
+    """Set the result or error of a request, unless it was cancelled."""
+    if request.done():
+        return
+    if isinstance(outcome, GenerationError):
+        request.set_exception(outcome)
+    else:
+        request.set_result(outcome)
+
+
+def validate_length(found: str, tokens: int, context: int) -> None:
+    """Raise `ContextFull` for a prompt of at least `tokens` tokens that fills the context; `found` describes it."""
     if tokens >= context:
         raise ContextFull(
             f"the prompt has {found}, but prompt and completion share a context of {context} tokens; shorten the "
-            "prompt or raise generator.context"
+            "prompt or raise generator.max_model_len"
         )
 
 
-def refuse_prompt(prompt: Sequence[int], context: int, vocabulary: int) -> None:
-    """Raise `GenerationError` for a prompt that no engine of this context and vocabulary can serve."""
+def validate_prompt(prompt: Sequence[int], context: int, vocabulary: int) -> None:
+    """Raise `GenerationError` for a prompt that is empty, too long, or has a token outside the vocabulary."""
     if not prompt:
         raise GenerationError("the prompt is empty; give at least one token")
-    refuse_length(f"{len(prompt)} tokens", len(prompt), context)
+    validate_length(f"{len(prompt)} tokens", len(prompt), context)
     unknown = [token for token in prompt if not 0 <= token < vocabulary]
     if unknown:
         raise GenerationError(

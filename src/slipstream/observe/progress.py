@@ -1,4 +1,4 @@
-"""What a person at the terminal sees while a run goes on: a live display, or plain lines where nobody can see one."""
+"""Progress of a run in the terminal: a live display, or plain lines if standard error is not a terminal."""
 
 from __future__ import annotations
 
@@ -6,63 +6,86 @@ import math
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.observe.figures import counts, duration, known, number, sparkline
+from slipstream.observe.formatting import counts, duration, is_finite, number, sparkline
+from slipstream.observe.report import shorten
+from slipstream.rollout import Group as RolloutGroup
 
 FIELDS = {
     "step": "{step}/{steps}",
-    "reward": "{reward} (mean {mean})",
-    "lag": "{lag_mean} (max {lag_max})",
-    "gen": "{generator_tokens_per_second} tok/s",
-    "train": "{trainer_tokens_per_second} tok/s",
-    "buffer": "{ready}/{capacity} (+{running})",
+    "reward": "{reward/mean} (mean {mean})",
+    "lag": "{lag/mean} (max {lag/max})",
+    "gen": "{gen/tokens_per_s} tok/s",
+    "train": "{train/tokens_per_s} tok/s",
+    "buffer": "{buffer/groups_ready}/{buffer/capacity} (+{buffer/groups_in_flight})",
     "eta": "{left}",
     "trend": "{trend}",
     "score": "{score}",
-    "publish": "version {version}, held {hold_ms} ms",
-    "rollouts": "{failed} failed, {dropped_stale} stale",
-    "scoring": "{scoring} now, {scoring_queue} queued, {scoring_seconds} s each",
+    "publish": "version {version}, paused {sync/pause_ms} ms",
+    "rollouts": "{rollout/failed} failed, {rollout/dropped_stale} stale",
+    "scoring": "{scoring/in_flight} now, {scoring/queued} queued, {scoring/mean_s} s each",
 }
 LINE = "  ".join(f"{label} {FIELDS[label]}" for label in ("step", "reward", "lag", "gen", "train", "buffer", "eta"))
 BLOCK = (("reward", "trend"), ("gen", "train"), ("buffer", "lag"), ("publish", "rollouts"), ("score",))
-DIGITS = {"reward": 3, "lag_mean": 2, "hold_ms": 2, "scoring_seconds": 2}
-LINE_EVERY = 2.0  # seconds between two plain lines
-RECENT = 20  # steps in the recent mean of the reward and in the estimate of what is left
+DIGITS = {"reward/mean": 3, "lag/mean": 2, "sync/pause_ms": 2, "scoring/mean_s": 2}
+LINE_INTERVAL_S = 2.0
+RECENT_STEPS = 20  # for the mean reward, rates of engines and the estimated time left
+SHOWN_ENGINES = 4
+PROMPT_TOKENS, TEXT = 100, 200  # of a prompt's end, and characters of a text
+
+
+class EngineState(NamedTuple):
+    """An engine at present; `state` is one word."""
+
+    name: str
+    state: str
+    version: int
+    pending_requests: int
+
+
+class PoolState(NamedTuple):
+    """Both pools at present: the engines, and what the trainer does."""
+
+    engines: Sequence[EngineState]
+    trainer: str
 
 
 class Progress:
-    """Shows steps as they end. On a terminal it redraws itself; else it prints a line now and then; `quiet` warns only.
+    """Shows steps as they end: redraws a terminal, or prints a line every 2 s. `quiet` prints warnings only.
 
-    Everything goes to standard error, so that standard output holds the report alone.
+    Writes to standard error; standard output is for the report.
     """
 
     def __init__(self, steps: int, quiet: bool = False, console: Console | None = None) -> None:
-        self._steps = steps
-        self._quiet = quiet
+        self._steps, self._quiet = steps, quiet
         self._console = console or Console(stderr=True)
         self._began = time.monotonic()
-        self._record: Mapping[str, Any] = {}
+        self.latest: Mapping[str, Any] = {}  # record of the last step
         self._score = "–"
-        self._rewards: deque[float] = deque(maxlen=RECENT)
+        self._rewards: deque[float] = deque(maxlen=RECENT_STEPS)
         self._trend: list[float] = []
-        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
         self._last_line = -math.inf
-        self._unsaid = False  # a step has ended that no plain line has told of
+        self._unprinted = False  # the last step is not in a plain line yet
         self._live: Live | None = None
+        self._pools: Callable[[], PoolState] | None = None
+        self._records: deque[Mapping[str, Any]] = deque(maxlen=RECENT_STEPS)
+        self._warning = ""  # the last
+        self._rollouts: list[tuple[float, str, str]] = []  # reward, prompt and completion
 
     def __enter__(self) -> Progress:
         if self._console.is_interactive and not self._quiet:
             self._live = Live(
                 get_renderable=self._block, console=self._console, refresh_per_second=4, transient=True,
-                redirect_stdout=sys.stdout.isatty(),  # what an environment prints into a file stays there
+                redirect_stdout=sys.stdout.isatty(),  # output redirected to a file stays there
             )  # fmt: skip
             self._live.start()
         return self
@@ -70,73 +93,132 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
-        if self._unsaid:
-            self._say_step()
+        if self._unprinted:
+            self._print_step()
+
+    def watch(self, pools: Callable[[], PoolState]) -> None:
+        """Show the state of both pools in the live display, which calls `pools` in a thread, 4 times a second."""
+        self._pools = pools
+
+    def rollouts(self, group: RolloutGroup, decode: Callable[[Sequence[int]], str]) -> None:
+        """Show rollouts of a group in the live display: the best, the worst, and one between them."""
+        if not self._live:
+            return  # plain lines show none
+        ranked = sorted(group.rollouts, key=lambda rollout: -rollout.reward)
+        self._rollouts = [
+            (ranked[i].reward, shorten(decode(last.prompt_ids[-PROMPT_TOKENS:]), TEXT), shorten(last.text, TEXT))
+            for i in sorted({0, len(ranked) // 2, len(ranked) - 1})
+            for last in ranked[i].completions[-1:]
+        ]
 
     def step(self, record: Mapping[str, Any]) -> None:
-        """A step has ended."""
-        self._record, self._unsaid, now = record, True, time.monotonic()
+        """Show the record of a step."""
+        self._records.append(record)
+        self.latest, self._unprinted, now = record, True, time.monotonic()
         self._ends.append((record.get("step") or 0, now))
-        if known(record.get("reward")):
-            self._rewards.append(record["reward"])
+        if is_finite(record.get("reward/mean")):
+            self._rewards.append(record["reward/mean"])
             self._trend.append(sum(self._rewards) / len(self._rewards))
-        if not self._live and (now - self._last_line >= LINE_EVERY or record.get("step") == self._steps):
+        if not self._live and (now - self._last_line >= LINE_INTERVAL_S or record.get("step") == self._steps):
             self._last_line = now
-            self._say_step()
+            self._print_step()
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """An evaluation has ended."""
+        """Print the record of an evaluation."""
         low, high = record.get("versions") or (None, None)
         versions = f"version {number(low)}" if low == high else f"versions {number(low)} to {number(high)}"
-        reasons = f" ({counts(record['failures'])})" if record.get("failures") else ""
-        failed = f", {number(record['failed'])} failed{reasons}" if record.get("failed") else ""
-        score, tasks = number(record.get("score"), 3), number(record.get("tasks"))
+        reasons = f" ({counts(record['eval/failures'])})" if record.get("eval/failures") else ""
+        failed = f", {number(record['eval/failed'])} failed{reasons}" if record.get("eval/failed") else ""
+        score, tasks = number(record.get("eval/score"), 3), number(record.get("eval/tasks"))
         self._score = f"{score} on {tasks} tasks{failed} ({versions})"
         self.note(f"evaluation after step {number(record.get('step'))}: {self._score}")
 
+    def resumed(self) -> None:
+        """Print that a pause has ended. The estimated time left excludes it."""
+        self._ends.clear()
+        self.note("resumed")
+
     def note(self, text: str) -> None:
-        """Something worth a line, once."""
+        """Print a line, unless `quiet`."""
         if not self._quiet:
             self._print(Text(text))
 
     def warn(self, text: str) -> None:
-        """Something to know even when quiet."""
+        """Print a warning, even if `quiet`."""
+        self._warning = shorten(text.partition("\n")[0], 2 * TEXT)
         self._print(Text(f"warning: {text}", style="yellow"))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated seconds until the last step; None before the second step."""
+        (first, began), (last, ended) = (self._ends[0], self._ends[-1]) if self._ends else ((0, 0.0), (0, 0.0))
+        return (ended - began) / (last - first) * (self._steps - last) if last > first else None
 
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=not self._console.is_terminal)
 
-    def _say_step(self) -> None:
-        self._unsaid = False
+    def _print_step(self) -> None:
+        self._unprinted = False
         self.note(LINE.format_map(self._texts()))
 
     def _block(self) -> Group:
-        """The live display: how far the run is, how well the policy does, and how well the line flows."""
+        """The live display: position in the run, rewards, throughput and lag."""
         texts = self._texts()
-        way = _grid(9, None, 0)
-        bar = ProgressBar(total=self._steps, completed=self._record.get("step") or 0)
-        way.add_row("step", bar, "{step}/{steps}  {elapsed}  eta {left}".format_map(texts))
-        block = (*BLOCK, ("scoring",)) if "scored" in self._record else BLOCK
+        steps = _grid(9, None, 0)
+        bar = ProgressBar(total=self._steps, completed=self.latest.get("step") or 0)
+        steps.add_row("step", bar, "{step}/{steps}  {elapsed}  eta {left}".format_map(texts))
+        block = (*BLOCK, ("scoring",)) if "scoring/scored" in self.latest else BLOCK
         rows = [_grid(*(9, None) * len(labels)) for labels in block]
         for row, labels in zip(rows, block, strict=True):
             row.add_row(*(Text(part) for label in labels for part in (label, FIELDS[label].format_map(texts))))
-        return Group(way, *rows)
+        return Group(steps, *rows, *self._pool_rows(), *self._sample_rows())
+
+    def _pool_rows(self) -> list[RenderableType]:
+        """What the trainer does, and a row for each engine: version, pending requests and recent tokens/s."""
+        if not self._pools:
+            return []
+        state, table = self._pools(), _grid(9, None, None, None, None)
+        rows = _grid(9, None)
+        rows.add_row("trainer", Text(state.trainer))
+        for number_, engine in enumerate(state.engines[:SHOWN_ENGINES]):
+            table.add_row(
+                f"engine {engine.name.rpartition(' ')[2]}"[:9], engine.state, f"version {engine.version}",
+                f"{engine.pending_requests} requests", f"{number(self._engine_rate(number_))} tok/s",
+            )  # fmt: skip
+        if others := state.engines[SHOWN_ENGINES:]:
+            serving = sum(engine.state == "serving" for engine in others)
+            table.add_row("", f"{len(others)} more", f"{serving} serving", "", "")
+        return [rows, table]
+
+    def _engine_rate(self, engine: int) -> float | None:
+        """Tokens per second of an engine over the last `RECENT_STEPS` steps."""
+        names = f"engines/tokens/{engine}", "time/wall_s"
+        points = [tuple(r[name] for name in names) for r in self._records if all(is_finite(r.get(n)) for n in names)]
+        (tokens, began), (total, ended) = (points[0], points[-1]) if points else ((0, 0), (0, 0))
+        return (total - tokens) / (ended - began) if ended > began and total >= tokens else None
+
+    def _sample_rows(self) -> list[RenderableType]:
+        """Some of the newest rollouts, and the last warning."""
+        rows = _grid(9, None, None)
+        for reward, prompt, completion in self._rollouts:
+            rows.add_row(f"r = {reward:.2g}", Text(prompt, style="dim"), Text(completion))
+        warning = _grid(9, None)
+        if self._warning:
+            warning.add_row("warning", Text(self._warning, style="yellow"))
+        return [*([rows] if self._rollouts else []), *([warning] if self._warning else [])]
 
     def _texts(self) -> Mapping[str, str]:
-        """What the templates above name; "–" for all that the latest record does not have."""
-        numbers = {**(self._record.get("rollouts") or {}), **self._record}
-        (first, began), (last, ended) = (self._ends[0], self._ends[-1]) if self._ends else ((0, 0.0), (0, 0.0))
-        left = duration((ended - began) / (last - first) * (self._steps - last)) if last > first else "–"
+        """Values of the templates above; "–" for values missing in the latest record."""
         own = {
-            "steps": number(self._steps), "elapsed": duration(time.monotonic() - self._began), "left": left,
-            "mean": number(self._trend[-1] if self._trend else None, 3), "trend": sparkline(self._trend, 24),
-            "score": self._score,
+            "steps": number(self._steps), "elapsed": duration(time.monotonic() - self._began),
+            "left": duration(self.seconds_left), "mean": number(self._trend[-1] if self._trend else None, 3),
+            "trend": sparkline(self._trend, 24), "score": self._score,
         }  # fmt: skip
-        return defaultdict(lambda: "–", {k: number(v, DIGITS.get(k, 0)) for k, v in numbers.items()} | own)
+        return defaultdict(lambda: "–", {k: number(v, DIGITS.get(k, 0)) for k, v in self.latest.items()} | own)
 
 
 def _grid(*widths: int | None) -> Table:
-    """A table without lines: labels of a given width, None for a column that takes what is left, 0 for its content."""
+    """A table without lines. Widths are in characters; None takes the rest, 0 fits the content."""
     table = Table.grid(padding=(0, 2), expand=True)
     for width in widths:
         rest = 1 if width is None else None

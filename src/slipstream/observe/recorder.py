@@ -1,9 +1,8 @@
-"""The record of a run that other tools read: a line of metrics and a file of rollouts a step, a line an evaluation.
+"""Writes the records of a run: metrics and rollouts of each step, evaluations, and events.
 
-Writing happens in order, in one thread of its own; the event loop only queues, and says when there is time to write. If
-a write fails, nothing after it is written, so the record is whole up to there, and every later call here raises.
-
-The queue is bounded: where steps come faster than the disk takes them, `room` holds the run back.
+One thread writes in order; the event loop queues records and chooses when writing starts. After a failed write nothing
+more is written, so the record has no gaps, and every later call raises. The queue is bounded: `room` waits if steps
+end faster than the disk can write them.
 """
 
 from __future__ import annotations
@@ -23,70 +22,72 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slipstream.directory import PARTIAL, write_atomically
-from slipstream.disk import describe_full_disk
-from slipstream.rollout import Batch, Group, mean, numbers
+from slipstream.errors import UserError
+from slipstream.observe.events import EventLog, json_line
+from slipstream.rollout import Batch, Group, float32_array, mean
+from slipstream.runtime.disk import describe_full_disk, free_bytes
+from slipstream.runtime.run_directory import PARTIAL, write_atomically
 
 Decode = Callable[[Sequence[int]], str]
 INT, FLOAT, TEXT = pa.int32(), pa.float64(), pa.string()
 SCHEMA = pa.schema({
-    "step": INT, "entry": pa.int64(), "task_id": TEXT, "rollout": INT, "role": TEXT, "turn": INT,
+    "step": INT, "visit_id": pa.int64(), "task_id": TEXT, "rollout": INT, "role": TEXT, "turn": INT,
     "prompt": TEXT, "completion": TEXT, "prompt_ids": pa.list_(INT), "completion_ids": pa.list_(INT),
     "reward": FLOAT, "advantage": FLOAT, "spans": pa.list_(pa.struct({"version": INT, "start": INT, "end": INT})),
-    "logprobs": pa.list_(pa.float32()),  # what generators compute, so nothing is lost
+    "logprobs": pa.list_(pa.float32()),  # the precision in which engines compute them
     "finish_reason": TEXT, "temperature": FLOAT, "metrics": pa.map_(TEXT, FLOAT),
     "steps": pa.list_(pa.struct({"end": INT, "reward": FLOAT})),
     "teacher": pa.list_(pa.float32()),
+    "engine": TEXT, "started_s": FLOAT, "ended_s": FLOAT,
 })  # fmt: skip
 
-
-SMALL = pa.schema([field for field in SCHEMA if field.name not in (
-    "prompt_ids", "completion_ids", "logprobs", "teacher"
-)])  # fmt: skip
-# What may wait for the disk while the run goes on: so many steps or evaluations, and more of them if they are small.
-QUEUE, QUEUED_TOKENS = 2, 1_000_000
+# Bound of the queue: this many steps or evaluations, or more if they hold fewer tokens.
+MAX_QUEUED, MAX_QUEUED_TOKENS = 2, 1_000_000
 
 
-class RecordError(RuntimeError):
-    """The record can't be written any further. What was queued before the failed write is on disk."""
+class RecordError(UserError):
+    """A write failed. Everything queued before it is on disk."""
 
 
 class Recorder:
-    """Writes `metrics.jsonl`, `evaluations.jsonl` and `rollouts/step_N.parquet` into a run's directory.
+    """Writes `metrics.jsonl`, `evaluations.jsonl`, `events.jsonl` and `rollouts/step_N.parquet` into a run's directory.
 
-    `decode` turns a prompt's token ids into text; it is called in the writing thread. `warn` is told once if the disk
-    holds the run back.
+    `decode` turns a prompt's token ids into text, in the writing thread. `warn` is called once if the disk is too slow.
     """
 
     def __init__(self, directory: Path, decode: Decode, warn: Callable[[str], None] = lambda text: None) -> None:
         self._directory, self._warn = directory, warn
         self._metrics, self._evaluations = directory / "metrics.jsonl", directory / "evaluations.jsonl"
         self._rollouts = directory / "rollouts"
+        self.events = EventLog(directory / "events.jsonl")
         self._decode = decode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._jobs: list[tuple[Callable[[], None], int]] = []  # with the tokens of each
-        self._written: list[tuple[Future[None], int]] = []  # in order; those that are over are taken out now and then
+        self._written: list[tuple[Future[None], int]] = []  # in order, with completed ones until the next `room`
         self._warned = False
         self._failure: Exception | None = None
+        self.free_gb: float | None = None  # on the disk, after the last write
 
     def step(self, record: Mapping[str, Any], batch: Batch) -> None:
         """Queue a step's line and its rollouts. Raises `RecordError` if an earlier write failed."""
-        self._queue(functools.partial(self._write_step, record["step"], batch, _line(record)), batch.tokens)
+        self._queue(functools.partial(self._write_step, record["step"], batch, json_line(record)), batch.tokens)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Queue an evaluation's line. Raises `RecordError` if an earlier write failed."""
-        self._queue(functools.partial(_append, self._evaluations, _line(record)))
+        self._queue(functools.partial(_append, self._evaluations, json_line(record)))
 
     def write(self) -> None:
-        """Begin to write what is queued. It competes with the event loop for the interpreter."""
+        """Start to write the queue. The thread competes with the event loop for the interpreter."""
+        if self._jobs or self.events.due:
+            self._thread.submit(self._try, self.events.write)  # first, so that a step's events precede its record
         self._written += [(self._thread.submit(self._try, job), tokens) for job, tokens in self._jobs]
         self._jobs.clear()
 
     async def room(self) -> None:
-        """Wait until at most `QUEUE` steps or evaluations, or `QUEUED_TOKENS` tokens, are not written yet."""
+        """Wait until at most `MAX_QUEUED` records, or `MAX_QUEUED_TOKENS` tokens, are unwritten."""
         self._written = [(future, tokens) for future, tokens in self._written if not future.done()]
         queued = [tokens for _, tokens in (*self._written, *self._jobs)]
-        if len(queued) <= QUEUE or sum(queued) <= QUEUED_TOKENS:
+        if len(queued) <= MAX_QUEUED or sum(queued) <= MAX_QUEUED_TOKENS:
             return
         if not self._warned:
             self._warned = True
@@ -95,27 +96,34 @@ class Recorder:
                 "disk; use a faster one for run.dir"
             )
         self.write()
-        oldest = asyncio.wrap_future(self._written[-QUEUE - 1][0])
-        await asyncio.wait((oldest,))  # whoever is cancelled here does not cancel the write
+        oldest = asyncio.wrap_future(self._written[-MAX_QUEUED - 1][0])
+        await asyncio.wait((oldest,))  # cancelling this wait does not cancel the write
 
     async def flush(self) -> None:
-        """Wait until all that was queued is in its files. Raises `RecordError` if it is not."""
+        """Wait until the queue is written. Raises `RecordError` if a write failed."""
         self.write()
-        await asyncio.wrap_future(self._thread.submit(lambda: None))  # one thread: when this has run, all before has
+        # One thread, so all earlier jobs are done.
+        await asyncio.wrap_future(self._thread.submit(self._try, self.events.write))
         self._raise_failure()
 
+    def load_libraries(self) -> None:
+        """Import the 1,000 modules that pyarrow imports with the first array, which takes tenths of a second."""
+        pa.array(np.empty(0, np.int32))
+
     def truncate(self, step: int, evaluations: int) -> None:
-        """Forget what lies after `step` and the first `evaluations`: a run that goes on from there writes it again."""
+        """Remove records after `step` and after the first `evaluations`: a resumed run writes them again."""
         for path, most in ((self._metrics, step), (self._evaluations, evaluations)):
             if path.exists():
-                write_atomically(path, "".join(f"{line}\n" for line in _lines(path, step)[:most]))
+                lines = [line for line in path.read_text("utf-8", "replace").splitlines() if _step_of(line) <= step]
+                write_atomically(path, "".join(f"{line}\n" for line in lines[:most]))
         later = [p for p in self._rollouts.glob("step_*.parquet") if int(p.stem.removeprefix("step_")) > step]
         for path in [*later, *self._rollouts.glob(f"step_*{PARTIAL}")]:
             path.unlink()
 
     def close(self) -> None:
-        """Write what is queued and stop. Raises `RecordError` if that failed and no other error is on its way out."""
+        """Write the queue and stop. Raises `RecordError` if a write failed, unless another error is propagating."""
         self.write()
+        self._thread.submit(self._try, self.events.write)
         self._thread.shutdown(wait=True)
         if sys.exception() is None:
             self._raise_failure()
@@ -125,10 +133,11 @@ class Recorder:
         self._jobs.append((job, tokens))
 
     def _try(self, job: Callable[[], None]) -> None:
-        """In the thread: write, unless an earlier write failed, which would leave a hole in the record."""
+        """Run a job, unless an earlier one failed: the record must not have gaps. Keeps the error for the next call."""
         if self._failure is None:
             try:
                 job()
+                self.free_gb = free_bytes(self._directory) / 1e9
             except Exception as error:
                 self._failure = error
 
@@ -136,9 +145,7 @@ class Recorder:
         if self._failure is not None:
             full = describe_full_disk(self._failure, self._directory)
             what = full or f"{self._directory} can't be written: {self._failure}"
-            raise RecordError(
-                f"{what}; mend that, then: slipstream train --resume {self._directory}"
-            ) from self._failure
+            raise RecordError(f"{what}; fix that, then: slipstream train --resume {self._directory}") from self._failure
 
     def _write_step(self, step: int, batch: Batch, line: str) -> None:
         """The rollouts first, so that a step that has a line has its rollouts, too."""
@@ -155,14 +162,15 @@ class Recorder:
 
 def _columns(step: int, group: Group, advantages: Sequence[float | Sequence[float]], decode: Decode) -> pa.RecordBatch:
     """One row per completion of a group, in the order of its rollouts and their turns. Tokens are copied as bytes."""
-    small = pa.RecordBatch.from_pylist(_rows(step, group, advantages, decode), SMALL)
     turns = [(rollout, turn, c) for rollout in group.rollouts for turn, c in enumerate(rollout.completions)]
     large = {
         "prompt_ids": _lists([c.prompt_ids for _, _, c in turns], INT),
         "completion_ids": _lists([c.token_ids for _, _, c in turns], INT),
         "logprobs": _lists([c.logprobs for _, _, c in turns], pa.float32()),
-        "teacher": _lists([r.teacher[turn] if r.teacher else numbers(()) for r, turn, _ in turns], pa.float32()),
+        "teacher": _lists([r.teacher[turn] if r.teacher else float32_array(()) for r, turn, _ in turns], pa.float32()),
     }
+    other = pa.schema([field for field in SCHEMA if field.name not in large])
+    small = pa.RecordBatch.from_pylist(_rows(step, group, advantages, decode), other)
     return pa.RecordBatch.from_arrays([large.get(f.name) or small.column(f.name) for f in SCHEMA], schema=SCHEMA)
 
 
@@ -174,14 +182,14 @@ def _lists(parts: Sequence[array[Any]], kind: pa.DataType) -> pa.ListArray:
 def _rows(
     step: int, group: Group, advantages: Sequence[float | Sequence[float]], decode: Decode
 ) -> list[dict[str, Any]]:
-    """What a row holds but for its tokens."""
+    """The columns of a row except tokens and log-probabilities."""
     texts: dict[bytes, str] = {}  # the rollouts of a group share their prompt
     for completion in (c for rollout in group.rollouts for c in rollout.completions):
         if (key := completion.prompt_ids.tobytes()) not in texts:
             texts[key] = decode(completion.prompt_ids)
     return [
         {
-            "step": step, "entry": group.entry, "task_id": group.task_id,
+            "step": step, "visit_id": group.visit_id, "task_id": group.task_id,
             "rollout": index, "role": rollout.role, "turn": turn,
             "prompt": texts[completion.prompt_ids.tobytes()], "completion": completion.text,
             "reward": rollout.reward, "advantage": advantage if isinstance(advantage, int | float) else mean(advantage),
@@ -189,6 +197,7 @@ def _rows(
             "finish_reason": completion.finish_reason, "temperature": completion.temperature,
             "metrics": list(rollout.metrics.items()),
             "steps": [step._asdict() for step in rollout.steps[turn]] if rollout.steps else [],
+            "engine": completion.engine or None, "started_s": completion.started_s, "ended_s": completion.ended_s,
         }
         for index, (rollout, advantage) in enumerate(zip(group.rollouts, advantages, strict=True))
         for turn, completion in enumerate(rollout.completions)
@@ -200,19 +209,8 @@ def _append(path: Path, line: str) -> None:
         file.write(line)
 
 
-def _line(record: Mapping[str, Any]) -> str:
-    """The record as JSON, which has null alone for NaN and infinities."""
-    finite = json.loads(json.dumps(record), parse_constant=lambda _: None)
-    return json.dumps(finite) + "\n"
-
-
-def _lines(path: Path, step: int) -> list[str]:
-    """The complete lines of a file up to and including those of `step`."""
-    return [line for line in path.read_text("utf-8", "replace").splitlines() if _step_of(line) <= step]
-
-
 def _step_of(line: str) -> float:
-    """The step of a line; a line cut short by a kill belongs to none, and so lies after them all."""
+    """The step of a line; infinity for a line truncated by a kill."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

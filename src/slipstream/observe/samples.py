@@ -1,4 +1,4 @@
-"""Which held-out tasks a report shows: those whose outcome changed most between two evaluations."""
+"""Select the held-out tasks for the report: those whose outcome changed most between two evaluations."""
 
 from __future__ import annotations
 
@@ -11,26 +11,37 @@ Sample = Mapping[str, Any]  # a task's id, prompt, and its completion and reward
 
 
 def compare(before: Sequence[Sample], after: Sequence[Sample], shown: int = SHOWN) -> dict[str, Any]:
-    """Samples of the same tasks `before` and `after`, and how many tasks went `better` and `worse`.
+    """Samples of the same tasks in both evaluations, and the number of `better`, `worse` and `compared` tasks.
 
-    Tasks are the largest gain, the largest loss, the next gain, and so on; then episodes that failed once, then others.
-    A failed episode counts as reward 0, as in the score.
+    Tasks are compared by score, or by reward where records have none. Order: largest gain, largest loss, next gain,
+    and so on; then episodes that failed in one evaluation, then other changed ones. A failed episode counts as 0.
     """
     old = {sample["id"]: sample for sample in before}
     pairs = [(old[new["id"]], new) for new in after if new["id"] in old]
     gains = sorted((pair for pair in pairs if _gain(pair) > 0), key=_gain, reverse=True)
     losses = sorted((pair for pair in pairs if _gain(pair) < 0), key=_gain)
-    turns = [pair for i in range(shown) for pair in (*gains[i : i + 1], *losses[i : i + 1])]
-    same = sorted((pair for pair in pairs if _gain(pair) == 0), key=lambda pair: not any("failed" in s for s in pair))
-    chosen = [*turns, *same][:shown]
+    alternating = [pair for i in range(shown) for pair in (*gains[i : i + 1], *losses[i : i + 1])]
+    equal = (pair for pair in pairs if _gain(pair) == 0 and _outcome(pair[0]) != _outcome(pair[1]))
+    same = sorted(equal, key=lambda pair: not any("failed" in s for s in pair))
+    selected = [*alternating, *same][:shown]
     return {
-        "before": [old for old, _ in chosen],
-        "after": [new for _, new in chosen],
+        "before": [old for old, _ in selected],
+        "after": [new for _, new in selected],
         "better": len(gains),
         "worse": len(losses),
+        "compared": len(pairs),
     }
 
 
 def _gain(pair: tuple[Sample, Sample]) -> float:
     old, new = pair
-    return float((new.get("reward") or 0.0) - (old.get("reward") or 0.0))
+    return score_of(new) - score_of(old)
+
+
+def score_of(sample: Sample) -> float:
+    """The score of an episode: "correct" if the environment reports it, else the reward; 0 if the episode failed."""
+    return float(sample.get("score", sample.get("reward")) or 0.0)
+
+
+def _outcome(sample: Sample) -> tuple[Any, Any]:
+    return sample.get("completion"), sample.get("failed")

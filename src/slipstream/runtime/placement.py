@@ -1,4 +1,4 @@
-"""Which GPUs, and how many threads, each process of a run uses: arithmetic, before anything is started."""
+"""Assignment of GPUs and CPU threads to the processes of a run, computed before any process starts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from slipstream.config import Config, ConfigError, with_absolute_paths, with_options
-from slipstream.models import dtype_name, model_type
+from slipstream.config.loading import with_absolute_paths, with_options
+from slipstream.config.schema import Config, ConfigError
+from slipstream.model.device import dtype_name
+from slipstream.model.inspection import model_type
 
 RESTARTED = ("falcon_h1", "gpt2")  # model types that vLLM stores transposed, or multiplied by constants
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -21,8 +23,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Placement:
-    """GPUs by number for each generator, and for the trainer's ranks one each; none on a host without, or for a side on
-    the CPU. Servers are no generators here."""
+    """GPU indices of each generator, and one index for each trainer rank. Empty for processes on the CPU.
+
+    vLLM servers are excluded.
+    """
 
     generators: tuple[tuple[int, ...], ...]
     trainer: tuple[int, ...]
@@ -34,15 +38,32 @@ class Placement:
         return len(set(taken)) < len(taken)
 
     def sharers(self, gpus: Iterable[int]) -> int:
-        """Number of generators and trainer ranks that use the same one of these GPUs, at most; 1 without a GPU."""
+        """Largest number of generators and trainer ranks that share one of these GPUs; 1 without a GPU."""
         return max((sum(gpu in used for used in (*self.generators, self.trainer)) for gpu in gpus), default=1)
+
+
+def gpus_of_engine(placement: Placement, number: int, gpus: int) -> tuple[int, ...]:
+    """GPUs of an engine: those of the placement, or for a further engine the next free ones of `gpus`.
+
+    Raises `ConfigError` if too few are free.
+    """
+    planned = placement.generators
+    if number < len(planned):
+        return planned[number]
+    used = {gpu for taken in (*planned, placement.trainer) for gpu in taken}
+    free, each = [gpu for gpu in range(gpus) if gpu not in used], len(planned[0])
+    start = (number - len(planned)) * each
+    if start + each > len(free):
+        most = len(planned) + len(free) // each
+        raise ConfigError(f"there are GPUs for {most} engines of {each}, not for {number + 1}")
+    return tuple(free[start : start + each])
 
 
 class GpuLocks:
     """Lets processes that share a GPU start one after the other.
 
-    vLLM sizes its cache by how much free memory shrinks while it starts, so it counts what another process allocates
-    meanwhile as its own.
+    vLLM sizes its cache by the decrease of free memory during its start, so it would count allocations of another
+    process as its own.
     """
 
     def __init__(self) -> None:
@@ -50,51 +71,56 @@ class GpuLocks:
 
     @asynccontextmanager
     async def hold(self, gpus: Iterable[int]) -> AsyncIterator[None]:
-        """Wait until no other process starts on these GPUs, and keep others from it."""
+        """Hold the locks of these GPUs during the block."""
         async with AsyncExitStack() as held:
-            for gpu in sorted(set(gpus)):  # in one order for all, so that no two wait for each other
+            for gpu in sorted(set(gpus)):  # the same order for all callers prevents a deadlock
                 await held.enter_async_context(self._locks[gpu])
             yield
 
 
-def settled(config: Config) -> Config:
-    """The configuration with every "auto" resolved for this host and relative paths made absolute, as a run records it.
+def resolve_auto(config: Config, gpus: int | None = None, hosts: int = 1) -> Config:
+    """The configuration with every "auto" resolved and relative paths made absolute, as a run records it.
 
-    Raises `ConfigError` where the host has too few GPUs.
+    `gpus` is the number of GPUs of the run's `hosts`, by default those of this host. Raises `ConfigError` if they are
+    too few.
     """
-    gpus, ranks = gpus_here(), ranks_here(config.trainer.ranks)
-    place(config, gpus, ranks)
+    gpus = gpus_here() if gpus is None else gpus
+    place(config, gpus)
     if config.sync.link == "auto":
-        chosen: dict[str, Any] = {"link": choose_link(config, gpus, ranks)}
+        resolved: dict[str, Any] = {"link": choose_link(config, gpus, hosts)}
         if _needs_restarts(config):
-            drains = config.sync.interruption == "drain"
-            chosen = {"link": "checkpoint", "restart": True, "interruption": "drain" if drains else "retry"}
-        config = with_options(config, sync=config.sync.model_dump() | chosen)
-    return with_absolute_paths(with_options(config, model=config.model.model_dump() | {"dtype": dtype_name(config)}))
+            drains = config.sync.in_flight == "drain"
+            resolved = {"link": "checkpoint", "restart": True, "in_flight": "drain" if drains else "retry"}
+        config = with_options(config, sync=config.sync.model_dump() | resolved)
+    return with_absolute_paths(
+        with_options(config, model=config.model.model_dump() | {"dtype": dtype_name(config, gpus)})
+    )
 
 
 def _needs_restarts(config: Config) -> bool:
     """Whether vLLM engines of the run store the model's parameters in a layout that no link can write."""
     generator = config.generator
-    written = generator.kind != "vllm" or bool(generator.servers) or config.serves_adapters
+    written = generator.engine != "vllm" or bool(generator.servers) or config.serves_adapters
     return not written and model_type(config.model.path) in RESTARTED
 
 
-def choose_link(config: Config, gpus: int, ranks: int = 0) -> str:
-    """The weight link that `sync.link = "auto"` names on a host with this many GPUs and trainer ranks.
+def choose_link(config: Config, gpus: int, hosts: int = 1) -> str:
+    """The weight link that `sync.link = "auto"` names with this many GPUs and hosts.
 
     The choice depends on the engine, on adapters, and on which GPUs the trainer and the generators use.
-    Raises `ConfigError` where there are too few GPUs.
+    Raises `ConfigError` if the host has too few GPUs.
     """
-    generator, own = config.generator, ":" in config.generator.kind + config.trainer.kind
+    generator, own = config.generator, ":" in config.generator.engine + config.trainer.kind
     if config.sync.restart or generator.remote:
         return "checkpoint"
     if config.serves_adapters:
         return "lora"
-    placement = place(config, gpus, ranks)
+    placement = place(config, gpus)
+    if hosts > 1 and not placement.shared:
+        return "nccl"  # over TCP between CPUs
     if own or config.sync.placement == "colocated" or not (placement.trainer and all(placement.generators)):
         return "shared"
-    if generator.servers:  # on a host with one GPU they share it with the trainer
+    if generator.servers:  # on a host with one GPU the servers share it with the trainer
         return "nccl" if gpus > 1 else "shared"
     if not placement.shared:
         return "nccl"
@@ -103,39 +129,40 @@ def choose_link(config: Config, gpus: int, ranks: int = 0) -> str:
 
 def _fits_single_copy(config: Config) -> bool:
     """Whether a trainer can compute on the weights of the vLLM engine on its GPU."""
-    possible = config.trainer.compute_copy and config.trainer.ranks == config.sync.every == 1 and not config.lora.rank
-    return possible and config.generator.kind == "vllm" and dtype_name(config) == "bfloat16"
+    possible = (
+        config.trainer.keep_compute_copy and config.trainer.ranks == config.sync.every == 1 and not config.lora.rank
+    )
+    return possible and config.generator.engine == "vllm" and dtype_name(config) == "bfloat16"
 
 
-def place(config: Config, gpus: int, ranks: int = 0) -> Placement:
-    """Generators on the first GPUs, `tensor_parallel` each, the trainer's ranks on the next; on one GPU all share it,
-    and in a colocated run the trainer has one of theirs. Beside servers the trainer has the first.
+def place(config: Config, gpus: int) -> Placement:
+    """Assign the `gpus` GPUs of this host to generators and trainer ranks.
 
-    `generator.device` and `trainer.device` have the last word: the first GPU of each generator, and of the ranks. Of
-    these `ranks` are on this host, by default all.
-    Raises `ConfigError` where there are too few.
+    Generators take the first GPUs, `generator.tensor_parallel_size` each, and trainer ranks the next ones. With one GPU
+    all processes share it. In a colocated run the trainer uses GPUs of generators. With vLLM servers only, the trainer
+    takes the first GPU. `generator.device` and `trainer.device` override the first GPU of all generators and of all
+    ranks. Raises `ConfigError` if the host has too few GPUs.
     """
     generator, colocated = config.generator, config.sync.placement == "colocated"
-    each, ranks = generator.tensor_parallel, ranks or config.trainer.ranks
+    each, ranks = generator.tensor_parallel_size, config.trainer.ranks
     count = generator.engines
-    asked = f"generator.count = {count} with generator.tensor_parallel = {each}"
+    asked = f"generator.replicas = {count} with generator.tensor_parallel_size = {each}"
     wanted = count * each
-    told = "trainer.ranks =" if ranks == config.trainer.ranks else "of trainer.ranks, here"
     if gpus and colocated and wanted > gpus:
         raise ConfigError(f"{asked} need {wanted} GPUs, but there are {gpus}; lower one of them")
     if 0 < gpus < ranks and config.trainer.device != "cpu":
-        raise ConfigError(f"{told} {ranks}, but there are {gpus} GPUs here, and each rank needs its own")
+        raise ConfigError(f"trainer.ranks = {ranks}, but there are {gpus} GPUs here, and each rank needs its own")
     if each > max(1, gpus):
-        raise ConfigError(f"generator.tensor_parallel = {each}, but there are {gpus} GPUs here")
+        raise ConfigError(f"generator.tensor_parallel_size = {each}, but there are {gpus} GPUs here")
     if config.sync.link == "single_copy":
-        return _on_the_same(config, gpus)
+        return _place_single_copy(config, gpus)
     spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(count)]
-    generators = tuple(_chosen("generator", generator.device, found, gpus, each) for found in spread)
+    generators = tuple(_gpus_of_device("generator", generator.device, found, gpus, each) for found in spread)
     used = sorted({gpu for found in generators for gpu in found})
     if colocated and len(used) < sum(map(len, generators)):
         raise ConfigError(
             f'generator.device = "{generator.device}" puts {count} generators on the same GPU, and each takes most of '
-            'its memory where sync.placement = "colocated"; leave it out, or set generator.count = 1'
+            'its memory where sync.placement = "colocated"; leave it out, or set generator.replicas = 1'
         )
     left = [gpu for gpu in range(gpus) if gpus == 1 or gpu not in used]
     if colocated:
@@ -143,28 +170,35 @@ def place(config: Config, gpus: int, ranks: int = 0) -> Placement:
     short = (generator.device == "auto" and wanted > gpus) or (config.trainer.device == "auto" and len(left) < ranks)
     if gpus > 1 and short:
         raise ConfigError(
-            f"{asked} and {told} {ranks} need {wanted + ranks} GPUs, but there are {gpus}; lower one of them, "
+            f"{asked} and trainer.ranks = {ranks} need {wanted + ranks} GPUs, but there are {gpus}; lower one of them, "
             "or name generator.device and trainer.device to share"
         )
-    placement = Placement(generators, _chosen("trainer", config.trainer.device, tuple(left[:ranks]), gpus, ranks))
-    if config.sync.link == "nccl_direct" and not gpus:
-        raise ConfigError('sync.link = "nccl_direct" needs GPUs, and there are none here; use "shared"')
-    if placement.shared and config.sync.link.startswith("nccl"):
-        raise ConfigError(
-            f'sync.link = "{config.sync.link}" can\'t connect a GPU with itself, and generators and trainer share one '
-            'here; use "single_copy" or "shared"'
-        )
+    placement = Placement(
+        generators, _gpus_of_device("trainer", config.trainer.device, tuple(left[:ranks]), gpus, ranks)
+    )
+    _validate_link(config.sync.link, placement, gpus)
     return placement
 
 
-def _on_the_same(config: Config, gpus: int) -> Placement:
-    """The one generator and the trainer on the same GPUs. Raises `ConfigError` where their devices are others."""
-    devices, each = (config.generator.device, config.trainer.device), config.generator.tensor_parallel
+def _validate_link(link: str, placement: Placement, gpus: int) -> None:
+    """Raise `ConfigError` if NCCL can't connect the processes of this placement."""
+    if link == "nccl_direct" and not gpus:
+        raise ConfigError('sync.link = "nccl_direct" needs GPUs, and there are none here; use "shared"')
+    if placement.shared and link.startswith("nccl"):
+        raise ConfigError(
+            f'sync.link = "{link}" can\'t connect a GPU with itself, and generators and trainer share one here; use '
+            '"single_copy" or "shared"'
+        )
+
+
+def _place_single_copy(config: Config, gpus: int) -> Placement:
+    """The generator and the trainer on the same GPUs. Raises `ConfigError` if their options name different devices."""
+    devices, each = (config.generator.device, config.trainer.device), config.generator.tensor_parallel_size
     named = [device for device in devices if device != "auto"] or ["auto"]
-    both = _chosen("generator", named[0], tuple(range(each)), gpus, each)
+    both = _gpus_of_device("generator", named[0], tuple(range(each)), gpus, each)
     if not both:
         raise ConfigError('sync.link = "single_copy" needs a GPU, and there is none for it here; use "shared"')
-    if both != _chosen("trainer", named[-1], both, gpus, each):
+    if both != _gpus_of_device("trainer", named[-1], both, gpus, each):
         raise ConfigError(
             'sync.link = "single_copy" needs generator and trainer on the same GPUs, and generator.device = '
             f'"{devices[0]}" and trainer.device = "{devices[1]}" are others; leave one of them out'
@@ -173,36 +207,29 @@ def _on_the_same(config: Config, gpus: int) -> Placement:
 
 
 def gpus_here() -> int:
-    """How many GPUs this host lends to this process."""
+    """Number of GPUs that this process can use."""
     return torch.cuda.device_count()
 
 
-def under_torchrun() -> bool:
-    """Whether `torchrun` started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def ranks_here(ranks: int) -> int:
-    """How many of the trainer's ranks are on this host."""
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else ranks
-
-
 def visible(gpus: tuple[int, ...]) -> dict[str, str]:
-    """The environment of a process that shall see these GPUs alone, of those that this process may see."""
+    """Environment variables that restrict a child process to `gpus`, indices into the GPUs visible to this process."""
     mine = os.environ.get(VISIBLE)
     names = mine.split(",") if mine else None
     return {VISIBLE: ",".join(names[gpu] if names else str(gpu) for gpu in gpus)}
 
 
-def _chosen(side: str, device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple[int, ...]:
-    """So many GPUs from the one that a side's device names, or those found for it. Raises `ConfigError`."""
+def _gpus_of_device(side: str, device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple[int, ...]:
+    """`count` GPUs from the index in `device`, `found` if it is "auto", or none on the CPU.
+
+    `side` is "generator" or "trainer". Raises `ConfigError` if the host has too few GPUs.
+    """
     if device == "auto" and gpus:
         return found
     if not device.startswith("cuda"):
         return ()
     first = int(device.partition(":")[2] or 0)
     if first + count > gpus:
-        each = {"generator": "tensor_parallel", "trainer": "ranks"}[side]
+        each = {"generator": "tensor_parallel_size", "trainer": "ranks"}[side]
         raise ConfigError(
             f'{side}.device = "{device}" with {side}.{each} = {count} needs {first + count} GPUs, but there are {gpus} '
             "here; name an earlier one, or leave it out"
@@ -211,13 +238,14 @@ def _chosen(side: str, device: str, found: tuple[int, ...], gpus: int, count: in
 
 
 def threads(option: int, config: Config) -> int:
-    """CPU threads of one process: as asked, or all cores where sides take turns, else an equal share. Servers have
-    their own."""
+    """CPU threads of one process: `option` if positive, else an equal share of the cores.
+
+    With lag 0 or colocated placement generators and trainer compute alternately, so each side divides all cores. vLLM
+    servers are excluded.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if option:
         return option
     turns = config.loop.max_lag == 0 or config.sync.placement == "colocated"
-    torchrun = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
-    engines = 0 if torchrun.get("GROUP_RANK", "0") != "0" else config.generator.engines  # which are on its first host
-    ranks = int(torchrun.get("LOCAL_WORLD_SIZE", config.trainer.ranks))
+    engines, ranks = config.generator.engines, config.trainer.ranks
     return max(1, cores // (max(engines, ranks) if turns else engines + ranks))

@@ -1,4 +1,4 @@
-"""A judge behind a URL: JSON in, a number out."""
+"""A scorer behind a URL: POSTs each rollout as JSON, and reads its reward from the answer."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from slipstream.config import ConfigError
-from slipstream.environments.base import Codec, Task
-from slipstream.environments.scoring import ScoringError
+from slipstream.config.schema import ConfigError
+from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Rollout
-from slipstream.scoring.base import take
+from slipstream.scoring.base import parse_options
 
 DEFAULTS = {"url": None, "timeout": 30.0, "retries": 3, "backoff": 0.5, "token_env": ""}
-LONGEST_PAUSE = 30.0  # seconds between two attempts, whatever the judge asks for
-LARGEST_ANSWER = 2**20
-SHOWN = 200
+MAX_PAUSE_S = 30.0  # between two attempts, also if Retry-After is longer
+MAX_ANSWER = 2**20  # bytes
+MAX_SHOWN = 200  # bytes of an answer in an error message
 
 
-class _Failed(Exception):
-    """One attempt failed. `reason` is short enough to be counted by; `pause`: seconds that the judge asks to wait."""
+class _AttemptFailed(Exception):
+    """One attempt failed. `reason` is a short category; `pause`: seconds of the judge's Retry-After."""
 
-    def __init__(self, reason: str, detail: str = "", *, again: bool = True, pause: float = 0.0) -> None:
+    def __init__(self, reason: str, detail: str = "", *, retry: bool = True, pause: float = 0.0) -> None:
         super().__init__(detail)
-        self.reason, self.again, self.pause = f"judge {reason}", again, pause
+        self.reason, self.retry, self.pause = f"judge {reason}", retry, pause
 
 
 class Judge:
-    """POSTs each rollout to `url` and takes the answer for its reward.
+    """POSTs each rollout to `url`; the answer is its reward.
 
-    An attempt that gets no answer within `timeout` seconds, no connection, or status 429 or 5xx is made again,
-    `retries` times, after `backoff` seconds and twice as many each time; they are counted by reason. A variable of the
-    environment that `token_env` names goes along as a bearer token. Raises `ConfigError` for options that can't be.
+    Retries a timeout, a failed connection, and status 429 or 5xx up to `retries` times, with exponential backoff from
+    `backoff` seconds; `self.retries` counts them by reason. `token_env` names an environment variable with a bearer
+    token. Raises `ConfigError` for invalid options.
     """
 
-    def __init__(self, options: Mapping[str, Any], codec: Codec) -> None:
-        taken = take(options, DEFAULTS, "http")
+    def __init__(self, options: Mapping[str, Any], tokenizer: ChatTokenizer) -> None:
+        taken = parse_options(options, DEFAULTS, "http")
         self._url, self._attempts = taken["url"], taken["retries"] + 1
         self._timeout, self._backoff = taken["timeout"], taken["backoff"]
         parts = urlsplit(self._url)
@@ -51,7 +51,7 @@ class Judge:
             if taken[name] < 0 or not math.isfinite(taken[name]):
                 raise ConfigError(f"scoring.options.{name} = {taken[name]} must be 0 or more")
         self._headers = _headers(taken["token_env"])
-        self._codec = codec
+        self._tokenizer = tokenizer
         self._session: Any = None
         self.retries: Counter[str] = Counter()
         try:
@@ -60,57 +60,57 @@ class Judge:
             raise ConfigError("scoring.kind = \"http\" needs aiohttp: pip install 'slipstream-rl[judge]'") from None
 
     async def score(self, task: Task, rollout: Rollout) -> Any:
-        """What the judge answers, made again where that may help. Raises `ScoringError`."""
-        question = describe(task, rollout, self._codec)
+        """The judge's answer, after retries. Raises `ScoringError`."""
+        request = judge_request(task, rollout, self._tokenizer)
         for attempt in range(1, self._attempts + 1):
             try:
-                return await self._ask(question)
-            except _Failed as failure:
-                if attempt == self._attempts or not failure.again:
+                return await self._post(request)
+            except _AttemptFailed as failure:
+                if attempt == self._attempts or not failure.retry:
                     tried = f" after {attempt} attempts" if attempt > 1 else ""
                     raise ScoringError(failure.reason, f"{self._url}: {failure}{tried}") from None
                 self.retries[failure.reason] += 1
-                pause = self._backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.0)  # not all at the same moment
-                await asyncio.sleep(min(LONGEST_PAUSE, max(pause, failure.pause)))
+                pause = self._backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.0)  # jitter
+                await asyncio.sleep(min(MAX_PAUSE_S, max(pause, failure.pause)))
         raise AssertionError("there is at least one attempt")
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(self, question: Any) -> Any:
-        """One attempt. Raises `_Failed`."""
+    async def _post(self, request: Any) -> Any:
+        """One attempt. Raises `_AttemptFailed`."""
         import aiohttp
 
-        if self._session is None:  # here, where there is a loop; the stage limits how many ask at once
+        if self._session is None:  # needs a running event loop; `ScoringStage` limits concurrency
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
         try:
             limit = aiohttp.ClientTimeout(self._timeout or None)
-            async with self._session.post(self._url, json=question, timeout=limit, allow_redirects=False) as response:
-                body = await response.content.read(LARGEST_ANSWER)
-                while not response.content.at_eof() and len(body) < LARGEST_ANSWER:
-                    body += await response.content.read(LARGEST_ANSWER)
+            async with self._session.post(self._url, json=request, timeout=limit, allow_redirects=False) as response:
+                body = await response.content.read(MAX_ANSWER)
+                while not response.content.at_eof() and len(body) < MAX_ANSWER:
+                    body += await response.content.read(MAX_ANSWER)
                 status, wait = response.status, response.headers.get("Retry-After", "")
         except TimeoutError:
-            raise _Failed("timeout", f"no answer within {self._timeout:g} s") from None
+            raise _AttemptFailed("timeout", f"no answer within {self._timeout:g} s") from None
         except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError, ConnectionError) as error:
-            raise _Failed("unreachable", str(error)) from None
+            raise _AttemptFailed("unreachable", str(error)) from None
         except aiohttp.ClientError as error:
-            raise _Failed(type(error).__name__, str(error)) from None
+            raise _AttemptFailed(type(error).__name__, str(error)) from None
         if status != 200:
-            shown = body[:SHOWN].decode(errors="replace")
+            shown = body[:MAX_SHOWN].decode(errors="replace")
             pause = float(wait) if wait.isdigit() else 0.0
-            raise _Failed(f"HTTP {status}", shown, again=status == 429 or status >= 500, pause=pause)
-        return parse(body)
+            raise _AttemptFailed(f"HTTP {status}", shown, retry=status == 429 or status >= 500, pause=pause)
+        return parse_answer(body)
 
 
-def describe(task: Task, rollout: Rollout, codec: Codec) -> dict[str, Any]:
-    """The question: the task, and every completion of the rollout as text and as tokens."""
+def judge_request(task: Task, rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """The request's JSON: the task, and every completion of the rollout as text and tokens."""
     return {
         "task": {"id": task.id, "prompt": task.prompt, "data": task.data},
         "completions": [
             {
-                "prompt": codec.decode(c.prompt_ids), "text": c.text, "token_ids": list(c.token_ids),
+                "prompt": tokenizer.decode(c.prompt_ids), "text": c.text, "token_ids": list(c.token_ids),
                 "finish_reason": c.finish_reason,
             }
             for c in rollout.completions
@@ -120,18 +120,20 @@ def describe(task: Task, rollout: Rollout, codec: Codec) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def parse(body: bytes) -> Any:
-    """The answer: a number or a mapping. Raises `_Failed`."""
+def parse_answer(body: bytes) -> Any:
+    """The answer: a number or a mapping. Raises `_AttemptFailed`."""
     try:
         answer = json.loads(body)
     except ValueError:
         answer = None
     if isinstance(answer, bool) or not isinstance(answer, int | float | dict):
-        raise _Failed("answer", f"no number and no object: {body[:SHOWN].decode(errors='replace')}", again=False)
+        shown = body[:MAX_SHOWN].decode(errors="replace")
+        raise _AttemptFailed("answer", f"no number and no object: {shown}", retry=False)
     return answer
 
 
 def _headers(token_env: str) -> dict[str, str]:
+    """The Authorization header, if `token_env` is set. Raises `ConfigError`."""
     if not token_env:
         return {}
     if token_env not in os.environ:

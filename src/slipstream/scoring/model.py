@@ -1,7 +1,7 @@
-"""A reward model, or a process-reward model, as a scorer: on an engine of its own, in a process of its own.
+"""A reward model or process-reward model as a scorer, in its own worker process.
 
-Whatever waits for it goes through it together, in micro-batches of like lengths. A model with the policy's vocabulary
-reads the very tokens that were drawn; any other reads the text.
+Waiting requests are scored together, in micro-batches of similar lengths. A model with the policy's vocabulary reads
+the sampled tokens; any other reads the text.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 import bisect
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.actor import Actor, ActorDied, ActorError, Reply
-from slipstream.config import ConfigError
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Task
-from slipstream.environments.scoring import ScoringError
+from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout
-from slipstream.scoring.base import take
+from slipstream.runtime.batching import Batched
+from slipstream.runtime.runtime import current_runtime
+from slipstream.runtime.worker import Worker, WorkerError, handle
+from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.scoring.base import parse_options
+from slipstream.scoring.process import ScoringProcess
 
 DEFAULTS = {
     "path": None, "dtype": "float32", "device": "auto", "threads": 0, "label": -1, "tokens": 8192,
@@ -30,60 +35,58 @@ REDUCE: dict[str, Callable[[list[float]], float]] = {
     "min": min,
     "mean": lambda values: math.fsum(values) / len(values),
 }
-MARK = "reply"  # stands for a reply where it is asked what a chat template writes after one
+PLACEHOLDER = "reply"  # to find the text that a chat template appends to a reply
 KINDS = ("SequenceClassification", "TokenClassification")
 
 
-class RewardModel:
-    """The controller's end. Options: those of `DEFAULTS`. Raises `ConfigError` for options that can't be."""
+class RewardModel(ScoringProcess):
+    """The controller's handle of the worker. Options: those of `DEFAULTS`. Raises `ConfigError` for invalid options."""
 
     def __init__(
-        self, options: Mapping[str, Any], policy: str, log: Path | None, progress_timeout: float | None = None
-    ) -> None:
-        self._options, self._policy = take(options, DEFAULTS, "model"), policy
+        self, options: Mapping[str, Any], policy: str, log: Path | None, progress_timeout: float | None = None,
+        max_restarts: int = 0,
+    ) -> None:  # fmt: skip
+        self._options, self._policy = parse_options(options, DEFAULTS, "model"), policy
         if self._options["reduce"] not in REDUCE:
             raise ConfigError(f"scoring.options.reduce = {self._options['reduce']!r}; give {', '.join(REDUCE)}")
         if self._options["dtype"] not in ("float32", "bfloat16"):
             raise ConfigError(f"scoring.options.dtype = {self._options['dtype']!r}; give float32 or bfloat16")
-        self._actor = Actor("reward model", log, progress_timeout=progress_timeout)
+        launcher = current_runtime().service("reward model", str(self._options["device"]))
+        super().__init__(
+            lambda: WorkerProcess("reward model", log, launcher, progress_timeout=progress_timeout), max_restarts
+        )
 
-    async def start(self) -> None:
-        """Load the model. Raises what the process raises as `ActorError`."""
-        await self._actor.start("slipstream.scoring.model:RewardModelService", self._options, self._policy)
+    async def _start(self, process: WorkerProcess) -> None:
+        reference = "slipstream.scoring.model:RewardModelWorker"
+        await process.start(RewardModelWorker, reference, self._options, self._policy)
 
     async def score(self, task: Task, rollout: Rollout) -> Any:
-        """What the model says of the last completion; a process-reward model, of the steps of all."""
+        """The reward of the last completion; from a process-reward model, rewards of the steps of all completions."""
         try:
-            return await self._actor.call("score", task.prompt, rollout.completions)
-        except ActorError as error:
+            return await handle(RewardModelWorker, self.process).score(task.prompt, rollout.completions)
+        except WorkerError as error:
             kind = "input" if error.kind == ScoringError.__name__ else error.kind
             raise ScoringError(f"reward model {kind}", str(error)) from None
-        except ActorDied as error:
-            raise ScoringError("reward model died", str(error)) from None
-
-    @property
-    def dead(self) -> ActorDied | None:
-        return self._actor.dead
-
-    async def close(self) -> None:
-        await self._actor.stop()
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Token ids for the model, and where in them the score of which token of the completion is read."""
+class ScoredSequence:
+    """The model's input, and pairs (position whose score is read, token of the completion that the score is for)."""
 
     ids: Sequence[int]
     reads: Sequence[tuple[int, int]]
 
 
-class RewardModelService:
-    """What runs in the process: questions are collected, and all that have arrived are answered together."""
+class RewardModelWorker(Worker):
+    """The worker process of a reward model; scores all waiting requests together. `progress` counts forward passes."""
+
+    progress = 0
 
     def __init__(self, options: Mapping[str, Any], policy: str) -> None:
         import torch
 
-        from slipstream.models import load_tokenizer, pick_device
+        from slipstream.model.device import pick_device
+        from slipstream.model.loading import load_tokenizer
 
         torch.set_num_threads(options["threads"] or max(1, (os.cpu_count() or 1) // 3))
         self._device = pick_device(options["device"], "scoring.options.device")
@@ -96,93 +99,80 @@ class RewardModelService:
         self._same = self._tokenizer.get_vocab() == self._policy_tokenizer.get_vocab()
         if self._per_token and not self._same and not self._separator:
             raise ConfigError(
-                "scoring.options.separator is not set; a process-reward model with a vocabulary of its own scores "
+                "scoring.options.separator is not set; a process-reward model with its own vocabulary scores "
                 r'steps, not tokens, so say what ends one, such as "\n\n"'
             )
-        self._waiting: list[tuple[list[Reading], Reply]] = []
-        self.progress = 0  # passes
+        self._requests = Batched(self._score_all)
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._waiting)
-
-    def handle(self, method: str, arguments: tuple[Any, ...], reply: Reply) -> None:
-        prompt, completions = arguments
+    async def score(self, prompt: Any, completions: Sequence[Completion]) -> Any:
+        """The reward of the last completion; from a process-reward model, rewards of the steps of all completions."""
         if len(completions) > 1 and not self._same and self._tokenizer.chat_template:
             raise ScoringError(
                 "reward model input",
-                f"an episode of {len(completions)} turns can't be given to a reward model with a vocabulary and a chat "
-                "template of its own, which would see the task and one reply of it; take one with the policy's "
+                f"an episode of {len(completions)} turns can't be given to a reward model with its own vocabulary and "
+                "chat template, which would read the task and one reply only; take one with the policy's "
                 'vocabulary, or write a scorer of your own: scoring.kind = "module:Class"',
             )
         readings = [self._sequence(prompt, c) for c in (completions if self._per_token else completions[-1:])]
-        self._waiting.append((readings, reply))
+        return self._answer(await self._requests.ask(readings))
 
-    def tick(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        try:
-            values = iter(self._read([reading for readings, _ in waiting for reading in readings]))
-        except Exception as error:
-            for _, reply in waiting:
-                reply(error)
-            return
-        for readings, reply in waiting:
-            reply(self._answer([next(values) for _ in readings]))
-
-    def close(self) -> None: ...
+    def _score_all(self, requests: Sequence[list[ScoredSequence]]) -> list[list[list[list[Any]]]]:
+        values = iter(self._score_sequences([reading for readings in requests for reading in readings]))
+        return [[next(values) for _ in readings] for readings in requests]
 
     def _answer(self, steps: list[list[list[Any]]]) -> Any:
         rewards = [reward for completion in steps for _, reward in completion]
         if not self._per_token:
             return rewards[0]
-        return {"reward": self._reduce(rewards), "tokens": steps} if rewards else {"reward": 0.0, "tokens": steps}
+        return {"reward": self._reduce(rewards) if rewards else 0.0, "tokens": steps}
 
-    def _sequence(self, prompt: Any, completion: Completion) -> Reading:
-        """What the model reads of a completion."""
+    def _sequence(self, prompt: Any, completion: Completion) -> ScoredSequence:
         steps = self._steps(completion) if self._per_token else []
         if self._same:
             before = len(completion.prompt_ids)
             ids: Sequence[int] = (*completion.prompt_ids, *completion.token_ids)
-            return Reading(ids, [(before + end, end) for _, end in steps] or [(len(ids) - 1, 0)])
+            return ScoredSequence(ids, [(before + end, end) for _, end in steps] or [(len(ids) - 1, 0)])
         text, start, stop = self._text(prompt, completion)
-        # What a chat template writes has its special tokens already.
-        encoded = self._tokenizer(
-            text, return_offsets_mapping=True, add_special_tokens=not self._tokenizer.chat_template
-        )
+        special = not self._tokenizer.chat_template  # a template writes its own
+        encoded = self._tokenizer(text, return_offsets_mapping=True, add_special_tokens=special)
         spans = encoded["offset_mapping"]
-        tokens = [i for i, (first, last) in enumerate(spans) if first < last]  # special ones that were added have none
+        tokens = [i for i, (first, last) in enumerate(spans) if first < last]  # added special tokens have empty spans
         starts = [spans[i][0] for i in tokens]
         reads = [(tokens[max(0, bisect.bisect_left(starts, min(start + at, stop)) - 1)], end) for at, end in steps]
-        return Reading(encoded["input_ids"], reads or [(len(spans) - 1, 0)])
+        return ScoredSequence(encoded["input_ids"], reads or [(len(spans) - 1, 0)])
 
     def _text(self, prompt: Any, completion: Completion) -> tuple[str, int, int]:
-        """The conversation as the model's own chat template writes it, or plain, and where in it the completion starts
-        and stops. Raises `ScoringError` for steps of a reply that the template rewrites."""
+        """The text for the model, and where in it the completion starts and stops.
+
+        The model's own chat template is applied, if any. Raises `ScoringError` for a process-reward model if the
+        template changes the reply.
+        """
         if not self._tokenizer.chat_template:
             before: str = self._policy_tokenizer.decode(completion.prompt_ids, skip_special_tokens=True)
             return before + completion.text, len(before), len(before) + len(completion.text)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
 
-        def written(reply: str) -> str:
-            said = [*messages, {"role": "assistant", "content": reply}]
-            text: str = self._tokenizer.apply_chat_template(said, tokenize=False)
+        def render(reply: str) -> str:
+            chat = [*messages, {"role": "assistant", "content": reply}]
+            text: str = self._tokenizer.apply_chat_template(chat, tokenize=False)
             return text
 
-        text = written(completion.text)
+        text = render(completion.text)
         if not self._per_token:
-            return text, 0, len(text)  # a score of all of it, which is read at its end
-        stop = len(text.removesuffix(written(MARK).rpartition(MARK)[2]))
-        for reply in (completion.text, completion.text.lstrip(), completion.text.strip()):  # many templates strip it
+            return text, 0, len(text)  # the one score is read at the end
+        stop = len(text.removesuffix(render(PLACEHOLDER).rpartition(PLACEHOLDER)[2]))
+        # Many templates strip the reply.
+        for reply in (completion.text, completion.text.lstrip(), completion.text.strip()):
             if text.endswith(reply, 0, stop):
                 return text, stop - len(reply) - completion.text.find(reply), stop
         raise ScoringError(
             "reward model input",
             f"the chat template of scoring.options.path rewrites the reply {completion.text!r:.60}, so its steps can't "
-            "be told in it; give the model a template that writes replies as they are",
+            "be found in it; give the model a template that leaves replies unchanged",
         )
 
     def _steps(self, completion: Completion) -> list[tuple[int, int]]:
-        """Where the steps of a completion end: the character after each, and its last token."""
+        """The end of each step of a completion: (the character after the step, the step's last token)."""
         ids = completion.token_ids
         if not self._separator:
             return [(0, end) for end in range(len(ids))]
@@ -191,13 +181,13 @@ class RewardModelService:
         def characters(tokens: int) -> int:
             return len(self._policy_tokenizer.decode(ids[:tokens], skip_special_tokens=True))
 
-        ends = [at + len(self._separator) for at in _found(text, self._separator)]
+        ends = [found.end() for found in re.finditer(re.escape(self._separator), text)]
         if not ends or text[ends[-1] :].strip():
             ends.append(len(text))
         tokens = [min(bisect.bisect_left(range(len(ids) + 1), at, key=characters), len(ids)) for at in ends]
         return [(at, count - 1) for at, count in zip(ends, tokens, strict=True) if count]
 
-    def _read(self, sequences: list[Reading]) -> list[list[list[Any]]]:
+    def _score_sequences(self, sequences: list[ScoredSequence]) -> list[list[list[Any]]]:
         """For each sequence, pairs [token of the completion, score]."""
         import torch
 
@@ -217,7 +207,7 @@ class RewardModelService:
         import torch
 
         longest, last = max(map(len, rows)), {row[-1] for row in rows}
-        # A classifier finds the last token of a row by its being no padding, so no row may end with what pads.
+        # A classifier looks for the last token that differs from padding, so no row may end with the padding token.
         padding = next(i for i in range(len(last) + 1) if i not in last)
         self._model.config.pad_token_id = padding
         ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=self._device)
@@ -227,9 +217,9 @@ class RewardModelService:
 
 
 def padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of the sequences of each forward pass: like lengths together, at most `budget` padded tokens each.
+    """Indices of the sequences of each forward pass: similar lengths together, at most `budget` padded tokens.
 
-    A sequence longer than the budget goes alone.
+    A sequence longer than the budget has its own pass.
     """
     passes: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
@@ -240,24 +230,16 @@ def padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return passes
 
 
-def _found(text: str, part: str) -> list[int]:
-    """Where a part begins in a text, each time."""
-    places, at = [], text.find(part)
-    while at >= 0:
-        places.append(at)
-        at = text.find(part, at + len(part))
-    return places
-
-
 def load_classifier(path: str, device: Any, dtype: Any) -> Any:
-    """A sequence- or token-classification model, as its configuration says. Raises `ConfigError`."""
+    """The sequence- or token-classification model at `path`. Raises `ConfigError`."""
     import transformers
 
-    from slipstream.models import check_path, load_pretrained, naming_damage
+    from slipstream.model.loading import explain_damaged_files, load_pretrained
+    from slipstream.model.paths import check_path
 
     option = "scoring.options.path"
     check_path(path, option)
-    with naming_damage(path, option):
+    with explain_damaged_files(path, option):
         config = transformers.AutoConfig.from_pretrained(path)
     named = (config.architectures or [""])[0]
     kind = next((k for k in KINDS if named.endswith(f"For{k}")), None)

@@ -1,7 +1,7 @@
-"""Between generation and buffer: finished rollouts wait here for their rewards.
+"""Scoring between generation and buffer.
 
-Consumes rollouts whose episodes are over, produces the same with rewards and a teacher's log-probabilities. Waits for
-scorers and the teacher, and only the group of a rollout waits for it: generators go on meanwhile.
+Consumes rollouts of finished episodes, produces rollouts with rewards and a teacher's log-probabilities. Waits for the
+scorer and the teacher; meanwhile generation continues, and only the rollout's group waits.
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ import dataclasses
 import math
 import time
 from array import array
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from slipstream.actor import ActorDied, ActorError
-from slipstream.closing import close_at_once
-from slipstream.config import ConfigError, ScoringConfig
+from slipstream.config.schema import ConfigError, ScoringConfig
 from slipstream.environments.base import Task
-from slipstream.environments.scoring import ScoringError
+from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Group, Rollout, mean
-from slipstream.scoring.base import Scorer, rewarded
+from slipstream.runtime.closing import close_at_once
+from slipstream.runtime.worker import WorkerDied, WorkerError
+from slipstream.scoring.base import Scorer, apply_answer
+from slipstream.scoring.process import ScoringProcess
 from slipstream.scoring.teacher import Teacher
 
 
 @dataclasses.dataclass
-class Lap:
-    """What a stage did for a while, failed scores included. Times are seconds, summed over the scores that ended."""
+class Interval:
+    """Statistics of a stage since the last `take_interval`, failed scores included.
 
-    queue: int = 0  # as it is at the end, like what is `running` then
+    `queue` and `running` are the current numbers. Times are in seconds, summed over the scores that ended.
+    """
+
+    queue: int = 0
     running: int = 0
     scored: int = 0
     seconds: float = 0.0
@@ -37,59 +43,75 @@ class Lap:
 
 
 class ScoringStage:
-    """Scores at most `scoring.concurrency` rollouts at once, each within `scoring.time_limit`; the others queue.
+    """Scores up to `scoring.concurrency` rollouts at once, each within `scoring.timeout`; the others queue.
 
-    Without a scorer the reward stays the environment's; without a teacher there are no log-probabilities of one.
+    Without a scorer the environment's reward remains; without a teacher `Rollout.teacher` remains ().
     """
 
     def __init__(self, options: ScoringConfig, scorer: Scorer | None, teacher: Teacher | None = None) -> None:
         self._options = options
         self.scorer, self.teacher = scorer, teacher
-        most = min(options.concurrency, getattr(scorer, "concurrency", options.concurrency))
-        self._places = asyncio.Semaphore(most)
-        self._limit = None if getattr(scorer, "keeps_time", False) else options.time_limit
+        concurrency = min(options.concurrency, getattr(scorer, "concurrency", options.concurrency))
+        self._slots = asyncio.Semaphore(concurrency)
+        self._timeout = None if getattr(scorer, "has_own_timeout", False) else options.timeout
         self.queue = 0
         self.running = 0
-        self._lap = Lap()
+        self._interval = Interval()
 
     async def __call__(self, task: Task, rollout: Rollout) -> Rollout:
-        """The rollout with its reward and the teacher's log-probabilities. Raises `ScoringError`."""
+        """The rollout with its reward and the teacher's log-probabilities.
+
+        Raises `ScoringError`, or another error of scorer or teacher as it is.
+        """
         if self.teacher is None:
             return await self._score(task, rollout)
-        asked = asyncio.ensure_future(self.teacher.score(rollout.completions))
+        logprobs = asyncio.ensure_future(self.teacher.score(rollout.completions))
         try:
-            return taught(await self._score(task, rollout), await asked)
+            return with_teacher(await self._score(task, rollout), await logprobs)
         finally:
-            asked.cancel()
+            logprobs.cancel()
 
-    async def teach(self, group: Group) -> Group:
-        """A group of a checkpoint: what was ready before the run had a teacher gets its log-probabilities now."""
+    async def add_teacher(self, group: Group) -> Group:
+        """The group with a teacher's log-probabilities: a checkpoint's groups may be older than the teacher."""
         if self.teacher is None:
             return group
-        rollouts = [r if r.teacher else taught(r, await self.teacher.score(r.completions)) for r in group.rollouts]
+        rollouts = [
+            r if r.teacher else with_teacher(r, await self.teacher.score(r.completions)) for r in group.rollouts
+        ]
         return dataclasses.replace(group, rollouts=tuple(rollouts))
 
     @property
-    def dead(self) -> ActorDied | None:
-        """What became of the process of the reward model or of the teacher, if it died."""
-        ends = (getattr(part, "dead", None) for part in (self.scorer, self.teacher))
-        return next((dead for dead in ends if isinstance(dead, ActorDied)), None)
+    def dead(self) -> WorkerDied | None:
+        """The last death of the reward model or the teacher, once it is not restarted any more."""
+        return next((part.dead for part in self._processes if part.dead), None)
 
-    def lap(self) -> Lap:
-        """What was done since the last lap."""
+    @property
+    def _processes(self) -> list[ScoringProcess]:
+        return [part for part in (self.scorer, self.teacher) if isinstance(part, ScoringProcess)]
+
+    def warn_by(self, warn: Callable[[str], None]) -> None:
+        """Report restarts of reward model and teacher by this function."""
+        for part in self._processes:
+            part.warn = warn
+
+    def take_interval(self) -> Interval:
+        """Statistics since the last call."""
         retries = dict(getattr(self.scorer, "retries", None) or {})
-        lap, self._lap = self._lap, Lap(longest_queue=self.queue)
-        return dataclasses.replace(lap, queue=self.queue, running=self.running, retries=retries)
+        interval, self._interval = self._interval, Interval(longest_queue=self.queue)
+        return dataclasses.replace(interval, queue=self.queue, running=self.running, retries=retries)
 
     async def start(self) -> None:
-        """Start the processes that scorer and teacher need, if any. Raises `ConfigError` for what they refuse."""
+        """Start the processes of reward model and teacher, if any; reward workers start when first needed.
+
+        Raises `ConfigError` if one can't be built from its options or files.
+        """
         try:
             parts: list[Any] = [self.scorer, self.teacher]
-            for part in parts:  # one after the other, since they may share a GPU
+            for part in parts:  # sequentially, since they may share a GPU
                 if hasattr(part, "start"):
                     await part.start()
-        except ActorError as error:
-            if error.kind in ("ConfigError", "ValueError", "OSError", "ImportError"):
+        except WorkerError as error:
+            if error.kind in ("ConfigError", "InvalidInput", "ValueError", "OSError", "ImportError"):
                 raise ConfigError(str(error)) from None
             raise
 
@@ -97,41 +119,47 @@ class ScoringStage:
         await close_at_once(*(part.close for part in (self.scorer, self.teacher) if part is not None))
 
     async def _score(self, task: Task, rollout: Rollout) -> Rollout:
-        """The rollout with its reward, once it is its turn. Raises `ScoringError`."""
+        """The rollout with its reward, after a wait for a free slot. Raises `ScoringError`."""
         if self.scorer is None:
             return rollout
         queued = time.perf_counter()
         self.queue += 1
-        if self._places.locked():  # else its turn comes at once
-            self._lap.longest_queue = max(self._lap.longest_queue, self.queue)
+        if self._slots.locked():
+            self._interval.longest_queue = max(self._interval.longest_queue, self.queue)
         try:
-            await self._places.acquire()
+            await self._slots.acquire()
         finally:
             self.queue -= 1
         began = time.perf_counter()
         self.running += 1
         try:
-            async with asyncio.timeout(self._limit) as clock:
-                answer = await self.scorer.score(task, rollout)
+            call = partial(self._ask, self.scorer, task, rollout)
+            answer = await (self.scorer.repeat(call) if isinstance(self.scorer, ScoringProcess) else call())
+        finally:
+            self.running -= 1
+            self._slots.release()
+            self._interval.scored += 1
+            self._interval.seconds += time.perf_counter() - began
+            self._interval.waited += began - queued
+        return apply_answer(rollout, answer, self._options.weights)
+
+    async def _ask(self, scorer: Scorer, task: Task, rollout: Rollout) -> Any:
+        """The scorer's answer. Raises `ScoringError` after `scoring.timeout`."""
+        try:
+            async with asyncio.timeout(self._timeout) as clock:
+                return await scorer.score(task, rollout)
         except TimeoutError:
             if not clock.expired():
                 raise
-            limit = f"it took longer than scoring.time_limit = {self._options.time_limit:g} s"
-            raise ScoringError("scoring time limit", limit) from None
-        finally:
-            self.running -= 1
-            self._places.release()
-            self._lap.scored += 1
-            self._lap.seconds += time.perf_counter() - began
-            self._lap.waited += began - queued
-        return rewarded(rollout, answer, self._options.weights)
+            message = f"it took longer than scoring.timeout = {self._options.timeout:g} s"
+            raise ScoringError("scoring time limit", message) from None
 
 
-def taught(rollout: Rollout, teacher: tuple[array[float], ...]) -> Rollout:
+def with_teacher(rollout: Rollout, teacher: tuple[array[float], ...]) -> Rollout:
     """The rollout with a teacher's log-probabilities of its tokens.
 
-    The metric `teacher_gap` is the mean of behaviour - teacher, which estimates KL(behaviour ‖ teacher) a token. A
-    rollout that nobody has rewarded gets minus that as its reward.
+    The metric `teacher_gap` is the mean of behaviour - teacher log-probabilities, an estimate of KL(behaviour ‖
+    teacher) per token. A rollout without a reward gets -teacher_gap as its reward.
     """
     rows = zip(rollout.completions, teacher, strict=True)
     gap = mean([b - t for completion, row in rows for b, t in zip(completion.logprobs, row, strict=True)])

@@ -1,15 +1,17 @@
-"""The `lora` link: adapters alone, each version under a name of its own, into an engine that serves several at once.
+"""The `lora` link: publishes only the adapter, each version under its own name, to vLLM, which serves several at once.
 
-A version is a PEFT directory whose files lie in memory. Sequences in flight finish on the adapter that they began with,
-new ones take the newest, and no sequence waits for a publish to be read. This is the trainer's end; the engine's is
-`generators.vllm_adapters`.
+A version is a PEFT directory whose files are in memory. Sequences in flight finish on the adapter that they started
+with, new sequences take the newest, and vLLM decodes while it reads a version. This module has the trainer's end and
+the file format; the engine's end is `generators.vllm.weights`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,52 +19,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.config import Config
-from slipstream.models import ADAPTER, dtype_of
-from slipstream.sync.link import Parameters, Sender, Ticket, shapes_of
-from slipstream.sync.pages import PageLock
-from slipstream.sync.shared import allocate, free
+from slipstream.config.schema import Config
+from slipstream.model.device import dtype_of
+from slipstream.model.paths import ADAPTER
+from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, shapes_of
+from slipstream.sync.shared import allocate_shared_file, free_shared_file
 
 WEIGHTS = "adapter_model.safetensors"
-NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # that safetensors has for number formats of `model.dtype`
+FOR_ALL_GPUS = 1  # CU_MEMHOSTREGISTER_PORTABLE
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in safetensors, for each `model.dtype`
 
 
 class AdapterSender(Sender):
-    """The trainer's end. On disk there are links to its memory, which goes with the process however that ends.
+    """The trainer's end. The files on disk are symlinks to memory of this process, which the system frees at its end.
 
-    All versions lie in the same memory, one after the other: none is staged before every engine has read the one before
-    and its checksums were compared.
+    All versions use the same memory: `stage` follows the `release` of the previous version.
     """
 
-    lets_go = True
+    trainer_free_after_send = one_trainer = independent_receivers = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype_of(config)
         self._directory = directory / "adapters"
         shutil.rmtree(self._directory, ignore_errors=True)
         targets = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in parameters}
-        described = {
+        adapter_config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.model.path,
             "r": config.lora.rank, "lora_alpha": config.lora.alpha, "target_modules": sorted(targets), "bias": "none",
         }  # fmt: skip
         self._shapes = shapes_of(parameters)
-        head, size = head_of({plain(name): shape for name, shape in self._shapes.items()}, self._dtype)
-        self._files = {
-            ADAPTER: _file(json.dumps(described).encode()),
-            WEIGHTS: _file(head, size),
-        }
+        head, size = safetensors_header({peft_name(name): shape for name, shape in self._shapes.items()}, self._dtype)
+        self._files = {ADAPTER: _create_file(json.dumps(adapter_config).encode()), WEIGHTS: _create_file(head, size)}
         path = self._files[WEIGHTS][1]
         memory = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
         self._data, self._locked = memory[len(head) :].view(self._dtype), PageLock(memory)
 
-    def offer(self) -> Ticket:
+    def connection_info(self) -> ConnectionInfo:
         return {"shapes": self._shapes}
 
     @torch.no_grad()
-    def stage(self, version: int) -> Ticket:
-        """The adapters as PEFT saves them: one cast where the parameters are, and one copy into the file's memory."""
+    def stage(self, version: int) -> PublishHandle:
+        """Write the adapter as PEFT saves it: one cast on the parameters' device, one copy into the file's memory."""
         self.release({})
-        parameters = list(self._parameters.values())  # what ranks hold is gathered by this, each once
+        parameters = list(self._parameters.values())  # gathers each sharded parameter once
         device = parameters[0].device
         flat = self._data if device == self._data.device else torch.empty_like(self._data, device=device)
         parts = torch.split(flat, [p.numel() for p in parameters])
@@ -75,73 +74,73 @@ class AdapterSender(Sender):
             (path / name).symlink_to(memory)
         return {"version": version, "path": str(path.resolve())}
 
-    def release(self, ticket: Ticket) -> None:
-        """Engines have read it: they keep adapters themselves."""
+    def release(self, handle: PublishHandle) -> None:
+        """Remove the directory: engines keep copies of the adapter."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def close(self) -> None:
         self.release({})
         self._locked.release()
         for handle, memory in self._files.values():
-            free(handle, memory)
+            free_shared_file(handle, memory)
 
 
 class Adapters:
-    """Both ends; the engine loads adapters by itself."""
-
-    Sender, Receiver = AdapterSender, None
+    Sender, Receiver = AdapterSender, None  # vLLM loads adapters itself
 
 
-def plain(name: str) -> str:
-    """PEFT names the adapter in use in its parameters, but not in its files."""
+def peft_name(name: str) -> str:
+    """Name of an adapter parameter in PEFT's files: without the adapter's own name."""
     return name.replace(".default.", ".")
 
 
-def head_of(shapes: dict[str, list[int]], dtype: torch.dtype) -> tuple[bytes, int]:
-    """How a safetensors file of tensors of these shapes starts, and the bytes of tensors that follow, without gaps.
+def safetensors_header(shapes: dict[str, list[int]], dtype: torch.dtype) -> tuple[bytes, int]:
+    """Header of a safetensors file for tensors of these shapes, and the number of bytes of the tensors after it.
 
-    It starts with the length of a JSON text, 8 bytes of it, and that text, which ends at a multiple of 8 bytes
+    The header is the length of a JSON text in 8 bytes, and that text, padded to a multiple of 8 bytes
     (https://github.com/huggingface/safetensors#format).
     """
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
         start, end = end, end + prod(shape) * dtype.itemsize
-        described[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+        described[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, end
 
 
-def _file(start: bytes, room: int = 0) -> tuple[int, str]:
-    """Memory that starts so, with room for so many bytes more, as `allocate` gives it."""
-    handle, path = allocate(len(start) + room)
-    os.write(handle, start)
+def _create_file(header: bytes, payload_size: int = 0) -> tuple[int, str]:
+    """Descriptor and path of a shared file that starts with `header` and has `payload_size` more bytes."""
+    handle, path = allocate_shared_file(len(header) + payload_size)
+    os.write(handle, header)
     return handle, path
 
 
 class AdapterFile:
-    """The file of versions that a reader has open: all of them lie in the same memory. `values` are its tensors' own,
-    one after the other, as they are now."""
+    """The adapter file as an engine maps it; all versions of one sender use the same memory.
+
+    `values` is one flat tensor of the current adapter; `by_name` splits it.
+    """
 
     def __init__(self, version: Path) -> None:
         path = version / WEIGHTS
-        self._identity = identity(path)
-        data = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+        self._status = path.stat()
+        data = torch.from_file(str(path), shared=True, size=self._status.st_size, dtype=torch.uint8)
         start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
         described = json.loads(data[8:start].numpy().tobytes())
         described.pop("__metadata__")
         self._shapes = {name: one["shape"] for name, one in described.items()}
         kind = next(iter(described.values()))["dtype"]
-        self.values = data[start:].view(next(dtype for dtype, name in NAMES.items() if name == kind))
+        self.values = data[start:].view(next(dtype for dtype, name in DTYPE_NAMES.items() if name == kind))
         self._locked = PageLock(data)
 
-    def is_of(self, version: Path) -> bool:
-        """Whether this version lies in the same memory."""
-        return identity(version / WEIGHTS) == self._identity
+    def is_same_file(self, version: Path) -> bool:
+        """Whether the file of the directory `version` is the mapped one; a memory file's path may be used again."""
+        return os.path.samestat(self._status, (version / WEIGHTS).stat())
 
-    def named(self, values: Tensor) -> dict[str, Tensor]:
-        """The tensors in `values`, which is this file's or a copy of them, by their names."""
+    def by_name(self, values: Tensor) -> dict[str, Tensor]:
+        """The tensors by name, as views of `values`: the file's own or a copy."""
         parts = torch.split(values, [prod(shape) for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
@@ -149,7 +148,31 @@ class AdapterFile:
         self._locked.release()
 
 
-def identity(path: Path) -> tuple[int, int]:
-    """Of what a path leads to, as long as that is open: names of memory are given again."""
-    found = path.stat()
-    return found.st_dev, found.st_ino
+class PageLock:
+    """Page-locks `memory` until `release`, which must precede the end of the memory.
+
+    Copies between page-locked memory and a GPU are several times faster. Without a GPU, or if the system refuses, the
+    memory stays unlocked. Uses the CUDA driver API: after a refusal the runtime API would report the error again at the
+    next CUDA call.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        driver = _cuda_driver() if torch.cuda.is_available() else None
+        refused = driver.cuMemHostRegister_v2(memory.data_ptr(), memory.nbytes, FOR_ALL_GPUS) if driver else 1
+        self._driver, self._locked = driver, memory if refused == 0 else None
+
+    def release(self) -> None:
+        if self._driver and self._locked is not None:
+            self._driver.cuMemHostUnregister(self._locked.data_ptr())
+        self._locked = None
+
+
+@cache
+def _cuda_driver() -> Any:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    driver.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+    driver.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
+    return driver

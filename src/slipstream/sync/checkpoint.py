@@ -1,8 +1,8 @@
 """The `checkpoint` link: each version is a safetensors file that generators load.
 
-The slowest link, for generators that share nothing with the trainer but a file system. A file gets its name only when
-it is whole; it is read while the generator goes on decoding, each worker its own part, and only the copy into place
-holds it.
+The slowest link, for engines that share only a file system with the trainer. A file is renamed to its final name when
+it is complete. Each worker reads its own part while the engine decodes; only the copy into the served weights pauses
+it.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from slipstream.config import Config
-from slipstream.models import dtype_of
-from slipstream.sync.link import Parameters, Sender, Ticket, refuse_other_parameters, shapes_of
+from slipstream.config.schema import Config
+from slipstream.errors import InvalidInput
+from slipstream.model.device import dtype_of
+from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
 
 
 class CheckpointSender(Sender):
-    """The trainer's end. Older files are removed once every generator has left them; `sync.keep` of them stay."""
+    """The trainer's end. `release` removes older files, except the newest `sync.keep_versions`."""
 
-    lets_go = True
+    trainer_free_after_send = independent_receivers = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
-        dtype = dtype_of(config)
-        self._parameters, self._dtype, self._keep = parameters, dtype, config.sync.keep
+        self._parameters, self._dtype, self._keep = parameters, dtype_of(config), config.sync.keep_versions
         self._directory = directory / "weights"
         self._directory.mkdir(parents=True, exist_ok=True)
-        for path in self._directory.iterdir():  # of an earlier sitting, which may have restarted engines
+        for path in self._directory.iterdir():  # an unfinished write of an earlier run
             if version_of(path) < 0:
                 remove(path)
 
-    def offer(self) -> Ticket:
+    def connection_info(self) -> ConnectionInfo:
         return {"shapes": shapes_of(self._parameters)}
 
-    def stage(self, version: int) -> Ticket:
+    def stage(self, version: int) -> PublishHandle:
         path = self._directory / f"version_{version}.safetensors"
         partial = path.with_suffix(".partial")
         tensors = {n: p.detach().to("cpu", self._dtype, copy=True) for n, p in self._parameters.items()}
@@ -46,11 +46,11 @@ class CheckpointSender(Sender):
         partial.rename(path)
         return {"version": version, "path": str(path.resolve())}
 
-    def release(self, ticket: Ticket) -> None:
-        served = Path(ticket["path"])
+    def release(self, handle: PublishHandle) -> None:
+        served = Path(handle["path"])
         others = [path for path in self._directory.iterdir() if path.name != served.name]
-        # What is not older is of an earlier sitting, and a kill took it back.
-        older = newest_first(path for path in others if version_of(path) < ticket["version"])
+        # Newer files are from before a kill: the run has resumed at an older version.
+        older = newest_first(path for path in others if version_of(path) < handle["version"])
         for path in set(others) - set(older[: max(1, self._keep) - 1]):
             remove(path)
 
@@ -61,46 +61,40 @@ class CheckpointSender(Sender):
             self._directory.rmdir()
 
 
-class CheckpointReceiver:
-    """A generator's end: opens the file, of which only the parts that are asked for are read."""
+class CheckpointReceiver(Receiver):
+    """The engine's end: maps the safetensors file of a version. Indexing a tensor reads only the indexed part."""
 
-    lasting = True
+    rebindable = True
 
-    def __init__(self, offer: Ticket, shapes: dict[str, list[int]], rank: int, device: torch.device) -> None:
-        refuse_other_parameters(shapes, offer["shapes"])
+    def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None:
         self._device = str(device)
 
-    def prepare(self, ticket: Ticket) -> dict[str, Any]:
-        path = ticket["path"]
+    def prepare(self, handle: PublishHandle) -> dict[str, Any]:
         try:
-            file: Any = safe_open(path, framework="pt", device=self._device)
+            file: Any = safe_open(handle["path"], framework="pt", device=self._device)
         except FileNotFoundError:
-            raise FileNotFoundError(
-                f"run.dir must be on a file system that this host mounts at the same path: there is no {path} here"
-            ) from None
-        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, for a file is no mapping
-
-    def close(self) -> None: ...
+            remedy = "run.dir must be on a file system that this host mounts at the same path"
+            raise InvalidInput(f"{remedy}: there is no {handle['path']} here") from None
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
 
 class Checkpoint:
-    """Both ends."""
-
     Sender, Receiver = CheckpointSender, CheckpointReceiver
 
 
 def version_of(path: Path) -> int:
-    """The version that a file holds, or a model's directory (`sync.restart`), or -1 for what is not whole."""
+    """Version of a published file or (`sync.restart`) model directory; -1 for an unfinished file."""
     number = path.name.removeprefix("version_").removesuffix(".safetensors")
     return int(number) if number.isdecimal() else -1
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Published versions, the newest first."""
     return sorted(paths, key=version_of, reverse=True)
 
 
 def remove(path: Path) -> None:
-    """Remove a published version, whichever it is, a file or a model's directory."""
+    """Remove a published version: a file, or (`sync.restart`) a model directory."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""A checksum of weights by which trainer and generators see that they hold the same version."""
+"""Checksums of weights: trainer and engines compare them to verify that they hold the same version."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ROWS = 4096  # of a large matrix at once: words are widened to 64 bits
-SAMPLED = 4  # parameters that are compared at a publish, others each time
+ROWS = 4096  # rows of a matrix per step: words are widened to 64 bits
+SAMPLED = 4  # parameters compared per publish with `sync.verify = "sampled"`
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def checksum(part: Tensor, index: Sequence[slice] = ()) -> int:
-    """Sum modulo 2^64 of the bit patterns of `part`, each times an odd number that depends on its place.
+    """Sum modulo 2^64 of the bit patterns of `part`, each times an odd number that depends on its row and column.
 
-    `part` is `[index]` of the whole parameter; the checksums of the parts of a parameter add up to that of the whole.
+    `part` is `parameter[index]`; the checksums of the shards of a parameter add up to the checksum of the parameter.
     """
     row, column = ((s.start or 0) for s in (*index, slice(0), slice(0))[:2])
     words = part.detach().contiguous().view(WORDS[part.element_size()])
@@ -31,7 +31,7 @@ def checksum(part: Tensor, index: Sequence[slice] = ()) -> int:
 
 
 def chosen(names: Sequence[str], version: int, how: str) -> list[str]:
-    """The parameters whose checksums are compared after the publish of `version`."""
+    """Names of the parameters to verify after the publish of `version`: all, a random sample, or none."""
     if how == "full":
         return list(names)
     return random.Random(version).sample(sorted(names), min(SAMPLED, len(names))) if how == "sampled" else []

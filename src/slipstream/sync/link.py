@@ -1,109 +1,158 @@
-"""Weight links: how a version of the weights gets from the trainer's process into the generators'.
+"""Weight links: how a version of the weights gets from the trainer's process into the engines' processes.
 
-A link has two ends, both in one file because they must agree to the byte: a `Sender` beside the trainer and a
-`Receiver` beside each generator. Only small tickets pass through the controller, never weights. One publish is
+A link has two ends, both in one file because they must agree to the byte: a `Sender` in the trainer and a `Receiver` in
+each engine process. The controller passes only connection information and publish handles, never weights. One publish:
 
-    ticket = sender.stage(version)             # trainer: the version is fixed, and nobody reads it yet
-    sender.send(ticket)                        # trainer, while
-    weights = receiver.prepare(ticket)         # each generator, beside the running engine: all of the version is here
-    engine.swap(version, place weights)        # each generator, between two forward passes
-    sender.release(ticket)                     # trainer: every generator has swapped
+    handle = sender.stage(version)             # trainer: the version is fixed; every engine still serves the old one
+    sender.send(handle)                        # trainer, while
+    weights = receiver.prepare(handle)         # each engine stages the whole version, and continues to decode
+    engine.swap(version, weights)              # each engine, between two forward passes
+    sender.release(handle)                     # trainer: every engine has swapped
 
-and a publish that fails anywhere before the swap leaves the old version serving.
+If a publish fails before the swap, engines continue to serve the old version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from slipstream.config import Config, ConfigError
-from slipstream.things import load_option
+from slipstream.config.plugins import load_option
+from slipstream.config.schema import Config, ConfigError
+from slipstream.errors import InvalidInput
 
-Ticket = dict[str, Any]
-Parameters = Mapping[str, Tensor]  # whole, by name; of a trainer of several ranks each is gathered when it is read
+ConnectionInfo = dict[str, Any]  # plain data by which a receiver connects; `shapes` by name are always in it
+PublishHandle = dict[str, Any]  # plain data that identifies a staged version; `version` is always in it
+Shapes = dict[str, list[int]]  # by parameter name
+Parameters = Mapping[str, Tensor]  # full tensors by name; a sharded parameter is gathered when it is read
+ALIGNMENT = 64  # bytes
 LINKS = {
     "shared": "slipstream.sync.shared:Shared",
     "checkpoint": "slipstream.sync.checkpoint:Checkpoint",
     "lora": "slipstream.sync.adapters:Adapters",
     "single_copy": "slipstream.sync.single_copy:SingleCopy",
     "nccl": "slipstream.sync.nccl:Nccl",
-    "nccl_direct": "slipstream.sync.nccl_direct:Native",
+    "nccl_direct": "slipstream.sync.nccl_direct:NcclDirect",
 }
 
 
 class Sender(Protocol):
-    """The trainer's end. `receivers` is the number of generators' processes that hold weights.
+    """The trainer's end of a link, built by `PytorchTrainerWorker.open_link`; `receivers` is the number of engine
+    processes that hold weights.
 
-    A link inherits what it has nothing to do in. It is `collective` if receivers depend on each other: what one of them
-    does not take part in fails for all. If weights travel `at_swap`, into what is served, none of them is staged. It
-    `lets_go` if the trainer may take its next step once all is sent, before generators have swapped. Of a
-    trainer of several ranks rank 0 has the sender, unless it is `everywhere`: then each has one, with its own part of
-    the parameters, and receivers find all their offers as `parts` of the first.
+    Subclasses set the class attributes that apply, and inherit the methods in which they have nothing to do.
     """
 
     collective: bool = False
-    at_swap: bool = False
-    lets_go: bool = False
-    everywhere: bool = False
+    """Receivers depend on each other: if one of them misses a transfer, the transfer fails for all."""
+    receives_in_place: bool = False
+    """Engines receive into the served weights while they are paused; no engine stages a version."""
+    trainer_free_after_send: bool = False
+    """The trainer may take its next step as soon as `send` returns, before engines have swapped."""
+    one_trainer: bool = False
+    """Engines can't connect to the sender of another trainer: after the death of this one they are restarted, too."""
+    independent_receivers: bool = False
+    """A version that engines serve may be published again to others alone."""
+    on_every_rank: bool = False
+    """Each trainer rank has a sender with its own part of the parameters, and `parts` of the connection information
+    lists what all of them returned. Otherwise rank 0 has the only sender."""
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None: ...
 
-    def offer(self) -> Ticket:
-        """What a receiver needs to connect, as plain data."""
-        ...
+    def connection_info(self) -> ConnectionInfo:
+        """Plain data by which a receiver connects: `shapes` by name, and what the link adds."""
 
-    def connecting(self) -> None:
-        """Called now and then while receivers of a `collective` link connect. Raises what keeps this end from it: they
-        may wait for it far longer than anybody should for the reason."""
+    def check_connection(self) -> None:
+        """Called every second while the receivers of a `collective` link connect. Raises the error that keeps this end
+        from connecting, since receivers would wait for it until their timeout."""
 
     def before_update(self) -> None:
-        """Called before parameters change in place."""
-        ...
+        """Called by the optimizer step before parameters change in place."""
 
-    def stage(self, version: int) -> Ticket: ...
+    def stage(self, version: int) -> PublishHandle:
+        """Fix the weights of `version` for sending. Called when a publish starts."""
 
-    def send(self, ticket: Ticket) -> None: ...
+    def send(self, handle: PublishHandle) -> None:
+        """Transfer the staged version, while engines run `Receiver.prepare`."""
 
-    def release(self, ticket: Ticket) -> None: ...
+    def release(self, handle: PublishHandle) -> None:
+        """Free what was staged. Called when every engine has swapped."""
 
     def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """A generator's end."""
+    """An engine's end of a link, built by `ServedWeights` in each engine process that holds weights."""
 
-    lasting: bool  # whether what `prepare` returns may be computed on until the next version is released
+    rebindable: bool
+    """The engine may bind its parameters to the tensors of `prepare`, which stay valid until the next `release`."""
 
-    def __init__(self, offer: Ticket, shapes: dict[str, list[int]], rank: int, device: torch.device) -> None: ...
+    def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None: ...
 
-    def prepare(self, ticket: Ticket) -> Mapping[str, Any]:
-        """All weights of the version, by the trainer's names: tensors, or what gives one for an index. Called in a
-        thread while the engine decodes."""
-        ...
+    def prepare(self, handle: PublishHandle) -> Mapping[str, Any]:
+        """All weights of the version by the trainer's names: tensors, or objects whose index returns a tensor.
+
+        Called in a thread while the engine decodes.
+        """
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class PublishStats:
-    """One publish in seconds: the longest that a generator was held between two passes, sending, the time until every
-    generator drew by it, and all of it with the comparison of checksums.
+    """Durations of one publish in seconds.
 
-    `lost` says of each generator that has left the pool since the last one, why.
+    `pause_s` is the longest pause of an engine, `sending` the transfer, `ready` the time until every engine served the
+    version, `total` includes the comparison of checksums. `engines_lost` lists why engines left the pool since the last
+    publish. On the pool's clock, `began` is the start and `pauses` lists track, start and end of each engine's pause.
     """
 
     version: int
-    hold: float
+    pause_s: float
     sending: float
     ready: float
     total: float
-    lost: tuple[str, ...] = ()
+    engines_lost: tuple[str, ...] = ()
+    began: float = 0.0
+    pauses: tuple[tuple[str, float, float], ...] = ()
+
+
+class Layout:
+    """Offsets in one flat buffer of parameters of these shapes in `dtype`, each aligned to `ALIGNMENT` bytes."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> None:
+        self.shapes, self.dtype = shapes, dtype
+        self.offsets: dict[str, int] = {}
+        self.size = 0
+        for name, shape in shapes.items():
+            self.offsets[name] = self.size
+            self.size += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+    def views(self, buffer: Tensor, start: int = 0, names: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Parameters by name (default: all), as views of `buffer`, whose first byte is byte `start` of the layout."""
+        views = {}
+        for name in names or self.shapes:
+            at, shape = self.offsets[name] - start, self.shapes[name]
+            views[name] = buffer[at : at + prod(shape) * self.dtype.itemsize].view(self.dtype).view(*shape)
+        return views
+
+    def buckets(self, size: int) -> list[tuple[int, int, list[str]]]:
+        """Buckets of consecutive parameters, at most `size` bytes or one parameter: first byte, end, names."""
+        buckets: list[tuple[int, int, list[str]]] = []
+        ends = [*list(self.offsets.values())[1:], self.size]
+        for (name, start), end in zip(self.offsets.items(), ends, strict=True):
+            if buckets and end - buckets[-1][0] <= size:
+                first, _, names = buckets[-1]
+                buckets[-1] = (first, end, [*names, name])
+            else:
+                buckets.append((start, end, [name]))
+        return buckets
 
 
 def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:
@@ -115,13 +164,13 @@ def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:
     return link.Sender, link.Receiver
 
 
-def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Shape of each parameter, as plain data for an offer."""
+def shapes_of(parameters: Mapping[str, Tensor]) -> Shapes:
+    """Shape of each parameter as plain data, for `Sender.connection_info`."""
     return {name: list(p.shape) for name, p in parameters.items()}
 
 
-def refuse_other_parameters(ours: dict[str, list[int]], theirs: dict[str, list[int]]) -> None:
-    """Raise `ValueError`, naming the first difference, unless the generator's names and shapes are the trainer's."""
+def validate_same_shapes(ours: Shapes, theirs: Shapes) -> None:
+    """Raise `InvalidInput`, naming the first difference, unless engine and trainer have equal names and shapes."""
     for name in (*theirs, *ours):
         if ours.get(name) != theirs.get(name):
-            raise ValueError(f"{name} is {theirs.get(name)} in the trainer and {ours.get(name)} in the generator")
+            raise InvalidInput(f"{name} is {theirs.get(name)} in the trainer and {ours.get(name)} in the generator")

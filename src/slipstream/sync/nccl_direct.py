@@ -1,13 +1,13 @@
-"""The `nccl_direct` link: vLLM's own weight transfer engine, which holds an engine while weights arrive.
+"""The `nccl_direct` link: vLLM's weight transfer engine, which pauses an engine during the whole transfer.
 
-It needs no staging memory, but generation stands still for the whole transfer: use it where `nccl` has no room. A model
-must lie in vLLM as for any other link, since what is served is compared with what was sent.
+It needs no staging memory: use it if GPU memory is too small for `nccl`. The model needs a weight mapping as for other
+links, since checksums of the served weights are compared.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,79 +15,110 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.config import Config
-from slipstream.models import dtype_of
-from slipstream.sync.link import Parameters, Sender, Ticket, shapes_of
-from slipstream.vllm_releases import told_packed, transfer
+from slipstream.config.schema import Config, ConfigError
+from slipstream.errors import InvalidInput, UserError
+from slipstream.model.device import dtype_of
+from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, shapes_of
 
 HOST = "127.0.0.1"
 
 
-class NativeSender(Sender):
+class NcclDirectSender(Sender):
     """The trainer's end, rank 0 of vLLM's communicator."""
 
-    collective = at_swap = True
+    collective = receives_in_place = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
-        self._open, self._send = transfer()
+        self._open, self._send = import_transfer()
         self._parameters, self._dtype = parameters, dtype_of(config)
         self._ranks = receivers + 1
-        # Nobody else gets a port that is bound here, but vLLM, which binds by the same option, listens at it.
-        self._held = socket.socket()
-        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.bind((HOST, 0))
-        self._port = self._held.getsockname()[1]
+        # Reserve the port: other processes can't bind it, but vLLM can, since it sets SO_REUSEADDR too.
+        self._port_reservation = socket.socket()
+        self._port_reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port_reservation.bind((HOST, 0))
+        self._port = self._port_reservation.getsockname()[1]
         self._thread = ThreadPoolExecutor(1)
 
-    def offer(self) -> Ticket:
+    def connection_info(self) -> ConnectionInfo:
         address = {"master_address": HOST, "master_port": self._port, "world_size": self._ranks}
-        # Both ends wait for each other in there.
+        # In a thread: the call returns when all receivers have joined.
         self._group = self._thread.submit(self._open, address)
         return {**address, "shapes": shapes_of(self._parameters), "dtype": str(self._dtype).removeprefix("torch.")}
 
-    def connecting(self) -> None:
+    def check_connection(self) -> None:
         if self._group.done() and (error := self._group.exception()):
             where = f'its end of sync.link = "nccl_direct" at {HOST}:{self._port}'
-            raise RuntimeError(f"the trainer can't open {where}: {error}") from error
+            raise UserError(f"the trainer can't open {where}: {error}") from error
 
-    def stage(self, version: int) -> Ticket:
+    def stage(self, version: int) -> PublishHandle:
         return {"version": version}
 
-    def send(self, ticket: Ticket) -> None:
-        self._send(self._group.result(), self._tensors())
+    def send(self, handle: PublishHandle) -> None:
+        tensors = ((name, p.detach().to(self._dtype)) for name, p in self._parameters.items())
+        self._send(self._group.result(), tensors)
         torch.cuda.synchronize()
 
     def close(self) -> None:
-        self._held.close()
+        self._port_reservation.close()
         self._thread.shutdown(wait=False)
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, p.detach().to(self._dtype)) for name, p in self._parameters.items())
 
+class NcclDirectReceiver:
+    """The engine's end: vLLM's worker receives into the served weights, so there is no `prepare`."""
 
-class NativeReceiver:
-    """vLLM's end. It is the worker that receives and loads, so there is nothing to prepare."""
+    rebindable = False
 
-    lasting = False
-
-    def __init__(self, offer: Ticket, worker: Any, rank: int) -> None:
+    def __init__(self, connection_info: ConnectionInfo, worker: Any, rank: int) -> None:
         self._worker = worker
-        address = {name: offer[name] for name in ("master_address", "master_port", "world_size")}
-        shapes = offer["shapes"]
+        address = {name: connection_info[name] for name in ("master_address", "master_port", "world_size")}
+        shapes = connection_info["shapes"]
         update = {
-            "names": list(shapes), "shapes": list(shapes.values()), "dtype_names": [offer["dtype"]] * len(shapes),
+            "names": list(shapes), "shapes": list(shapes.values()),
+            "dtype_names": [connection_info["dtype"]] * len(shapes),
         }  # fmt: skip
-        address, self._update = told_packed(worker.weight_transfer_engine, address | {"rank_offset": rank}, update)
+        address, self._update = packed_options(worker.weight_transfer_engine, address | {"rank_offset": rank}, update)
         worker.init_weight_transfer_engine(address)
 
     def receive(self) -> None:
-        """Take the version that is being sent, into place. The engine is held for as long as that takes."""
+        """Receive the version that is being sent into the served weights. The engine is paused meanwhile."""
         self._worker.start_weight_update()
         self._worker.update_weights(self._update)
         self._worker.finish_weight_update()
 
 
-class Native:
-    """Both ends."""
+class NcclDirect:
+    Sender, Receiver = NcclDirectSender, NcclDirectReceiver
 
-    Sender, Receiver = NativeSender, NativeReceiver
+
+def import_transfer() -> tuple[Callable[[Mapping[str, Any]], Any], Callable[[Any, Iterator[tuple[str, Tensor]]], None]]:
+    """Functions that open a communicator as rank 0, and send tensors, by vLLM's NCCL transfer (0.25 and 0.32).
+
+    Raises `ConfigError` if this vLLM release has no such functions.
+    """
+    try:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f'sync.link = "nccl_direct" needs vLLM in the trainer, too: {error}') from None
+    except ImportError as error:
+        raise ConfigError(
+            f'sync.link = "nccl_direct" does not support the transfer of this vLLM ({error}); use sync.link = "nccl"'
+        ) from None
+
+    def send(group: Any, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        packed_nccl_broadcast_producer(tensors, group, src=0, post_iter_func=lambda named: named[1])
+
+    return trainer_init, send
+
+
+def packed_options(engine: Any, address: Mapping[str, Any], update: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Both arguments, with `packed = True` in the one where vLLM has it: `address` from 0.32 on, `update` in 0.25.
+
+    Raises `InvalidInput` if neither or both have it.
+    """
+    kinds = (engine.init_info_cls, address), (engine.update_info_cls, update)
+    packed = [{**info} | ({"packed": True} if "packed" in kind.__dataclass_fields__ else {}) for kind, info in kinds]
+    if sum("packed" in info for info in packed) != 1:
+        remedy = 'use sync.link = "nccl"'
+        raise InvalidInput(f"this vLLM's transfer engine has an unknown option for packed tensors; {remedy}")
+    return packed

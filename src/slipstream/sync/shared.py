@@ -1,11 +1,10 @@
-"""The `shared` link: on one host, trainer and generators use the same memory for the weights.
+"""The `shared` link: on one host, trainer and engines share two buffers of weights in memory.
 
-Two flat buffers lie in shared memory. One is the front: generators' parameters are views into it. When the trainer is
-about to change the weights it moves into the back buffer and updates there, in place; publishing then tells the
-generators to look there instead, between two forward passes. Nothing is copied while a generator is held, and there
-are two copies of the weights on the host however many generators there are.
+Engines' parameters are views of the front buffer. Before an update the trainer copies its weights to the back buffer
+and updates them there in place. A publish makes the back buffer the front: engines rebind their parameters between two
+forward passes, without a copy. The host has two copies of the weights for any number of engines.
 
-Where a side can't compute on the buffers themselves (a GPU, or bfloat16 beside float32 master weights) it copies.
+A process that can't compute on the buffers (on a GPU, or with bfloat16 weights and float32 masters) copies instead.
 """
 
 from __future__ import annotations
@@ -18,54 +17,53 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slipstream.config import Config
-from slipstream.models import dtype_of
-from slipstream.sync.layout import Layout
-from slipstream.sync.link import Parameters, Sender, Ticket, refuse_other_parameters, shapes_of
+from slipstream.config.schema import Config
+from slipstream.model.device import dtype_of
+from slipstream.sync.link import ConnectionInfo, Layout, Parameters, PublishHandle, Sender, Shapes, shapes_of
 
 
 class SharedSender(Sender):
-    """The trainer's end: owns the memory."""
+    """The trainer's end: owns the shared file of both buffers."""
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
-        dtype = dtype_of(config)
-        self._parameters, self._dtype = parameters, dtype
-        self._handle, self._path = allocate(2 * Layout(shapes_of(parameters), dtype).size)
-        self._buffers = map_buffers(self._path, Layout(shapes_of(parameters), dtype))
-        # Pinned memory is that of a GPU's weights, which come back; what ranks gather is no parameter of the trainer's.
+        self._parameters, self._dtype = parameters, dtype_of(config)
+        layout = Layout(shapes_of(parameters), self._dtype)
+        self._handle, self._path = allocate_shared_file(2 * layout.size)
+        self._buffers = map_buffers(self._path, layout)
+        # Pinned CPU tensors are offloaded GPU weights; gathered tensors are not the trainer's parameters.
         on_cpu = all(p.device.type == "cpu" and not p.is_pinned() for p in parameters.values())
-        own = all(isinstance(p, nn.Parameter) and p.dtype == dtype for p in parameters.values())
+        own = all(isinstance(p, nn.Parameter) and p.dtype == self._dtype for p in parameters.values())
         self._in_place = on_cpu and own
-        self._front = self._home = 0  # what generators read, and what the trainer's own parameters are views of
+        self._front = self._home = 0  # indices of the buffers that engines read, and of the trainer's parameters
         self._released = True
         self._copy_to(0)
         if self._in_place:
             self._move_to(0)
 
-    def offer(self) -> Ticket:
+    def connection_info(self) -> ConnectionInfo:
         dtype = str(self._dtype).removeprefix("torch.")
         return {"path": self._path, "dtype": dtype, "shapes": shapes_of(self._parameters)}
 
     def before_update(self) -> None:
-        """Leave the buffer that generators read. `release` of the last publish says that they left the other."""
+        """Move the trainer's parameters out of the buffer that engines read. Raises `RuntimeError` before `release`."""
         if not self._released:
             raise RuntimeError("weights may not change before every generator serves the version that was staged")
         if self._in_place and self._home == self._front:
             self._copy_to(1 - self._front)
             self._move_to(1 - self._front)
 
-    def stage(self, version: int) -> Ticket:
+    def stage(self, version: int) -> PublishHandle:
         back = self._home if self._in_place else 1 - self._front
         if not self._in_place:
             self._copy_to(back)
         self._released = False
         return {"version": version, "buffer": back}
 
-    def release(self, ticket: Ticket) -> None:
-        self._front, self._released = ticket["buffer"], True
+    def release(self, handle: PublishHandle) -> None:
+        self._front, self._released = handle["buffer"], True
 
     def close(self) -> None:
-        free(self._handle, self._path)
+        free_shared_file(self._handle, self._path)
 
     @torch.no_grad()
     def _copy_to(self, index: int) -> None:
@@ -79,37 +77,35 @@ class SharedSender(Sender):
 
 
 class SharedReceiver:
-    """A generator's end: both buffers, mapped."""
+    """The engine's end: maps both buffers."""
 
-    lasting = True
+    rebindable = True
 
-    def __init__(self, offer: Ticket, shapes: dict[str, list[int]], rank: int, device: torch.device) -> None:
-        refuse_other_parameters(shapes, offer["shapes"])
-        self._buffers = map_buffers(offer["path"], Layout(offer["shapes"], getattr(torch, offer["dtype"])))
+    def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None:
+        layout = Layout(connection_info["shapes"], getattr(torch, connection_info["dtype"]))
+        self._buffers = map_buffers(connection_info["path"], layout)
 
-    def prepare(self, ticket: Ticket) -> dict[str, Tensor]:
-        return self._buffers[ticket["buffer"]]
+    def prepare(self, handle: PublishHandle) -> dict[str, Tensor]:
+        return self._buffers[handle["buffer"]]
 
     def close(self) -> None:
         self._buffers.clear()
 
 
 class Shared:
-    """Both ends."""
-
     Sender, Receiver = SharedSender, SharedReceiver
 
 
 def map_buffers(path: str, layout: Layout) -> list[dict[str, Tensor]]:
-    """Both buffers of the shared file as one tensor a parameter."""
+    """Views of both buffers of the shared file: tensors by name."""
     memory = torch.from_file(path, shared=True, size=2 * layout.size, dtype=torch.uint8)
     return [layout.views(memory[: layout.size]), layout.views(memory[layout.size :])]
 
 
-def allocate(size: int) -> tuple[int, str]:
-    """A file of `size` bytes in memory: its handle, and the path by which this user's other processes open it.
+def allocate_shared_file(size: int) -> tuple[int, str]:
+    """Create a file of `size` bytes in memory. Returns its descriptor, and a path for other processes of this user.
 
-    On Linux it has no name, so it can't outlive the processes that use it, whatever becomes of them.
+    On Linux it is a memfd, which the system frees when the last process that uses it ends.
     """
     if hasattr(os, "memfd_create"):
         handle = os.memfd_create("slipstream-weights")
@@ -120,8 +116,8 @@ def allocate(size: int) -> tuple[int, str]:
     return handle, path
 
 
-def free(handle: int, path: str) -> None:
-    """Give back what `allocate` gave. Processes that have mapped it keep it as long as they live."""
+def free_shared_file(handle: int, path: str) -> None:
+    """Close and remove a file of `allocate_shared_file`. Processes that have mapped it keep their mapping."""
     os.close(handle)
-    with contextlib.suppress(OSError):  # in memory it has no name
+    with contextlib.suppress(OSError):  # a memfd has no name
         Path(path).unlink()

@@ -1,10 +1,9 @@
 """The `single_copy` link: on the same GPUs, trainer and engine compute on the same weights.
 
-The engine's tensors are exported by CUDA IPC, and the trainer's model takes them for its parameters: forward and
-backward passes read what is being served. The optimizer keeps float32 masters. Publishing is their cast into the
-engine's tensors, done by the engine itself between two forward passes, so that no pass sees two versions. Nothing else
-is copied, and nothing is staged. Where several GPUs share an engine's tensors, each rank of the trainer has the part
-that the engine's rank on its GPU has.
+The engine exports its tensors by CUDA IPC, and the trainer's model uses them as parameters: forward and backward passes
+read the served weights. The optimizer keeps float32 masters. To publish, the engine casts the masters into its tensors
+between two forward passes; there is no other copy and no staging. With tensor parallelism, each trainer rank has the
+shard of the engine rank on its GPU.
 """
 
 from __future__ import annotations
@@ -19,48 +18,46 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
-from slipstream.config import Config
-from slipstream.sync.gathered import part_here
-from slipstream.sync.link import Parameters, Sender, Ticket, refuse_other_parameters, shapes_of
+from slipstream.config.schema import Config
+from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, Shapes, shapes_of
 
-DEVICE = 6  # the argument of `rebuild_cuda_tensor` that numbers the GPU
+DEVICE_ARGUMENT = 6  # index of the device argument of `rebuild_cuda_tensor`
 
 
 class SingleCopySender(Sender):
-    """The trainer's end: lends its masters to the engine."""
+    """The trainer's end: exports its float32 masters to the engine by CUDA IPC."""
 
-    everywhere = True
+    on_every_rank = one_trainer = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters = parameters
 
-    def offer(self) -> Ticket:
-        return {"shapes": shapes_of(self._parameters), "masters": lend(self._parameters)}
+    def connection_info(self) -> ConnectionInfo:
+        return {"shapes": shapes_of(self._parameters), "masters": export_ipc_handles(self._parameters)}
 
-    def stage(self, version: int) -> Ticket:
-        torch.cuda.synchronize()  # the engine reads the masters in a stream that knows nothing of this process
+    def stage(self, version: int) -> PublishHandle:
+        torch.cuda.synchronize()  # the engine's stream does not wait for this process
         return {"version": version}
 
 
 class SingleCopyReceiver:
-    """The engine's end: the masters, mapped."""
+    """The engine's end: maps the masters of the trainer rank on its GPU."""
 
-    lasting = False
+    rebindable = False
 
-    def __init__(self, offer: Ticket, shapes: dict[str, list[int]], rank: int, device: torch.device) -> None:
-        refuse_other_parameters(shapes, offer["shapes"])
-        masters = borrow(offer["parts"][rank - 1]["masters"], device)
-        self._masters = {name: _Own(tensor) for name, tensor in masters.items()}
+    def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None:
+        masters = import_ipc_handles(connection_info["parts"][rank - 1]["masters"], device)
+        self._masters = {name: _LocalShard(tensor) for name, tensor in masters.items()}
 
-    def prepare(self, ticket: Ticket) -> dict[str, _Own]:
+    def prepare(self, handle: PublishHandle) -> dict[str, _LocalShard]:
         return self._masters
 
     def close(self) -> None:
         self._masters.clear()
 
 
-class _Own:
-    """A rank's part of a parameter, whatever index of the whole is asked for: the engine's rank has no other."""
+class _LocalShard:
+    """A parameter of which this rank has one shard. Any index returns it: engine and trainer are sharded alike."""
 
     def __init__(self, part: Tensor) -> None:
         self._part = part
@@ -70,27 +67,27 @@ class _Own:
 
 
 class SingleCopy:
-    """Both ends."""
-
     Sender, Receiver = SingleCopySender, SingleCopyReceiver
 
 
-def lend(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Handles by which another process of this host maps these tensors of a GPU, or what this rank has of them."""
+def export_ipc_handles(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """CUDA IPC handles of these tensors, or of their local parts, for another process on this host."""
+    from slipstream.sync.sharded_weights import local_part  # which takes a second, and the controller imports this file
+
     reduce: Any = reductions.reduce_tensor
-    handles = {name: reduce(part_here(tensor.detach()))[1] for name, tensor in tensors.items()}
+    handles = {name: reduce(local_part(tensor.detach()))[1] for name, tensor in tensors.items()}
     return {name: base64.b64encode(pickle.dumps(handle)).decode() for name, handle in handles.items()}
 
 
-def borrow(handles: Mapping[str, str], device: torch.device) -> dict[str, Tensor]:
-    """The tensors that another process has lent, on the GPU that is `device` here, whatever its number is there.
+def import_ipc_handles(handles: Mapping[str, str], device: torch.device) -> dict[str, Tensor]:
+    """The tensors of `export_ipc_handles`, mapped in this process. `device` is their GPU, as this process numbers it.
 
-    Handles come from a process that this run has started, by a pipe.
+    Unpickles the handles: they must come from a process of this run.
     """
     rebuild: Any = reductions.rebuild_cuda_tensor
     tensors = {}
     for name, handle in handles.items():
         arguments = list(pickle.loads(base64.b64decode(handle)))
-        arguments[DEVICE] = device.index or 0
+        arguments[DEVICE_ARGUMENT] = device.index or 0
         tensors[name] = rebuild(*arguments)
     return tensors

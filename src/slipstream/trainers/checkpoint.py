@@ -1,8 +1,8 @@
-"""A trainer's state on disk, and the policy as others load it.
+"""Saves and restores a trainer's state, and exports the policy.
 
-Every rank writes its part by `torch.distributed.checkpoint`, in a thread, from a copy; ranks of any other number can
-read it. `.metadata` is written last and goes first, and nothing is read without. In a run a checkpoint also gets its
-name only when all of it is there.
+Every rank writes its shards with `torch.distributed.checkpoint`, in a thread, from a copy; any number of ranks can read
+them. `.metadata` marks a complete checkpoint: it is deleted first, written last, and required to read. The controller
+renames the directory of a complete checkpoint to its final name.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from torch.distributed.checkpoint import (  # type: ignore[attr-defined]
 )
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from slipstream import disk
-from slipstream.models import first_not_finite, save_policy
-from slipstream.sync.gathered import part_here, whole
-from slipstream.trainers.parallel import Ranks
+from slipstream.errors import InvalidInput, UserError
+from slipstream.model.inspection import first_not_finite
+from slipstream.model.loading import save_policy
+from slipstream.runtime import disk
+from slipstream.sync.sharded_weights import full_tensor, local_part
+from slipstream.trainers.parallel import TrainerRanks
 
 State = dict[str, Any]
 METADATA = ".metadata"
 
 
 def state_of(
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    average: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor],
     counts: dict[str, int],
-) -> State:
-    """What the next step depends on, as it is, to be written or read in place: parameters, AdamW's moments, the average
-    of parameters over steps, counts and random state."""
+) -> State:  # fmt: skip
+    """The trainer's state, by reference, to be written or read in place: parameters, AdamW's moments, the reference's
+    average, counters, and random state. Creates missing moments."""
     for parameter in parameters.values():
-        if not optimizer.state[parameter]:  # as the first step would begin
+        if not optimizer.state[parameter]:  # the initial values of AdamW
             optimizer.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
@@ -57,8 +57,8 @@ def state_of(
     }
 
 
-class _Uncopied(AsyncStager):
-    """Hands a state on to the thread that writes it, without the copy that a trainer needs that takes steps."""
+class _NoCopyStager(AsyncStager):
+    """Passes the state to the writer thread without a copy; no step may change it until it is written."""
 
     def stage(self, state_dict: State) -> State:
         return state_dict
@@ -67,99 +67,98 @@ class _Uncopied(AsyncStager):
     def close(self) -> None: ...
 
 
-class CheckpointFailed(RuntimeError):
+class CheckpointFailed(UserError):
     """A checkpoint, or a rank's part of it, was not written or read."""
 
 
-def save(path: Path, state: State, ranks: Ranks, last: bool = False) -> Future[None]:
-    """Copy the state and write it into `path`; all is there with the result. The `last` one is written uncopied, since
-    it does not change any more.
+def save(path: Path, state: State, ranks: TrainerRanks, last: bool = False) -> Future[None]:
+    """Copy the state and write it into `path`. The result is set when the checkpoint is complete.
 
-    Raises `CheckpointFailed` if it is not written, also for values that are not finite: older checkpoints stay.
+    The `last` checkpoint is written without a copy, since no step follows. Raises `CheckpointFailed` if writing fails,
+    also for values that are not finite.
     """
-    _refuse_not_finite(state)
+    _validate_finite(state)
     saved: Future[None] = Future()
 
     def settle(writing: Any) -> None:
         try:
-            with disk.writing(path), telling_causes(f"{path} could not be written"):
+            with disk.writing(path), raising_checkpoint_failed(f"{path} could not be written"):
                 writing.result()
             saved.set_result(None)
         except Exception as error:
             saved.set_exception(error)
 
-    with disk.writing(path), telling_causes(f"{path} could not be written"):
+    with disk.writing(path), raising_checkpoint_failed(f"{path} could not be written"):
         path.mkdir(parents=True, exist_ok=True)
-        if ranks.rank == 0:  # without whom no other begins to write
+        if ranks.rank == 0:  # the other ranks start to write after rank 0
             (path / METADATA).unlink(missing_ok=True)
-        alone, stager = ranks.files is None, _Uncopied() if last else None
+        alone, stager = ranks.checkpoint_group is None, _NoCopyStager() if last else None
         writing: Any = async_save(
-            state, checkpoint_id=path, process_group=ranks.files, no_dist=alone, async_stager=stager
+            state, checkpoint_id=path, process_group=ranks.checkpoint_group, no_dist=alone, async_stager=stager
         )
     writing.add_done_callback(settle)
     return saved
 
 
-def _refuse_not_finite(state: State) -> None:
-    moments = {
-        f"{kind} of {name}": values[kind]
-        for name, values in state["moments"].items()
-        for kind in ("exp_avg", "exp_avg_sq")
-    }
-    kept = {f"average of {name}": value for name, value in state["average"].items()}
-    for tensors in (state["parameters"], moments, kept):
-        if name := first_not_finite({name: part_here(value) for name, value in tensors.items()}):
+def _validate_finite(state: State) -> None:
+    kinds = ("exp_avg", "exp_avg_sq")
+    moments = {f"{kind} of {name}": each[kind] for name, each in state["moments"].items() for kind in kinds}
+    averages = {f"average of {name}": value for name, value in state["average"].items()}
+    for tensors in (state["parameters"], moments, averages):
+        if name := first_not_finite({name: local_part(value) for name, value in tensors.items()}):
             raise CheckpointFailed(
-                f"the policy is broken: {name} holds values that are not finite. No checkpoint was written; go on from "
-                "the last one with a lower trainer.learning_rate, or trainer.gradient_clip"
+                f"the policy is broken: {name} holds values that are not finite. No checkpoint was written; resume "
+                "from the last one with a lower trainer.learning_rate, or trainer.gradient_clip"
             )
 
 
 @contextmanager
-def telling_causes(what: str) -> Iterator[None]:
-    """Raise `CheckpointFailed` with the first cause for torch's `CheckpointException`, which is no `Exception`."""
+def raising_checkpoint_failed(failure: str) -> Iterator[None]:
+    """Convert torch's `CheckpointException`, a `BaseException`, to a `CheckpointFailed` with its first cause."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        raise CheckpointFailed(f"{what} by rank {rank}: {str(cause) or type(cause).__name__}") from cause
+        raise CheckpointFailed(f"{failure} by rank {rank}: {str(cause) or type(cause).__name__}") from cause
 
 
-def restore(path: Path, state: State, ranks: Ranks) -> dict[str, int]:
-    """Load what `save` wrote into the tensors of `state`, and return the counts. Raises `ValueError` for another
-    model's state, and `CheckpointFailed` for files that can't be read.
+def restore(path: Path, state: State, ranks: TrainerRanks) -> dict[str, int]:
+    """Load what `save` wrote into the tensors of `state`. Returns the counts.
 
-    An average that was not kept until now starts from the present parameters.
+    If the checkpoint has no average, the average starts from the restored parameters. Raises `InvalidInput` for the
+    state of another model, and `CheckpointFailed` for files that can't be read.
     """
     if not (path / METADATA).exists():
-        raise ValueError(f"{path} holds no whole checkpoint: there is no {METADATA}, which is written last")
+        raise InvalidInput(f"{path} holds no whole checkpoint: there is no {METADATA}, which is written last")
     written: dict[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
     shapes = {n.removeprefix("parameters."): tuple(written[n].size) for n in written if n.startswith("parameters.")}
     if shapes != {name: tuple(parameter.shape) for name, parameter in state["parameters"].items()}:
-        raise ValueError(f"{path} holds other parameters than the model; was model.path or lora changed?")
+        raise InvalidInput(f"{path} holds other parameters than the model; was model.path or lora changed?")
     counts = {n.removeprefix("counts."): 0 for n in written if n.startswith("counts.")}
-    kept = any(name.startswith("average.") for name in written)
-    read = state | {"average": state["average"] if kept else {}, "counts": counts}
+    has_average = any(name.startswith("average.") for name in written)
+    target = state | {"average": state["average"] if has_average else {}, "counts": counts}
     if "random_cuda" not in written:
-        read.pop("random_cuda", None)
-    with telling_causes(f"{path} could not be read"):
-        load(read, checkpoint_id=path, process_group=ranks.files, no_dist=ranks.files is None)
-    for name, value in state["average"].items():
-        if not kept:
+        target.pop("random_cuda", None)
+    with raising_checkpoint_failed(f"{path} could not be read"):
+        load(target, checkpoint_id=path, process_group=ranks.checkpoint_group, no_dist=ranks.checkpoint_group is None)
+    if not has_average:
+        for name, value in state["average"].items():
             value.copy_(state["parameters"][name])
-    torch.set_rng_state(read["random"])
-    if "random_cuda" in read:
-        torch.cuda.set_rng_state(read["random_cuda"])
-    restored: dict[str, int] = read["counts"]
+    torch.set_rng_state(target["random"])
+    if "random_cuda" in target:
+        torch.cuda.set_rng_state(target["random_cuda"])
+    restored: dict[str, int] = target["counts"]
     return restored
 
 
-def export(path: Path, model: Any, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    """Save `model` with these values of its `parameters`; what is spread over ranks is gathered one by one, a frozen
-    base never, and rank 0 writes."""
+def export(path: Path, model: Any, parameters: Mapping[str, nn.Parameter], ranks: TrainerRanks) -> None:
+    """Save `model` with the values of its trained `parameters`. Rank 0 writes.
+
+    Sharded parameters are gathered one at a time; a frozen base model is not gathered.
+    """
     state: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
-        gathered = whole(parameter.detach())
+        gathered = full_tensor(parameter.detach())
         if ranks.rank == 0:
             state[name] = gathered.cpu()
     if ranks.rank == 0:

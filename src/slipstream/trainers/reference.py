@@ -12,21 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slipstream.config import Config, ConfigError
-from slipstream.models import dtype_of, load_causal_lm
-from slipstream.packed.packing import MicroBatch
-from slipstream.packed.policy import Policy
-from slipstream.sync.gathered import whole
-from slipstream.trainers.parallel import Ranks
+from slipstream.config.schema import Config, ConfigError
+from slipstream.model.device import dtype_of
+from slipstream.model.loading import load_causal_lm
+from slipstream.model.packing import MicroBatch
+from slipstream.model.policy import PackedPolicy
+from slipstream.sync.sharded_weights import full_tensor
+from slipstream.trainers.parallel import TrainerRanks
 
 
 class Reference:
-    """A frozen policy in the run's number format; made before the policy's own weights are replaced by others.
+    """A frozen policy in the compute dtype; must be built before the policy's weights are sharded or replaced.
 
-    The start policy of adapters is the model without them, and costs no memory. Whatever is not trained is shared.
+    With adapters, the start policy is the base model, and takes no memory. Weights that are not trained are shared.
     """
 
-    def __init__(self, policy: Policy, config: Config, ranks: Ranks) -> None:
+    def __init__(self, policy: PackedPolicy, config: Config, ranks: TrainerRanks) -> None:
         kind, compute = config.algorithm.reference, dtype_of(config)
         self._ranks = ranks
         self._masters: Mapping[str, nn.Parameter] = {}
@@ -39,49 +40,48 @@ class Reference:
         elif kind in ("start", "average"):
             self._policy = _frozen(policy, compute)
         else:
-            device = next(policy.parameters()).device
-            self._policy = _other(kind, policy, device, compute)
-        if ranks.gathers and not self._without_adapters:
+            self._policy = _load_other(kind, policy, compute)
+        if ranks.is_fsdp and not self._without_adapters:
             ranks.shard(self._policy, compute)
 
-    def follow(self, masters: Mapping[str, nn.Parameter]) -> None:
-        """Average these from now on, if it is to be an average."""
+    def track(self, masters: Mapping[str, nn.Parameter]) -> None:
+        """Track an average of `masters`, if `algorithm.reference` is "average". Called once, after sharding."""
         self._masters = masters
         self.average = {n: p.detach().clone() for n, p in masters.items()} if self._averages else {}
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Log-probability of each drawn token under the reference, float32 `[drawn]`."""
+        """Log-probability of each sampled token under the reference, float32 `[sampled]`."""
         model: Any = self._policy.model
         with model.disable_adapter() if self._without_adapters else contextlib.nullcontext():
-            # Another model has routers of its own; experts that the policy's generator chose are not theirs.
+            # Another model has its own routers: the recorded experts of the policy do not apply.
             logprobs: Tensor = self._policy(replace(batch, experts=None) if self._other else batch)[0]
-        self._ranks.forget_gathered(self._policy)
+        self._ranks.reshard(self._policy)
         return logprobs
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: average <- decay average + (1 - decay) policy; nothing for a reference that stays."""
+        """After a step: average <- decay average + (1 - decay) policy. Without an average it does nothing."""
         for name, average in self.average.items():
             average.lerp_(self._masters[name], 1 - self._decay)
-        self.serve()
+        self.load_average()
 
     def state(self) -> list[Tensor]:
-        """What it holds on the device, beside the policy's own."""
+        """Tensors of the reference on the device, without those of the policy."""
         own = [] if self._without_adapters else [*self._policy.parameters(), *self._policy.buffers()]
         return [*own, *self.average.values()]
 
     @torch.no_grad()
-    def serve(self) -> None:
-        """Compute with the average as it is now."""
+    def load_average(self) -> None:
+        """Copy the average into the reference's weights."""
         for name, parameter in self._policy.model.named_parameters():
             if name in self.average:
                 average = self.average[name]
-                parameter.copy_(average if isinstance(parameter, DTensor) else whole(average))
+                parameter.copy_(average if isinstance(parameter, DTensor) else full_tensor(average))
 
 
-def _frozen(policy: Policy, compute: torch.dtype) -> Policy:
-    """A copy of what is trained in the format `compute`, over the same other weights."""
+def _frozen(policy: PackedPolicy, compute: torch.dtype) -> PackedPolicy:
+    """A frozen policy with copies of the trained weights in `compute`; other weights are shared."""
     shared: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
     shared[id(policy.context)] = policy.context
     copied = copy.deepcopy(policy, shared).requires_grad_(False)
@@ -91,8 +91,9 @@ def _frozen(policy: Policy, compute: torch.dtype) -> Policy:
     return copied
 
 
-def _other(path: str, policy: Policy, device: torch.device, compute: torch.dtype) -> Policy:
-    """The model at `path`. Raises `ConfigError` for one that has other tokens than the policy."""
+def _load_other(path: str, policy: PackedPolicy, compute: torch.dtype) -> PackedPolicy:
+    """The model at `path`. Raises `ConfigError` if its vocabulary size differs from the policy's."""
+    device = next(policy.parameters()).device
     model: Any = load_causal_lm(path, device=device, dtype=compute, option="algorithm.reference")
     own: Any = policy.model
     theirs, ours = model.config.vocab_size, own.config.vocab_size
@@ -100,4 +101,4 @@ def _other(path: str, policy: Policy, device: torch.device, compute: torch.dtype
         raise ConfigError(
             f"algorithm.reference = {path!r} has {theirs} tokens and the policy {ours}; give one of the same tokenizer"
         )
-    return Policy(model, context=policy.context).requires_grad_(False)
+    return PackedPolicy(model, context=policy.context).requires_grad_(False)

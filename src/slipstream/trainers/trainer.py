@@ -1,14 +1,14 @@
-"""The trainer: one optimizer step on one batch, and the state that has to outlive it.
+"""The trainer: one optimizer step on one batch, and the state that a checkpoint holds.
 
-Consumes batches, produces updated parameters and a `StepStats` for each. Waits for nothing but the weight link's word
-that no generator reads the memory it is about to write.
+Consumes batches; produces updated parameters and a `StepStats` for each. `before_update` of the weight link makes sure
+that no engine reads the memory that the optimizer writes.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -19,224 +19,219 @@ import torch
 from torch import Tensor
 
 from slipstream.algorithms.kl import kl_to_reference
-from slipstream.algorithms.learning import learn
 from slipstream.algorithms.schedule import learning_rate
 from slipstream.algorithms.statistics import SUMS, means, sums
+from slipstream.algorithms.token_gradients import token_gradients
 from slipstream.algorithms.tokens import Tokens
-from slipstream.config import AlgorithmConfig, Config, ConfigError, TrainerConfig
-from slipstream.models import device_here, dtype_of, load_model, refuse_adapter, stored_dtype, trained_parameters
-from slipstream.packed.flash import use_installed
-from slipstream.packed.packing import MicroBatch, bundle, bundle_length, length, pack, plan
-from slipstream.packed.policy import Policy
-from slipstream.rollout import Batch, Completion, Sample, StepStats, samples_of
-from slipstream.rule import Rule, load_rule
-from slipstream.sync.gathered import part_here
+from slipstream.config.schema import Config, ConfigError, TrainerConfig
+from slipstream.model.device import current_device, dtype_of
+from slipstream.model.inspection import trained_parameters
+from slipstream.model.loading import load_model, stored_dtype
+from slipstream.model.packing import MicroBatch, forward_length, group_by_prefix, pack, plan, prefix_group_length
+from slipstream.model.paths import validate_adapter
+from slipstream.model.policy import PackedPolicy
+from slipstream.objective import load_objective
+from slipstream.rollout import Batch, Completion, Sample, StepStats, build_samples
+from slipstream.sync.sharded_weights import local_part
 from slipstream.trainers import checkpoint
-from slipstream.trainers.guards import refuse_to_go_on
-from slipstream.trainers.memory import prepare_layers
-from slipstream.trainers.offload import move
-from slipstream.trainers.parallel import Ranks, by_mesh, clip_gradients
-from slipstream.trainers.precision import compute_on, lowered, take_in
+from slipstream.trainers.activation_checkpointing import prepare_layers
+from slipstream.trainers.failures import validate_skipped_steps
+from slipstream.trainers.flops import FlopsMeter
+from slipstream.trainers.master_weights import cast_parameters, compute_on
+from slipstream.trainers.parallel import TrainerRanks, clip_gradients, group_by_mesh
 from slipstream.trainers.reference import Reference
-from slipstream.trainers.speed import Meter
-from slipstream.trainers.tensor import cut
+from slipstream.trainers.tensor_parallel import shard_model
 
-COUNTS = ("step_count", "token_count", "skipped_count", "skipped_in_a_row")  # what a checkpoint knows of the past
+COUNTS = ("step_count", "token_count", "skipped_count", "skipped_in_a_row")  # counters that a checkpoint holds
 
 
 class Trainer:
-    """A policy, its optimizer and the learning rule. `parameters` are the float32 masters of what is trained,
-    `attention` is whose kernel attends."""
+    """A policy, its optimizer and the objective. `parameters` are the float32 masters of the trained weights."""
 
     def __init__(self, config: Config) -> None:
         torch.manual_seed(config.loop.seed)
-        refuse_adapter(config.model.path)
-        self.device = device_here()
+        validate_adapter(config.model.path)
+        self.device = current_device()
         options, compute = config.trainer, dtype_of(config)
-        self.ranks = Ranks(options, self.device)
+        self.ranks = TrainerRanks(options, self.device)
         stored = compute if config.lora.rank else stored_dtype(config.model.path)  # adapters are float32 over any base
-        home = torch.device("cpu") if self.ranks.gathers else self.device  # until it is cut up
+        home = torch.device("cpu") if self.ranks.is_fsdp else self.device  # FSDP moves it to the GPU layer by layer
         self.model = load_model(config.model, config.lora, device=home, dtype=stored)
-        if not self.ranks.gathers:
-            take_in(self.model, self.device, compute)
-        self.model.eval()  # without dropout: tokens keep the probabilities that they were drawn with
+        if not self.ranks.is_fsdp:
+            cast_parameters(self.model, self.device, compute)
+        self.model.eval()  # without dropout, as engines sample
         self.step_count = self.token_count = self.skipped_count = self.skipped_in_a_row = 0
-        self.micro_batches = 0  # that this rank is done with
+        self.micro_batches = 0  # done by this rank; progress for the supervisor
         self.before_update: Callable[[], None] = lambda: None
         self._offloaded = False
-        self._algorithm: AlgorithmConfig = config.algorithm
-        self._rule: Rule = load_rule(config)
-        kind, weighted = config.algorithm.kl_estimator, config.algorithm.kl_weighted
-        self._penalty = partial(kl_to_reference, estimator=kind, weighted=weighted)
-        self._options: TrainerConfig = options
-        self._steps, self._tokens = config.loop.steps, config.loop.tokens
-        fuse = options.compile and self.device.type == "cuda" and compute != torch.float32
-        self._policy = Policy(self.model, fuse, self.ranks.context)
-        wanted = options.attention if self._policy.packs else "torch"  # others attend by code of their own
-        self.attention = use_installed(wanted, self.device, compute, self.model)
+        algorithm = self._algorithm = config.algorithm
+        self._objective = load_objective(config)
+        self._penalty = partial(kl_to_reference, estimator=algorithm.kl_estimator, weighted=algorithm.kl_weighted)
+        self._options = options
+        self._steps, self._tokens = config.loop.steps, config.loop.max_tokens
+        compiled = options.compile and self.device.type == "cuda" and compute != torch.float32
+        self._policy = PackedPolicy(self.model, compiled, self.ranks.context)
         if options.expert_parallel > 1 and not self._policy.routing.experts:
             raise ConfigError(f"trainer.expert_parallel = {options.expert_parallel}, but the model has no experts")
-        self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl else None
-        self._meter = Meter(self._policy, self.device)
-        if self.ranks.gathers:
+        self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl_coef else None
+        self._meter = FlopsMeter(self._policy, self.device)
+        if self.ranks.is_fsdp:
             self.ranks.shard(self._policy, compute)
-        prepare_layers(self.model, options.activation_checkpointing, fuse and not self.ranks.tensor)
+        prepare_layers(self.model, options.activation_checkpointing, compiled and not self.ranks.is_tensor_parallel)
         self.parameters = trained_parameters(self.model)
-        if self.ranks.tensor and self.ranks.mesh:
-            self.parameters, self.ranks.alike = cut(self._policy, self.ranks.mesh)
+        if self.ranks.is_tensor_parallel and self.ranks.mesh:
+            self.parameters, self.ranks.partial_gradients = shard_model(self._policy, self.ranks.mesh)
         if self._reference:
-            self._reference.follow(self.parameters)
-        lower = compute != torch.float32 and not self.ranks.gathers  # parts are cast as they are gathered
-        self._lowered = lowered(self.parameters, compute) if lower else None
-        if self._lowered:
-            compute_on(self.model, self.parameters, self._lowered)
-        elif self.ranks.tensor:
-            parts = {name: part_here(p.detach()) for name, p in self.parameters.items()}
-            compute_on(self.model, self.parameters, parts)
-        self._optimizer = torch.optim.AdamW(
-            [{"params": group} for group in by_mesh(self.parameters.values())],
-            lr=options.learning_rate,
-            betas=(options.betas[0], options.betas[1]),
-            weight_decay=options.weight_decay,
-            fused=True,  # else a CPU holds several copies of the largest parameter
-        )
+            self._reference.track(self.parameters)
+        lower = compute != torch.float32 and not self.ranks.is_fsdp  # FSDP casts shards when it gathers them
+        parts = {name: local_part(p.detach()) for name, p in self.parameters.items()}
+        self._compute_copies = {name: part.to(compute) for name, part in parts.items()} if lower else None
+        if lower or self.ranks.is_tensor_parallel:
+            compute_on(self.model, self.parameters, self._compute_copies or parts)
+        self._optimizer = _new_optimizer(self.parameters.values(), options)
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
-        """Run forward and backward passes on these tensors from now on, whoever keeps them up to date.
+        """Run forward and backward passes on `tensors`, which an engine serves and updates (`single_copy`).
 
-        Raises `ConfigError` unless they are the parts of the weights that this rank has.
+        Raises `ConfigError` unless their shapes are those of this rank's shards.
         """
         for name, parameter in self.parameters.items():
-            ours, theirs = part_here(parameter.detach()).shape, tensors[name].shape
+            ours, theirs = local_part(parameter.detach()).shape, tensors[name].shape
             if ours != theirs:
-                raise ConfigError(
-                    f"{name} is {list(theirs)} in the engine and {list(ours)} in the trainer: other parts"
-                )
+                shapes = f"{list(theirs)} in the engine and {list(ours)} in the trainer"
+                raise ConfigError(f"{name} is {shapes}: other parts")
         compute_on(self.model, self.parameters, tensors)
-        self._lowered = None
+        self._compute_copies = None
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # an engine on the same GPU may have what the copy took
+            torch.cuda.empty_cache()  # free the copy for the engine on this GPU
 
     def offload(self) -> None:
-        """Free the device: all state goes to the host's memory, where it can be saved and published."""
-        move(self._state(), torch.device("cpu"))
+        """Move all state to host memory. It can be saved and published there."""
+        _move_tensors(self._device_tensors(), torch.device("cpu"))
         self._offloaded = True
 
-    def load(self) -> None:
-        """Take the state back."""
-        move(self._state(), self.device)
+    def onload(self) -> None:
+        """Move all state back to the device."""
+        _move_tensors(self._device_tensors(), self.device)
         self._offloaded = False
 
     def step(self, batch: Batch) -> StepStats:
-        """One optimizer step. What a token counts is settled once for all tokens of the batch, signal or not."""
-        self._refuse_offloaded()
+        """One optimizer step. Loss weights of tokens are normalised once, over all tokens of the batch.
+
+        Raises `NotFinite` after too many steps in a row whose update was skipped.
+        """
+        self._validate_on_device()
         began = time.perf_counter()
-        every = [s for s in batch.samples() if not any(map(math.isnan, s.advantages))]
-        weights = self._rule.aggregation(torch.tensor([len(s.drawn) for s in every], dtype=torch.float64))
-        passes = self._rule.linear and not self._algorithm.kl  # over what has no advantage
-        chosen = [i for i, s in enumerate(every) if any(s.advantages) or not passes]
+        samples = [s for s in batch.samples() if not any(map(math.isnan, s.advantages))]
+        lengths = torch.tensor([len(s.sampled_positions) for s in samples], dtype=torch.float64)
+        weights = self._objective.aggregation(lengths)
+        skips_zero = self._objective.linear and not self._algorithm.kl_coef  # samples without an advantage
+        trained = [i for i, s in enumerate(samples) if any(s.advantages) or not skips_zero]
         summed = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         highest = torch.full((), -math.inf, device=self.device)
-        for micro in self._micro_batches([every[i] for i in chosen], batch.version):
-            found = self._learn(micro, weights[[chosen[i] for i in micro.order]])
-            if self.ranks.counts and not micro.filler:
-                summed, highest = summed + found[0], torch.maximum(highest, found[1].max())
-        if chosen:
+        for micro in self._micro_batches([samples[i] for i in trained], batch.version):
+            sums_of_micro, ratios = self._backward(micro, weights[[trained[i] for i in micro.order]])
+            if self.ranks.is_leader and not micro.filler:
+                summed, highest = summed + sums_of_micro, torch.maximum(highest, ratios.max())
+        if trained:
             self.ranks.sum_gradients(self.parameters)
-        totals = dict(zip(SUMS, self.ranks.add(summed).tolist(), strict=True))
-        described = means(totals, self.ranks.most(highest.item()))
-        grad_norm = self._update(described["loss"])
+        totals = dict(zip(SUMS, self.ranks.all_reduce_sum(summed).tolist(), strict=True))
+        metrics = means(totals, self.ranks.all_reduce_max(highest.item()))
+        grad_norm = self._update(metrics["loss"])
         self.token_count += batch.tokens
         seconds = time.perf_counter() - began
         return StepStats(
             step=self.step_count,
             grad_norm=grad_norm,
             learning_rate=self._optimizer.param_groups[0]["lr"],
-            **described,
+            **metrics,
             tokens=batch.tokens,
-            skipped=self.skipped_count,
+            skipped_steps=self.skipped_count,
             seconds=seconds,
-            **self._meter.read(seconds, self.ranks),
+            **self._meter.take_statistics(seconds, self.ranks),
         )
 
     def _micro_batches(self, samples: Sequence[Sample], version: int = 0) -> Iterator[MicroBatch]:
-        """This rank's samples, packed; each micro-batch is made while the device is at the one before.
+        """This rank's packed micro-batches. Each is packed while the device computes the previous one.
 
-        A rank that has fewer than others works on the shortest sample meanwhile, to take part in what they do together.
+        A rank with fewer micro-batches repeats the shortest sample as filler, to join the collectives of FSDP.
         """
         budget = self._options.tokens_per_microbatch
-        bundles = bundle(samples, budget, self._policy.packs, self.ranks.shares)
-        sizes = [bundle_length(samples, members) for members in bundles]
-        costs = [self._meter.cost(samples, members) for members in bundles]
+        prefix_groups = group_by_prefix(samples, budget, self._policy.packs, self.ranks.data_parallel_size)
+        sizes = [prefix_group_length(samples, members) for members in prefix_groups]
+        costs = [self._meter.cost(samples, members) for members in prefix_groups]
         context = self.ranks.context
         packed = partial(pack, samples, device=self.device, version=version, multiple=context.size if context else 1)
-        for items in plan(sizes, budget, self.ranks.shares, costs)[self.ranks.share]:
+        for items in plan(sizes, budget, self.ranks.data_parallel_size, costs)[self.ranks.data_parallel_rank]:
             if items:
-                yield packed([bundles[i] for i in items])
-            elif samples and self.ranks.gathers:
-                shortest = min(range(len(samples)), key=lambda i: length(samples[i]))
+                yield packed([prefix_groups[i] for i in items])
+            elif samples and self.ranks.is_fsdp:
+                shortest = min(range(len(samples)), key=lambda i: forward_length(samples[i]))
                 yield replace(packed([[shortest]]), filler=True)
             self.micro_batches += 1
 
     @torch.no_grad()
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
-        """Log-probabilities of these completions' tokens under the policy as it is now."""
-        self._refuse_offloaded()
-        samples = [samples_of([completion])[0] for completion in completions]
+        """Log-probabilities of the sampled tokens of `completions` under the current policy."""
+        self._validate_on_device()
+        samples = [build_samples([completion])[0] for completion in completions]
         scored: dict[int, list[float]] = {}
         for micro in self._micro_batches(samples):
             logprobs, _ = self._policy(micro)
-            lengths = [len(samples[i].drawn) for i in micro.order]
+            lengths = [len(samples[i].sampled_positions) for i in micro.order]
             scored |= dict(zip(micro.order, map(Tensor.tolist, logprobs.split(lengths)), strict=True))
-        self.ranks.forget_gathered(self._policy)
-        scored = self.ranks.union(scored)
+        self.ranks.reshard(self._policy)
+        scored = self.ranks.merge(scored)
         return [scored[i] for i in range(len(completions))]
 
     def save(self, path: Path, last: bool = False) -> Future[Any]:
-        """Copy everything that the next step depends on; it is in the directory `path` once the result is there.
+        """Write a checkpoint into the directory `path`; the result is set when it is complete.
 
-        With `last` nothing is copied: no step may follow.
+        The state is copied first, except for the `last` checkpoint, after which no step may follow. Raises
+        `CheckpointFailed`, also by the result.
         """
-        return checkpoint.save(path, self._all(), self.ranks, last)
+        return checkpoint.save(path, self._checkpoint_state(), self.ranks, last)
 
     def restore(self, path: Path) -> None:
-        """Go on from what `save` wrote, by however many ranks."""
-        counts = checkpoint.restore(path, self._all(), self.ranks)
+        """Restore what `save` wrote, with any number of ranks. Raises as `checkpoint.restore`."""
+        counts = checkpoint.restore(path, self._checkpoint_state(), self.ranks)
         for name in COUNTS:
             setattr(self, name, counts.get(name, 0))
-        self._lower()
+        self._update_compute_copies()
         if self._reference:
-            self._reference.serve()
+            self._reference.load_average()
 
     def export(self, path: Path) -> None:
-        """The policy as a Hugging Face directory, or its adapters as a PEFT directory."""
+        """Write the policy as a Hugging Face directory, or its adapters as a PEFT directory."""
         checkpoint.export(path, self.model, self.parameters, self.ranks)
 
-    def _all(self) -> checkpoint.State:
-        """All that the next step depends on."""
+    def _checkpoint_state(self) -> checkpoint.State:
         average = self._reference.average if self._reference else {}
         counts = {name: getattr(self, name) for name in COUNTS}
         return checkpoint.state_of(self.parameters, self._optimizer, average, counts)
 
-    def _state(self) -> Iterator[Tensor]:
-        """All that a step needs on the device: masters, what is computed on, gradients, and the optimizer's."""
+    def _device_tensors(self) -> Iterator[Tensor]:
+        """All tensors of a step on the device: masters, compute weights, reference, gradients, optimizer moments."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         tensors += self._reference.state() if self._reference else []
-        tensors += [*self.parameters.values(), *(self._lowered or {}).values()]
+        tensors += [*self.parameters.values(), *(self._compute_copies or {}).values()]
         yield from tensors
         yield from (tensor.grad for tensor in tensors if tensor.grad is not None)
         for moments in self._optimizer.state.values():
             yield from moments.values()
 
-    def _refuse_offloaded(self) -> None:
+    def _validate_on_device(self) -> None:
         if self._offloaded:
-            raise RuntimeError("this trainer is offloaded: nothing may be asked of it before it is loaded")
+            raise RuntimeError("this trainer is offloaded: call load before the next step or score")
 
-    def _learn(self, micro: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradient of a micro-batch, whose samples have these weights a token. Returns its sums and ratios."""
+    def _backward(self, micro: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Accumulate the gradient of a micro-batch; `weights` are the loss weights of its samples' tokens.
+
+        Returns the sums of its statistics, and the importance ratios.
+        """
         logprobs, entropy = self._policy(micro)
         if not micro.filler:
-            self._meter.count(micro, self.ranks.counts)
+            self._meter.add_pass(micro, self.ranks.is_leader)
         tokens = Tokens(
             logprobs=logprobs.detach().requires_grad_(),
             behaviour=micro.behaviour,
@@ -244,17 +239,21 @@ class Trainer:
             sequence=micro.sequences,
             lag=micro.lags,
             proximal=logprobs.detach(),
-            # After the policy: FSDP settles what is trained in its first pass, and adapters are not in the reference's.
+            # After the policy: FSDP initialises at its first pass, which must include the adapters.
             reference=self._reference.logprobs(micro) if self._reference else None,
             teacher=micro.teacher,
         )
-        lesson = learn(tokens, self._rule.loss, self._rule.corrections, self._penalty, self._algorithm.kl)
-        counts = (0.0 if micro.filler else 1.0) * weights.to(entropy)[micro.sequences]
-        torch.autograd.backward(logprobs, counts * lesson.gradient)
-        return sums(tokens, lesson, entropy, counts), tokens.ratio.detach()
+        objective, kl_coef = self._objective, self._algorithm.kl_coef
+        gradients = token_gradients(tokens, objective.loss, objective.corrections, self._penalty, kl_coef)
+        token_weights = (0.0 if micro.filler else 1.0) * weights.to(entropy)[micro.sequences]
+        torch.autograd.backward(logprobs, token_weights * gradients.gradient)
+        return sums(tokens, gradients, entropy, token_weights), tokens.ratio.detach()
 
     def _update(self, loss: float) -> float:
-        """Clip, move the parameters and return the gradient's norm; what isn't finite moves nothing, on any rank."""
+        """Clip gradients and update parameters. Returns the gradient norm.
+
+        If the norm or the loss is not finite, all ranks skip the update.
+        """
         norm = clip_gradients(self.parameters.values(), self._options.gradient_clip or math.inf)
         spent = self.token_count / self._tokens if self._tokens else 0.0
         warmup, schedule = self._options.warmup_steps, self._options.schedule
@@ -267,16 +266,46 @@ class Trainer:
         if finite:
             self.before_update()
             self._optimizer.step()
-            self._lower()
+            self._update_compute_copies()
             if self._reference:
                 self._reference.update()
         self._optimizer.zero_grad()
         self.step_count += 1
-        refuse_to_go_on(self.skipped_in_a_row, self._options)
+        validate_skipped_steps(self.skipped_in_a_row, self._options)
         return norm
 
-    def _lower(self) -> None:
-        """Bring the weights that are computed on to what their masters say."""
-        if self._lowered:
-            masters = [part_here(parameter.detach()) for parameter in self.parameters.values()]
-            torch._foreach_copy_(list(self._lowered.values()), masters)
+    def _update_compute_copies(self) -> None:
+        if self._compute_copies:
+            masters = [local_part(parameter.detach()) for parameter in self.parameters.values()]
+            torch._foreach_copy_(list(self._compute_copies.values()), masters)
+
+
+@torch.no_grad()
+def _move_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Move tensors to `device` in place. Tensors that share memory share it on `device`, too.
+
+    Host memory is pinned, for fast copies; torch caches it for the next call.
+    """
+    moved: dict[tuple[int, torch.Size, torch.dtype], tuple[Tensor, Tensor]] = {}  # source and copy
+    for tensor in list(tensors):
+        if tensor.device.type == device.type:
+            continue
+        key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        if key not in moved:
+            there = torch.empty_like(tensor.data, device=device, pin_memory=device.type == "cpu")
+            moved[key] = (tensor.data, there.copy_(tensor.data, non_blocking=True))
+        tensor.data = moved[key][1]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        moved.clear()
+        torch.cuda.empty_cache()
+
+
+def _new_optimizer(parameters: Iterable[torch.nn.Parameter], options: TrainerConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [{"params": group} for group in group_by_mesh(parameters)],
+        lr=options.learning_rate,
+        betas=(options.betas[0], options.betas[1]),
+        weight_decay=options.weight_decay,
+        fused=True,  # else a CPU holds several copies of the largest parameter
+    )

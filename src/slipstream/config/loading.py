@@ -1,0 +1,262 @@
+"""From a TOML file and dotted flags (`--trainer.learning_rate 1e-5`) to a validated `Config`, and back to TOML.
+
+Errors raise `ConfigError`; its lines name the option and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from slipstream.config import checks
+from slipstream.config.checks import is_writable, to_toml
+from slipstream.config.schema import SECTIONS, Config, ConfigError, LoraConfig
+
+PATHS = ("model.path", "teacher.path")
+RENAMED = {  # options of earlier versions: the new name in the same section
+    "lora.base": "quantization", "environment.time_limit": "timeout", "environment.turns": "max_turns",
+    "environment.tokens": "max_tokens", "environment.scorers": "reward_workers", "scoring.time_limit": "timeout",
+    "teacher.kind": "engine", "teacher.memory": "gpu_memory_utilization", "teacher.options": "engine_args",
+    "loop.tokens": "max_tokens", "loop.hold_lag": "force_max_lag", "loop.buffer": "buffer_size",
+    "generator.kind": "engine", "generator.count": "replicas", "generator.tensor_parallel": "tensor_parallel_size",
+    "generator.options": "engine_args", "generator.memory": "gpu_memory_utilization", "generator.slots": "max_num_seqs",
+    "generator.context": "max_model_len", "trainer.shards": "fsdp_shard_size",
+    "trainer.max_skipped": "max_consecutive_nonfinite", "trainer.compute_copy": "keep_compute_copy",
+    "trainer.probe_bound": "logprob_tolerance", "algorithm.whiten": "normalize_advantages",
+    "algorithm.parts": "reward_weights", "algorithm.process": "process_reward_coef",
+    "algorithm.overlong_soft": "overlong_buffer", "algorithm.kl": "kl_coef",
+    "algorithm.keep_sampling_mask": "replay_sampling_mask", "algorithm.keep_routing": "replay_routing",
+    "algorithm.filter_equal": "filter_zero_advantage", "algorithm.filter_most": "max_filtered_in_a_row",
+    "sync.keep": "keep_versions", "sync.interruption": "in_flight",
+}  # fmt: skip
+
+
+def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> Config:
+    """The configuration in a TOML file, with dotted flags over it. Raises `ConfigError`."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    for name, value in parse_flags(flags):
+        _set_option(values, name, value)
+    return validate(values)
+
+
+def load_policy_config(target: str, environment: str | None, flags: list[str], default: str | None = None) -> Config:
+    """The configuration with which to sample from a policy: `target` is a run's directory, or a model.
+
+    A model gets default options and the named environment, or `default`. Raises `ConfigError`.
+    """
+    run, named = Path(target) / "config.toml", dict(parse_flags(flags)).get("environment.name")
+    environment = str(named) if named else environment
+    if not run.exists():
+        if not (environment := environment or default):
+            raise ConfigError(f"{target} is no run's directory; name an environment: --environment NAME")
+        return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
+    trained = load_config(run)
+    changes = [f"--model.path={_policy_of(target)}", "--generator.servers=[]"]
+    if trained.lora.rank:  # the saved policy holds the run's adapters
+        changes += [f"--lora.{name}={to_toml(option.default)}" for name, option in LoraConfig.model_fields.items()]
+        changes += ["--sync.link=auto"]
+    if environment and absolute_path(environment) != absolute_path(trained.environment.name):
+        changes += [f"--environment.name={environment}", "--environment.options={}"]
+        changes += ["--algorithm.process_reward_coef=0"]
+    return load_config(run, [*changes, *flags])
+
+
+def load_verify_config(target: str, flags: list[str]) -> Config:
+    """The configuration with which to verify engine and weight link: those of a run, or the defaults around a model.
+
+    A run that trains adapters is verified on its base model, since its link publishes adapters. Sequences in flight are
+    recomputed at the swap, unless engines restart or vLLM serves adapters. Raises `ConfigError`.
+    """
+    run, given = Path(target) / "config.toml", dict(parse_flags(flags))
+    trained = load_config(run) if run.exists() else None
+    restarts = given.get("sync.restart", trained and trained.sync.restart)
+    adapts = given.get("lora.rank", trained and trained.lora.rank)
+    vllm = given.get("generator.engine", trained and trained.generator.engine) == "vllm"
+    changes = [] if restarts or (adapts and vllm) else ["--sync.in_flight=recompute"]
+    if not trained:
+        return load_policy_config(target, None, [*changes, *flags], default="addition")
+    if not trained.lora.rank:
+        changes += [f"--model.path={_policy_of(target)}"]
+    return load_config(run, [*changes, *flags])
+
+
+def _policy_of(target: str) -> Path:
+    if not (policy := Path(target) / "policy").is_dir():
+        raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
+    return policy
+
+
+def validate(values: Mapping[str, Any]) -> Config:
+    """Nested values as a `Config`. Raises `ConfigError` with all invalid options, or the first of `checks.faults`."""
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
+    for fault in checks.faults(config):
+        raise ConfigError(fault)
+    return config
+
+
+def with_options(config: Config, **sections: dict[str, Any]) -> Config:
+    """The configuration with these sections replaced. Raises `ConfigError`."""
+    return validate(config.model_dump() | sections)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration with absolute paths, for processes with another working directory.
+
+    Three kinds of text are made absolute if they name an existing file or directory: "path/to/file.py:thing" of any
+    option, paths of models, and text with a "/" or a suffix in a table of options.
+    """
+    return validate({name: _with_absolute_paths(name, values) for name, values in config.model_dump().items()})
+
+
+def absolute_path(text: str) -> str:
+    """The absolute form of "path/to/file.py:thing" or of an existing path; other text is returned unchanged."""
+    module, colon, name = text.rpartition(":")
+    file, rest = (module, colon + name) if module.endswith(".py") else (text, "")
+    exists = os.path.exists(file)  # noqa: PTH110, since Path.exists raises for a text that is too long for a path
+    return f"{Path(file).absolute()}{rest}" if exists else text
+
+
+def _with_absolute_paths(name: str, value: Any) -> Any:
+    """The value of this option, or of an entry of its table or list, with absolute paths."""
+    if isinstance(value, dict):
+        return {key: _with_absolute_paths(f"{name}.{key}", inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [_with_absolute_paths(name, inside) for inside in value]
+    if not isinstance(value, str):
+        return value
+    like_path = (".options." in name or name == "algorithm.reference") and ("/" in value or Path(value).suffix)
+    return absolute_path(value) if like_path or name in PATHS or value.rpartition(":")[0].endswith(".py") else value
+
+
+def join_flags(arguments: Sequence[str]) -> list[str]:
+    """The arguments with every `--a.b v` written as `--a.b=v`, so that argparse does not read `v` as a positional."""
+    joined: list[str] = []
+    for argument in arguments:
+        needs_value = joined and joined[-1].startswith("--") and "." in joined[-1] and "=" not in joined[-1]
+        if needs_value and not argument.startswith("--"):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """`--a.b v` and `--a.b=v` as ("a.b", value).
+
+    The value of a text option is taken literally; any other value is parsed as TOML, or taken as text if that fails.
+    Raises `ConfigError` for anything else than an option with a value.
+    """
+    for flag in join_flags(flags):
+        if not flag.startswith("--"):
+            raise ConfigError(f"{flag!r} is not an option; options look like --section.option value")
+        name, equals, text = flag[2:].partition("=")
+        if "." not in name or not all(name.split(".")):
+            raise ConfigError(f"unknown option --{name}{suggest(name, option_names())}; see `slipstream config --help`")
+        if not equals:
+            raise ConfigError(f"--{name} has no value; give one: --{name} VALUE")
+        yield name, _flag_value(name, text)
+
+
+def as_flags(config: Config) -> list[str]:
+    """Flags that set what was given to this configuration; options at their defaults are left out."""
+    given = config.model_dump(exclude_unset=True)
+    options = ((f"{name}.{key}", value) for name, section in given.items() for key, value in section.items())
+    return [f"--{name}={value if isinstance(value, str) else to_toml(value)}" for name, value in options]
+
+
+def option_names() -> list[str]:
+    """Every dotted option name."""
+    return [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields]
+
+
+def dump(config: Config) -> str:
+    """The configuration as TOML with every default, each option under its description."""
+    lines = []
+    for name, section in SECTIONS.items():
+        lines.append(f"[{name}]  # {section.__doc__}")
+        for key, info in section.model_fields.items():
+            lines += [f"# {info.description}", f"{key} = {to_toml(getattr(getattr(config, name), key))}"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _set_option(values: dict[str, Any], name: str, value: Any) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        if isinstance(function := values.get(parent), str) and name.startswith(f"algorithm.{parent}."):
+            values[parent] = {"name": function}  # loss = "ppo" in the file, and a flag for one option of that loss
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--{name}: {parent} is a value, not a section")
+    values[last] = value
+
+
+def _flag_value(name: str, text: str) -> Any:
+    section, _, key = name.partition(".")
+    option = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
+    if option and option.annotation is str:
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+EXPECTED = {  # by pydantic's name of an error
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_type": "it must be a number",
+    "finite_number": "it must be a finite number",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be text",
+    "string_too_short": "it must not be empty",
+    "list_type": 'it must be a list, such as ["a", "b"]',
+    "tuple_type": "it must be a list, such as [0.9, 0.99]",
+    "dict_type": "it must be a table, such as { name = 1 }",
+    "model_type": "it must be a section of options, such as [loop]",
+    "model_attributes_type": "it must be a section of options, such as [loop]",
+}
+
+
+def _explain(error: Any) -> str:
+    """One line for an error of pydantic: the option, its value, and what it must be."""
+    name = ".".join(str(part) for part in error["loc"])
+    cause = error.get("ctx", {}).get("error")
+    if error["type"] == "extra_forbidden":
+        known = option_names() if "." in name else list(SECTIONS)
+        return f"unknown option {name}{suggest(name, known)}; `slipstream config` lists all"
+    if error["type"] == "missing":
+        if name in SECTIONS:
+            name += "." + next(key for key, info in SECTIONS[name].model_fields.items() if info.is_required())
+        return f"{name} is not set; add it to the file or give --{name} VALUE"
+    expected = EXPECTED.get(error["type"]) or (str(cause) if isinstance(cause, ConfigError) else error["msg"])
+    expected = expected[0].lower() + expected[1:]
+    shown = to_toml(error["input"]) if is_writable(error["input"]) else repr(error["input"])
+    return f"{name} = {shown}: {expected.replace('input should', 'it must')}"
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """ " (did you mean X?)" for the nearest of the known names, or nothing."""
+    renamed = f"{name.partition('.')[0]}.{RENAMED.get(name)}"
+    close = [renamed] if renamed in known else difflib.get_close_matches(name, known)
+    close = close or difflib.get_close_matches(name.lower(), known)
+    close = close or [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]  # in another section
+    return f" (did you mean {close[0]}?)" if close else ""

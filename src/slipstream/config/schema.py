@@ -1,0 +1,418 @@
+"""Every option of a run, once: its name, type, default, bounds and description."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from slipstream.errors import InvalidInput
+
+MAX_LORA_RANK = 512  # that vLLM serves
+TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
+MAX_INT = 2**63 - 1  # of TOML, of torch and of a seed
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+NO_SYSTEM = "Slipstream runs on Linux, and on macOS on the CPU; on Windows use WSL 2"
+NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
+
+
+class ConfigError(InvalidInput):
+    """A configuration that can't be run. The message is one line for the user."""
+
+
+class Section(BaseModel):
+    """A section of options. Types are strict: text is not converted to a number, nor 1 to true."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("device", check_fields=False)
+    @classmethod
+    def _supported(cls, device: str) -> str:
+        if not DEVICE.fullmatch(device):
+            raise ConfigError(NO_DEVICE)
+        return device
+
+
+def option(default: Any, description: str, **bounds: Any) -> Any:
+    """A field with a default, a description that ends in a period, and bounds such as `ge` and `le`."""
+    if type(default) is int:
+        bounds.setdefault("le", MAX_INT)
+    return Field(default, description=description, validate_default=True, **bounds)
+
+
+class ModelConfig(Section):
+    """The policy to fine-tune."""
+
+    path: str = Field(description="Hugging Face model: a local directory or a name on the Hub.", min_length=1)
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", 'Number format of generators and trainer; "auto" is "bfloat16" on GPUs, "float32" if any is on a CPU.'
+    )
+
+
+class LoraConfig(Section):
+    """Low-rank adapters instead of full fine-tuning."""
+
+    rank: int = option(0, "Rank of the adapters; 0 trains all weights.", ge=0, le=4096)
+    alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
+    targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")
+    quantization: Literal["whole", "4bit"] = option(
+        "whole", "Base weights: in model.dtype, or in 4 bits by bitsandbytes, in generators and trainer."
+    )
+    experts: bool = option(False, "Adapt the experts of a mixture of experts, too.")
+
+
+class EnvironmentConfig(Section):
+    """Where tasks come from and how rollouts are rewarded."""
+
+    name: str = Field(
+        description='"gsm8k", "addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" or '
+        '"path/to/file.py:thing".',
+        min_length=1,
+    )
+    options: dict[str, Any] = option({}, "Keyword arguments of the environment.")
+    timeout: float = option(
+        300.0,
+        "Seconds that one rollout may take, generation included; the time that engines sleep and the wait for a free "
+        "engine slot don't count.",
+        gt=0,
+    )
+    max_concurrent: int = option(
+        0,
+        "Most episodes in flight. 0 means twice the slots of all engines, and no bound with loop.max_lag = 0, where a "
+        "bound makes results depend on timing.",
+        ge=0,
+    )
+    max_turns: int = option(0, "Completions after which a conversation ends; 0: no limit.", ge=0)
+    max_tokens: int = option(0, "Sampled tokens after which a conversation ends; 0: no limit.", ge=0)
+    max_failures: int = option(
+        10,
+        "Tasks in a row with failed rollouts after which the run stops. Until the first rollout succeeds: failed "
+        "rollouts, if all tasks in flight fail.",
+        ge=1,
+    )
+    reward_workers: int = option(0, "Most processes for reward functions that are not async; 0 is one per core.", ge=0)
+    reward_error: Literal["zero", "fail"] = option(
+        "zero", "If a reward function raises: reward 0, counted, with a warning; or a failed rollout."
+    )
+
+
+class ScoringConfig(Section):
+    """Rewards of finished rollouts that the environment does not compute, scored while generation continues."""
+
+    kind: str = option(
+        "",
+        '"" (the environment\'s own rewards), "http" (a judge behind a URL), "model" (a reward or process-reward '
+        'model), or your own function or class as "module:thing".',
+    )
+    options: dict[str, Any] = option({}, "Keyword arguments of the scorer.")
+    weights: dict[str, float] = option(
+        {}, 'Weights of reward parts, such as { environment = 1.0 }; empty means "score".'
+    )
+    concurrency: int = option(64, "Most rollouts being scored at once.", ge=1)
+    timeout: float = option(60.0, "Seconds that scoring one rollout may take, without its time in the queue.", gt=0)
+
+
+class TeacherConfig(Section):
+    """A model whose log-probabilities of the sampled tokens are added to every rollout, for distillation."""
+
+    path: str = option("", "Hugging Face model with the policy's vocabulary; empty means no fixed teacher.")
+    lag: int = option(0, "Use the policy of this many versions ago as teacher; 0 uses the model at path.", ge=0)
+    engine: Literal["torch", "vllm"] = option("torch", "Engine of the teacher.")
+    gpu_memory_utilization: float = option(
+        0.0,
+        "Share of a GPU's memory, or of the host's on a CPU (vllm); 0 means 0.4, on a CPU space for one sequence.",
+        ge=0,
+        le=1,
+    )
+    engine_args: dict[str, Any] = option({}, "Further engine arguments, as vLLM names them (vllm).")
+    device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
+    threads: int = option(0, "CPU threads; 0 divides the cores between processes.", ge=0)
+
+
+class SamplingConfig(Section):
+    """Sampling parameters of training rollouts."""
+
+    temperature: float = option(1.0, "Softmax temperature, from 0.01 to 100.", gt=0)
+    top_k: int = option(0, "Sample from the k most likely tokens; 0 means all.", ge=0)
+    top_p: float = option(1.0, "Sample from the most likely tokens up to this probability mass.", gt=0, le=1)
+    max_tokens: int = option(128, "Longest completion in tokens.", ge=1)
+    stop: list[Annotated[str, Field(min_length=1)]] = option(
+        [], "Strings that end a completion; the model's end-of-sequence token always does."
+    )
+
+
+class LoopConfig(Section):
+    """Length of the run, size of a step, and how far generation may run ahead of training."""
+
+    steps: int = option(100, "Optimizer steps.", ge=1)
+    max_tokens: int = option(
+        0, "Trained tokens after which the run ends, if loop.steps does not end it earlier; 0: no limit.", ge=0
+    )
+    groups_per_step: int = option(8, "Groups (tasks) that one step trains on.", ge=1)
+    group_size: int = option(8, "Rollouts per task; advantages compare them with each other.", ge=2)
+    max_lag: int = option(1, "Most versions between sampling and training of a token; 0 is synchronous.", ge=0)
+    force_max_lag: bool = option(False, "Train only when the buffer holds all that max_lag allows, for studies of lag.")
+    buffer_size: int = option(0, "Most groups in generation and in the buffer; 0 is as many as max_lag can use.", ge=0)
+    retries: int = option(3, "Most retries of a failed or stale task.", ge=0)
+    seed: int = option(0, "Seed of task order, sampling and initialisation.", ge=0)
+
+
+class GeneratorConfig(Section):
+    """Engines that sample, in number, kind and size."""
+
+    engine: str = option(
+        "torch", '"torch" (embedded), "vllm", or your own worker class as "module:Class" or "file.py:Class".'
+    )
+    replicas: int = option(1, "Generators, each in its own process.", ge=1)
+    servers: list[str] = option([], "URLs of running vLLM servers to attach to, instead of starting engines (vllm).")
+    tensor_parallel_size: int = option(1, "GPUs over which the weights of one generator are sharded (vllm).", ge=1)
+    gpu_memory_utilization: float = option(
+        0.0,
+        "Share of a GPU's memory for one generator, or of the host's on a CPU (vllm); 0 means 0.85, or 0.8 divided by "
+        "the processes on the GPU, and on a CPU space for a little more than one sequence.",
+        ge=0,
+        le=1,
+    )
+    engine_args: dict[str, Any] = option({}, "Further engine arguments, as vLLM names them (vllm).")
+    max_num_seqs: int = option(64, "Sequences that one generator decodes at once.", ge=1)
+    max_restarts: int = option(
+        3, "Restarts of an engine that dies again within 10 minutes of service; 0: none. Servers stay dead.", ge=0
+    )
+    min_replicas: int = option(1, "Generators that must be alive for the trainer to take steps.", ge=1)
+    max_model_len: int = option(0, "Longest prompt plus completion in tokens; 0 means the model's own limit.", ge=0)
+    device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
+    threads: int = option(0, "CPU threads of each generator; 0 divides the cores between processes.", ge=0)
+
+    @property
+    def engines(self) -> int:
+        """Number of engines that the run starts; 0 if it attaches to servers."""
+        return 0 if self.servers else self.replicas
+
+    @property
+    def remote(self) -> str:
+        """Host and port of the first server on another host, or ""."""
+        urls = [urlsplit(url) for url in self.servers]
+        return next((u.netloc for u in urls if u.hostname not in ("localhost", "127.0.0.1", "::1")), "")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_servers(cls, values: Any) -> Any:
+        servers = values.get("servers") if isinstance(values, dict) else None
+        return {"replicas": len(servers)} | values if servers and isinstance(servers, list) else values
+
+
+class TrainerConfig(Section):
+    """The optimizer and its schedule."""
+
+    kind: str = option("pytorch", '"pytorch", or your own worker class as "module:Class" or "file.py:Class".')
+    ranks: int = option(1, "Processes of the trainer, each with its own GPU.", ge=1)
+    parallel: Literal["fsdp", "ddp", "tensor"] = option(
+        "fsdp",
+        "Parallelism over ranks: sharded weights and optimizer (fsdp), copies (ddp), or tensor parallelism (tensor).",
+    )
+    fsdp_shard_size: int = option(0, "Ranks that share one copy of the weights (fsdp); 0 is all of them.", ge=0)
+    context_parallel: int = option(1, "Ranks that split the tokens of each micro-batch, for long sequences.", ge=1)
+    expert_parallel: int = option(1, "Ranks that split the experts of each layer (fsdp, mixtures of experts).", ge=1)
+    learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", gt=0)
+    betas: tuple[float, ...] = option((0.9, 0.99), "Decay rates of AdamW's two moments.", strict=False)
+    weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
+    warmup_steps: int = option(0, "Steps over which the learning rate rises from 0.", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = option(
+        "linear", "Decay to 0 after warm-up, over loop.steps or loop.max_tokens, whichever ends first."
+    )
+    gradient_clip: float = option(1.0, "Largest norm of the gradient; 0 disables clipping.", ge=0)
+    max_consecutive_nonfinite: int = option(10, "Non-finite steps in a row that end the run; 0: no limit.", ge=0)
+    tokens_per_microbatch: int = option(16384, "Most tokens in one forward and backward pass.", ge=1)
+    activation_checkpointing: Literal["none", "selective", "full"] = option(
+        "selective", "What the backward pass recomputes: nothing, all but matrix products, or whole layers."
+    )
+    keep_compute_copy: bool = option(
+        True, "Keep a copy of the weights in model.dtype; false casts layer by layer and needs less memory (one rank)."
+    )
+    compile: bool = option(True, "Compile the layers on a GPU: faster after the first steps.")
+    logprob_tolerance: float = option(
+        0.0, "Largest log-probability difference to the generator at start; 0 means 1e-3 (float32) or 0.5.", ge=0
+    )
+    device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
+    threads: int = option(0, "CPU threads of the trainer; 0 divides the cores between processes.", ge=0)
+
+
+class AlgorithmConfig(Section):
+    """The objective; see docs/algorithms.md. A function is a name, or a table of its name and its options."""
+
+    advantage: dict[str, Any] = option(
+        {"name": "group_mean"},
+        'Baseline of a group: "group_mean", "leave_one_out", "pass_at_k", "reward", or your own.',
+    )
+    normalize_advantages: bool = option(False, "Give the advantages of a step mean 0 and standard deviation 1.")
+    reward_weights: dict[str, float] = option({}, "Weights of reward parts, by metric name; each has its own baseline.")
+    process_reward_coef: float = option(0.0, "Weight of a scorer's rewards of steps, added per token.", ge=0)
+    overlong: Literal["train", "filter", "penalty"] = option(
+        "train",
+        "Rollouts truncated at sampling.max_tokens: train on them, leave them out, or penalize their length.",
+    )
+    overlong_buffer: int = option(0, "Tokens before sampling.max_tokens in which the penalty rises from 0 to 1.", ge=0)
+    loss: dict[str, Any] = option(
+        {"name": "grpo"},
+        'Loss of a token: "grpo", "ppo", "gspo", "cispo", "topr", "reinforce", "decoupled", "dppo_tv", "dppo_kl", '
+        '"sapo", or your own as "module:function".',
+    )
+    corrections: list[dict[str, Any]] = option(
+        [],
+        'Weights of off-policy tokens, multiplied: "truncate_tokens", "icepop", "mask_tokens", "opsm", and more.',
+    )
+    aggregation: dict[str, Any] = option(
+        {"name": "token_mean"},
+        'Denominator of the loss: "token_mean", "sequence_mean", or "constant" with a length.',
+    )
+    kl_coef: float = option(0.0, "Weight of the KL divergence to the reference policy; 0 needs no second model.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", "Estimator of that divergence from sampled tokens.")
+    kl_weighted: bool = option(False, "Multiply that estimate by the ratio to the behaviour policy (k1 and k3).")
+    reference: str = option("start", 'Reference policy: "start", "average" over the steps, or the path of a model.')
+    reference_decay: float = option(0.99, "Decay of that average at each step.", ge=0, lt=1)
+    replay_sampling_mask: bool = option(
+        True, "Train on the distribution truncated by top_k and top_p, recorded at generation; false: the full one."
+    )
+    replay_routing: bool = option(True, "Train through the experts that generation chose (mixtures of experts).")
+    filter_zero_advantage: bool = option(False, "Replace groups whose advantages are all 0 by further groups.")
+    max_filtered_in_a_row: int = option(0, "Most groups replaced in a row; 0 means those of 20 steps.", ge=0)
+
+    @field_validator("advantage", "loss", "aggregation", "corrections", mode="before")
+    @classmethod
+    def _named(cls, value: Any, info: ValidationInfo) -> Any:
+        """The table of a function: a bare name gets no options, a table without a name gets the default name."""
+        if info.field_name == "corrections":
+            values = [value] if isinstance(value, str | dict) else value
+            return [{"name": v} if isinstance(v, str) else v for v in values] if isinstance(values, list) else values
+        if isinstance(value, str):
+            return {"name": value}
+        return cls.model_fields[info.field_name or ""].default | value if isinstance(value, dict) else value
+
+
+class SyncConfig(Section):
+    """How new weights reach the generators."""
+
+    link: str = option(
+        "auto",
+        '"auto" (by placement), "shared" (host memory), "single_copy" (GPU memory), "nccl" (broadcast while the '
+        'engine runs), "nccl_direct" (by a paused vLLM), "lora" (adapters only), "checkpoint" (files), or '
+        '"module:Class" or "file.py:Class".',
+    )
+    placement: Literal["disaggregated", "colocated"] = option(
+        "disaggregated",
+        '"disaggregated": generators and trainer work at the same time. "colocated": they alternate on the same GPUs, '
+        "and each frees the memory for the other.",
+    )
+    every: int = option(1, "Steps between two publishes.", ge=1)
+    in_flight: Literal["continue", "recompute", "retry", "drain"] = option(
+        "continue", "Sequences in flight at a swap: keep their KV cache, recompute it, start again, or finish first."
+    )
+    restart: bool = option(False, "Restart engines on each version's files, if they can't reload (checkpoint).")
+    keep_versions: int = option(0, "Versions whose published files are kept after the run (checkpoint).", ge=0)
+    verify: Literal["sampled", "full", "off"] = option(
+        "sampled", "Parameters whose checksums are compared between engines and trainer after each publish."
+    )
+
+
+class EvaluationConfig(Section):
+    """Evaluation on held-out tasks, concurrent with training if `loop.max_lag` is above 0."""
+
+    every: int = option(0, "Steps between evaluations; 0 evaluates at the start and the end only.", ge=0)
+    every_tokens: int = option(0, "Trained tokens between evaluations, in addition to `every`; 0 is never.", ge=0)
+    tasks: int = option(100, "Held-out tasks to evaluate on; 0 turns evaluation off.", ge=0)
+    temperature: float = option(0.0, "Softmax temperature of evaluation, from 0.01 to 100; 0 is greedy.", ge=0)
+
+
+class CheckpointConfig(Section):
+    """Checkpoints that a run can resume from."""
+
+    every: int = option(50, "Steps between checkpoints, a multiple of sync.every; the last step writes one, too.", ge=1)
+    keep: int = option(2, "Newest checkpoints to keep.", ge=1)
+
+
+HealthRule = Literal[
+    "engine-lost", "stale-weights", "score-falls", "slow-rewards", "large-updates", "entropy-collapse",
+    "reward-collapse", "mismatch", "sample-size", "no-signal", "lag-bound", "trainer-idle", "engines-idle",
+    "engine-slow", "completions-cut", "identical-completions", "gradient-spikes", "nonfinite-steps", "disk-full",
+    "memory-grows",
+]  # fmt: skip
+
+
+class RunConfig(Section):
+    """The run directory."""
+
+    dir: str = option("", "Run directory; empty means runs/ENVIRONMENT-DATE.")
+
+
+class ObserveConfig(Section):
+    """What is recorded and shown besides metrics and rollouts."""
+
+    report: bool = option(True, "Write report.html into the run directory at the end of the run.")
+    health: bool = option(True, "Warn, with a remedy, when the records show that something goes wrong.")
+    ignore: list[HealthRule] = option([], "Health rules that are silent, by name; see docs/seeing-a-run.md.")
+    trackers: list[str] = option(
+        [],
+        'Experiment trackers that get metrics and sampled rollouts: "wandb", "trackio", "tensorboard", "mlflow", or '
+        'your own as "module:Class" or "file.py:Class".',
+    )
+    project: str = option(
+        "", 'Project or experiment in each tracker; empty means that of its environment variable, else "slipstream".'
+    )
+
+
+class RuntimeConfig(Section):
+    """Where the worker processes of a run start, and when they count as hung and are restarted."""
+
+    kind: Literal["local", "ray"] = option(
+        "local", '"local": child processes on this host. "ray": actors on a Ray cluster (needs slipstream-rl[ray]).'
+    )
+    address: str = option("", '"auto" or the address of a Ray cluster; empty starts Ray on this machine (ray).')
+    placement: Literal["pack", "spread", "one_node"] = option(
+        "pack", "Trainer ranks on as few nodes as possible, on as many as possible, or all workers on one node (ray)."
+    )
+    start_timeout: float = option(
+        600.0, "Seconds in which the cluster must place a worker; nodes may have to start (ray).", gt=0
+    )
+    progress_timeout: float = option(
+        600.0,
+        "Seconds without progress (engine steps, micro-batches, checkpoint bytes) after which a worker with pending "
+        "calls counts as hung and is terminated, and a run in which nothing ends is ended. "
+        "Must exceed the first step of a large model, which compiles it.",
+        gt=0,
+    )
+    max_restarts: int = option(
+        3,
+        "Restarts of the trainer, of the teacher and of the reward model after a death, each; 0: a death ends the run.",
+        ge=0,
+    )
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    lora: LoraConfig = LoraConfig()
+    environment: EnvironmentConfig
+    scoring: ScoringConfig = ScoringConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    loop: LoopConfig = LoopConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    sync: SyncConfig = SyncConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+    observe: ObserveConfig = ObserveConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether vLLM serves LoRA adapters on the base weights that it has loaded."""
+        return bool(self.lora.rank) and self.generator.engine == "vllm"
+
+
+SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]

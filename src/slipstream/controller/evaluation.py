@@ -1,0 +1,184 @@
+"""Evaluation: play held-out tasks on the engines, during the training of further steps or in a separate process."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from slipstream.config.schema import Config
+from slipstream.controller.run_context import RunContext
+from slipstream.environments.base import ChatTokenizer, Environment, Policy, Task
+from slipstream.environments.concurrency import EpisodeSlots
+from slipstream.environments.endpoint import Endpoint
+from slipstream.environments.episode import (
+    EpisodeOptions,
+    RolloutFailed,
+    Scoring,
+    episode_limits,
+    gather_all,
+    reward_error_counter,
+    run_episode,
+)
+from slipstream.environments.reward_workers import ScoringError
+from slipstream.generators.base import Generator
+from slipstream.observe.events import CONTROLLER
+from slipstream.observe.run_totals import metric_means
+from slipstream.rollout import Rollout, Sampling, build_samples, mean
+from slipstream.runtime.event_loop import throttle
+
+RECORDED_TASKS = 200  # tasks whose outcomes are recorded
+RECORDED_CHARACTERS = 500  # of a prompt or a completion
+
+
+async def evaluate_if_due(run: RunContext, tokens: int) -> None:
+    """Start an evaluation every `evaluation.every` steps or `every_tokens` tokens, after a step on `tokens` tokens."""
+    step, total = run.state.step, run.totals.tokens_trained
+    every, every_tokens = run.config.evaluation.every, run.config.evaluation.every_tokens
+    by_steps = every and step % every == 0
+    by_tokens = every_tokens and total // every_tokens > (total - tokens) // every_tokens
+    if run.complete or not (by_steps or by_tokens):
+        return
+    if run.evaluation and not run.evaluation.done():
+        run.progress.warn(f"evaluation at step {step} left out: the one before is still running")
+        return
+    run.evaluation = run.tasks.create_task(evaluate_run(run))
+    if run.config.loop.max_lag == 0:
+        run.recorder.write()  # the trainer is idle now
+        await run.evaluation
+
+
+async def evaluate_run(run: RunContext) -> None:
+    """Evaluate the served policy concurrently with training rollouts, and record the result.
+
+    Without held-out tasks it does nothing. Raises `WorkerDied` if no engine is alive.
+    """
+    if not run.environment.test[: run.config.evaluation.tasks]:
+        return
+    step, began = run.state.step, run.events.now()
+    result = await evaluate(
+        run.config, run.environment, run.cluster.generator, run.chat_tokenizer, run.endpoint, run.scoring,
+        run.episode_slots, run.warn_of_reward_error,
+    )  # fmt: skip
+    if dead := run.cluster.generator.dead:  # without engines, every episode failed and the score means nothing
+        raise dead
+    run.events.add("evaluation", CONTROLLER, began, run.events.now(), step=step)
+    record = {"step": step, **result}
+    run.totals.add_evaluation(record)
+    run.recorder.evaluation(record)
+    run.progress.evaluation(record)
+    if result["eval/failed"] == result["eval/tasks"]:
+        run.progress.warn(describe_failures(result, f" in the evaluation after step {step}"))
+
+
+async def evaluate(
+    config: Config,
+    environment: Environment,
+    generator: Generator,
+    tokenizer: ChatTokenizer,
+    endpoint: Endpoint | None = None,
+    scoring: Scoring | None = None,
+    slots: EpisodeSlots | None = None,
+    on_reward_error: Callable[[ScoringError], None] = lambda error: None,
+) -> dict[str, Any]:
+    """Play `evaluation.tasks` held-out tasks once each and score them. Returns the record in `evaluations.jsonl`.
+
+    `slots` bounds concurrent episodes. `eval/score` is the mean of the metric "correct" if the environment reports it,
+    else of the reward; a failed episode counts as 0. `versions` are the oldest and newest weights that sampled a token.
+    """
+    began = time.perf_counter()
+    tasks = environment.test[: config.evaluation.tasks]
+    limits = episode_limits(config.environment)
+    raised: Counter[str] = Counter()
+
+    def count_error(error: ScoringError) -> None:
+        raised[error.reason] += 1
+        on_reward_error(error)
+
+    errors = reward_error_counter(config.environment, count_error)
+
+    async def play_task(task: Task) -> tuple[Rollout, ...] | RolloutFailed:
+        if config.loop.max_lag:  # a synchronous run's requests reach an engine as one message
+            await throttle()
+        seed = f"{config.loop.seed}/evaluation/{task.id}"
+        policy = Policy(generator, tokenizer, evaluation_sampling(config), seed, endpoint, limits)
+        try:
+            playing = EpisodeOptions(config.environment.timeout, scoring, slots or EpisodeSlots(), errors)
+            return await run_episode(environment, task, policy, playing)
+        except RolloutFailed as failure:
+            return failure
+
+    played = await gather_all(play_task(task) for task in tasks)
+    failures = [outcome for outcome in played if isinstance(outcome, RolloutFailed)]
+    episodes = [outcome for outcome in played if not isinstance(outcome, RolloutFailed)]
+    versions = [v for e in episodes for r in e for c in r.completions for v in c.versions] or [generator.version]
+    return {
+        "versions": [min(versions), max(versions)],
+        **_scores(episodes, len(played)),
+        "eval/failed": len(failures),
+        "eval/failures": dict(Counter(failure.reason for failure in failures)),
+        "last_failure": failures[-1].one_line if failures else None,
+        "eval/reward_errors": dict(raised),
+        "eval/duration_s": time.perf_counter() - began,
+        "samples": [
+            _sample(*played_task, tokenizer) for played_task in zip(tasks, played[:RECORDED_TASKS], strict=False)
+        ],
+    }
+
+
+def evaluation_sampling(config: Config) -> Sampling:
+    """Sampling parameters of evaluations and of `slipstream generate`."""
+    return Sampling(
+        config.evaluation.temperature, max_tokens=config.sampling.max_tokens, stop_strings=tuple(config.sampling.stop)
+    )
+
+
+def describe_failures(result: Mapping[str, Any], when: str = "") -> str:
+    """One line on the held-out tasks that failed; `when` names the evaluation."""
+    failed, tasks = result["eval/failed"], result["eval/tasks"]
+    count = f"all {tasks}" if failed == tasks else f"{failed} of {tasks}"
+    return f"{count} held-out tasks failed{when}, the last with: {result['last_failure']}"
+
+
+def _scores(episodes: Sequence[Sequence[Rollout]], tasks: int) -> dict[str, Any]:
+    """Means over all `tasks`, of which `episodes` succeeded."""
+    rollouts = [rollout for episode in episodes for rollout in episode]
+    return {
+        "eval/score": sum(_score(episode) for episode in episodes) / max(1, tasks),
+        "eval/reward": sum(mean([r.reward for r in episode]) for episode in episodes) / max(1, tasks),
+        "eval/tasks": tasks,
+        **{f"eval/env/{name}": value for name, value in metric_means(rollouts).items()},
+        "eval/mean_length": mean([float(r.tokens) for r in rollouts]),
+    }
+
+
+def _score(episode: Sequence[Rollout]) -> float:
+    """The mean of "correct" over the roles that report it, else of the rewards."""
+    return mean([r.metrics["correct"] for r in episode if "correct" in r.metrics] or [r.reward for r in episode])
+
+
+def _sample(task: Task, outcome: Sequence[Rollout] | RolloutFailed, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """What `evaluations.jsonl` records of one task."""
+    known = {"id": task.id, "prompt": _prompt(task)}
+    if isinstance(outcome, RolloutFailed):
+        return {**known, "failed": outcome.reason}
+    first, *more = outcome[-1].completions
+    last = build_samples(outcome[-1].completions)[-1:] if more else []  # the whole conversation
+    text = tokenizer.decode(last[0].token_ids[last[0].sampled_positions[0] :]) if last else first.text
+    return {**known, "completion": _shorten(text), "reward": outcome[-1].reward, "score": _score(outcome)}
+
+
+def _prompt(task: Task) -> str:
+    """What a task asks, as text; "" for a prompt of token ids."""
+    if question := task.data.get("question"):
+        return _shorten(str(question))
+    if isinstance(task.prompt, str):
+        return _shorten(task.prompt)
+    last: Any = task.prompt[-1] if task.prompt else None
+    return _shorten(str(last.get("content", ""))) if isinstance(last, Mapping) else ""
+
+
+def _shorten(text: str) -> str:
+    half = RECORDED_CHARACTERS // 2
+    return text if len(text) <= RECORDED_CHARACTERS else f"{text[:half]} … {text[-half:]}"

@@ -1,0 +1,132 @@
+"""End a run: stop on signals, stop generation, write the last checkpoint, policy and summary, close all processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import inspect
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from slipstream.config.plugins import one_line
+from slipstream.controller.checkpoints import save_checkpoint
+from slipstream.controller.evaluation import evaluate_run
+from slipstream.controller.publishing import publish_version, wait_published
+from slipstream.controller.run_context import RunContext
+from slipstream.environments.base import Environment
+from slipstream.observe.page import write_report
+from slipstream.observe.run_data import load_run
+from slipstream.runtime.closing import closing
+from slipstream.runtime.disk import writing
+from slipstream.runtime.run_directory import write_json
+
+
+def stop_run(run: RunContext, reason: str, hint: str) -> None:
+    """End the run after the current step."""
+    run.stopped = run.stopped or reason
+    run.changed.set()
+    run.progress.note(f"{reason}: stopping after this step; {hint}")
+
+
+@contextlib.contextmanager
+def stop_on_signals(run: RunContext) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the run after the current step; a second signal ends it immediately."""
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+
+    def stop(number: int) -> None:
+        for handled in numbers:
+            loop.remove_signal_handler(handled)
+        stop_run(run, signal.Signals(number).name, "a second signal stops at once")
+
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):  # handlers need the main thread
+        for number in numbers:
+            loop.add_signal_handler(number, stop, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+async def stop_generation(run: RunContext) -> None:
+    """Wait for the publish, return running groups to pending, and wait for an evaluation unless the run was stopped."""
+    run.recorder.write()
+    await wait_published(run)
+    run.totals.extend_window(await run.cluster.generator.stats())
+    for group in run.running_groups:
+        group.cancel()
+    if run.evaluation and run.stopped:
+        run.evaluation.cancel()
+    elif run.evaluation:
+        await run.evaluation
+
+
+async def finish(run: RunContext) -> dict[str, Any]:
+    """Publish, evaluate, save and export the last step's weights. Returns the summary, as in `summary.json`."""
+    if run.state.published < run.state.step:
+        await publish_version(run, asyncio.Event())
+    last = run.totals.evaluations[-1] if run.totals.evaluations else {}
+    evaluated = last.get("step") == run.state.step and set(last["versions"]) == {run.state.version}
+    if not run.stopped and not evaluated:
+        await evaluate_run(run)
+    await save_checkpoint(run, asyncio.Event())
+    await run.cluster.trainer.export(run.directory.policy)
+    with writing(run.directory.policy):
+        run.tokenizer.save_pretrained(run.directory.policy)
+    await run.recorder.flush()
+    ledger = run.state.ledger
+    summary = {
+        "steps": run.state.step,
+        **run.totals.summary(),
+        "rollouts": dataclasses.asdict(ledger.counts),
+        "failures": dict(ledger.reasons),
+        "visits_abandoned": ledger.abandoned,
+        "version": run.state.version,
+        "seed": run.config.loop.seed,
+        "stopped": run.stopped,
+        "directory": str(run.directory.path),
+        "policy": str(run.directory.policy),
+    }
+    write_json(run.directory.summary, summary)
+    if run.config.observe.report:
+        await asyncio.to_thread(write_page, run)
+    return summary
+
+
+def write_page(run: RunContext) -> None:
+    """Write `report.html` into the run directory. Prints a failure: the results are already written."""
+    path = run.directory.path / "report.html"
+    try:
+        write_report([load_run(run.directory.path)], path, "stopped" if run.stopped else "complete")
+    except Exception as error:
+        again = f"slipstream report {run.directory.path}"
+        print(f"slipstream: warning: {path} was not written: {one_line(error)}; try: {again}", file=sys.stderr)
+
+
+async def close(run: RunContext) -> None:
+    """Close processes, endpoint, environment, recorder and trackers, also if closing one of them raises."""
+    if run.slow_episode_report:
+        run.slow_episode_report.cancel()
+    closers = [part.close for part in (run.endpoint, run.scoring, run.started_cluster) if part]
+    async with closing(run.trackers.close):  # after the last record
+        try:
+            async with closing(*closers, lambda: close_environment(run.environment)):
+                pass
+        finally:
+            if run.heap_frozen:
+                gc.unfreeze()
+            run.recorder.close()
+
+
+async def close_environment(environment: Environment) -> None:
+    """Call the environment's `close`, if it has one, sync or async. Prints a failure: results are already written."""
+    try:
+        closed = environment.close() if hasattr(environment, "close") else None
+        if inspect.isawaitable(closed):
+            await closed
+    except Exception as error:
+        print(f"slipstream: warning: closing the environment failed: {one_line(error)}", file=sys.stderr)

@@ -1,0 +1,237 @@
+"""Start the processes of a run: engines, trainer, and the weight link between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from slipstream.config.schema import Config, ConfigError
+from slipstream.controller.colocation import ColocatedScheduler
+from slipstream.controller.engine_restart import RestartPublisher
+from slipstream.controller.engine_supervisor import EngineEvents, EngineSupervisor
+from slipstream.controller.weight_publisher import WeightPublisher
+from slipstream.environments.episode import first_error
+from slipstream.generators.base import EngineWorker
+from slipstream.generators.pool import EngineReplica, GeneratorPool, Start
+from slipstream.generators.vllm.servers import Server
+from slipstream.runtime.closing import close_at_once, closing
+from slipstream.runtime.placement import GpuLocks, Placement, gpus_of_engine, place, resolve_auto
+from slipstream.runtime.rank_group import RankGroup, trainer_process
+from slipstream.runtime.runtime import current_runtime
+from slipstream.runtime.worker import WorkerError, handle
+from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.trainers.base import TrainerWorker
+
+# Worker classes of `generator.engine` and `trainer.kind`; other names are `module:Class` of the user.
+WORKER_CLASSES = {
+    "torch": "slipstream.generators.generator_worker:GeneratorWorker",
+    "vllm": "slipstream.generators.vllm.engine:VllmWorker",
+    "pytorch": "slipstream.trainers.trainer_worker:PytorchTrainerWorker",
+}
+
+
+class Cluster:
+    """Engines, trainer and weight link of a run."""
+
+    def __init__(
+        self, generator: GeneratorPool, trainer: WorkerProcess | RankGroup, config: Config, directory: Path,
+        placement: Placement,
+    ) -> None:  # fmt: skip
+        self.generator, self._config, self._directory, self._placement = generator, config, directory, placement
+        self._trainer_idle = asyncio.Lock()  # held while the trainer computes, or an engine starts on its GPUs
+        self.supervisor: EngineSupervisor | None = None
+        self._use(trainer)
+
+    def _use(self, trainer: WorkerProcess | RankGroup) -> None:
+        """Make these processes the trainer, and create its weight link."""
+        config, generator = self._config, self.generator
+        self.trainer_process = trainer
+        self.trainer = handle(TrainerWorker, trainer)
+        self._colocation = ColocatedScheduler(self.trainer, generator) if config.sync.placement == "colocated" else None
+        hand_over = self._colocation.hand_over if self._colocation else None
+        self.link: WeightPublisher | RestartPublisher = (
+            RestartPublisher(self.trainer, generator, config, self._directory)
+            if config.sync.restart
+            else WeightPublisher(trainer, generator, config.sync, hand_over, config.environment.timeout)
+        )
+
+    @classmethod
+    async def start(cls, config: Config, directory: Path) -> Cluster:
+        """Start all processes and load the model in each. Raises `ConfigError` for errors in options or model files.
+
+        Processes that share a GPU start one after the other, the trainer first; all others start concurrently.
+        Colocated engines start after the trainer is offloaded.
+        """
+        runtime = current_runtime()
+        config = resolve_auto(config, runtime.gpus, runtime.hosts)
+        placement = place(config, runtime.gpus)
+        runtime.reserve(config, placement)
+        trainer = new_trainer(config, directory, placement)
+        free, locks = asyncio.Event(), GpuLocks()
+
+        async def generators() -> GeneratorPool:
+            await free.wait()
+            return await start_generators(config, directory, placement, locks=locks)
+
+        starting = asyncio.ensure_future(generators())
+        try:
+            async with locks.hold(placement.trainer):
+                if config.sync.placement != "colocated":
+                    free.set()
+                await start_trainer(trainer, config, directory)
+            if config.sync.placement == "colocated":
+                await handle(TrainerWorker, trainer).offload()
+                free.set()
+            return cls(await starting, trainer, config, directory, placement)
+        except BaseException:
+            starting.cancel()
+            pool, _ = await asyncio.gather(starting, trainer.stop(grace=0.5), return_exceptions=True)
+            if isinstance(pool, GeneratorPool):  # started before the cancellation arrived
+                await pool.close()
+            raise
+
+    @property
+    def engines_can_stay(self) -> bool:
+        """Whether the engines can connect to another trainer; otherwise they have to be restarted with it."""
+        gpus = bool(self._placement.trainer)
+        return bool(self._colocation is None and self.generator.alive and self.link.engines_can_reconnect(gpus))
+
+    async def restart_trainer(self) -> None:
+        """End all ranks and start new ones. Then `link` is a new link that is not connected to the engines yet."""
+        await self.trainer_process.stop()
+        for engine in self.generator.running:
+            engine.release()  # of a version whose publish did not end
+        self._use(new_trainer(self._config, self._directory, self._placement))
+        await start_trainer(self.trainer_process, self._config, self._directory)
+
+    @asynccontextmanager
+    async def trainer_turn(self, publishes: bool) -> AsyncIterator[None]:
+        """Context in which the trainer may compute; colocated engines sleep during it."""
+        async with self._trainer_idle, self._colocation.trainer_turn(publishes) if self._colocation else nullcontext():
+            yield
+
+    def supervise(self, events: EngineEvents) -> None:
+        """Replace engines that die from now on."""
+        self.supervisor = self.supervisor or EngineSupervisor(
+            self.generator, lambda: self.link, self._config, events, self._engine_start
+        )
+
+    async def scale(self, engines: int) -> None:
+        """Change the number of engines. Further ones start in the background; returns once surplus ones have ended.
+
+        Raises `ConfigError` for a number of engines that the run can't have.
+        """
+        generator = self._config.generator
+        if self.supervisor is None or self.generator.begin is None or self._colocation or self._placement.shared:
+            raise ConfigError(
+                "the number of engines can be changed in a run that has begun, for engines that it has started itself, "
+                "on CPUs or on GPUs that no other worker uses"
+            )
+        if engines < generator.min_replicas:
+            raise ConfigError(f"engines = {engines} is less than generator.min_replicas = {generator.min_replicas}")
+        gpus_of_engine(self._placement, engines - 1, gpus_to_plan(self._config, engines))
+        await self.supervisor.scale(engines)
+
+    def _engine_start(self) -> AbstractAsyncContextManager[object]:
+        """Context in which an engine may start: an engine that shares the trainer's GPUs needs its memory."""
+        return self._trainer_idle if self._colocation else nullcontext()
+
+    async def close(self) -> None:
+        if self.supervisor:
+            await self.supervisor.close()
+        async with closing(self.link.close):
+            await close_at_once(self.generator.close, self.trainer_process.stop)
+
+
+def new_trainer(config: Config, directory: Path, placement: Placement) -> WorkerProcess | RankGroup:
+    """The trainer's processes, not started."""
+    return trainer_process(directory, placement, config.trainer.ranks, config.runtime.progress_timeout)
+
+
+async def start_trainer(trainer: WorkerProcess | RankGroup, config: Config, directory: Path) -> None:
+    """Start all ranks. Raises `ConfigError` as `Cluster.start`."""
+    kind = WORKER_CLASSES.get(config.trainer.kind, config.trainer.kind)
+    start = trainer.start(TrainerWorker, kind, config, str(directory))
+    await _start([(trainer, start)], f'trainer.kind = "{config.trainer.kind}"')
+
+
+async def start_generators(
+    config: Config, directory: Path, placement: Placement, service: str = "", locks: GpuLocks | None = None
+) -> GeneratorPool:
+    """Start the engines, without a trainer, on the weights of the model's files, or connect to `generator.servers`.
+
+    `service` overrides the worker class of `generator.engine`; `locks` serializes starts on one GPU. Raises
+    `ConfigError` as `Cluster.start`.
+    """
+    if config.generator.servers:
+        return await _connect_servers(config)
+    kind = service or WORKER_CLASSES.get(config.generator.engine, config.generator.engine)
+    locks = locks or GpuLocks()
+
+    def new_replica(number: int, config: Config) -> tuple[WorkerProcess, Callable[[], Coroutine[Any, Any, None]]]:
+        role, log = f"generator {number}", directory / "logs" / f"generator_{number}.log"
+        gpus = gpus_of_engine(placement, number, gpus_to_plan(config, number))
+        launcher = current_runtime().launcher(role, gpus)
+        process = WorkerProcess(role, log, launcher, progress_timeout=config.runtime.progress_timeout)
+
+        async def start() -> None:
+            async with locks.hold(gpus):
+                await process.start(EngineWorker, kind, config, log, placement.sharers(gpus))
+
+        return process, start
+
+    replicas = [new_replica(number, config) for number in range(len(placement.generators))]
+    await _start([(process, start()) for process, start in replicas], f'generator.engine = "{kind}"')
+    ranks = config.generator.tensor_parallel_size
+    slots: int = config.generator.engine_args.get("max_num_seqs", config.generator.max_num_seqs)
+
+    def begin(number: int, config: Config) -> tuple[EngineReplica, Start]:
+        process, start = new_replica(number, config)
+        return EngineReplica(process, ranks, partial(new_replica, number), slots, started=False), start
+
+    first = [
+        EngineReplica(process, ranks, partial(new_replica, number), slots)
+        for number, (process, _) in enumerate(replicas)
+    ]
+    return GeneratorPool(first, begin)
+
+
+async def _connect_servers(config: Config) -> GeneratorPool:
+    run = uuid4().hex
+    servers = [Server(url, config, run) for url in config.generator.servers]
+    await _start([(server, server.start()) for server in servers])
+    return GeneratorPool([EngineReplica(s, s.ranks, max_num_seqs=s.max_num_seqs) for s in servers])
+
+
+def gpus_to_plan(config: Config, engines: int) -> int:
+    """GPUs for further engines. A Ray cluster may get more nodes, so engines there may wait for GPUs."""
+    later = engines * config.generator.tensor_parallel_size if config.runtime.kind == "ray" else 0
+    return current_runtime().gpus + later
+
+
+async def _start(
+    workers: Sequence[tuple[WorkerProcess | RankGroup | Server, Coroutine[Any, Any, object]]], option: str = ""
+) -> None:
+    """Start all workers by their coroutines, or stop all if one fails. `option` names their class in error messages."""
+    try:
+        async with asyncio.TaskGroup() as starting:  # after a failure, it cancels starts that wait for a GPU lock
+            for _, start in workers:
+                starting.create_task(start)
+    except BaseException as error:
+        await asyncio.gather(*(worker.stop(grace=0.5) for worker, _ in workers))
+        raise _as_config_error(first_error(error), option) from None
+
+
+def _as_config_error(failure: BaseException, option: str) -> BaseException:
+    """The `ConfigError` for a failure that the user can correct, else the failure itself."""
+    match failure.kind if isinstance(failure, WorkerError) else None:
+        case "LoadError":
+            return ConfigError(f"{option} can't be loaded: {failure}")
+        case "ConfigError" | "GenerationError" | "InvalidInput" | "ValueError" | "OSError":
+            return ConfigError(str(failure))
+    return failure

@@ -1,0 +1,149 @@
+"""The metrics of a step, as written to `metrics.jsonl` and shown in the terminal.
+
+Every name is defined here or in `observe/run_totals.py`; `docs/metrics.md` has unit and meaning of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from slipstream.controller.run_context import RunContext
+from slipstream.generators.pool import EngineReplica
+from slipstream.observe.events import TRAINER
+from slipstream.observe.progress import EngineState, PoolState
+from slipstream.rollout import Batch, StepStats
+from slipstream.runtime.memory import resident_bytes
+from slipstream.runtime.worker_process import alive_workers
+
+
+def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: dict[str, float], wait: float) -> None:
+    """Queue and show the record of the last step. The trainer waited `wait` seconds for the batch."""
+    run.totals.extend_window(run.cluster.generator.totals, stats.seconds)
+    record_engine_times(run)
+    record = {
+        "step": run.state.step,
+        "version": run.state.version,
+        **run_metrics(run),
+        **batch_metrics,
+        **trainer_metrics(stats),
+        "time/batch_wait_s": wait,
+        **(run.totals.add_scoring(run.scoring.take_interval()) if run.scoring else {}),
+    }
+    run.recorder.step(record, batch)
+    run.progress.step(record)
+    run.progress.rollouts(batch.groups[-1], run.tokenizer.decode)
+    if run.health:
+        for warning in run.health.step(record, run.totals.evaluations):
+            run.warn(warning)
+
+
+def record_trainer_time(run: RunContext, batch: Batch, stats: StepStats, waited: float) -> None:
+    """Record when the trainer took the step that has just ended, after it waited `waited` seconds for the batch."""
+    visits, now = [group.visit_id for group in batch.groups], run.events.now()
+    run.events.add(
+        "step", TRAINER, now - stats.seconds, now,
+        step=run.state.step + 1, version=batch.version, wait_s=waited, visit_ids=visits,
+    )  # fmt: skip
+
+
+def record_engine_times(run: RunContext) -> None:
+    """Record what each engine did since the last call."""
+    for activity in run.cluster.generator.take_activity():
+        run.events.add("engine", **dataclasses.asdict(activity))
+
+
+def run_metrics(run: RunContext) -> dict[str, Any]:
+    """Totals of the run, and the state of buffer and engines."""
+    state, totals = run.state, run.totals
+    return {
+        "time/wall_s": round(totals.wall(), 3),
+        "time/window_s": round(totals.window_seconds, 3),
+        "reward/errors": dict(totals.reward_errors),
+        "train/total_tokens": totals.tokens_trained,
+        "train/busy_s": totals.trainer_busy,
+        "train/restarts": totals.trainer_restarts,
+        "train/steps_lost": totals.steps_lost,
+        "gen/total_tokens": totals.tokens_generated,
+        "gen/tokens_per_s": totals.generator_rate,
+        "gen/busy_s": totals.generator_busy,
+        **engine_metrics(run),
+        **memory_metrics(),
+        "disk/free_gb": run.recorder.free_gb,
+        "checkpoint/size_gb": run.checkpoint_gb,
+        "engines/restarts": totals.engine_restarts,
+        "sync/pause_ms": 1000 * totals.pauses[-1] if totals.pauses else None,
+        "buffer/groups_ready": len(state.ready),
+        "buffer/groups_in_flight": state.running,
+        "buffer/capacity": state.capacity,
+        **{f"rollout/{fate}": count for fate, count in dataclasses.asdict(state.ledger.counts).items()},
+        "rollout/failures": dict(state.ledger.reasons),
+        "rollout/reward_s": totals.take_reward_seconds(),
+    }
+
+
+def pool_state(run: RunContext) -> PoolState:
+    """State of trainer and engines, for the terminal, which calls it in a separate thread."""
+    if run.started_cluster is None:
+        return PoolState((), "starting")
+    engines = tuple(run.cluster.generator.generators)
+    states = [EngineState(e.process.name, _state(e), e.version, e.pending_requests) for e in engines]
+    publishing = run.publishing is not None and not run.publishing.done()
+    doing = [name for name, now in (("stepping", run.stepping), ("publishing", publishing)) if now]
+    return PoolState(states, " and ".join(doing) or ("paused" if run.paused else "waiting for a batch"))
+
+
+def _state(engine: EngineReplica) -> str:
+    if engine.process.dead:
+        return "dead"
+    return "serving" if engine.alive else "leaving" if engine.leaving else "starting"
+
+
+def engine_metrics(run: RunContext) -> dict[str, float]:
+    """How many engines there are, and the totals of each, as of the last publish."""
+    pool, supervisor = run.cluster.generator, run.cluster.supervisor
+    return {
+        "engines/alive": len(pool.alive),
+        "engines/total": sum(not engine.leaving for engine in pool.generators),
+        "engines/lost": supervisor.lost if supervisor else 0,
+        **{f"engines/tokens/{n}": engine.totals["tokens"] for n, engine in enumerate(pool.generators)},
+        **{f"engines/busy_s/{n}": engine.totals["busy_s"] for n, engine in enumerate(pool.generators)},
+    }
+
+
+def memory_metrics() -> dict[str, float]:
+    """Memory of the controller, and of the largest worker of each kind, such as "generator"."""
+    found = {"memory/controller_gb": resident_bytes() / 1e9}
+    for worker in alive_workers():
+        name = f"memory/{worker.name.removesuffix(' rank').rstrip(' 0123456789').replace(' ', '_')}_gb"
+        found[name] = max(found.get(name, 0.0), worker.memory_bytes / 1e9)
+    return found
+
+
+def trainer_metrics(stats: StepStats) -> dict[str, Any]:
+    """The trainer's statistics of a step."""
+    return {
+        "time/step_s": stats.seconds,
+        "policy/entropy": stats.entropy,
+        "policy/kl": stats.kl,
+        "policy/mismatch_kl": stats.mismatch_kl,
+        "policy/ratio_mean": stats.ratio_mean,
+        "policy/ratio_max": stats.ratio_max,
+        "policy/effective_sample_size": stats.effective_sample_size,
+        "policy/clip_fraction": stats.clip_fraction,
+        "policy/masked_fraction": stats.masked_fraction,
+        "train/loss": stats.loss,
+        "train/grad_norm": stats.grad_norm,
+        "train/learning_rate": stats.learning_rate,
+        "train/skipped_steps": stats.skipped_steps,
+        "train/tokens": stats.tokens,
+        "train/packed_tokens": stats.packed_tokens,
+        "train/tokens_per_s": stats.tokens / max(stats.seconds, 1e-9),
+        "train/tflops": stats.tflops,
+        "train/matmul_utilisation": stats.matmul_utilisation,
+        "train/max_memory_gb": stats.max_memory_gb,
+        "experts/max_load": stats.expert_max_load,
+        "experts/load_entropy": stats.expert_load_entropy,
+        "experts/idle_fraction": stats.expert_idle_fraction,
+        "experts/changed_fraction": stats.expert_changed_fraction,
+    }

@@ -1,0 +1,195 @@
+"""Play training rollouts: admit groups, play the members of each, handle failures, retire tasks that always fail."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from slipstream.controller.errors import RunError
+from slipstream.controller.run_context import RunContext
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, episode_limits, gather_all, run_episode
+from slipstream.objective import has_signal
+from slipstream.observe.events import CONTROLLER, SCORING
+from slipstream.rollout import Group, Rollout
+from slipstream.scheduling.ledger import State, Visit
+
+STARTS_PER_ITERATION = 8  # rollouts started in one iteration of the event loop
+FILTERED_STEPS = 20  # steps' worth of filtered groups in a row: the default limit, and the number that causes a warning
+SLOW_EPISODE_S = 10.0  # age at which an episode is first reported as slow
+
+
+def admit_groups(run: RunContext) -> None:
+    """Start as many groups as staleness and buffer allow. Called after every event that may allow more.
+
+    A synchronous run starts all groups in one iteration of the event loop, so that an engine gets them as one message.
+    """
+    if run.ending:
+        return
+    if run.config.loop.max_lag == 0:
+        start_groups(run, run.state.startable())
+    elif run.admission is None or run.admission.done():
+        run.admission = run.tasks.create_task(admit_gradually(run))
+
+
+async def admit_gradually(run: RunContext) -> None:
+    """Start a few groups per iteration of the event loop: starting hundreds of rollouts at once blocks it for 0.1 s."""
+    few = max(1, STARTS_PER_ITERATION // run.config.loop.group_size)
+    while start_groups(run, min(few, run.state.startable())):
+        await asyncio.sleep(0)
+
+
+def start_groups(run: RunContext, count: int) -> int:
+    """Start `count` groups, or none if the run is paused or ending. Returns the number of started groups."""
+    count = 0 if run.ending or run.paused else count
+    for _ in range(count):
+        task = run.tasks.create_task(play_group(run, run.state.ledger.start()))
+        run.running_groups.add(task)
+        task.add_done_callback(run.running_groups.discard)
+    return count
+
+
+async def play_group(run: RunContext, visit: Visit) -> None:
+    """Play all rollouts of one task concurrently; the successful ones form the group. Raises as `play_rollout`."""
+    task, size = run.environment.train[visit.task], run.config.loop.group_size
+    began = run.events.now()
+    try:
+        played = await gather_all(play_rollout(run, task, visit, member) for member in range(size))
+    except asyncio.CancelledError:
+        run.state.ledger.cancelled(visit.id)
+        run.events.forget_group(visit.id)
+        raise
+    end_group(run, visit, task, played, began)
+    admit_groups(run)
+    run.changed.set()
+
+
+async def play_rollout(run: RunContext, task: Task, visit: Visit, member: int) -> tuple[Rollout, ...] | None:
+    """Play one episode. Returns its rollouts, one per role, or None if it failed.
+
+    Raises `RunError` after too many failures in a row, and `WorkerDied` if all engines or a scoring process died.
+    """
+    seed = f"{run.config.loop.seed}/{visit.id}/{visit.attempt}/{member}"
+    options, began = run.config.environment, run.events.now()
+    policy = Policy(
+        run.cluster.generator, run.chat_tokenizer, run.sampling, seed, run.endpoint, episode_limits(options)
+    )
+    try:
+        scoring = partial(score, run, visit) if run.scoring else None
+        playing = EpisodeOptions(options.timeout, scoring, run.episode_slots, run.reward_errors)
+        rollouts = await run_episode(run.environment, task, policy, playing)
+        run.totals.reward_seconds.append(time.monotonic() - policy.sampled_at)
+    except RolloutFailed as failure:
+        run.events.rollout_failed(visit.id, began, policy.recorded, failure.reason)
+        count_failure(run, visit, failure)
+        return None
+    finally:
+        run.totals.tokens_generated += sum(len(c.token_ids) for c in policy.recorded)
+    if not (run.reward_errors and run.reward_errors.in_a_row):
+        run.failure_streak.succeeded()
+    return rollouts
+
+
+async def score(run: RunContext, visit: Visit, task: Task, rollout: Rollout) -> Rollout:
+    """The rollout as scorer and teacher complete it. Records the time, which includes the wait in their queue."""
+    assert run.scoring
+    began = run.events.now()
+    try:
+        return await run.scoring(task, rollout)
+    finally:
+        run.events.add("score", SCORING, began, run.events.now(), visit_id=visit.id)
+
+
+def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None:
+    """Count a failed rollout, or raise the error that ends the run if one caused it; see `play_rollout`."""
+    if dead := run.cluster.generator.dead or (run.scoring and run.scoring.dead):
+        raise dead from None
+    run.state.ledger.reasons[failure.reason] += 1
+    run.last_failures[visit.id] = failure
+    if run.failure_streak.failed(visit.task, run.state.ledger.running_tasks):
+        streak = run.failure_streak
+        found = f"{streak.rollouts} rollouts of {len(streak.tasks)} tasks in a row failed"
+        raise run_error(run, found, failure) from None
+
+
+def end_group(
+    run: RunContext, visit: Visit, task: Task, played: Sequence[tuple[Rollout, ...] | None], began: float
+) -> None:
+    """Add the group to the buffer, filter it, or return its task to pending; retire the task after the last try.
+
+    The group started at time `began` of the run. Raises `RunError` if most tasks are retired.
+    """
+    options, first_step, before = run.config.algorithm, run.state.step == 0, run.state.filtered_in_a_row
+    limit = options.max_filtered_in_a_row or FILTERED_STEPS * run.config.loop.groups_per_step
+    rollouts = [rollout for episode in played if episode for rollout in episode]
+    retired = run.state.end(
+        visit,
+        task.id,
+        rollouts,
+        failed=sum(episode is None for episode in played),
+        has_signal=lambda group: (
+            not options.filter_zero_advantage or has_signal(run.objective, run.config, group, strict=first_step)
+        ),
+        max_filtered_in_a_row=limit,
+    )
+    ready = visit.id in run.state.ledger.live and visit.state is State.READY
+    fate = "ready" if ready else "filtered" if run.state.filtered_in_a_row > before else "failed"
+    run.events.group(visit.id, task.id, fate, began, rollouts)
+    failure = run.last_failures.pop(visit.id, None)
+    if retired and failure:
+        retire_task(run, visit.task, failure)
+    if before < FILTERED_STEPS * run.config.loop.groups_per_step == run.state.filtered_in_a_row:
+        run.progress.warn(
+            f"the last {run.state.filtered_in_a_row} groups had advantages of 0 and were replaced; after "
+            f"algorithm.max_filtered_in_a_row = {limit} in a row they are trained on as they are, which changes "
+            "nothing: give tasks that the policy solves sometimes, raise sampling.temperature or loop.group_size, "
+            "or set algorithm.filter_zero_advantage = false"
+        )
+
+
+def take_groups(run: RunContext) -> list[Group]:
+    """The groups of the next step, as `LoopState.cut`. Records the groups that are dropped because they are stale."""
+    dropped: list[int] = []
+    groups = run.state.take_batch(dropped.append)
+    if dropped:
+        run.events.add("dropped", CONTROLLER, visit_ids=dropped)
+    return groups
+
+
+def retire_task(run: RunContext, index: int, failure: RolloutFailed) -> None:
+    """Warn about a task whose every try failed. Raises `RunError` if these are most tasks."""
+    task, tries = run.environment.train[index], run.config.loop.retries + 1
+    run.totals.tasks_retired[task.id] = failure.reason
+    run.retired.add(index)
+    playable = len(run.environment.train) - len(run.long_prompts)
+    if 2 * len(run.retired) > playable:
+        found = f"{len(run.retired)} of {playable} tasks can't be played: they failed in each of {tries} tries"
+        raise run_error(run, found, failure) from None
+    source = f" ({task.source})" if getattr(task, "source", "") else ""
+    run.progress.warn(
+        f"task {task.id}{source} is left out from now on: it failed in each of {tries} tries, the last with: "
+        f"{failure.one_line}"
+    )
+
+
+def run_error(run: RunContext, found: str, last: RolloutFailed) -> RunError:
+    """The error for too many failures, with the last of them and the command that resumes the run."""
+    resume = f"Fix the cause, then: slipstream train --resume {run.directory.path}"
+    return RunError(f"{found}, the last with: {last.reason}\n{last.detail}\n{resume}")
+
+
+async def report_slow_episodes(run: RunContext) -> None:
+    """Report the longest-running episode when its age reaches `SLOW_EPISODE_S`, and again each time it doubles."""
+    due, limit = SLOW_EPISODE_S, run.config.environment.timeout
+    while True:
+        await asyncio.sleep(due / 10)
+        longest = run.episode_slots.longest
+        if longest and longest.seconds >= due:
+            where = f", and is at {longest.where}" if longest.where else ""
+            run.progress.note(
+                f"an episode of task {longest.task_id} has taken {longest.seconds:.0f} s of its time limit of "
+                f"{limit:g} s (environment.timeout){where}"
+            )
+            due *= 2

@@ -1,0 +1,140 @@
+"""The objects and the state that all parts of a run share."""
+
+from __future__ import annotations
+
+import asyncio
+
+from slipstream.config.schema import Config
+from slipstream.controller.launch import Cluster
+from slipstream.controller.trackers import Trackers
+from slipstream.environments.base import ChatTokenizer
+from slipstream.environments.concurrency import EpisodeSlots
+from slipstream.environments.endpoint import Endpoint
+from slipstream.environments.episode import RolloutFailed, reward_error_counter
+from slipstream.environments.load import load_environment
+from slipstream.environments.reward_workers import ScoringError
+from slipstream.model.inspection import has_experts, max_model_len
+from slipstream.model.loading import load_tokenizer
+from slipstream.objective import load_objective
+from slipstream.observe.events import CONTROLLER, SCORING
+from slipstream.observe.health import Health, HealthWarning
+from slipstream.observe.progress import Progress
+from slipstream.observe.recorder import Recorder
+from slipstream.observe.run_totals import RunTotals
+from slipstream.rollout import Sampling
+from slipstream.runtime.run_directory import RunDirectory
+from slipstream.scheduling.failure_streak import FailureStreak
+from slipstream.scheduling.loop_state import LoopState
+from slipstream.scoring.load import load_scoring
+
+
+class RunContext:
+    """The state of one run, shared by all functions of the controller.
+
+    A checkpoint holds `state` and `totals`; the processes are in `cluster`.
+    """
+
+    tasks: asyncio.TaskGroup  # all asyncio tasks of the training loop
+
+    def __init__(self, config: Config, directory: RunDirectory, quiet: bool) -> None:
+        self.config, self.directory = config, directory
+        self.objective = load_objective(config)
+        self.environment = load_environment(config.environment)
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.chat_tokenizer = ChatTokenizer(self.tokenizer, max_model_len(config))
+        self.endpoint = Endpoint(self.chat_tokenizer)
+        self.sampling = training_sampling(config)
+        self.progress = Progress(config.loop.steps, quiet=quiet)
+        self.recorder = Recorder(directory.path, self.tokenizer.decode, self.progress.warn)
+        self.events = self.recorder.events
+        self.trackers = Trackers(config.observe, directory.path, self.progress.warn)
+        self.scoring = load_scoring(config, self.chat_tokenizer, directory.path / "logs")
+        if self.scoring:
+            self.scoring.warn_by(self.warn_of_scoring)
+        self.started_cluster: Cluster | None = None
+
+        self.stopped: str | None = None  # name of the signal that stopped the run, or "slipstream stop"
+        self.paused = False  # no group starts and no step is taken
+        self.stepping = False  # the trainer takes a step
+        self.changed = asyncio.Event()  # a group ended, a version was published, or a signal or command arrived
+        self.trainer_restarts = 0  # by this process
+        self.requested_checkpoint: asyncio.Future[str] | None = None  # its path
+        self.slow_episode_report: asyncio.Task[None] | None = None
+        self.heap_frozen = False
+        self.health: Health | None = None  # unless `observe.health` is false, from the first step on
+        self.checkpoint_gb: float | None = None  # size of the last checkpoint that this process wrote
+        self.waits_for_engines = False  # fewer than `generator.min_replicas` serve
+        self.episode_slots = EpisodeSlots()
+        self.reward_errors = reward_error_counter(config.environment, self.count_reward_error)
+        self.warned_of_reward_error = False
+        self.long_prompts: dict[int, str] = {}  # task index: length of a prompt that exceeds the context
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Go back to the state before the first step. Called while no rollout is in flight."""
+        config, tasks = self.config, len(self.environment.train)
+        self.state = LoopState(config.loop, config.sync.every, tasks)
+        self.totals = RunTotals()
+        self.retired: set[int] = set()  # indices of tasks whose every try failed
+
+        # Rollouts in flight.
+        self.running_groups: set[asyncio.Task[None]] = set()
+        self.failure_streak = FailureStreak(config.environment.max_failures, tasks)
+        self.last_failures: dict[int, RolloutFailed] = {}  # by ledger visit in flight
+
+        # Background tasks, at most one of each kind.
+        self.admission: asyncio.Task[None] | None = None
+        self.publishing: asyncio.Task[None] | None = None
+        self.evaluation: asyncio.Task[None] | None = None
+        self.checkpoint: asyncio.Task[None] | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        assert self.started_cluster is not None, "the processes are not started"
+        return self.started_cluster
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run has taken `loop.steps` steps or trained on `loop.max_tokens` tokens."""
+        tokens = self.config.loop.max_tokens
+        return self.state.step >= self.config.loop.steps or 0 < tokens <= self.totals.tokens_trained
+
+    @property
+    def ending(self) -> bool:
+        """Whether no further work starts, because the run is complete or was stopped."""
+        return self.stopped is not None or self.complete
+
+    def warn(self, warning: HealthWarning) -> None:
+        """Show and record what a health rule has found."""
+        self.progress.warn(str(warning))
+        self.events.add("warning", CONTROLLER, **warning._asdict())
+
+    def count_reward_error(self, error: ScoringError) -> None:
+        """Count an exception of the reward function during training, and warn of the first."""
+        counts = self.totals.reward_errors
+        counts[error.reason] = counts.get(error.reason, 0) + 1
+        self.warn_of_reward_error(error)
+
+    def warn_of_scoring(self, text: str) -> None:
+        """Warn that the process of teacher or reward model died or was restarted."""
+        self.progress.warn(text)
+        self.events.add("fault", SCORING, what=text.partition("\n")[0])
+
+    def warn_of_reward_error(self, error: ScoringError) -> None:
+        """Warn once per run that the reward function raised."""
+        if not self.warned_of_reward_error:
+            self.warned_of_reward_error = True
+            self.progress.warn(
+                f"the reward function raised {error.one_line}; the reward is 0 then, and reward/errors in "
+                'metrics.jsonl counts it. Mend the function, or set environment.reward_error = "fail"'
+            )
+
+
+def training_sampling(config: Config) -> Sampling:
+    """Sampling parameters of training rollouts."""
+    return Sampling(
+        **config.sampling.model_dump(exclude={"stop"}),
+        stop_strings=tuple(config.sampling.stop),
+        record_sampling_mask=config.algorithm.replay_sampling_mask,
+        record_routing=config.algorithm.replay_routing and has_experts(config.model.path),
+    )

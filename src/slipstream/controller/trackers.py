@@ -1,0 +1,90 @@
+"""The processes of a run's trackers: their start, warnings of those that fail or hang, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from slipstream.config.schema import ObserveConfig
+from slipstream.observe.trackers import TrackerWorker, label
+from slipstream.runtime.closing import close_at_once
+from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death, succeeded
+from slipstream.runtime.worker_process import WorkerProcess
+
+WORKER = "slipstream.observe.trackers:TrackerWorker"
+HANG_S = 60.0  # without progress, after which a tracker is reported
+DRAIN_S, DRAIN_INTERRUPTED_S = 30.0, 2.0  # in which a tracker has to end; the latter after a second signal
+STOP_S = 5.0  # in which its process has to end once all is sent
+
+
+class Trackers:
+    """The trackers of a run. They get nothing but the path of its directory; `warn` is called with each problem."""
+
+    def __init__(self, config: ObserveConfig, path: Path, warn: Callable[[str], None]) -> None:
+        self._config, self._path, self._warn = config, path, warn
+        self._running: list[TrackerProcess] = []
+
+    def start(self) -> None:
+        """Start a process for each tracker, without a wait."""
+        for name in self._config.trackers:
+            self._running.append(TrackerProcess(name, self._config.project, self._path, self._warn))
+
+    async def close(self) -> None:
+        """Wait until all records are sent, at most `DRAIN_S`, and end the processes."""
+        await close_at_once(*(process.close for process in self._running))
+
+
+class TrackerProcess:
+    """The process of one tracker, started by the constructor."""
+
+    def __init__(self, name: str, project: str, path: Path, warn: Callable[[str], None]) -> None:
+        self._name, self._path, self._warn = name, path, warn
+        self._log = path / "logs" / f"tracker_{label(name)}.log"
+        self._process = WorkerProcess(f"tracker {label(name)}", self._log, essential=False)
+        self._worker: TrackerWorker | None = None
+        self._ending = self._killed = False
+        self._following = asyncio.create_task(self._follow(project))
+
+    async def close(self) -> None:
+        task, self._ending = asyncio.current_task(), True
+        grace = DRAIN_INTERRUPTED_S if task and task.cancelling() else DRAIN_S
+        self._finish()
+        if (await asyncio.wait((self._following,), timeout=grace))[1]:
+            self._killed = True
+            self._process.kill()
+            self._report(f"did not finish within {grace:g} s and was killed")
+        await self._process.stop(STOP_S)
+        await asyncio.wait((self._following,))
+
+    def _finish(self) -> None:
+        """Tell the tracker that all is recorded, if it is started."""
+        if self._worker and self._ending:
+            asyncio.ensure_future(self._worker.finish()).add_done_callback(succeeded)
+
+    async def _follow(self, project: str) -> None:
+        """Run the tracker to its end. Reports its failure."""
+        hang = asyncio.create_task(self._report_hang())
+        try:
+            arguments = self._name, str(self._path.absolute()), project
+            self._worker = await self._process.start(TrackerWorker, WORKER, *arguments)
+            self._finish()
+            await self._worker.follow()
+        except WorkerError as error:
+            self._report(f"failed: {error.kind}: {str(error).partition(chr(10))[0]}")
+        except (WorkerDied, OSError) as error:
+            if not self._killed:
+                self._report(f"failed: {describe_death(error)}")
+        finally:
+            hang.cancel()
+
+    async def _report_hang(self) -> None:
+        while self._process.seconds_since_progress < HANG_S:
+            await asyncio.sleep(HANG_S / 10)
+        self._report(f"has made no progress for {HANG_S:g} s; its log has its stack")
+
+    def _report(self, what: str) -> None:
+        self._warn(
+            f"tracker {label(self._name)} {what}. The run is not affected; log: {self._log}; "
+            f"upload the rest later: slipstream track {self._path} --to {self._name}"
+        )

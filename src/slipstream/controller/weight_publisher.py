@@ -1,0 +1,396 @@
+"""Publishes: bring one version of the weights from the trainer to every engine of the pool.
+
+An engine that fails to load a version, or serves different weights than were published, is removed from the pool, so
+that no token is sampled from a mixture of versions. A publish raises only if no engine is left.
+
+Engines continue to sample while checksums are compared. Completions of the new version are held back until its
+checksums match. On a mismatch they are discarded with the engine, and other engines sample them again.
+
+An engine that replaces a dead one, or is added to the pool, takes part from the next publish on. It gets requests once
+that publish has verified its checksums.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+from slipstream.config.schema import Config, SyncConfig
+from slipstream.errors import UserError
+from slipstream.generators.pool import EngineReplica, GeneratorPool
+from slipstream.runtime.rank_group import RankGroup
+from slipstream.runtime.worker import WorkerDied, WorkerError, handle, succeeded
+from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.sync.checksum import chosen
+from slipstream.sync.link import PublishStats, find_link
+from slipstream.trainers.base import TrainerWorker
+
+PROGRESS_TIMEOUT_S = 15.0  # for engines to respond or make progress after a failed transfer
+DEATH_DETECTION_S = 1.0  # after a failed publish, until a process that caused it by dying is known to be dead
+CONNECT_POLL_S = 1.0  # interval at which the trainer reports errors while engines connect
+
+# Time limits of calls to engines. They end a call that hangs and must not end one that is slow; an engine whose process
+# is stopped is detected sooner, see `worker_process.HEARTBEAT_TIMEOUT_S`.
+CONNECT_TIMEOUT_S = 900.0  # NCCL meets all ranks, and engines compare all that they serve with the model's files
+CALL_TIMEOUT_S = 300.0  # includes the current forward pass, which on a CPU may prefill all prompts again
+BYTES_PER_PARAMETER = 4  # of the widest dtype
+MIN_BYTES_PER_S = 1e8  # of the slowest transfer: files over a network
+
+Replies = dict[EngineReplica, Any]
+Pause = tuple[str, float, float]  # track of an engine, start and end on the pool's clock
+
+
+class PublishError(UserError):
+    """An engine did not receive the published weights, or serves different ones."""
+
+
+class WeightPublisher:
+    """Drives the weight link: passes publish handles from sender to receivers, and commits a version.
+
+    `hand_over`, if given, is called after a version is staged, before engines receive it. `sequence` is the time limit
+    of a sequence in seconds, which an engine may take to drain.
+    """
+
+    def __init__(
+        self,
+        trainer: WorkerProcess | RankGroup,
+        pool: GeneratorPool,
+        sync: SyncConfig,
+        hand_over: Callable[[], Awaitable[None]] | None = None,
+        sequence: float = 0.0,
+    ) -> None:
+        self._process, self._pool, self._sync, self._hand_over = trainer, pool, sync, hand_over
+        self._trainer = handle(TrainerWorker, trainer)
+        sender = find_link(sync.link)[0]
+        self._collective: bool = getattr(sender, "collective", False)
+        self._receives_in_place: bool = getattr(sender, "receives_in_place", False)
+        self._trainer_free_after_send: bool = getattr(sender, "trainer_free_after_send", False)
+        self._independent_receivers: bool = getattr(sender, "independent_receivers", False)
+        self._lock = asyncio.Lock()  # one publish at a time
+        self._released: asyncio.Future[None] | None = None
+        self._names: list[str] = []
+        self._travel = 0.0  # seconds that the transfer of a version may take
+        self._drain = sequence if sync.in_flight == "drain" else 0.0
+        self._one_trainer: bool = getattr(sender, "one_trainer", False)
+        self._in_transfer = False  # the last transfer, or the connection before it, is unfinished
+        self._members = pool.running
+        self._joined: list[EngineReplica] = []  # engines connected to the sender; empty after a failure
+        self._joining: list[EngineReplica] = []  # started since the last publish
+        self._connection_info: dict[str, Any] = {}
+        self._next_rank = 1  # on the link
+        self._connected = False
+        self._failed: dict[EngineReplica, Exception] = {}  # in the last call to all members
+        self._lost: list[str] = []  # removed since the last publish
+        self._sending = False  # a collective sender waits for engines, whose calls have time limits
+        waiting = TrainerWorker.send.__name__, TrainerWorker.checksums.__name__
+        for process in trainer.processes if isinstance(trainer, RankGroup) else (trainer,):
+            process.excused = lambda method: self._sending and method in waiting
+
+    async def connect(self, version: int) -> PublishStats:
+        """Connect both ends and publish for the first time. Raises `PublishError` if any engine fails."""
+        if self._sync.link == "single_copy":
+            shapes = await self._trainer.shapes()
+            await self._trainer.compute_on(await self._members[0].worker.export_ipc_handles(shapes))
+        await self._connect_ends()
+        stats = await self.publish(version, "off" if self._sync.verify == "off" else "full")
+        lost = stats.engines_lost
+        if lost and not self._pool.supervised:  # nothing is sampled yet: the user can correct the setup and start again
+            raise PublishError(lost[0])
+        self._connected = True
+        return stats
+
+    async def publish(self, version: int, verify: str = "", free: asyncio.Event | None = None) -> PublishStats:
+        """Publish the trainer's weights to every engine. Raises if the trainer or all engines fail.
+
+        `verify` overrides `sync.verify`. `free` is set as soon as the trainer may take its next step, which may be
+        before engines have swapped.
+        """
+        async with self._lock:
+            return await self._publish(version, verify, free or asyncio.Event())
+
+    async def join(self, generator: EngineReplica) -> None:
+        """Let a started engine take part from the next publish on."""
+        self._joining.append(generator)
+
+    async def leave(self, generator: EngineReplica) -> None:
+        """Let an engine take part in no further publish."""
+        async with self._lock:
+            for engines in (self._members, self._joining):
+                engines[:] = [g for g in engines if g is not generator]
+
+    def start_config(self, config: Config) -> Config:
+        """The configuration on which an engine starts: the run's, since a publish brings the weights."""
+        return config
+
+    async def publish_again(self, version: int) -> PublishStats | None:
+        """Bring engines that wait to join to the last published version, whose weights the trainer still has.
+
+        Engines that can't be brought to it are terminated. Raises only if the trainer fails. None without a publish.
+        """
+        async with self._lock:
+            if not (self._joining and self._connected):  # the first publish brings all
+                return None
+            others, new = list(self._members), list(self._joining)
+            if self._independent_receivers:
+                self._members = []
+            try:
+                return await self._publish(version, "", asyncio.Event())
+            except (WorkerError, WorkerDied, PublishError) as error:
+                if self._process.dead:
+                    raise
+                for generator in new:
+                    generator.terminate(f"{generator.process.name} did not receive version {version}: {error}")
+                return None
+            finally:
+                if self._independent_receivers:
+                    self._members = others + self._members
+
+    async def _publish(self, version: int, verify: str, free: asyncio.Event) -> PublishStats:
+        began = self._pool.now()
+        if self._released:
+            await self._released
+        try:
+            pauses, sending, ready = await self._publish_version(version, verify or self._sync.verify, free)
+        except Exception as error:
+            for generator in self._members:
+                # It may serve a mixture of versions. A dead trainer's staged version is whole, and is replaced.
+                if generator.quarantined is not None and (self._receives_in_place or not self._process.dead):
+                    generator.terminate(f"{generator.process.name} was removed from the pool: {error}")
+            raise
+        lost, self._lost = tuple(self._lost), []
+        longest, total = max(end - start for _, start, end in pauses), self._pool.now() - began
+        return PublishStats(version, longest, sending, ready - began, total, lost, began, tuple(pauses))
+
+    def engines_can_reconnect(self, on_gpus: bool) -> bool:
+        """Whether engines can connect to another trainer, after the death of this one.
+
+        False if the link is for one trainer, or if engines may be in a transfer that waits for this trainer (NCCL), or
+        that has left them with a part of a version.
+        """
+        interrupted = self._in_transfer and (self._receives_in_place or (self._collective and on_gpus))
+        return not (self._one_trainer or interrupted)
+
+    async def close(self) -> None:
+        """Do nothing: both ends close with their processes."""
+
+    async def _connect_ends(self) -> None:
+        """Connect the trainer to all members of the pool."""
+        self._in_transfer, ranks = True, [g.ranks for g in self._members]
+        connection_info = self._connection_info = await self._trainer.open_link(sum(ranks))
+        self._next_rank = 1 + sum(ranks)
+        shapes: dict[str, Any] = connection_info["shapes"]
+        self._names = list(shapes)
+        self._travel = sum(map(math.prod, shapes.values())) * BYTES_PER_PARAMETER / MIN_BYTES_PER_S
+        firsts = itertools.accumulate(ranks, initial=1)
+        calls = [g.worker.connect(connection_info, first) for g, first in zip(self._members, firsts, strict=False)]
+        connecting = asyncio.gather(*map(self._connect, self._members, calls))
+        connecting.add_done_callback(succeeded)  # an error of the trainer takes precedence
+        try:
+            while self._collective and not (await asyncio.wait((connecting,), timeout=CONNECT_POLL_S))[0]:
+                await self._trainer.check_connection()
+            await connecting
+        finally:
+            connecting.cancel()
+        self._joined, self._in_transfer = list(self._members), False
+
+    async def _connect(self, generator: EngineReplica, call: Awaitable[None]) -> None:
+        try:
+            await generator.wait_for(call, "connect", CONNECT_TIMEOUT_S)
+        except (WorkerError, WorkerDied) as error:
+            self._failed[generator] = error
+            raise
+
+    async def _admit(self) -> bool:
+        """Make the engines that wait to join members. Returns whether there were any.
+
+        A collective link connects all members in the same publish. Other links connect the new ones here.
+        """
+        new, self._joining, self._failed = [g for g in self._joining if not g.process.dead], [], {}
+        self._members += new
+        if not self._collective:
+            firsts = itertools.accumulate((g.ranks for g in new), initial=self._next_rank)
+            calls = [g.worker.connect(self._connection_info, first) for g, first in zip(new, firsts, strict=False)]
+            self._next_rank += sum(g.ranks for g in new)
+            await asyncio.gather(*map(self._connect, new, calls), return_exceptions=True)
+            self._remove_members(self._failed)
+        return bool(new)
+
+    async def _publish_version(
+        self, version: int, verify: str, free: asyncio.Event
+    ) -> tuple[list[Pause], float, float]:
+        """Publish to all members; after a failure, remove the failed ones and try again. Returns as `_try_publish`.
+
+        A version can't be sent again once the trainer is free, because its weights may have changed.
+        """
+        self._remove_members(g for g in self._members if g.process.dead)
+        if await self._admit() and verify != "off":
+            verify = "full"
+        while True:
+            if not self._members:
+                raise self._pool.dead or WorkerDied("no engine is alive")
+            self._failed = {}
+            try:
+                if self._collective and self._joined != self._members:  # it waits for all connected engines
+                    await self._connect_ends()
+                return await self._try_publish(version, verify, free)
+            except (WorkerError, WorkerDied) as error:
+                self._joined = []
+                if free.is_set():
+                    raise
+                self._remove_members(await self._failed_members(error))
+
+    async def _try_publish(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[Pause], float, float]:
+        """Publish to all members. Returns the pause of each, the duration of the send, the time of the last swap."""
+        names = chosen(self._names, version, verify)
+        publish_handle = await self._trainer.stage(version)
+        if self._hand_over:
+            await self._hand_over()
+        sent = asyncio.ensure_future(_duration(self._trainer.send(publish_handle)))
+        sent.add_done_callback(lambda done: free.set() if succeeded(done) and self._trainer_free_after_send else None)
+        # Called before any further step, so the trainer computes it on the published weights.
+        wanted = asyncio.ensure_future(self._trainer.checksums(names)) if names else None
+        if wanted:
+            wanted.add_done_callback(succeeded)  # another error may take precedence
+        # Every member has received the whole version before the first one swaps.
+        try:
+            self._sending, self._in_transfer = self._collective, True
+            prepares = [g.worker.prepare(publish_handle) for g in self._members]
+            receive = f"receive version {version}"
+            await _receive_while_sending(
+                sent, self._call_members(prepares, receive, lambda: self._collective and not free.is_set())
+            )
+            swaps = [self._swap(g, version) for g in self._members]
+            swap = f"swap in version {version}"
+            pauses = await _receive_while_sending(
+                sent, self._call_members(swaps, swap, lambda: self._receives_in_place, self._drain)
+            )
+            ready, self._sending = self._pool.now(), False
+            sending, self._in_transfer = await sent, False
+        finally:
+            self._sending = False
+            sent.cancel()
+        # Sent without waiting: the trainer handles it before any later call.
+        self._released = asyncio.ensure_future(self._trainer.release(publish_handle))
+        self._released.add_done_callback(succeeded)  # the next publish raises its error
+        free.set()
+        if wanted:
+            await self._verify_checksums(names, wanted, version)
+        for generator in self._members:
+            generator.release()
+            self._pool.serve(generator)
+        return list(pauses.values()), sending, ready
+
+    async def _call_members(
+        self,
+        calls: Iterable[Awaitable[Any]],
+        doing: str,
+        together: Callable[[], bool] = lambda: False,
+        more: float = 0.0,
+    ) -> Replies:
+        """Await one call per member. Returns the replies, and removes members that fail while others succeed.
+
+        If `together()` is true, the call is collective: one failure fails it for all. `more` adds to its time limit.
+        """
+
+        async def reply(generator: EngineReplica, call: Awaitable[Any]) -> Any:
+            try:
+                return await generator.wait_for(call, doing, CALL_TIMEOUT_S + self._travel + more)
+            except (WorkerError, WorkerDied) as error:
+                self._failed[generator] = error
+                if together():
+                    raise
+                return error
+
+        self._failed = {}
+        pairs = list(zip(self._members, calls, strict=True))
+        replies = await asyncio.gather(*(reply(*pair) for pair in pairs))
+        if len(self._failed) == len(pairs):
+            raise next(iter(self._failed.values()))
+        replied = {g: r for (g, _), r in zip(pairs, replies, strict=True) if g not in self._failed}
+        self._remove_members(self._failed)
+        return replied
+
+    async def _failed_members(self, error: WorkerError | WorkerDied) -> list[EngineReplica]:
+        """Members to remove before a failed collective transfer is tried again. Raises if it can't be tried again.
+
+        An error at one end may be caused by a peer that died; wait briefly to find out which. A transfer directly into
+        served weights can't be tried again: the members that took part hold parts of two versions.
+        """
+        last = time.perf_counter() + DEATH_DETECTION_S
+        while not (self._process.dead or any(g.process.dead for g in self._members)) and time.perf_counter() < last:
+            await asyncio.sleep(DEATH_DETECTION_S / 20)
+        if self._collective and not (self._process.dead or self._failed or self._receives_in_place):
+            # In the trainer, a hung peer appears as an error of the trainer.
+            await asyncio.gather(*(g.probe(PROGRESS_TIMEOUT_S, "in a transfer, which failed") for g in self._members))
+        dead = [g for g in self._members if g.process.dead]
+        failed = dead or list(self._failed)
+        others = self._connected and self._collective and 0 < len(failed) < len(self._members)
+        halfway = self._receives_in_place and any(g.quarantined is not None for g in self._members)
+        if self._process.dead or halfway or not others:
+            raise self._process.dead or (dead[0].process.dead if dead else None) or error
+        return failed
+
+    def _remove_members(self, generators: Iterable[EngineReplica]) -> None:
+        """Terminate these engines and record why. Raises if no engine is left."""
+        for generator in list(generators):
+            if generator not in self._members:
+                continue
+            why = generator.process.dead or self._failed.get(generator)
+            generator.terminate(f"{generator.process.name} was removed from the pool: {why}")
+            self._members.remove(generator)
+            first = str(why).splitlines()[0]
+            named = first if first.startswith(generator.process.name) else f"{generator.process.name} failed: {first}"
+            self._lost.append(f"{named}; {len(self._members)} of {len(self._pool.generators)} generators are left")
+        if not (self._members or self._joining) and self._pool.dead:
+            raise self._pool.dead
+
+    async def _swap(self, generator: EngineReplica, version: int) -> Pause:
+        """Swap, and return when the engine sampled nothing: the pause is placed at the end of the call."""
+        generator.quarantine(version)
+        with generator.slots.closed() if self._sync.in_flight == "drain" else nullcontext():
+            pause, stats = await generator.worker.swap(version)
+        generator.count(stats)
+        generator.version = version
+        ended = self._pool.now()
+        return generator.track, ended - pause, ended
+
+    async def _verify_checksums(self, names: list[str], wanted: Awaitable[dict[str, int]], version: int) -> None:
+        """Compare checksums of served and published parameters, and remove members that differ."""
+        sums = [g.worker.checksums(names) for g in self._members]
+        served = await self._call_members(sums, f"return the checksums of version {version}")
+        published = await wanted
+        for generator, its in served.items():
+            other = next((name for name in names if its[name] % 2**64 != published[name]), "")
+            if other:
+                self._failed[generator] = PublishError(
+                    f"{generator.process.name} serves {other} with other values than the trainer published as version "
+                    f"{version}; nothing was trained on them. Try another sync.link"
+                )
+        if self._failed and all(g in self._failed for g in self._members):
+            raise self._failed[self._members[0]]
+        self._remove_members(self._failed)
+
+
+async def _receive_while_sending(sent: asyncio.Future[float], receiving: Awaitable[Replies]) -> Replies:
+    """Wait for the receivers. Returns their replies. Raises as soon as sending fails: they would wait without end."""
+    received = asyncio.ensure_future(receiving)
+    received.add_done_callback(succeeded)  # an error of the sender takes precedence
+    try:
+        await asyncio.wait((sent, received), return_when=asyncio.FIRST_COMPLETED)
+        if sent.done() and not received.done():
+            sent.result()
+        return await received
+    finally:
+        received.cancel()
+
+
+async def _duration(call: Awaitable[Any]) -> float:
+    """Await a call. Returns its duration in seconds."""
+    began = time.perf_counter()
+    await call
+    return time.perf_counter() - began

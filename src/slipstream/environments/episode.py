@@ -1,0 +1,270 @@
+"""Run one episode of a user's environment: a failure costs one rollout, with a reason, and never the run.
+
+Consumes an environment, a task and a policy; produces validated rollouts. Waits for a free `EpisodeSlots` slot, for
+the episode, and for its score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, TypeVar
+
+from slipstream.config.schema import Config, ConfigError, EnvironmentConfig
+from slipstream.environments.base import Environment, InvalidReward, Policy, Task, as_reward, play
+from slipstream.environments.concurrency import Episode, EpisodeSlots
+from slipstream.environments.conversation import ConversationLimits
+from slipstream.environments.reward_workers import CURRENT_EPISODE, EpisodeContext, RewardErrorCounter, ScoringError
+from slipstream.environments.rollout_checks import InvalidRollout
+from slipstream.generators.base import GenerationError
+from slipstream.rollout import Rollout
+from slipstream.runtime.closing import abandon
+from slipstream.runtime.worker import succeeded
+
+MAX_REWARD = 1e12  # absolute value; float32 has to hold the squares of advantages
+MAX_REWARD_ERRORS_IN_A_ROW = 512  # a weak policy may give only malformed answers for a while
+MAX_MESSAGE = 1000  # characters of an exception's message
+CLEANUP_S = 5.0  # between an episode's cancellation and its abandonment
+CONVERSATION_SHARE = 0.9  # of an episode's timeout; the rest is for the reward
+
+Scoring = Callable[[Task, Rollout], Coroutine[Any, Any, Rollout]]
+Result = TypeVar("Result")
+
+
+class RolloutFailed(Exception):
+    """One episode failed. `reason` is a short category, which the run counts; `detail` is for a person."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+    @property
+    def one_line(self) -> str:
+        """The reason with the end of the detail."""
+        last = self.detail.splitlines()[-1] if self.detail else ""
+        return last if last.startswith(self.reason) else f"{self.reason}: {last}"
+
+
+class EpisodeBlocked(BaseException):
+    """Raised inside an episode that blocks the event loop. A user's `except Exception` does not catch it."""
+
+
+@dataclass(frozen=True)
+class EpisodeOptions:
+    """How to run an episode.
+
+    `timeout` is in seconds of the policy's clock, which starts when the episode gets one of the `slots`. `scoring` has
+    its own timeout. Without `reward_errors` a reward function that raises fails the rollout.
+    """
+
+    timeout: float
+    scoring: Scoring | None = None
+    slots: EpisodeSlots = field(default_factory=EpisodeSlots)
+    reward_errors: RewardErrorCounter | None = None
+
+
+def episode_limits(config: EnvironmentConfig) -> ConversationLimits:
+    """Limits of an episode's conversations. Their time ends before the episode's, which has a reward to compute."""
+    return ConversationLimits(config.max_turns, config.max_tokens, config.timeout * CONVERSATION_SHARE)
+
+
+def episode_slots(config: Config, engine_slots: int) -> EpisodeSlots:
+    """Slots for episodes in flight: by default twice `engine_slots` (sequences that the engines decode; 0: unknown).
+
+    The default is unbounded for a synchronous run, which starts a whole wave at once: the order of requests must not
+    depend on when other episodes end.
+    """
+    auto = 0 if config.loop.max_lag == 0 or not engine_slots else max(2 * engine_slots, config.loop.group_size)
+    return EpisodeSlots(config.environment.max_concurrent or auto)
+
+
+def reward_error_counter(
+    config: EnvironmentConfig, on_error: Callable[[ScoringError], None]
+) -> RewardErrorCounter | None:
+    """The counter that `environment.reward_error = "zero"` asks for; None for "fail"."""
+    return RewardErrorCounter(MAX_REWARD_ERRORS_IN_A_ROW, on_error) if config.reward_error == "zero" else None
+
+
+async def run_episode(
+    environment: Environment, task: Task, policy: Policy, options: EpisodeOptions
+) -> tuple[Rollout, ...]:
+    """Play and score one episode: one rollout, or one for each role.
+
+    Raises `RolloutFailed` for an exception, a timeout, or a reward that is not a finite number. Raises `ConfigError`,
+    such as for a missing package, unchanged: every other episode would fail alike.
+    """
+    token = CURRENT_EPISODE.set(EpisodeContext(policy.clock, options.reward_errors))
+    try:
+        rollouts = await _play(environment, task, policy, options)
+        policy.end()
+        if not all(rollout.completions for rollout in rollouts):
+            raise RolloutFailed("no completion", "the episode returned without having sampled from the policy")
+        if options.scoring:
+            rollouts = tuple(await gather_all(options.scoring(task, rollout) for rollout in rollouts))
+        return tuple(map(validate_numbers, rollouts))
+    except (ConfigError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        current = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and current and current.cancelling():  # the run is stopping
+            raise
+        raise _as_rollout_failed(error, task, policy) from None
+    finally:
+        policy.end()
+        CURRENT_EPISODE.reset(token)
+
+
+async def _play(environment: Environment, task: Task, policy: Policy, options: EpisodeOptions) -> tuple[Rollout, ...]:
+    """The episode's rollouts, within its timeout and a slot."""
+    slot = options.slots.acquire(task.id, policy.clock)
+    try:
+        async with slot as episode, policy.clock.timeout(options.timeout) as clock:
+            unrewarded = options.scoring is not None
+            episode.player = asyncio.create_task(_catch_exit(play(environment, task, policy, unrewarded)))
+            return await _wait(episode.player, episode, policy, clock)
+    except TimeoutError:
+        if not clock.expired():  # a timeout inside the user's code
+            raise
+        raise RolloutFailed("time limit", f"task {task.id} took longer than {options.timeout:g} s") from None
+
+
+async def _catch_exit(coroutine: Coroutine[Any, Any, Result]) -> Result | SystemExit:
+    """The coroutine's result, or its `SystemExit` as a value: raised in a task, it would end the event loop."""
+    try:
+        return await coroutine
+    except SystemExit as error:
+        return error
+
+
+async def _wait(
+    player: asyncio.Task[Result | SystemExit], episode: Episode, policy: Policy, clock: asyncio.Timeout
+) -> Result:
+    """The result of an episode's task. On cancellation, cancel that task and abandon it after `CLEANUP_S`.
+
+    Raises `RolloutFailed` for an abandoned task whose timeout has expired. Its further requests are never answered.
+    """
+    try:
+        await asyncio.wait([player])
+    except asyncio.CancelledError:
+        policy.close()
+        player.add_done_callback(succeeded)
+        player.cancel()
+        try:
+            await asyncio.wait([player], timeout=CLEANUP_S)
+        finally:
+            if running := not player.done():
+                abandon(player)
+        if running and clock.expired():
+            where = f" at {episode.where}" if episode.where else ""
+            raise RolloutFailed(
+                "the episode continued after it was cancelled",
+                f"task {episode.task_id} took longer than its time limit, and still runs{where}, which swallows "
+                "CancelledError: catch Exception instead of everything, or raise it again",
+            ) from None
+        raise
+    if isinstance(result := player.result(), SystemExit):
+        raise result
+    return result
+
+
+def _as_rollout_failed(error: BaseException, task: Task, policy: Policy) -> RolloutFailed:
+    match error:
+        case RolloutFailed():
+            return error
+        case InvalidRollout():
+            reason = f"invalid rollout: {error.field}"
+        case GenerationError():
+            reason = type(error).__name__
+        case InvalidReward():
+            reason = "reward is no number"
+        case ScoringError():
+            reason = error.reason
+        case _:
+            leaf = first_error(error)
+            reason = "blocked the event loop" if isinstance(error, EpisodeBlocked) else type(leaf).__name__
+            refused = f"\nIts URL had answered: {policy.last_refusal}" if policy.last_refusal else ""
+            return RolloutFailed(reason, f"task {task.id}:\n{_tail(leaf)}{refused}")
+    return RolloutFailed(reason, f"task {task.id}: {error}")
+
+
+async def gather_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results of all coroutines, in order. Raises the first error, and cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def validate_numbers(rollout: Rollout) -> Rollout:
+    """The rollout with plain numbers. Raises `RolloutFailed` for rewards or metrics that training can't use."""
+    reward = as_reward(rollout.reward)
+    steps = [step.reward for turn in rollout.steps for step in turn]
+    for name, value in (("reward", reward), *(("reward of a step", value) for value in steps)):
+        if not math.isfinite(value):
+            raise RolloutFailed(f"{name} is {value}", "a reward must be a finite number")
+        if abs(value) > MAX_REWARD:
+            found = f"{name} above {MAX_REWARD:g}"
+            raise RolloutFailed(found, f"it is {value:g}; a reward must be a finite number, up to {MAX_REWARD:g}")
+    metrics = {name: float(value) for name, value in rollout.metrics.items()}
+    if infinite := next((name for name, value in metrics.items() if math.isinf(value)), ""):
+        raise RolloutFailed(
+            f"metric {infinite} is infinite", "a metric must be a finite number, or NaN where there is none"
+        )
+    return dataclasses.replace(rollout, reward=reward, metrics=metrics)
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first exception of a (nested) exception group, or the exception itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _tail(error: BaseException) -> str:
+    """The last frames of an exception, and its message in one line."""
+    frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()[-7:]
+    message = " ".join("".join(traceback.format_exception_only(error)).split())
+    return "\n".join([*frames, message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} ..."])
+
+
+class EventLoopWatchdog:
+    """Interrupts an episode that blocks the event loop (a `time.sleep`, a busy loop) for longer than `limit` seconds.
+
+    A timer of the event loop postpones an alarm signal again and again. The signal arrives if the loop is blocked; its
+    handler raises `EpisodeBlocked` if an episode is running. Works in the main thread on systems with SIGALRM.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._active = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+        self._beat: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> EventLoopWatchdog:
+        if self._active:
+            self._previous: Any = signal.signal(signal.SIGALRM, self._on_alarm)
+            self._heartbeat()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._active:
+            if self._beat:
+                self._beat.cancel()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._previous)
+
+    def _heartbeat(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self._limit, self._limit)
+        self._beat = asyncio.get_running_loop().call_later(min(1.0, self._limit / 4), self._heartbeat)
+
+    def _on_alarm(self, _number: int, _frame: FrameType | None) -> None:
+        if CURRENT_EPISODE.get():
+            raise EpisodeBlocked

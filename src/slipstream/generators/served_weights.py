@@ -1,0 +1,184 @@
+"""The weights that an engine serves, and the engine's end of a weight link.
+
+An engine may hold a part of a parameter (a tensor-parallel shard), or several parameters in one tensor (query, key and
+value). A `ParameterShard` names the part of a parameter that a tensor holds, so that each link can update each engine.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.sync.checksum import checksum
+from slipstream.sync.link import ConnectionInfo, PublishHandle, find_link, validate_same_shapes
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """`tensor` holds `[index]` of a parameter of shape `shape`; `counted` unless another rank holds the same part."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    index: tuple[slice, ...] = ()
+    counted: bool = True
+
+
+class DeviceTimer:
+    """Measures the time of work on a device, between `mark(0)` and `mark(1)`, without blocking."""
+
+    def __init__(self, device: torch.device) -> None:
+        event: Any = torch.cuda.Event
+        self._events: Any = [event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._times = [0.0, 0.0]
+
+    def mark(self, which: int) -> None:
+        self._times[which] = time.perf_counter()
+        if self._events:
+            self._events[which].record(torch.cuda.current_stream())
+
+    def done(self) -> bool:
+        """Whether the device has reached `mark(1)`."""
+        return self._events is None or self._events[1].query()
+
+    def seconds(self) -> float:
+        """Seconds between the last two marks, the larger of device and host time. Blocks until the device is there."""
+        on_device = 0.0
+        if self._events and self._times[1]:
+            self._events[1].synchronize()
+            on_device = self._events[0].elapsed_time(self._events[1]) / 1000
+        return max(on_device, self._times[1] - self._times[0])
+
+
+class BackgroundWorker:
+    """A daemon thread that runs jobs in order, until it is closed.
+
+    An executor's thread would keep the process alive while it waits for a trainer that has died.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        """Queue a job. The future has its result or error."""
+        future: Future[Any] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while item := self._jobs.get():
+            job, future = item
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+            del item, job, future  # they reference a version, which would stay in memory until the next job
+
+
+class ServedWeights:
+    """An engine's end of a link, and the shards that it updates.
+
+    `rebind` allows to swap memory instead of copying. `staged` copies versions from the host to the GPU while the
+    engine runs; without it (the engine sleeps, and has no memory to spare) they are copied at the swap. Raises
+    `InvalidInput` if parameter names or shapes differ from the trainer's.
+    """
+
+    def __init__(
+        self, link: str, connection_info: ConnectionInfo, shards: Mapping[str, ParameterShard], rank: int, rebind: bool,
+        staged: bool = True,
+    ) -> None:  # fmt: skip
+        self._shards, self._staged = shards, staged
+        self._device = next(iter(shards.values())).tensor.device
+        shapes = {name: list(shard.shape) for name, shard in shards.items()}
+        validate_same_shapes(shapes, connection_info["shapes"])
+        self._receiver = find_link(link)[1](connection_info, shapes, rank, self._device)
+        self._stream = side_stream(self._device)
+        self._rebind = rebind and self._receiver.rebindable
+        self._next: Future[list[tuple[Tensor, Tensor]]] | None = None
+        self._sums: Future[dict[str, int]] | None = None
+        self._timer = DeviceTimer(self._device)
+        self._background = BackgroundWorker("weights")
+
+    def prepare(self, handle: PublishHandle) -> None:
+        """Start to receive and stage a version while the engine runs."""
+        self._next = self._background.submit(lambda: self._stage(handle))
+
+    def _stage(self, handle: PublishHandle) -> list[tuple[Tensor, Tensor]]:
+        self._timer.seconds()  # the last swap's copy may still read the memory that this version goes to
+        weights = self._receiver.prepare(handle)
+        new = [weights[name][shard.index] for name, shard in self._shards.items()]
+        served = [shard.tensor for shard in self._shards.values()]
+        if self._stream and self._staged:
+            with torch.cuda.stream(self._stream):
+                new = [tensor.to(self._device) for tensor in new]
+            self._stream.synchronize()
+        return list(zip(served, new, strict=True))
+
+    def prepared(self) -> bool:
+        """Whether the whole version is staged. Raises the error of a failed transfer."""
+        assert self._next is not None
+        return self._next.done() and self._next.result() is not None
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Swap to the staged version. Call it between two forward passes; on a GPU it runs in their stream."""
+        assert self._next is not None
+        self._timer.mark(0)
+        copies = []
+        for target, new in self._next.result():
+            if self._rebind and new.dtype == target.dtype and new.device == target.device:
+                target.data = new
+            else:
+                copies.append((target, new))
+        if copies:
+            torch._foreach_copy_([target for target, _ in copies], [new for _, new in copies])
+        self._timer.mark(1)
+        self._next = None
+
+    def applied(self) -> bool:
+        """Whether the device has finished the last swap."""
+        return self._timer.done()
+
+    def pause_s(self) -> float:
+        """Seconds of the last swap. Blocks until it has finished."""
+        return self._timer.seconds()
+
+    def start_checksums(self, names: Sequence[str]) -> None:
+        """Start to compute checksums of the shards of these parameters; those of all ranks add up to the whole's."""
+        self._sums = self._background.submit(lambda: self._compute_checksums(names))
+
+    def checksums(self) -> dict[str, int] | None:
+        """The checksums; None until they are computed."""
+        assert self._sums is not None
+        return self._sums.result() if self._sums.done() else None
+
+    def _compute_checksums(self, names: Sequence[str]) -> dict[str, int]:
+        shards = {name: self._shards[name] for name in names}
+        # In a side stream: in that of the passes, the checksums and the passes would delay each other.
+        with torch.cuda.stream(self._stream):
+            return {n: checksum(shard.tensor, shard.index) if shard.counted else 0 for n, shard in shards.items()}
+
+    def close(self) -> None:
+        self._background.close()
+        self._receiver.close()
+
+
+def side_stream(device: torch.device) -> Any:
+    """A CUDA stream that runs concurrently with forward passes; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+def local_shards(parameters: Mapping[str, Tensor]) -> dict[str, ParameterShard]:
+    """Shards that hold whole parameters, as in a Hugging Face model of this process."""
+    return {name: ParameterShard(p, tuple(p.shape)) for name, p in parameters.items()}

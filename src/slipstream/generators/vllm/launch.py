@@ -1,0 +1,172 @@
+"""Starts vLLM: environment, engine arguments, memory on a CPU, and the error shown to a user if it does not start."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from slipstream.config.schema import MAX_LORA_RANK, Config, ConfigError
+from slipstream.generators.vllm.compat import cpu_head_sizes, validate_experts_returned
+from slipstream.model.device import dtype_name, dtype_of
+from slipstream.model.inspection import attention_heads, has_experts
+
+T = TypeVar("T")
+Part = Literal["generator", "teacher"]
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process could not use the GPU
+}
+CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # starts in seconds
+EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
+MIN_CPU_CACHE_BYTES = 2**28  # of keys and values, in addition to one sequence of the whole context
+FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
+MAX_REASON_CHARS = 300
+REMEDIES = {  # by a part of vLLM's error message
+    "less than desired GPU memory utilization": "lower {memory}, or end what else is on the GPU",
+    "less than desired CPU memory utilization": "lower {memory}, or end what else takes memory",
+    "less than requested memory for kv": "give {memory} a share that is free, and holds the model, too",
+    "out of memory": "lower {memory} or {slots}, end what else is on the GPU, or spread the model by {spread}",
+    "No available memory for the cache": "raise {memory}, or spread the model by {spread}",
+    "larger than the available KV cache memory": "raise {memory}, or lower generator.max_model_len",
+    "vocab size must be": 'train all weights (lora.rank = 0), or set generator.engine = "torch"',
+    "address already in use": "another program took this port in this moment; start again",
+}
+OPTIONS = {
+    "generator": {
+        "memory": "generator.gpu_memory_utilization",
+        "slots": "generator.max_num_seqs",
+        "spread": "generator.tensor_parallel_size",
+    },
+    "teacher": {
+        "memory": "teacher.gpu_memory_utilization",
+        "slots": "max_num_seqs in teacher.engine_args",
+        "spread": "tensor_parallel_size in teacher.engine_args",
+    },
+}
+
+
+def start_vllm(part: Part, build: Callable[[], T], log: Path | None) -> T:
+    """Result of `build`, which starts vLLM for a part of the run whose process writes to `log`.
+
+    Raises `ConfigError` with the reason why vLLM does not start, and the option to change.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(f'{part}.engine = "vllm" needs vLLM: pip install vllm')
+    for name, value in (ENVIRONMENT | ({} if torch.cuda.is_available() else CPU_ENVIRONMENT)).items():
+        os.environ.setdefault(name, value)
+    logged = log.stat().st_size if log else 0
+    try:
+        return build()
+    except ConfigError:
+        raise
+    except (RuntimeError, ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"vLLM does not start: {cause(part, error, log, logged)}") from error
+
+
+def new_engine(config: Config, sharers: int) -> Any:
+    """A vLLM `LLMEngine`; `sharers` as in `engine_arguments`."""
+    from vllm import EngineArgs, LLMEngine
+
+    arguments = engine_arguments(config, sharers)
+    if not torch.cuda.is_available():
+        validate_head_size(arguments["model"], cpu_head_sizes())
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
+    """vLLM's engine arguments; `generator.engine_args` overrides them.
+
+    `sharers` is the number of processes on the engine's GPU, itself included.
+    """
+    generator, on_cpu = config.generator, not torch.cuda.is_available()
+    colocated = config.sync.placement == "colocated"
+    arguments: dict[str, Any] = {
+        "model": config.model.path,
+        "dtype": dtype_name(config),
+        "tensor_parallel_size": generator.tensor_parallel_size,
+        "max_num_seqs": generator.max_num_seqs,
+        "max_model_len": generator.max_model_len or None,
+        "gpu_memory_utilization": generator.gpu_memory_utilization
+        or (0.85 if sharers == 1 or colocated else round(0.8 / sharers, 3)),
+        "enable_sleep_mode": colocated and not on_cpu,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
+        "max_logprobs": max(20, config.sampling.top_k),
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+        "seed": config.loop.seed,
+    }
+    if config.sync.link == "lora":
+        rank = next(r for r in LORA_RANKS if r >= config.lora.rank)
+        # An adapter slot for each version that may be in use, and one for the next.
+        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": config.loop.max_lag + 3}
+    if config.sync.link == "nccl_direct":
+        from vllm.config import WeightTransferConfig
+
+        arguments["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+    if config.algorithm.replay_routing and has_experts(config.model.path):
+        validate_experts_returned(on_cpu)
+        arguments["enable_return_routed_experts"] = True
+    if on_cpu:
+        dtype, memory = dtype_of(config), generator.gpu_memory_utilization
+        arguments |= cpu_arguments(config.model.path, dtype, generator.max_model_len, memory)
+        arguments |= {"async_scheduling": False}
+    return arguments | generator.engine_args
+
+
+def validate_head_size(path: str, supported: Sequence[int]) -> None:
+    """Raise `ConfigError` for a head dimension that vLLM's CPU attention would refuse only in its first pass."""
+    from transformers import AutoConfig
+
+    size = attention_heads(AutoConfig.from_pretrained(path)).head_dim
+    if supported and size and size not in supported:
+        raise ConfigError(
+            f"model.path = {path!r} has a head dimension of {size}, and vLLM on a CPU supports "
+            f'{", ".join(map(str, supported))}; set generator.engine = "torch", or give another model'
+        )
+
+
+def cpu_arguments(path: str, dtype: torch.dtype, context: int, memory: float) -> dict[str, Any]:
+    """vLLM's engine arguments for a CPU. If `memory` is set, vLLM takes that share of the host's memory.
+
+    Otherwise keys and values get room for one sequence of `context` tokens (0: the model's limit), at most a quarter of
+    the host's memory, plus `MIN_CPU_CACHE_BYTES`.
+    """
+    if memory:
+        return {"enforce_eager": True}
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    heads, tokens = attention_heads(config), context or getattr(config, "max_position_embeddings", 0)
+    token_bytes = 2 * config.num_hidden_layers * heads.key_value_heads * heads.head_dim * dtype.itemsize
+    quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    cache = MIN_CPU_CACHE_BYTES + int(min(token_bytes * tokens, quarter))
+    return {"enforce_eager": True, "kv_cache_memory_bytes": cache}
+
+
+def cause(part: Part, error: Exception, log: Path | None, start: int) -> str:
+    """Why vLLM did not start, and the remedy if it is known.
+
+    vLLM reports a failure in its own processes only in the log; `start` is the log's size before the start.
+    """
+    reason = str(error)
+    if log and "root cause" in reason:
+        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+        errors = [found[1] for line in lines if (found := FAILURE.search(line)) and "root cause" not in line]
+        reason = next(filter(_remedy, errors), errors[0]) if errors else reason
+    reason, remedy = " ".join(reason.split()), _remedy(reason).format_map(OPTIONS[part])
+    where = f" (log: {log})" if log else ""
+    shown = reason if len(reason) <= MAX_REASON_CHARS else reason[:MAX_REASON_CHARS] + "..."
+    return f"{shown}{remedy and f'; {remedy}'}{where}"
+
+
+def _remedy(message: str) -> str:
+    """The remedy for an error message of vLLM; empty if none is known."""
+    return next((remedy for part, remedy in REMEDIES.items() if part in message), "")

@@ -1,0 +1,123 @@
+"""A request to vLLM, in-process or over HTTP: its sampling parameters, and the version that sampled each token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from slipstream.generators.base import GenerationError, Interruption, nonfinite_logits_error, validate_prompt
+from slipstream.rollout import Completion, Sampling, VersionSpan, float32_array, int32_array
+
+LEASE_S = 30.0  # after which a silent run's claim on a server expires
+MAX_SEED = 2**63 - 1  # vLLM takes a signed 64-bit seed
+
+# Sampled tokens by vLLM's request id; None for a finished request. A request that never started is missing.
+TokenCounts = dict[str, int | None]
+
+
+@dataclass(eq=False)
+class VllmRequest:
+    """A request in flight. `starts` has (first token, version) of each version that sampled from it, the first at 0.
+
+    `finished` is whether the workers are done with it; its output may still be on the way.
+    """
+
+    key: Hashable
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    name: str = ""
+    starts: list[tuple[int, int]] = field(default_factory=list)
+    finished: bool = False
+
+    def start(self, name: str, version: int) -> None:
+        """Record that the request is sent to vLLM under this name while `version` is served."""
+        self.name, self.starts, self.finished = name, [(0, version)], False
+
+    def validate(self, context: int, vocabulary: int, max_logprobs: int) -> None:
+        """Raise `GenerationError` if no engine of this context, vocabulary and `max_logprobs` can serve it."""
+        validate_prompt(self.prompt, context, vocabulary)
+        if not self.sampling.record_sampling_mask:
+            return
+        most = vocabulary if max_logprobs == -1 else max_logprobs
+        if not self.sampling.top_k:
+            raise GenerationError(
+                "vLLM does not return the tokens that top_p kept; set sampling.top_k too, to 64 for example"
+            )
+        if self.sampling.top_k > most:
+            raise GenerationError(
+                f"vLLM returns at most {most} tokens that top_k kept, and top_k is {self.sampling.top_k}; lower it, or "
+                "raise generator.engine_args.max_logprobs (of a server, --max-logprobs)"
+            )
+
+    def parameters(self, context: int, eos: Collection[int], seeded: bool) -> dict[str, Any]:
+        """vLLM's sampling parameters, by the names that its Python and HTTP interfaces share."""
+        sampling = self.sampling
+        return {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "max_tokens": min(sampling.max_tokens, context - len(self.prompt)),
+            "stop_token_ids": [*(() if sampling.ignore_eos else eos), *sampling.stop_tokens],
+            "ignore_eos": True,  # vLLM's is the tokenizer's, which may differ from the model's
+            "stop": list(sampling.stop_strings),
+            # A random number generator for each sequence costs time, and only synchronous runs are reproducible.
+            "seed": sampling.seed & MAX_SEED if seeded else None,
+            "logprobs": sampling.top_k if sampling.record_sampling_mask else 0,
+        }
+
+    def completion(
+        self, tokens: Sequence[int], logprobs: Iterable[float], finish_reason: str, kept: Iterable[Sequence[int]],
+        experts: Any = None,
+    ) -> Completion:  # fmt: skip
+        """The completion of these tokens, with version spans.
+
+        Raises `GenerationError` if a log-probability is not finite: the logits were no distribution.
+        """
+        logprobs = tuple(logprobs)
+        if broken := next((i for i, logprob in enumerate(logprobs, 1) if not math.isfinite(logprob)), 0):
+            raise nonfinite_logits_error(broken)
+        starts = [(min(start, len(tokens)), version) for start, version in self.starts]
+        ends = [*(start for start, _ in starts[1:]), len(tokens)]
+        spans = [VersionSpan(v, start, end) for (start, v), end in zip(starts, ends, strict=True) if start < end]
+        greedy, masked = self.sampling.temperature == 0, self.sampling.record_sampling_mask
+        return Completion(
+            prompt_ids=int32_array(self.prompt),
+            token_ids=int32_array(tokens),
+            logprobs=float32_array((0.0,)) * len(tokens) if greedy else float32_array(logprobs),
+            spans=tuple(spans),
+            finish_reason=finish_reason,
+            temperature=self.sampling.temperature,
+            sampling_mask=tuple(sorted(set(tokens)) for tokens in kept) if masked else None,
+            experts=experts if self.sampling.record_routing else None,
+        )
+
+
+AnyRequest = TypeVar("AnyRequest", bound=VllmRequest)
+
+
+def resolve_in_flight(
+    counts: Iterable[tuple[AnyRequest, int | None, int]], version: int, how: Interruption
+) -> tuple[list[AnyRequest], int]:
+    """Apply a swap to `version` to the requests in flight. Returns the requests to restart, and the tokens discarded.
+
+    `counts` has for each request the tokens sampled before the swap (None: finished before it) and the tokens of its
+    output (0: no output yet). Requests that continue get a span of `version` from there on. A request without a token
+    restarts, too: a sequence must not start on keys that old weights have written.
+    """
+    restart, discarded = [], 0
+    for request, sampled, output in counts:
+        if sampled is None or 0 < output <= sampled:
+            request.finished = True
+        elif how == "retry" or not sampled:
+            discarded += max(sampled, output)
+            restart.append(request)
+        else:
+            request.starts.append((sampled, version))
+    return restart, discarded
+
+
+def sum_checksums(shards: Sequence[Mapping[str, str]], names: Iterable[str]) -> dict[str, int]:
+    """Checksum of each parameter: the sum of the workers' checksums of their shards."""
+    return {name: sum(int(shard[name]) for shard in shards) for name in names}

@@ -1,0 +1,176 @@
+"""The engine's end of links: the weights of vLLM's workers, or (`lora`) vLLM's adapters, one for each version."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from slipstream.errors import UserError
+from slipstream.generators.vllm.compat import call_workers, call_workers_nowait, core_died
+from slipstream.generators.vllm.requests import TokenCounts, sum_checksums
+from slipstream.generators.vllm.worker_methods import WorkerMethods
+from slipstream.sync.link import ConnectionInfo, PublishHandle
+
+R = TypeVar("R")
+POLL_INTERVAL_S = 0.002
+CountsBeforeSwap = Callable[[], TokenCounts | None]  # None until the workers have swapped
+
+
+class PolledCall(Generic[R]):
+    """Polls a worker method, after the call `before` has returned, until every worker returns something but None."""
+
+    def __init__(self, llm: Any, method: Callable[[WorkerMethods], R | None], before: Future[Any]) -> None:
+        self._llm, self._method, self._before = llm, method, before
+        self._pending: Future[list[R | None]] | None = None
+        self._sent_at = 0.0
+
+    def poll(self) -> list[R] | None:
+        """Call the workers again if one had no result yet. Returns the results once all have one, None before.
+
+        Raises the error of a failed call.
+        """
+        if not _done(self._before, self._llm):
+            return None
+        if self._pending is None:
+            if time.perf_counter() - self._sent_at < POLL_INTERVAL_S:
+                return None
+            self._pending, self._sent_at = call_workers_nowait(self._llm, self._method), time.perf_counter()
+        if not _done(self._pending, self._llm):
+            return None
+        results = [result for result in self._pending.result() if result is not None]
+        complete = len(results) == len(self._pending.result())
+        self._pending = None
+        return results if complete else None
+
+
+class VllmWeights:
+    """`generators.served_weights.ServedWeights` of all workers; the first worker has rank `rank` of the link."""
+
+    def __init__(self, llm: Any, link: str, connection_info: ConnectionInfo, rank: int) -> None:
+        self._llm, self._blocking, self._pause_s = llm, link == "nccl_direct", 0.0
+        call_workers(llm, WorkerMethods.slipstream_connect, link, connection_info, rank)
+
+    def prepare(self, handle: PublishHandle) -> None:
+        started = call_workers_nowait(self._llm, WorkerMethods.slipstream_prepare, handle)
+        self._prepared = PolledCall(self._llm, WorkerMethods.slipstream_prepared, started)
+
+    def prepared(self) -> bool:
+        return bool(self._prepared.poll())
+
+    def apply(self) -> CountsBeforeSwap:
+        """Swap. Calling the result returns the tokens that each request had sampled before, or None for now.
+
+        It raises if a worker's swap failed; that worker's weights are undefined.
+        """
+        applied = call_workers_nowait(self._llm, WorkerMethods.slipstream_apply)
+        swapped = PolledCall(self._llm, WorkerMethods.slipstream_swapped, applied)
+        if self._blocking:  # the transfer itself happens now, and may fail
+            applied.result()
+
+        def counts_before() -> TokenCounts | None:
+            results = swapped.poll()
+            if results is None:
+                return None
+            self._pause_s = max(pause for pause, _ in results)
+            counts: TokenCounts = results[0][1]
+            return counts
+
+        return counts_before
+
+    def pause_s(self) -> float:
+        return self._pause_s
+
+    def start_checksums(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        started = call_workers_nowait(self._llm, WorkerMethods.slipstream_start_checksums, self._names)
+        self._sums = PolledCall(self._llm, WorkerMethods.slipstream_checksums, started)
+
+    def checksums(self) -> dict[str, int] | None:
+        sums = self._sums.poll()
+        return None if sums is None else sum_checksums(sums, self._names)
+
+    def close(self) -> None:
+        call_workers(self._llm, WorkerMethods.slipstream_close)
+
+
+class AdapterWeights(VllmWeights):
+    """New sequences sample from the newest adapter; an older adapter stays loaded until its last sequence finishes."""
+
+    def __init__(self, llm: Any, max_adapters: int) -> None:
+        self._llm, self._max_adapters, self._pause_s = llm, max_adapters, 0.0
+        self._sequences: Counter[int] = Counter()  # in flight, by adapter id
+        self._next: Any = None  # a `LoRARequest`, as `current`
+        self.current: Any = None
+
+    def prepare(self, handle: PublishHandle) -> None:
+        """Start to load a version into a free slot while the workers decode."""
+        from slipstream.generators.vllm.lora_worker import request_of
+
+        started = call_workers_nowait(self._llm, WorkerMethods.slipstream_prepare_adapter, handle)
+        self._loaded = PolledCall(self._llm, WorkerMethods.slipstream_adapter_prepared, started)
+        self._next = request_of(handle)
+
+    def prepared(self) -> bool:
+        """Whether each worker has the adapter in its slot. Raises the error of a failed load."""
+        pauses = self._loaded.poll()
+        self._pause_s = max(pauses) if pauses else 0.0
+        return pauses is not None
+
+    def apply(self) -> CountsBeforeSwap:
+        """Start new sequences on the new adapter. Sequences in flight keep theirs, so there is nothing to count."""
+        self._serve(self._next)
+        return dict
+
+    def load(self, path: str) -> None:
+        """Load an adapter from files by vLLM's `add_lora`, and start new sequences on it."""
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest("from files", 1, path)
+        self._llm.add_lora(request)
+        self._serve(request)
+
+    def checksums(self) -> dict[str, int] | None:
+        """The checksums, or None until they are computed. Raises if slots or workers differ."""
+        sums = self._sums.poll()
+        if sums is None:
+            return None
+        if any(each != sums[0] for each in sums):
+            raise UserError("vLLM's workers have different adapters")
+        return {name: int(value) for name, value in sums[0].items()}
+
+    def close(self) -> None: ...
+
+    def excess_adapter(self) -> int | None:
+        """Id of the oldest adapter in use, if more are in use than vLLM has slots for."""
+        used = sorted({number for number, count in self._sequences.items() if count} | {self.current.lora_int_id})
+        return used[0] if len(used) > self._max_adapters else None
+
+    def acquire(self) -> int:
+        """Id of the current adapter, for a sequence that starts."""
+        number: int = self.current.lora_int_id
+        self._sequences[number] += 1
+        return number
+
+    def release(self, number: int) -> None:
+        """Count one sequence of this adapter as finished; unload the adapter if it was the last."""
+        self._sequences[number] -= 1
+        self._unload_unused(number)
+
+    def _serve(self, request: Any) -> None:
+        old, self.current = self.current, request
+        if old:
+            self._unload_unused(old.lora_int_id)
+
+    def _unload_unused(self, number: int) -> None:
+        if not self._sequences[number] and number != self.current.lora_int_id:
+            self._llm.remove_lora(number)
+
+
+def _done(call: Future[list[Any]], llm: Any) -> bool:
+    """Whether a call has returned. Raises its error, or `UserError` if vLLM's core has died."""
+    if not call.done() and core_died(llm):
+        raise UserError("vLLM's engine core died")
+    return call.done() and call.result() is not None

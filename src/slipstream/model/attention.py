@@ -1,0 +1,181 @@
+"""Attention over packed tokens: each segment of queries attends to its own keys only.
+
+On a GPU this is torch's variable-length flash attention; on a CPU it is torch's scaled dot-product attention over
+blocks of segments of similar length. Hugging Face models call `attend` through their attention interface.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import varlen
+from torch.nn.utils.rnn import pad_sequence
+
+from slipstream.errors import InvalidInput
+from slipstream.model.context_parallel import ContextParallelGroup
+
+NAME = "slipstream"
+HALF_DTYPES = (torch.bfloat16, torch.float16)  # the dtypes of variable-length attention
+VARLEN: Any = varlen.varlen_attn
+# Newer torch releases require a flag for grouped-query attention.
+GQA_ARGUMENTS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(VARLEN).parameters else {}
+SegmentRanges = tuple[range, tuple[range, ...]]  # query tokens, and the token ranges that they attend to
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}  # `layer_types` of Hugging Face configurations
+UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")  # extensions of attention that packing does not support
+
+
+class Block(NamedTuple):
+    """A batch of segments of similar length: token indices of their queries and keys, each padded to
+    `[segments, longest]`, and the `lengths` of both without padding, `[segments, 2]`."""
+
+    queries: Tensor
+    keys: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a row of packed tokens: causal attention, where a segment's last query sees its last key.
+
+    `query_bounds` and `key_bounds` `[segments + 1]` are cumulative lengths. `keys` `[total keys]` are token indices of
+    the keys, or None if they are the tokens in order. `blocks` are the same segments for a device without
+    variable-length attention. `pairs` is the number of attended (query, key) pairs.
+    """
+
+    query_bounds: Tensor
+    key_bounds: Tensor
+    longest: tuple[int, int]
+    keys: Tensor | None
+    blocks: tuple[Block, ...]
+    pairs: int
+
+    @classmethod
+    def from_ranges(cls, runs: Sequence[SegmentRanges], device: torch.device) -> Segments:
+        queries, sizes = [len(q) for q, _ in runs], [sum(map(len, ks)) for _, ks in runs]
+        plain = all(ks == (q,) for q, ks in runs)
+        return cls(
+            query_bounds=concat_to_device([[0, *accumulate(queries)]], torch.int32, device),
+            key_bounds=concat_to_device([[0, *accumulate(sizes)]], torch.int32, device),
+            longest=(max(queries), max(sizes)),
+            keys=None if plain else concat_to_device([k for _, ks in runs for k in ks], torch.long, device),
+            blocks=_blocks(runs) if device.type == "cpu" else (),
+            pairs=sum(q * (k - q) + q * (q + 1) // 2 for q, k in zip(queries, sizes, strict=True)),
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of a Hugging Face model's forward method that it passes on to `attend`."""
+        return {
+            "cu_seq_lens_q": self.query_bounds, "cu_seq_lens_k": self.key_bounds, "max_length_q": self.longest[0],
+            "max_length_k": self.longest[1], "key_index": self.keys, "blocks": self.blocks,
+        }  # fmt: skip
+
+
+def attend(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, *,
+    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int = 0, max_length_k: int = 0, key_index: Tensor | None = None, blocks: Sequence[Block] = (),
+    context: ContextParallelGroup | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """A Hugging Face attention function: `[1, heads, tokens, size]` each, to `[1, tokens, heads, size of values]`.
+
+    With a `context` the tokens are this rank's part of the micro-batch. Raises `InvalidInput` for other attention.
+    """
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        raise InvalidInput(f"{type(module).__name__} does not pass on how its input is packed")
+    if any(others.get(name) is not None for name in UNSUPPORTED_ARGUMENTS):
+        raise InvalidInput(f"{type(module).__name__} has attention of a kind that can't be packed")
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    size, scaling = v.shape[-1], scaling or q.shape[-1] ** -0.5
+    if size != q.shape[-1]:  # latent attention; kernels need equal head dimensions
+        q, k, v = (functional.pad(t, (0, max(size, q.shape[-1]) - t.shape[-1])) for t in (q, k, v))
+    if context:
+        q, k, v = map(context.to_heads, (q, k, v))
+    if key_index is not None and not blocks:
+        k, v = (_GatherRows.apply(rows, key_index) for rows in (k, v))  # type: ignore[no-untyped-call]
+    if blocks or q.dtype not in HALF_DTYPES:
+        each = blocks or _blocks_of_bounds(cu_seq_lens_q, cu_seq_lens_k)
+        out: Any = _attend_in_blocks(q, k, v, each, scaling, sliding_window)
+    else:
+        window = (sliding_window - 1 if sliding_window else -1, 0)
+        bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        out = VARLEN(q, k, v, *bounds, scale=scaling, window_size=window, **GQA_ARGUMENTS)
+    return (context.to_tokens(out) if context else out)[None, ..., :size], None
+
+
+class _GatherRows(torch.autograd.Function):
+    """`rows[index]`; the gradient is summed in float32, since many completions share a prompt's keys."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.like = rows.shape, rows.dtype
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,), (shape, dtype), (grad,) = ctx.saved_tensors, ctx.like, grads
+        total = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=grad.device)
+        return total.index_add_(0, index, grad.to(total.dtype)).to(dtype), None
+
+
+def _attend_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scaling: float | None, window: int | None
+) -> Tensor:
+    parts, places = [], []
+    for block in blocks:
+        counts, sizes = block.lengths[:, :1], block.lengths[:, 1:]
+        place = torch.arange(block.queries.shape[1], device=q.device)
+        mask = None
+        if window or not torch.equal(counts, sizes):
+            at = (place + sizes - counts)[:, None, :, None]  # of each query among its keys
+            seen = torch.arange(block.keys.shape[1], device=q.device)
+            mask = (seen <= at) & (seen > at - window) if window else seen <= at
+        by_side = ((q, block.queries), (k, block.keys), (v, block.keys))
+        queries, keys, values = (t[index].transpose(1, 2) for t, index in by_side)
+        grouped = q.shape[1] != k.shape[1]
+        out = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        )
+        real = place < counts
+        parts.append(out.transpose(1, 2)[real])
+        places.append(block.queries[real])
+    return torch.zeros_like(q).index_copy(0, torch.cat(places), torch.cat(parts))
+
+
+def _blocks_of_bounds(query_bounds: Tensor, key_bounds: Tensor) -> tuple[Block, ...]:
+    """One block for each segment between these bounds, for devices without variable-length attention."""
+    rows = torch.arange(max(int(query_bounds[-1]), int(key_bounds[-1])), device=query_bounds.device)
+    pairs = (pairwise(bounds.tolist()) for bounds in (query_bounds, key_bounds))
+    return tuple(
+        Block(rows[None, a:b], rows[None, c:d], torch.tensor([[b - a, d - c]], device=rows.device))
+        for (a, b), (c, d) in zip(*pairs, strict=True)
+    )
+
+
+def _blocks(runs: Sequence[SegmentRanges]) -> tuple[Block, ...]:
+    """Blocks of segments; the longest segment of a block has at most twice the keys of the shortest."""
+    pending = sorted(((q, [i for k in ks for i in k]) for q, ks in runs), key=lambda run: (len(run[1]), len(run[0])))
+    blocks = []
+    while pending:
+        limit = 2 * len(pending[0][1])
+        similar = [run for run in pending if len(run[1]) <= limit]
+        pending = pending[len(similar) :]
+        queries, keys = ([torch.tensor(run[side]) for run in similar] for side in (0, 1))
+        lengths = torch.tensor([[len(q), len(k)] for q, k in similar])
+        blocks.append(Block(pad_sequence(queries, batch_first=True), pad_sequence(keys, batch_first=True), lengths))
+    return tuple(blocks)
+
+
+def concat_to_device(parts: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Concatenate sequences of numbers into a tensor on `device`; a GPU copies it asynchronously."""
+    tensor = torch.from_numpy(np.concatenate([np.asarray(part) for part in parts])).to(dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

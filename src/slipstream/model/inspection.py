@@ -1,0 +1,153 @@
+"""Facts about a model: its parts, sizes, attention heads, layers, experts, and limits.
+
+Functions that take a `path` read `config.json` there; functions that take a model or a configuration read that object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+
+from slipstream.config.schema import Config
+from slipstream.model.paths import adapter_config
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
+INVALID_CONFIG = (  # what transformers raises for a config.json that describes no model
+    TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError, StrictDataclassError,
+)  # fmt: skip
+
+
+def causal_lm(model: Any) -> Any:
+    """The Hugging Face model, without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def text_decoder(model: Any) -> Any:
+    """The text decoder of a model: without adapters, head and vision tower."""
+    whole = causal_lm(model)
+    found = whole.get_decoder()
+    return whole.model if found is whole else found  # Llama 4 returns itself
+
+
+class AttentionHeads(NamedTuple):
+    """Number of query heads, number of key/value heads, and head dimension; zeros if the model has no attention."""
+
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+
+
+def attention_heads(config: Any) -> AttentionHeads:
+    """The attention heads of the text decoder that a Hugging Face `config` describes."""
+    text = config.get_text_config()
+    if not (queries := getattr(text, "num_attention_heads", 0)):
+        return AttentionHeads(0, 0, 0)
+    key_values = getattr(text, "num_key_value_heads", None) or queries
+    return AttentionHeads(queries, key_values, getattr(text, "head_dim", None) or text.hidden_size // queries)
+
+
+def decoder_layers(model: nn.Module) -> list[Any]:
+    """The decoder layers of a Hugging Face model, with or without adapters."""
+    names = set(causal_lm(model)._no_split_modules or ())
+    # Compare base classes: FSDP replaces a layer's class by a subclass.
+    return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trained parameters by name: all weights, or the adapters. Tied weights appear once."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def find_routers(model: nn.Module) -> dict[str, Any]:
+    """The routers of a mixture of experts by name, in the order of layers; empty for a dense model.
+
+    A router maps hidden states `[.., hidden size]` to logits `[tokens, experts]`, and to the weights and the indices
+    of the chosen experts, both `[tokens, experts per token]`. Its `weight` is `[experts, hidden size]`.
+    """
+    return {name: m for name, m in model.named_modules() if type(m).__name__.lower().endswith("topkrouter")}
+
+
+def expert_parameters(model: nn.Module) -> list[str]:
+    """Names of the expert weights: one tensor `[experts, .., ..]` holds all experts of a layer."""
+    return [name for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name]
+
+
+@torch.no_grad()
+def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
+    """Name of the first tensor with a value that is not finite, or None.
+
+    Each tensor is read once, and the device is synchronised once. Formats of 8 bits and less are skipped.
+    """
+    floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
+    named = {t.data_ptr(): (n, t) for n, t in reversed(floats.items())}  # tied weights once, by their first name
+    if not named:
+        return None
+    # Both extremes of a tensor with a NaN are NaN.
+    finite = torch.stack([torch.stack(t.aminmax()).double() for _, t in named.values()]).isfinite().all(1).tolist()
+    return next((name for (name, _), fine in zip(named.values(), finite, strict=True) if not fine), None)
+
+
+def max_model_len(config: Config) -> int:
+    """Largest number of tokens of prompt and completion together; 0 if neither the run nor the model limits it."""
+    known = config.generator.max_model_len, getattr(_text_config(config.model.path), "max_position_embeddings", 0)
+    return min((limit for limit in known if limit), default=0)
+
+
+def has_experts(path: str) -> bool:
+    """Whether the model at `path`, or the base model of the adapter there, is a mixture of experts."""
+    config = _text_config(path)
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return any((count or 0) > 1 for count in counts)
+
+
+def model_type(path: str) -> str:
+    """`model_type` of the model at `path`, or of the adapter's base; "" if the configuration is not on this host."""
+    return getattr(_text_config(path, local_files_only=True), "model_type", "")
+
+
+def model_sizes(path: str) -> dict[str, int | None]:
+    """`config_sizes` of the model at `path`, or of the adapter's base; empty if the configuration can't be read."""
+    return config_sizes(config) if (config := _text_config(path)) else {}
+
+
+def config_sizes(config: Any) -> dict[str, int | None]:
+    """The values of `SIZES` in the text part of `config`: models with equal sizes have parameters of equal shapes."""
+    text = config.get_text_config()
+    return {name: getattr(text, name, None) for name in SIZES}
+
+
+def _text_config(path: str, **options: Any) -> Any:
+    """The text part of the configuration at `path`, or None if it can't be read: `load_model` reports the reason."""
+    from transformers import AutoConfig
+
+    if adapter := adapter_config(path):
+        path = adapter["base_model_name_or_path"]
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **options).get_text_config()
+    except (OSError, ValueError, *INVALID_CONFIG):
+        return None
+
+
+def generation_config(path: str) -> Any:
+    """The model's `generation_config.json`, or None."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
+def end_of_sequence(*configs: Any) -> frozenset[int]:
+    """The end-of-sequence ids of the first configuration that has any; give the generation configuration first."""
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -1,0 +1,238 @@
+"""Loads models and tokenizers, and reports damaged or incomplete files as one `ConfigError` that says what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
+from slipstream.model.inspection import INVALID_CONFIG, expert_parameters, first_not_finite, model_sizes
+from slipstream.model.paths import adapter_config, check_path
+
+WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
+HALF_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
+AGAIN = "fetch or save the model again"
+BAD_PICKLE = "its pytorch_model.bin is damaged, or holds more than tensors; fetch it again, or save it as safetensors"
+
+
+def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> Any:
+    """The causal language model at `model.path`, with new adapters if `lora.rank` is set. Raises `ConfigError`."""
+    options = _quantized_loading(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
+    loaded = load_causal_lm(model.path, device=device, dtype=dtype, **options)
+    if lora.rank == 0:
+        return loaded
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
+    targets: Any = lora.targets or "all-linear"
+    head = loaded.get_output_embeddings()
+    experts = expert_parameters(loaded)
+    if experts and not lora.targets:  # PEFT would count experts and routers as linear layers
+        targets = [name for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    if lora.experts and not experts:
+        raise ConfigError("lora.experts = true, but the model has no experts that can be adapted; set it to false")
+    adapters = PeftLora(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM",
+        target_parameters=experts if lora.experts else [],
+    )  # fmt: skip
+    try:
+        adapted = get_peft_model(loaded, adapters)
+    except ValueError as error:
+        raise ConfigError(f"lora.targets = {lora.targets}: {_first_line(error)}") from None
+    if loaded.get_output_embeddings() is not head:
+        raise ConfigError(
+            f"lora.targets = {lora.targets} adapts the language-model head, which can't be trained by adapters; name "
+            "other modules, or leave lora.targets out to adapt every linear layer but the head"
+        )
+    return adapted
+
+
+def _quantized_loading(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Options of `from_pretrained` for 4-bit NormalFloat weights and computation in `dtype`.
+
+    QLoRA, Dettmers et al. 2023, arXiv:2305.14314. Raises `ConfigError` if bitsandbytes is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError('lora.quantization = "4bit" needs bitsandbytes: pip install bitsandbytes')
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return {"quantization_config": quantization, "device_map": {"": device}}
+
+
+def load_causal_lm(
+    path: str, *, device: torch.device, dtype: torch.dtype, option: str = "model.path", **options: Any
+) -> Any:
+    """The causal language model at `path`: a directory (model or adapter), or a Hub name. Raises `ConfigError`."""
+    from transformers import AutoModelForCausalLM
+
+    return load_pretrained(AutoModelForCausalLM, path, device=device, dtype=dtype, option=option, **options)
+
+
+def load_pretrained(
+    kind: Any, path: str, *, device: torch.device, dtype: torch.dtype, option: str, **options: Any
+) -> Any:
+    """The model at `path`, loaded by the transformers class `kind`; every tensor comes from the files.
+
+    Raises `ConfigError`, naming `option`, also for missing, unexpected and misshapen tensors, and for values that are
+    not finite.
+    """
+    _silence_libraries()
+    check_path(path, option)
+    adapter = adapter_config(path)
+    base = adapter["base_model_name_or_path"] if adapter else path
+    with explain_damaged_files(path, option):
+        # transformers accepts misshapen tensors here, so that `_validate_loaded_tensors` names them.
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+        model, loading_info = kind.from_pretrained(base, dtype=dtype, **options)
+        _validate_loaded_tensors(loading_info)
+        if adapter:
+            _validate_loaded_tensors(model.load_adapter(path).to_dict())
+        model = model if "device_map" in options else model.to(device)
+        if name := first_not_finite(model.state_dict()):
+            raise ValueError(f"{name} holds values that are not finite; {AGAIN}")
+    return model
+
+
+@contextmanager
+def explain_damaged_files(path: str, option: str) -> Iterator[None]:
+    """Convert what transformers raises while it reads the files at `path` to a `ConfigError` that names `option`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except SafetensorError as error:
+        raise ConfigError(f"{option} = {path!r} has damaged files ({error}); fetch or save them again") from None
+    except (UnpicklingError, EOFError):
+        raise ConfigError(f"{option} = {path!r}: {BAD_PICKLE}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} = {path!r}: {_first_line(error)}") from None
+    except INVALID_CONFIG as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"{option} = {path!r} is no model by its config.json: {reason}") from None
+    except RuntimeError as error:
+        if "PytorchStreamReader" in str(error):
+            raise ConfigError(f"{option} = {path!r}: {BAD_PICKLE}") from None
+        if not (names := _unconverted_parameters(error)):
+            raise
+        raise ConfigError(
+            f"{option} = {path!r}: {_first_and_count(names)} can't be made of the files, which lack or misshape its "
+            f"tensors; {AGAIN}"
+        ) from None
+
+
+def _validate_loaded_tensors(loading_info: Mapping[str, Any]) -> None:
+    """Raise `ValueError`, naming a tensor, if files and model differ by the `loading_info` of transformers."""
+    if missing := sorted(loading_info["missing_keys"]):
+        raise ValueError(f"the files lack {_first_and_count(missing)}, which its configuration asks for; {AGAIN}")
+    if misshapen := sorted(loading_info["mismatched_keys"]):
+        name, stored, asked = misshapen[0]
+        more = f" (and {len(misshapen) - 1} more)" if misshapen[1:] else ""
+        raise ValueError(f"{name}{more} is {list(stored)} in the files and {list(asked)} by its configuration; {AGAIN}")
+    if unexpected := sorted(loading_info["unexpected_keys"]):
+        extra = _first_and_count(unexpected)
+        raise ValueError(f"the files hold {extra}, which its configuration has no place for; {AGAIN}")
+
+
+def _unconverted_parameters(error: RuntimeError) -> list[str]:
+    """Names of the parameters that transformers could not convert from the files.
+
+    The names are in no attribute of `error`: they are read from the frames of its traceback.
+    """
+    step = error.__traceback__
+    while "above report" in str(error) and step:
+        if info := step.tb_frame.f_locals.get("loading_info"):
+            return sorted(getattr(info, "conversion_errors", ())) or ["parameters"]
+        step = step.tb_next
+    return []
+
+
+def _first_and_count(names: Sequence[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more tensors" if names[1:] else "")
+
+
+def stored_dtype(path: str) -> torch.dtype:
+    """The 16-bit dtype that all weights of the model at `path` are stored in, or float32.
+
+    Weights that are loaded in their stored dtype are memory-mapped: all processes of a host share those pages.
+    """
+    try:
+        folder = Path(path)
+        if not folder.is_dir():
+            folder = Path(snapshot_download(path, allow_patterns=[*WEIGHT_FILES]))
+        names: set[str] = set()
+        for file in (file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
+            with safe_open(file, "pt") as tensors:
+                names |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, ValueError, SafetensorError):  # `load_model` reports the reason
+        return torch.float32
+    return HALF_DTYPES.get(names.pop(), torch.float32) if len(names) == 1 else torch.float32
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of the model at `path`. Raises `ConfigError`."""
+    from transformers import AutoTokenizer
+
+    _silence_libraries()
+    check_path(path)
+    with explain_damaged_files(path, "model.path"):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would prompt the user
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"model.path = {path!r}: no tokenizer can be loaded: {_first_line(error)}") from None
+    # transformers returns an empty tokenizer if files are missing.
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        remedy = "save the model's tokenizer there, too"
+        raise ConfigError(f"model.path = {path!r} has no tokenizer files (tokenizer.json); {remedy}")
+    _validate_vocabulary(tokenizer, path)
+    return tokenizer
+
+
+def _validate_vocabulary(tokenizer: Any, path: str) -> None:
+    """Raise `ConfigError` if the tokenizer has more tokens than the model at `path`.
+
+    Added tokens are not counted: Gemma's tokenizer adds an image token to text-only models.
+    """
+    if (size := model_sizes(path).get("vocab_size")) and tokenizer.vocab_size > size:
+        raise ConfigError(
+            f"model.path = {path!r}: the tokenizer has {tokenizer.vocab_size} tokens and the model {size}; save the "
+            "model's own tokenizer there"
+        )
+
+
+def save_policy(model: Any, trained: dict[str, torch.Tensor], path: Path) -> None:
+    """Save `model` to `path` for `from_pretrained` (or PEFT), with the values `trained` for its trained parameters."""
+    state = dict(trained)
+    if not hasattr(model, "get_base_model"):
+        first = {id(p): name for name, p in model.named_parameters()}
+        tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        for name, tensor in model.state_dict().items():
+            state[name] = state[tied[name]] if name in tied else tensor.cpu()
+    model.save_pretrained(path, state_dict=state)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _silence_libraries() -> None:
+    """Turn off progress bars and warnings of transformers and bitsandbytes: a run has its own progress display."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for library in ("transformers", "bitsandbytes"):
+        logging.getLogger(library).setLevel(logging.ERROR)

@@ -1,0 +1,263 @@
+"""Packs samples into micro-batches: first a plan of indices, then tensors.
+
+A micro-batch is one row of concatenated tokens; only `pack(multiple=...)` adds padding, at its end. Samples with the
+same prompt share one copy of it; each is a *segment* that attends to the prompt and to itself:
+
+    tokens    prompt  a a a a  b b b      attention   prompt to prompt, a to prompt + a, b to prompt + b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.model.attention import SegmentRanges, Segments, concat_to_device
+from slipstream.model.sampling_mask import SamplingMask
+from slipstream.rollout import Sample
+
+PrefixGroup = list[int]  # indices of samples that share one copy of their prompt
+BALANCE_TOLERANCE = 0.002  # relative cost difference of two micro-batches that is not worth a swap
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of one forward pass: an entry for each token, and one for each sampled token that is trained on.
+
+    `input_ids` and `positions` are `[tokens]`. `experts` `[tokens, layers, experts per token]` are those that the
+    engine chose, -1 if unknown (None: all unknown). These are `[sampled]`: `predicts` are indices of the tokens whose
+    output predicts a sampled token; `targets`, `temperatures`, `behaviour` log-probabilities, `advantages`, `lags` in
+    versions, `sequences` (index of the sample in `order`), and `teacher` log-probabilities. `sampling_mask` has the ids
+    that top-k/top-p kept (None: all). `order[i]` is the index in the step of the i-th sample here. A `filler` adds
+    nothing to the gradient; it lets a rank join the collectives of the others.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    segments: Segments
+    predicts: Tensor
+    targets: Tensor
+    temperatures: Tensor
+    behaviour: Tensor
+    advantages: Tensor
+    lags: Tensor
+    sequences: Tensor
+    sampling_mask: SamplingMask | None
+    experts: Tensor | None
+    order: Sequence[int]
+    teacher: Tensor | None = None
+    filler: bool = False
+
+
+def group_by_prefix(samples: Sequence[Sample], budget: int, share: bool = True, ranks: int = 1) -> list[PrefixGroup]:
+    """Group samples with equal prompts, and equal experts for the prompt, up to `budget` tokens a group.
+
+    With several ranks a group has at most half of a rank's tokens, so that long groups do not leave ranks without work.
+    """
+    if ranks > 1:
+        budget = min(budget, sum(map(forward_length, samples)) // (2 * ranks))
+    prefix_groups: list[PrefixGroup] = []
+    open_groups: dict[tuple[bytes, bytes], tuple[PrefixGroup, int]] = {}
+    for index, sample in enumerate(samples):
+        prompt = sample.prompt_ids
+        own = forward_length(sample) - len(prompt)
+        key = prompt.tobytes(), b"" if sample.experts is None else _experts(sample)[: len(prompt)].tobytes()
+        members, used = open_groups.get(key, ([], 0))
+        if not members or used + own > budget:
+            members, used = [], len(prompt)
+            prefix_groups.append(members)
+        members.append(index)
+        if share:
+            open_groups[key] = members, used + own
+    return prefix_groups
+
+
+def plan(
+    sizes: Sequence[int], budget: int, ranks: int = 1, costs: Sequence[int] | None = None
+) -> list[list[list[int]]]:
+    """Distribute items over micro-batches and ranks: `[rank][micro-batch]` lists of indices.
+
+    Every rank gets the same number of micro-batches and about the same cost; some may be empty. A micro-batch has at
+    most `budget` tokens, unless a single item is longer. `costs` are in any unit (None: tokens).
+    """
+    costs = sizes if costs is None else costs
+    count = max(1, -(-sum(sizes) // (budget * ranks)))
+    while True:
+        bins = _fill(sizes, budget, count * ranks)
+        if bins:
+            _balance(bins, costs, sizes, budget)
+            bins.sort(key=lambda items: -sum(costs[i] for i in items))
+            # Micro-batches of similar cost go to different ranks, so that ranks finish each round together.
+            return [bins[rank::ranks] for rank in range(ranks)]
+        count += 1
+
+
+def _fill(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
+    """Put items into `count` bins of `budget`, the largest first into the emptiest; None if they do not fit."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        emptiest = min(range(count), key=loads.__getitem__)
+        if bins[emptiest] and loads[emptiest] + sizes[index] > budget:
+            return None
+        bins[emptiest].append(index)
+        loads[emptiest] += sizes[index]
+    return bins
+
+
+def _balance(bins: list[list[int]], costs: Sequence[int], sizes: Sequence[int], budget: int) -> None:
+    """Move or swap items out of the costliest bin while that lowers its cost; then continue with the next costliest.
+
+    Changes `bins` in place. Every bin stays within `budget`.
+    """
+    loads = [sum(costs[i] for i in items) for items in bins]
+    remaining = list(range(len(bins)))
+    while remaining:
+        costliest = max(remaining, key=loads.__getitem__)
+        gaps = [(other, loads[costliest] - loads[other]) for other in sorted(remaining, key=loads.__getitem__)]
+        uneven = [(other, gap) for other, gap in gaps if gap > BALANCE_TOLERANCE * loads[costliest]]
+        swaps = ((other, _best_swap(bins[costliest], bins[other], gap, costs, sizes, budget)) for other, gap in uneven)
+        found = next(((other, trade) for other, trade in swaps if trade), None)
+        if not found:
+            remaining.remove(costliest)
+            continue
+        other, (leaving, arriving) = found
+        for target, items in ((costliest, arriving), (other, leaving)):
+            bins[target] = [i for i in bins[target] if i not in (*leaving, *arriving)] + items
+            loads[target] = sum(costs[i] for i in bins[target])
+
+
+def _best_swap(
+    costly: Sequence[int], cheap: Sequence[int], gap: int, costs: Sequence[int], sizes: Sequence[int], budget: int
+) -> tuple[list[int], list[int]] | None:
+    """The move or swap of items that best evens out the cost of two bins within `budget`, or None.
+
+    `costly` costs `gap` more than `cheap`. Returns the items that leave `costly`, and those that leave `cheap`.
+    """
+    rooms = [budget - sum(sizes[i] for i in items) for items in (costly, cheap)]
+    swaps: list[list[int]] = [[], *([i] for i in cheap)]  # items to take for the one that leaves `costly`
+    best: tuple[int, list[int], list[int]] | None = None
+    for leaving in costly:
+        for arriving in swaps:
+            moved = costs[leaving] - sum(costs[i] for i in arriving)
+            tokens = sizes[leaving] - sum(sizes[i] for i in arriving)
+            if 0 < moved < gap and -rooms[0] <= tokens <= rooms[1]:
+                uneven = abs(gap - 2 * moved)
+                if best is None or uneven < best[0]:
+                    best = uneven, [leaving], arriving
+    return best and best[1:]
+
+
+def forward_length(sample: Sample) -> int:
+    """Tokens of a sample in the forward pass: all but the last."""
+    return len(sample.token_ids) - 1
+
+
+def prefix_group_length(samples: Sequence[Sample], members: PrefixGroup) -> int:
+    """Tokens of a prefix group in the forward pass."""
+    prompt = len(samples[members[0]].prompt_ids)
+    return prompt + sum(forward_length(samples[i]) - prompt for i in members)
+
+
+def attention_pairs(samples: Sequence[Sample], members: PrefixGroup) -> int:
+    """Attended (query, key) pairs of a prefix group in the forward pass."""
+    prompt = len(samples[members[0]].prompt_ids)
+    own = (forward_length(samples[i]) - prompt for i in members)
+    return prompt * (prompt + 1) // 2 + sum(n * prompt + n * (n + 1) // 2 for n in own)
+
+
+def pack(
+    samples: Sequence[Sample], prefix_groups: Sequence[PrefixGroup], device: torch.device, version: int = 0,
+    multiple: int = 1,
+) -> MicroBatch:  # fmt: skip
+    """Tensors of a micro-batch of these prefix groups. `version` is the trainer's version, for lags.
+
+    The number of tokens is padded to a multiple of `multiple` by a last segment without sampled tokens. Raises
+    `ValueError` if the recorded experts of a sample do not cover its tokens.
+    """
+    order = [index for members in prefix_groups for index in members]
+    pieces, predicts, segments, end = _lay_out(samples, prefix_groups)
+    if padding := -end % multiple:
+        rest = range(end, end + padding)
+        segments.append((rest, (rest,)))
+    packed = [samples[index] for index in order]
+
+    def of(name: str) -> list[Any]:
+        return [getattr(sample, name) for sample in packed]
+
+    input_ids = [*(s.token_ids[at.start : at.stop] for s, at in pieces), [0] * padding]
+    return MicroBatch(
+        input_ids=concat_to_device(input_ids, torch.long, device),
+        positions=concat_to_device([*(at for _, at in pieces), range(padding)], torch.long, device),
+        segments=Segments.from_ranges(segments, device),
+        predicts=concat_to_device(predicts, torch.long, device),
+        targets=concat_to_device(
+            [np.asarray(s.token_ids)[np.asarray(s.sampled_positions)] for s in packed], torch.long, device
+        ),
+        temperatures=concat_to_device(of("temperatures"), torch.float32, device),
+        behaviour=concat_to_device(of("logprobs"), torch.float32, device),
+        advantages=concat_to_device(of("advantages"), torch.float32, device),
+        lags=version - concat_to_device(of("versions"), torch.long, device),
+        sequences=concat_to_device([[n] * len(s.sampled_positions) for n, s in enumerate(packed)], torch.long, device),
+        sampling_mask=SamplingMask.from_token_ids(list(chain.from_iterable(of("sampling_mask"))), device),
+        experts=_packed_experts(pieces, padding, device),
+        order=order,
+        teacher=concat_to_device(of("teacher"), torch.float32, device) if all(of("teacher")) else None,
+    )
+
+
+def _lay_out(
+    samples: Sequence[Sample], prefix_groups: Sequence[PrefixGroup]
+) -> tuple[list[tuple[Sample, range]], list[Any], list[SegmentRanges], int]:
+    """The row of a micro-batch: each prefix group's prompt, then the further tokens of its samples.
+
+    Returns the token ranges of samples in the order of the row, the indices in the row that predict the sampled tokens
+    of each sample, the segments, and the number of tokens.
+    """
+    pieces: list[tuple[Sample, range]] = []
+    predicts: list[Any] = []
+    segments: list[SegmentRanges] = []
+    end = 0
+    for members in prefix_groups:
+        prompt = len(samples[members[0]].prompt_ids)
+        shared = range(end, end := end + prompt)
+        pieces.append((samples[members[0]], range(prompt)))
+        if len(members) > 1:
+            segments.append((shared, (shared,)))
+        for index in members:
+            sample = samples[index]
+            own = range(end, end := end + forward_length(sample) - prompt)
+            pieces.append((sample, range(prompt, forward_length(sample))))
+            # A token is predicted by the token before it: the prompt's last, or one of `own`.
+            before = np.asarray(sample.sampled_positions) - 1 - prompt
+            predicts.append(np.where(before < 0, shared.stop - 1, before + own.start))
+            if len(members) == 1:
+                whole = range(shared.start, own.stop)
+                segments.append((whole, (whole,)))
+            elif own:
+                segments.append((own, (shared, own)))
+    return pieces, predicts, segments, end
+
+
+def _packed_experts(pieces: Sequence[tuple[Sample, range]], padding: int, device: torch.device) -> Tensor | None:
+    """Experts that the engine chose for each token of `pieces`, and -1 for `padding` tokens of padding."""
+    recorded = next((_experts(sample) for sample, _ in pieces if sample.experts is not None), None)
+    if recorded is None:
+        return None
+    parts = []
+    for sample, at in pieces:
+        unrecorded = np.full((len(at), *recorded.shape[1:]), -1)
+        parts.append(unrecorded if sample.experts is None else _experts(sample)[at.start : at.stop])
+        if len(parts[-1]) != len(at):
+            raise ValueError(f"{at.start + len(parts[-1])} tokens have experts, of {forward_length(sample)}")
+    return concat_to_device([*parts, np.full((padding, *recorded.shape[1:]), -1)], torch.int16, device)
+
+
+def _experts(sample: Sample) -> Any:
+    assert sample.experts is not None
+    return np.concatenate([np.asarray(part, dtype=np.int16) for part in sample.experts])

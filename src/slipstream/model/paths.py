@@ -1,0 +1,87 @@
+"""Checks of model paths without torch and transformers, so that a misspelt path is reported at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import constants, get_session, try_to_load_from_cache
+
+from slipstream.config.schema import Config, ConfigError
+
+ADAPTER = "adapter_config.json"
+HUB_TIMEOUT_S = 5.0
+
+
+def check_paths(config: Config) -> None:
+    """Raise `ConfigError` if a model path of the configuration can't be a model."""
+    check_path(config.model.path)
+    validate_adapter(config.model.path)
+    if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
+        check_path(config.algorithm.reference, "algorithm.reference")
+    if config.teacher.path:
+        check_path(config.teacher.path, "teacher.path")
+    if config.scoring.kind == "model" and isinstance(path := config.scoring.options.get("path"), str):
+        check_path(path, "scoring.options.path")
+
+
+def check_path(path: str, option: str = "model.path") -> None:
+    """Raise `ConfigError` if `path` is neither a local model nor a name on a Hub that can be reached."""
+    local = Path(path)
+    if local.is_dir():
+        if not (local / "config.json").exists() and not (local / ADAPTER).exists():
+            raise ConfigError(f"{option} = {path!r} has no config.json; give a directory that a model was saved to")
+    elif local.exists():
+        raise ConfigError(f"{option} = {path!r} is a file; give the directory that the model was saved to")
+    elif path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
+        raise ConfigError(f"{option} = {path!r}: no such directory, and not a Hub name (owner/name)")
+    elif local.parent.is_dir():
+        found = f"no such directory in {str(local.parent)!r}, which is here"
+        raise ConfigError(f"{option} = {path!r}: {found}; make it first")
+    elif not (_cached(path) or _hub_answers()):
+        raise ConfigError(
+            f"{option} = {path!r}: no such directory, and {constants.ENDPOINT} can't be reached to look for a model of "
+            "this name; give a local directory, or connect this host"
+        )
+
+
+def _cached(path: str) -> bool:
+    """Whether the model can be loaded without the Hub: it is cached, or HF_HUB_OFFLINE is set."""
+    return constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(path, "config.json"), str)
+
+
+@cache
+def _hub_answers() -> bool:
+    """Whether the Hub answers within 5 s; transformers would retry for more than a minute."""
+    answered: list[int] = []
+
+    def ask() -> None:
+        with suppress(Exception):  # the class depends on the huggingface_hub release
+            answered.append(get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S).status_code)
+
+    asking = threading.Thread(target=ask, daemon=True)  # the request timeout does not limit the DNS lookup
+    asking.start()
+    asking.join(HUB_TIMEOUT_S)
+    return bool(answered)
+
+
+def validate_adapter(path: str) -> None:
+    """Raise `ConfigError` if `path` is an adapter: training starts from a full model, with new adapters."""
+    if adapter := adapter_config(path):
+        raise ConfigError(
+            f"model.path = {path!r} is an adapter of {adapter.get('base_model_name_or_path')!r}; merge it into that "
+            "(peft's merge_and_unload) and give the directory of the merged model"
+        )
+
+
+def adapter_config(path: str) -> dict[str, Any]:
+    """The `adapter_config.json` of an adapter directory; empty for a model directory or a Hub name."""
+    file = Path(path) / ADAPTER
+    if not file.exists() or (Path(path) / "config.json").exists():
+        return {}
+    adapter: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return adapter

@@ -1,0 +1,148 @@
+"""The policy's forward pass: packed tokens in, log-probabilities and entropies of the sampled tokens out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from slipstream.config.schema import ConfigError
+from slipstream.errors import InvalidInput
+from slipstream.model import attention
+from slipstream.model.context_parallel import ContextParallelGroup, gather_at_positions
+from slipstream.model.inspection import attention_heads, causal_lm, text_decoder
+from slipstream.model.logprobs import head_logprobs
+from slipstream.model.moe_routing import ExpertRouting
+from slipstream.model.packing import MicroBatch
+
+PROBE_LOGIT = 100.0  # large enough that every soft cap would change it
+
+ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.attend)
+
+
+class PackedPolicy(nn.Module):
+    """A causal language model, with or without adapters, whose forward pass returns log-probabilities."""
+
+    def __init__(self, model: Any, compiled: bool = False, context: ContextParallelGroup | None = None) -> None:
+        """Raises `InvalidInput` if the model's logits are not the outputs of its head, `ConfigError` for `context`."""
+        super().__init__()
+        self.model = model
+        self._compiled, self.context = compiled, context
+        whole = causal_lm(model)
+        _validate_trainable(whole)
+        self.packs = _can_pack(whole)
+        if self.packs:
+            whole.set_attn_implementation(attention.NAME)
+        if context:
+            _validate_context(context.size, whole.config, self.packs)
+        self.routing = ExpertRouting(whole)
+        self.predict = head_logprobs
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability of each sampled token under its sampling distribution, and that distribution's entropy.
+
+        Raises `ConfigError` if the batch has recorded experts that this model can't replay.
+        """
+        head = causal_lm(self.model).get_output_embeddings()
+        if batch.experts is not None and not self.packs:
+            kind = causal_lm(self.model).config.model_type
+            raise ConfigError(
+                f"routing can't be replayed in a {kind}, which can't be packed; set algorithm.replay_routing = false"
+            )
+        own, indices = _local_micro_batch(batch, self.context) if self.context else (batch, None)
+        self.routing.replay(own.experts)
+        hidden = self._hidden_states(own)
+        sampled = (own.targets, own.temperatures, own.sampling_mask)
+        logprobs, entropy = self.predict(hidden[own.predicts], head.weight, *sampled, compiled=self._compiled)
+        if self.context and indices is not None:
+            count, group = len(batch.predicts), self.context.group
+            logprobs, entropy = (gather_at_positions(found, indices, count, group) for found in (logprobs, entropy))
+        return logprobs, entropy.detach()
+
+    def _hidden_states(self, batch: MicroBatch) -> Tensor:
+        if self.packs:
+            arguments = batch.segments.arguments() | {"context": self.context}
+            return self._backbone(batch.input_ids[None], position_ids=batch.positions[None], **arguments)
+        bounds = batch.segments.query_bounds.tolist()
+        return torch.cat([self._backbone(batch.input_ids[None, a:b]) for a, b in pairwise(bounds)])
+
+    def _backbone(self, input_ids: Tensor, **arguments: Any) -> Tensor:
+        whole = causal_lm(self.model)
+        backbone = getattr(whole, whole.base_model_prefix, None) or text_decoder(whole)
+        hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state[0]
+        return hidden
+
+
+def _local_micro_batch(batch: MicroBatch, context: ContextParallelGroup) -> tuple[MicroBatch, Tensor]:
+    """This rank's tokens of a micro-batch and the entries that they predict, and the indices of these entries."""
+    input_ids = context.shard(batch.input_ids)
+    first = context.rank * len(input_ids)
+    indices = ((batch.predicts >= first) & (batch.predicts < first + len(input_ids))).nonzero()[:, 0]
+    return replace(
+        batch,
+        input_ids=input_ids,
+        positions=context.shard(batch.positions),
+        experts=None if batch.experts is None else context.shard(batch.experts),
+        predicts=batch.predicts[indices] - first,
+        targets=batch.targets[indices],
+        temperatures=batch.temperatures[indices],
+        sampling_mask=batch.sampling_mask.at(indices.tolist()) if batch.sampling_mask else None,
+    ), indices
+
+
+def _can_pack(model: Any) -> bool:
+    """Whether sequences can be packed: all layers are full or sliding attention, without sinks.
+
+    Other models (state-space layers, chunked attention) read their sequences one by one.
+    """
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    sinks = any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters())
+    known = model._supports_attention_backend and kinds <= attention.SUPPORTED_LAYER_TYPES
+    return bool(known and not (model._is_stateful or sinks))
+
+
+def _validate_trainable(model: Any) -> None:
+    kind, head = model.config.model_type, model.get_output_embeddings()
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        raise InvalidInput(f"the trainer can't train a {kind} with attn_logit_softcapping")
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+        raise InvalidInput(f"the trainer can't train a {kind}: its head is not a linear layer without bias")
+    if not head.weight.is_meta and not _logits_are_head_outputs(model, head):
+        raise InvalidInput(
+            f"the trainer can't train a {kind}: its logits are not what its head gives, but scaled or capped"
+        )
+
+
+class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
+    """A backbone's output that has only `last_hidden_state`; other attributes are None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@torch.no_grad()
+def _logits_are_head_outputs(model: Any, head: nn.Linear) -> bool:
+    """Whether the model's logits are its head's outputs, tested with a random last hidden state."""
+    hidden = torch.randn(1, 2, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
+    hidden *= PROBE_LOGIT / head(hidden).abs().amax().float().item()
+    backbone = text_decoder(model)  # called by the model's forward method
+    own = vars(backbone).pop("forward", None)
+    backbone.forward = lambda *_, **__: _Hidden(last_hidden_state=hidden)
+    try:
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=hidden.device)).logits
+    finally:
+        del backbone.forward
+        vars(backbone).update({"forward": own} if own else {})
+    return bool((logits - head(hidden)).abs().amax() < PROBE_LOGIT / 100)
+
+
+def _validate_context(size: int, config: Any, packs: bool) -> None:
+    heads, keys, _ = attention_heads(config)
+    if not packs or heads % size or (keys % size and size % keys):
+        why = f"{heads} heads and {keys} of keys and values" if packs else "layers that carry a state"
+        raise ConfigError(f"trainer.context_parallel = {size} can't share out a model with {why}; lower it")

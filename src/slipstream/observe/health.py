@@ -1,0 +1,451 @@
+"""Health rules: find what goes wrong in a run from its records, and name a remedy.
+
+A rule measures the recent steps. It warns once when its measure reaches `begins` for `steps` steps in a row, and again
+only after the measure has fallen below `ends`. docs/seeing-a-run.md lists the rules.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from slipstream.config.schema import SECTIONS, HealthRule
+from slipstream.observe.formatting import is_finite, number
+from slipstream.observe.run_data import Run
+from slipstream.rollout import mean
+
+KEPT = 200  # steps that rules can look back
+FEW, SHORT, LONG = 3, 10, 20  # steps over which rules average, most of them over SHORT
+ENGINE_DOWN_S = 60.0  # after which an engine that is being restarted counts as lost
+LONG_COMPLETION = 16  # tokens; shorter completions may coincide by chance, or since they are right
+MIN_ENTROPY = 3.0  # nats of a whole completion; samples with less coincide often
+MIN_ANSWERS = 20
+MIN_FREE_GB = 2.0
+MIN_REWARD_S = 0.2  # shorter times after the last token are those of a busy controller
+SLOW_REWARDS = 0.4  # share of the time in which neither side works
+MIN_GROWTH_GB = 0.5
+
+Record = Mapping[str, Any]
+
+
+class HealthWarning(NamedTuple):
+    """What a rule found at a step, and what to do."""
+
+    rule: str
+    step: int
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.text}. {self.remedy} ({self.rule})"
+
+
+class Measure(NamedTuple):
+    """How bad it is, in the unit of the rule's bounds, and the figures as text."""
+
+    value: float
+    text: str = ""
+    remedy: str = ""  # that of the rule if empty
+
+
+HEALTHY = Measure(0.0)
+
+
+class History:
+    """The records of a run up to a step: the last `KEPT`, and figures of all of them."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.records: list[Record] = []
+        self.first: list[Record] = []  # the first `SHORT` records
+        self.evaluations: Sequence[Record] = ()  # that ended before the last record
+        self.best_reward = -math.inf  # mean of `SHORT` steps
+        self.spread = 0.0  # largest mean standard deviation of the rewards in `SHORT` steps
+        self.engines_complete_at = 0.0  # wall time of the last record in which all engines served
+
+    def add(self, record: Record, evaluations: Sequence[Record]) -> None:
+        """Add the record of the next step, and replace the evaluations."""
+        self.records = [*self.records[1 - KEPT :], record]
+        self.evaluations = evaluations
+        if len(self.first) < SHORT:
+            self.first.append(record)
+        self.best_reward = max(self.best_reward, self.mean("reward/mean", default=-math.inf))
+        self.spread = max(self.spread, self.mean("reward/std", default=0.0))
+        if (record.get("engines/alive") or 0) >= (record.get("engines/total") or 0):
+            self.engines_complete_at = record.get("time/wall_s") or 0.0
+
+    @property
+    def last(self) -> Record:
+        return self.records[-1]
+
+    def option(self, name: str, default: Any = 0) -> Any:
+        """A value of the configuration, such as "loop.max_lag"."""
+        section, _, key = name.partition(".")
+        return self.config.get(section, {}).get(key, default)
+
+    def values(self, name: str, steps: int = KEPT) -> list[float]:
+        """The finite values of a metric in the last steps."""
+        return [record[name] for record in self.records[-steps:] if is_finite(record.get(name))]
+
+    def mean(self, name: str, steps: int = SHORT, default: float = math.nan) -> float:
+        """Mean of a metric over the last steps; `default` unless each of them has a finite value."""
+        values = self.values(name, steps)
+        return mean(values) if len(values) == steps else default
+
+    def start(self, name: str, steps: int = SHORT) -> float:
+        """Mean of a metric over the first steps, at most `SHORT`; NaN without any."""
+        values = [record[name] for record in self.first[:steps] if is_finite(record.get(name))]
+        return mean(values) if values else math.nan
+
+    def growth(self, name: str, steps: int) -> float:
+        """By how much a total grew in the last steps; NaN if the records are fewer, or the total was reset."""
+        values = self.values(name, steps + 1)
+        grown = values[-1] - values[0] if len(values) == steps + 1 else math.nan
+        return grown if grown >= 0 else math.nan
+
+    def keys(self, prefix: str) -> list[str]:
+        """Names of the last record's metrics that begin with `prefix`."""
+        return [name for name in self.last if name.startswith(prefix)]
+
+
+class Rule(NamedTuple):
+    """A rule: its measure, the bounds of its hysteresis, and a remedy that names an option or a command.
+
+    `follows` are rules whose warnings explain one of this rule.
+    """
+
+    name: HealthRule
+    measure: Callable[[History], Measure]
+    begins: float
+    ends: float
+    steps: int
+    remedy: str
+    follows: tuple[HealthRule, ...] = ()
+
+
+def _entropy_collapse(h: History) -> Measure:
+    """Share of the entropy that is lost, while rewards did not improve: a solved task has little entropy, too."""
+    before, now = h.start("policy/entropy"), h.mean("policy/entropy")
+    gain = h.mean("reward/mean") - h.start("reward/mean")
+    solved = h.mean("reward/std") < 0.5 * h.start("reward/std") and gain >= 0
+    if not before > 0 or gain > 0.25 * h.spread or solved:
+        return HEALTHY
+    found = f"entropy fell from {before:.3g} to {now:.3g} nats, while the mean reward changed by {gain:+.3g}"
+    return Measure(1 - now / before, found)
+
+
+def _reward_collapse(h: History) -> Measure:
+    """Fall of the mean reward below its best, in units of a fall that is neither noise nor small."""
+    rewards, now = h.values("reward/mean", LONG), h.mean("reward/mean")
+    if len(rewards) < LONG:
+        return HEALTHY
+    noise = statistics.pstdev(b - a for a, b in itertools.pairwise(rewards)) / math.sqrt(2 * SHORT)
+    fall = h.best_reward - now
+    text = f"the mean reward fell to {now:.3g}, from {h.best_reward:.3g} at its best (means of {SHORT} steps)"
+    return Measure(fall / max(0.4 * h.spread, 5 * noise, 1e-9), text)
+
+
+def _score_falls(h: History) -> Measure:
+    """Fall of the held-out score below its best, in units of three standard errors, while the reward rises."""
+    scores = [(e["eval/score"], e.get("eval/tasks") or 1) for e in h.evaluations if is_finite(e.get("eval/score"))]
+    before = max(h.start("reward/mean"), h.start("reward/mean", 3))  # a first step too large lowers both at once
+    gain = h.mean("reward/mean") - before
+    if len(scores) < 2 or not gain > 0.2 * h.spread or scores[-1] > scores[-2]:
+        return HEALTHY
+    (best, tasks), (now, _) = max(scores), scores[-1]
+    variance = max(best * (1 - best), now * (1 - now), 0.01)  # of one task, whose score is mostly 0 or 1
+    text = f"the held-out score fell from {best:.3f} to {now:.3f}, while the training reward rose by {gain:.3g}"
+    return Measure((best - now) / (3 * math.sqrt(2 * variance / tasks)), text)
+
+
+def _stale_weights(h: History) -> Measure:
+    """The mismatch KL, if greedy answers of the engines stay as they were at the start of the run."""
+    if len(h.evaluations) < 2 or h.option("evaluation.temperature"):
+        return HEALTHY
+    (first, _), (last, version) = (_answers(h.evaluations[i]) for i in (0, -1))
+    kl = h.mean("policy/mismatch_kl")
+    found = f"all {len(last)} held-out answers of version {version} are those of the start, yet the trainer's policy"
+    same = len(last) >= MIN_ANSWERS and first == last and version > 0
+    return Measure(kl, f"{found} differs from the sampler's (mismatch KL {kl:.3g} nats)") if same else HEALTHY
+
+
+def _answers(evaluation: Record) -> tuple[dict[str, Any], int]:
+    """The recorded answers of an evaluation by task, and the oldest version that gave them."""
+    answers = {sample["id"]: sample.get("completion") for sample in evaluation.get("samples") or ()}
+    return answers, min(evaluation.get("versions") or [0])
+
+
+def _mismatch(h: History) -> Measure:
+    """The mismatch KL, or as much drift of the mean ratio."""
+    kl, ratio = h.mean("policy/mismatch_kl"), h.mean("policy/ratio_mean", default=1.0)
+    lag = f"with tokens of {number(h.mean('lag/mean'), 1)} versions ago"
+    text = f"the policy differs from the one that sampled: mismatch KL {kl:.3g} nats, mean ratio {ratio:.3g}, {lag}"
+    return Measure(max(kl, abs(math.log(max(ratio, 1e-9)))), text)
+
+
+def _large_updates(h: History) -> Measure:
+    """The mismatch KL or the clipped fraction of a few steps: an optimizer step changed the policy too much."""
+    kl, clipped = (h.mean(f"policy/{name}", FEW, 0.0) for name in ("mismatch_kl", "clip_fraction"))
+    found = (
+        f"updates are too large: mismatch KL {kl:.3g} nats, {clipped:.0%} of the tokens clipped (means of {FEW} steps)"
+    )
+    return Measure(max(kl, clipped), found)
+
+
+def _sample_size(h: History) -> Measure:
+    size = h.mean("policy/effective_sample_size")
+    return Measure(1 - size, f"importance ratios leave an effective sample size of {size:.0%} of the tokens")
+
+
+def _no_signal(h: History) -> Measure:
+    """Share of groups without an advantage, those included that `algorithm.filter_zero_advantage` replaced."""
+    with_signal, trained = h.mean("reward/frac_groups_with_signal"), h.growth("rollout/trained", SHORT)
+    filtered = h.growth("rollout/filtered", SHORT)
+    if filtered > 0 and trained > 0:
+        with_signal *= trained / (trained + filtered)
+    found = f"{1 - with_signal:.0%} of the groups have equal rewards and teach nothing"
+    return Measure(1 - with_signal, f"{found} (mean reward {number(h.mean('reward/mean'), 3)})")
+
+
+def _stale(h: History) -> Measure:
+    """Share of the rollouts that became too old to be trained on."""
+    dropped, all_ = h.growth("rollout/dropped_stale", LONG), h.growth("rollout/generated", LONG)
+    share = dropped / max(all_, 1)
+    bound = f"loop.max_lag = {h.option('loop.max_lag')}"
+    return Measure(share, f"the lag is at its bound: {share:.0%} of the rollouts were dropped as older than {bound}")
+
+
+def _waits(h: History) -> tuple[float, float, str]:
+    """Share of the last steps' time in which the trainer waited for a batch, that without forward passes, and both."""
+    window, generated = h.growth("time/window_s", LONG), h.growth("gen/busy_s", LONG)
+    share = h.mean("engines/alive", LONG, 1.0) / max(h.mean("engines/total", LONG, 1.0), 1e-9)  # dead ones not counted
+    waited = LONG * h.mean("time/batch_wait_s", LONG) / max(window, 1e-9)
+    idle = 1 - generated / max(window * share, 1e-9)
+    text = f"in the last {LONG} steps, the trainer waited {waited:.0%} of the time for batches"
+    return waited, idle, f"{text}, and engines were outside of forward passes {idle:.0%}"
+
+
+def _slow_rewards(h: History) -> Measure:
+    """Share of the time in which neither side works, if rollouts end long after their last token."""
+    step_s = h.growth("time/window_s", LONG) / LONG
+    reward_s = h.mean("rollout/reward_s", LONG)
+    if not reward_s > max(0.25 * step_s, MIN_REWARD_S):
+        return HEALTHY
+    waits, idle, parts = _waits(h)
+    score_s, queued_s = (h.mean(f"scoring/{name}", LONG, 0.0) for name in ("mean_s", "mean_wait_s"))
+    split, remedy = "", ""
+    if score_s:
+        slots = f"{number(h.last.get('scoring/in_flight'))} of {h.option('scoring.concurrency')} slots busy"
+        split = f" ({score_s:.2g} s scoring + {queued_s:.2g} s queued, {slots})"
+        remedy = "Raise scoring.concurrency" if queued_s > score_s else "Use a faster scorer"
+    found = f"rewards are slow: {reward_s:.3g} s after a rollout's last token{split}; {parts}"
+    return Measure(min(waits, idle), found, remedy)
+
+
+def _trainer_idle(h: History) -> Measure:
+    waits, _, parts = _waits(h)
+    return Measure(waits, f"generation is slower than training: {parts}") if _works_apart(h) else HEALTHY
+
+
+def _engines_idle(h: History) -> Measure:
+    _, idle, parts = _waits(h)
+    return Measure(idle, f"engines have too little work: {parts}") if _works_apart(h) else HEALTHY
+
+
+def _works_apart(h: History) -> bool:
+    """Whether trainer and engines may work at the same time, and do not both wait for rewards."""
+    return bool(h.option("loop.max_lag")) and not _slow_rewards(h).value > SLOW_REWARDS
+
+
+def _engine_lost(h: History) -> Measure:
+    total, alive, lost = (h.last.get(f"engines/{name}") or 0 for name in ("total", "alive", "lost"))
+    down_s = (h.last.get("time/wall_s") or 0.0) - h.engines_complete_at
+    if not lost and down_s < ENGINE_DOWN_S:
+        return HEALTHY
+    restarts = f"generator.max_restarts = {h.option('generator.max_restarts')}"
+    why = f"{lost} died and will not be restarted ({restarts})" if lost else f"for {down_s:.0f} s"
+    return Measure(total - alive, f"{alive} of {total} engines serve: {why}")
+
+
+def _engine_slow(h: History) -> Measure:
+    """By how much the slowest engine's rate is below the fastest one's; engines that are hardly used do not count."""
+    window, rates = h.growth("time/window_s", LONG), {}
+    for key in h.keys("engines/tokens/"):
+        name = key.rpartition("/")[2]
+        tokens, busy = h.growth(key, LONG), h.growth(f"engines/busy_s/{name}", LONG)
+        if busy > 0.2 * window:
+            rates[name] = tokens / busy
+    if len(rates) < 2:
+        return HEALTHY
+    slow, fast = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)
+    found = f"engine {slow} generates {number(rates[slow])} tokens/s, engine {fast} {number(rates[fast])}"
+    return Measure(1 - rates[slow] / max(rates[fast], 1e-9), found)
+
+
+def _clipped(h: History) -> Measure:
+    share, most = h.mean("completions/clipped_ratio"), h.option("sampling.max_tokens")
+    return Measure(share, f"{share:.0%} of the completions were cut off at sampling.max_tokens = {most}")
+
+
+def _identical(h: History) -> Measure:
+    share, length = h.mean("completions/identical_fraction"), h.mean("completions/mean_length")
+    if length < LONG_COMPLETION and h.mean("policy/entropy", default=0.0) * length < MIN_ENTROPY:
+        return HEALTHY
+    return Measure(share, f"{share:.0%} of the completions equal another one of their group, {length:.0f} tokens long")
+
+
+def _gradient_spikes(h: History) -> Measure:
+    """Number of the last steps whose gradient norm is beyond ten medians and the clipping bound."""
+    norms = h.values("train/grad_norm", 100)
+    if len(norms) < 3 * SHORT:
+        return HEALTHY
+    usual, bound = statistics.median(norms), h.option("trainer.gradient_clip")
+    spikes = [norm for norm in norms[-SHORT:] if norm > max(10 * usual, bound)]
+    largest = max(norms[-SHORT:])
+    return Measure(len(spikes), f"{len(spikes)} of {SHORT} gradient norms spiked, to {largest:.3g} from {usual:.3g}")
+
+
+def _nonfinite(h: History) -> Measure:
+    skipped = h.growth("train/skipped_steps", 1)
+    return Measure(skipped, f"{skipped:.0f} step was skipped: its loss or gradient was not finite")
+
+
+def _disk(h: History) -> Measure:
+    """Space needed on the disk of the run, over free space."""
+    free: float = h.mean("disk/free_gb", 1)
+    checkpoint: float = h.last.get("checkpoint/size_gb") or 0.0
+    needed = max(MIN_FREE_GB, 2 * checkpoint)
+    size = f" (a checkpoint needs {checkpoint:.3g} GB)" if checkpoint else ""
+    return Measure(needed / (free or 1e-9), f"the disk of the run has {free:.3g} GB free{size}")
+
+
+def _memory(h: History) -> Measure:
+    """Number of kinds of processes whose memory grows steadily: it rose over each quarter of the recent steps."""
+    grown = []
+    for name in h.keys("memory/"):
+        values = h.values(name)
+        size = len(values) // 4
+        a, b, c, d = (mean(values[i * size : (i + 1) * size]) for i in range(4))
+        levels_off = d - c < 0.3 * (b - a)
+        if len(values) >= KEPT // 2 and a < b < c < d and d - a > max(MIN_GROWTH_GB, 0.2 * a) and not levels_off:
+            process = name.removeprefix("memory/").removesuffix("_gb").replace("_", " ")
+            grown.append(f"{process} from {a:.3g} to {d:.3g} GB in {len(values)} steps")
+    return Measure(len(grown), f"memory keeps growing: {', '.join(grown)}")
+
+
+RULES = (  # the worst first
+    Rule("engine-lost", _engine_lost, 1, 1, 1,
+         "See its log in logs/; start another by slipstream scale RUN N, and raise generator.max_restarts"),
+    Rule("stale-weights", _stale_weights, 0.05, 0.02, 3,
+         'Engines do not serve what is published: set sync.verify = "full", and check a weight link or engine of your '
+         "own"),
+    Rule("score-falls", _score_falls, 1.0, 0.7, 1,
+         "The reward may be hacked: read the best rollouts (slipstream rollouts RUN), mend the reward function, or set "
+         "algorithm.kl_coef"),
+    Rule("slow-rewards", _slow_rewards, SLOW_REWARDS, 0.3, SHORT,
+         "Make the reward function faster or async, or raise environment.reward_workers"),
+    Rule("large-updates", _large_updates, 0.5, 0.3, 1,
+         "Lower trainer.learning_rate, raise trainer.warmup_steps, or set trainer.gradient_clip",
+         follows=("stale-weights",)),
+    Rule("entropy-collapse", _entropy_collapse, 0.9, 0.8, SHORT,
+         "Lower trainer.learning_rate, raise sampling.temperature, or set algorithm.kl_coef"),
+    Rule("reward-collapse", _reward_collapse, 1.0, 0.6, 3,
+         "Resume from an earlier checkpoint with a lower trainer.learning_rate, or set algorithm.kl_coef",
+         follows=("stale-weights", "score-falls", "large-updates", "entropy-collapse")),
+    Rule("mismatch", _mismatch, 0.3, 0.15, SHORT,
+         "If tokens are old, lower loop.max_lag or trainer.learning_rate, or set algorithm.corrections; if they are "
+         'recent, check model.dtype and sync.verify = "full"',
+         follows=("stale-weights", "large-updates")),
+    Rule("sample-size", _sample_size, 0.7, 0.5, SHORT,
+         "Lower loop.max_lag or trainer.learning_rate, or set algorithm.corrections",
+         follows=("stale-weights", "large-updates")),
+    Rule("no-signal", _no_signal, 0.9, 0.8, SHORT,
+         "Give tasks that the policy solves sometimes, raise loop.group_size or sampling.temperature, or set "
+         "algorithm.filter_zero_advantage = true",
+         follows=("score-falls", "large-updates", "entropy-collapse")),
+    Rule("lag-bound", _stale, 0.1, 0.05, 1,
+         "Raise loop.max_lag, lower loop.buffer_size, or give generation more engines (generator.replicas)",
+         follows=("engine-lost", "slow-rewards")),
+    Rule("trainer-idle", _trainer_idle, 0.6, 0.5, SHORT,
+         "Add engines (generator.replicas, or slipstream scale RUN N), or raise loop.max_lag",
+         follows=("engine-lost", "slow-rewards")),
+    Rule("engines-idle", _engines_idle, 0.7, 0.6, SHORT,
+         "Use fewer engines (generator.replicas) or more trainer.ranks, or raise loop.max_lag",
+         follows=("slow-rewards",)),
+    Rule("engine-slow", _engine_slow, 0.5, 0.35, SHORT,
+         "Check its host and GPU (slipstream doctor); replace it by slipstream scale"),
+    Rule("completions-cut", _clipped, 0.5, 0.4, SHORT,
+         'Raise sampling.max_tokens, or set algorithm.overlong = "penalty" or "filter"',
+         follows=("score-falls", "large-updates", "entropy-collapse")),
+    Rule("identical-completions", _identical, 0.5, 0.3, SHORT,
+         "Raise sampling.temperature or sampling.top_p, or lower trainer.learning_rate",
+         follows=("score-falls", "large-updates", "entropy-collapse")),
+    Rule("gradient-spikes", _gradient_spikes, 2, 1, 1,
+         "Lower trainer.learning_rate or trainer.gradient_clip, or set trainer.warmup_steps",
+         follows=("large-updates",)),
+    Rule("nonfinite-steps", _nonfinite, 1, 1, 1,
+         "Lower trainer.learning_rate, check rewards, or set model.dtype = \"float32\""),
+    Rule("disk-full", _disk, 1.0, 0.8, 1,
+         "Free space, lower checkpoint.keep, or move run.dir"),
+    Rule("memory-grows", _memory, 1, 1, 1,
+         "Look for lists that grow in the environment or reward function; resume the run before the host kills it"),
+)  # fmt: skip
+
+
+class Health:
+    """The rules over one run. `config` is its configuration by section; rules in `ignore` are silent."""
+
+    def __init__(self, config: Mapping[str, Any], ignore: Collection[str] = ()) -> None:
+        self._history = History(config)
+        self._rules = [rule for rule in RULES if rule.name not in ignore]
+        self._begun: dict[str, int] = {}  # steps in a row at or beyond `begins`
+        self._active: set[str] = set()
+
+    def step(self, record: Record, evaluations: Sequence[Record] = ()) -> list[HealthWarning]:
+        """Add the record of the next step, with all evaluations so far. Returns the warnings that begin."""
+        self._history.add(record, evaluations)
+        return list(self._begin())
+
+    def _begin(self) -> Iterator[HealthWarning]:
+        for rule in self._rules:
+            found = rule.measure(self._history)
+            if found.value < rule.ends:
+                self._active.discard(rule.name)
+            self._begun[rule.name] = self._begun.get(rule.name, 0) + 1 if found.value >= rule.begins else 0
+            if self._begun[rule.name] >= rule.steps and rule.name not in self._active:
+                self._active.add(rule.name)
+                remedy = with_values(found.remedy or rule.remedy, self._history.config)
+                yield HealthWarning(rule.name, self._history.last.get("step") or 0, found.text, remedy)
+
+
+def with_values(text: str, config: Mapping[str, Any]) -> str:
+    """The text with current value and default after each option in it that has no value there."""
+
+    def shown(found: re.Match[str]) -> str:
+        section, key = found.groups()
+        if section not in SECTIONS or key not in config.get(section, {}):
+            return found[0]
+        value, default = config[section][key], SECTIONS[section].model_fields[key].default
+        usual = "the default" if value == default else f"default {json.dumps(default, default=str)}"
+        return f"{found[0]} (now {json.dumps(value)}, {usual})"
+
+    return re.sub(r"\b([a-z]+)\.([a-z_]+)\b(?! =)", shown, text)
+
+
+def check(run: Run, ignore: Collection[str] = ()) -> list[HealthWarning]:
+    """What the rules find in the records of a run, which may be going on, over, or older than a rule."""
+    return replay(run, Health(run.config, ignore))
+
+
+def replay(run: Run, health: Health) -> list[HealthWarning]:
+    """Add all records of a run to `health`. Returns the warnings that begin."""
+    found = []
+    for record in run.metrics:
+        step = record.get("step") or 0
+        found += health.step(record, [e for e in run.evaluations if (e.get("step") or 0) < step])
+    return found

@@ -1,0 +1,255 @@
+// Curves of all runs, one chart for each metric, in groups by the section of its name.
+
+const ORDER = ["eval", "reward", "env", "policy", "lag", "completions", "train", "time", "gen", "buffer", "rollout",
+  "sync", "engines", "scoring", "experts"];
+const AXES = { step: "step", time: "time/wall_s", tokens: "train/total_tokens" };
+const TOTALS = /\/total_tokens$|\/(wall|window|busy)_s$|^rollout\/(generated|trained)$|^engines\/(tokens|busy_s)\//;
+const UNSMOOTHED = /^(eval|engines|buffer)\/|^lag\/max$|in_flight$|queued$/; // evaluations, and gauges of counts
+const TIED = { "engine-lost": ["engines", "gen"], "stale-weights": ["policy", "sync"], "slow-rewards": ["scoring", "time"],
+  "large-updates": ["policy"], "entropy-collapse": ["policy"], mismatch: ["policy"], "sample-size": ["policy"],
+  "score-falls": ["reward"], "reward-collapse": ["reward"], "no-signal": ["reward"], "trainer-idle": ["time"],
+  "engines-idle": ["time"], "lag-bound": ["lag"], "engine-slow": ["engines"], "completions-cut": ["completions"],
+  "identical-completions": ["completions"], "gradient-spikes": ["train"], "nonfinite-steps": ["train"] };
+const charts = { all: [], range: null, filter: "", observer: null };
+
+function drawCurves() {
+  const runs = state.data.runs;
+  const content = $("#curves .content");
+  charts.all.forEach((chart) => chart.destroy());
+  charts.all = [];
+  const lines = runs.flatMap((run) => run.warnings).map(({ rule, step }) => `${rule} (step ${number(step)})`);
+  content.replaceChildren(lines.length ? el("p", { class: "hint" }, `Dashed lines: ${lines.join(", ")}`) : "");
+  const { names, constant } = metricNames(runs);
+  if (!names.length) content.append(empty("No step is recorded yet: there are no curves."));
+  charts.observer = new IntersectionObserver(drawIfVisible, { rootMargin: "300px" });
+  const groups = Map.groupBy(names, (name) => (TOTALS.test(name) ? "totals" : name.split("/")[0]));
+  const totals = groups.get("totals");
+  groups.delete("totals");
+  const open = [...groups].map(([section, members]) => chartGroup(section, members, true));
+  content.append(el("div", { class: "groups" }, open));
+  if (totals) content.append(chartGroup("totals", totals, Boolean(charts.filter)));
+  if (constant.length && !charts.filter) content.append(constantTable(constant));
+  content.querySelectorAll(".chart").forEach((node) => charts.observer.observe(node));
+}
+
+const chartGroup = (section, members, open) => el("details", { open, class: `group n${Math.min(4, members.length)}` },
+  el("summary", {}, section, el("span", { class: "muted" }, ` ${members.length}`)),
+  el("div", { class: "grid" }, members.map(chartPanel)));
+
+function curveTools() {
+  const zoom = el("button", { type: "button", onclick: () => zoomTo(null) }, "Reset zoom");
+  $("#curves .tools").replaceChildren(
+    select("x axis", [["step", "Step"], ["time", "Time (s)"], ["tokens", "Tokens"]], state.axis,
+      (value) => { state.axis = value; charts.range = null; drawCurves(); }),
+    field("Smoothing", { type: "range", min: 0, max: 0.99, step: 0.01, value: state.smoothing, id: "smoothing" },
+      (value) => { state.smoothing = +value; charts.all.forEach((chart) => chart.setData(chartData(chart.metric),
+        false));
+        charts.all.forEach((chart) => chart.redraw()); }),
+    field("Find", { type: "search", placeholder: "reward, kl, …" }, (value) => { charts.filter = value; drawCurves();
+      }),
+    zoom, el("span", { class: "hint" }, "Drag to zoom; double-click to reset."));
+}
+
+// Metrics of any run that vary, in order, and those that never do.
+function metricNames(runs) {
+  const values = new Map();
+  for (const run of runs) {
+    for (const table of [run.evaluations, run.metrics]) {
+      for (const [name, column] of Object.entries(table)) {
+        if (!name.includes("/") || !name.includes(charts.filter)) continue;
+        const found = values.get(name) || { low: Infinity, high: -Infinity, columns: [] };
+        found.columns.push(column);
+        for (const value of column) {
+          if (value !== null && value < found.low) found.low = value;
+          if (value !== null && value > found.high) found.high = value;
+        }
+        values.set(name, found);
+      }
+    }
+  }
+  const tied = new Set(["eval", ...runs.flatMap((run) => run.warnings.flatMap(({ rule }) => TIED[rule] || []))]);
+  const rank = (name) => {
+    const section = name.split("/")[0];
+    return name === "eval/score" ? -200 : (ORDER.indexOf(section) + 100) % 100 - (tied.has(section) ? 100 : 0);
+  };
+  const names = [...values.keys()].sort((a, b) => rank(a) - rank(b));
+  const varies = (name) => values.get(name).high > values.get(name).low;
+  const shown = names.filter((name) => varies(name) || name === "eval/score");
+  charts.same = sameCurves(shown, values);
+  return { names: shown.filter((name) => !charts.same.has(name)), constant: names.filter((name) => !varies(name))
+    .map((name) => [name, values.get(name).low]) };
+}
+
+// The metrics that equal an earlier one in all steps of all runs, with that one.
+function sameCurves(names, values) {
+  const found = new Map();
+  const alike = Map.groupBy(names, (name) => `${values.get(name).low} ${values.get(name).high}`);
+  const equal = (a, b) => a.length === b.length && a.every((column, i) => column.length === b[i].length
+    && column.every((value, at) => value === b[i][at]));
+  for (const group of alike.values()) {
+    group.forEach((name, i) => {
+      const first = group.slice(0, i).find((earlier) => !found.has(earlier)
+        && equal(values.get(earlier).columns, values.get(name).columns));
+      if (first) found.set(name, first);
+    });
+  }
+  return found;
+}
+
+const constantTable = (constant) => el("details", { class: "group" },
+  el("summary", {}, "without change", el("span", { class: "muted" }, ` ${constant.length}`)),
+  el("div", { class: "constants" }, constant.map(([name, value]) =>
+    el("div", {}, el("span", {}, name), el("b", {}, `${number(value)} ${unit(name)}`)))));
+
+function chartPanel(name) {
+  const label = /(_(ms|s|gb)|tokens|tflops)$/.test(name) ? "" : unit(name); // names may end with their unit
+  const same = [...charts.same].filter(([, first]) => first === name).map(([other]) => other).join(", ");
+  const title = same ? `${name}; the same values: ${same}` : name;
+  return el("figure", { class: "chart", "data-metric": name },
+    el("figcaption", {}, el("span", { class: "name", title }, name, same ? " *" : ""),
+      label ? el("span", { class: "muted" }, label) : null, el("span", { class: "readout" })));
+}
+
+function drawIfVisible(entries) {
+  for (const { target, isIntersecting } of entries) {
+    if (!isIntersecting) continue;
+    charts.observer.unobserve(target);
+    drawChart(target, target.dataset.metric);
+  }
+}
+
+function column(run, name) {
+  const isEvaluation = name.startsWith("eval/");
+  const table = isEvaluation ? run.evaluations : run.metrics;
+  if (!table[name]) return [[], []];
+  let x = table[AXES[state.axis]];
+  if (isEvaluation && state.axis !== "step") x = table.step.map((step) => atStep(run, step));
+  const kept = (x || []).map((_, i) => i).filter((i) => x[i] !== null && table[name][i] !== null);
+  return [kept.map((i) => x[i]), kept.map((i) => table[name][i])];
+}
+
+// The position of a step on the chosen axis.
+function atStep(run, step) {
+  if (state.axis === "step" || !run.metrics.step) return step;
+  const index = run.metrics.step.findLastIndex((known) => known <= step);
+  return index < 0 ? 0 : (run.metrics[AXES[state.axis]] || [])[index];
+}
+
+// Exponential moving average that starts at the first value.
+function smooth(values, weight) {
+  let sum = 0;
+  let total = 0;
+  return values.map((value) => {
+    sum = sum * weight + value * (1 - weight);
+    total = total * weight + 1 - weight;
+    return sum / total;
+  });
+}
+
+function chartData(name) {
+  const weight = UNSMOOTHED.test(name) ? 0 : state.smoothing;
+  const tables = state.data.runs.flatMap((run) => {
+    const [x, y] = column(run, name);
+    return [[x, y], [x, smooth(y, weight)]];
+  });
+  return tables.some(([x]) => x.length) ? uPlot.join(tables) : [[], ...tables.map(() => [])];
+}
+
+function drawChart(node, name) {
+  const grid = { stroke: cssColour("grid"), width: 1 };
+  const axis = { stroke: cssColour("muted"), grid, ticks: { show: false }, font: "11px system-ui" };
+  const few = name.startsWith("eval/");
+  const series = state.data.runs.flatMap((run, index) => {
+    const common = { spanGaps: true, show: !state.hidden.has(index), stroke: runColour(index) };
+    return [{ ...common, alpha: 0.25, width: 1, points: { show: false } }, { ...common, width: 1.6,
+      points: { show: few, size: 5 } }];
+  });
+  const chart = new uPlot({
+    width: innerWidthOf(node), height: 168, legend: { show: false }, padding: [8, 16, 0, 0],
+    scales: { x: { time: false } }, series: [{}, ...series],
+    axes: [{ ...axis, size: 26, space: 60, values: tickLabels },
+      { ...axis, size: 48, space: 28, values: tickLabels }],
+    cursor: { sync: { key: "curves", setSeries: false }, drag: { setScale: false, x: true, y: false },
+      points: { size: 6 },
+      bind: { dblclick: () => () => zoomTo(null) } },
+    hooks: { setCursor: [(u) => readout(u, node)], draw: [drawWarnings],
+      setSelect: [(u) => { if (u.select.width > 4) zoomTo([u.posToVal(u.select.left, "x"),
+        u.posToVal(u.select.left + u.select.width, "x")]); }] },
+  }, chartData(name), node);
+  chart.metric = name;
+  charts.all.push(chart);
+  if (charts.range) chart.setScale("x", { min: charts.range[0], max: charts.range[1] });
+  readout(chart, node);
+}
+
+const short = (value) => (Math.abs(value) >= 1e6 ? `${+(value / 1e6).toPrecision(3)}M` : Math.abs(value) >= 1e4
+  ? `${+(value / 1e3).toPrecision(3)}k` : number(value, 3));
+
+// Labels with as many digits as keep them distinct.
+function tickLabels(_, ticks) {
+  const digits = [3, 4, 5, 6, 7].find((count) => new Set(ticks.map((value) => number(value, count))).size === ticks.length);
+  return digits === 3 || !digits ? ticks.map(short) : ticks.map((value) => number(value, digits));
+}
+
+function zoomTo(range) {
+  charts.range = range;
+  for (const chart of charts.all) {
+    chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    const x = chart.data[0];
+    const [min, max] = range || [x[0], x[x.length - 1]];
+    if (x.length) chart.setScale("x", { min, max });
+  }
+}
+
+// Values at the cursor, or else the last ones, in the caption.
+function readout(chart, node) {
+  const at = chart.cursor.idx;
+  const parts = state.data.runs.map((run, index) => {
+    const values = chart.data[2 * index + 1];
+    const known = at === null || at === undefined ? values.findLast(Number.isFinite) : values[at];
+    return state.hidden.has(index) ? null : el("b", { style: { color: runColour(index) } }, number(known));
+  });
+  const isIdle = at === null || at === undefined;
+  const near = isIdle ? [] : state.data.runs.flatMap((run) => run.warnings).filter(({ step }) =>
+    state.axis === "step" && step === chart.data[0][at]).map(({ rule }) => rule);
+  const where = [el("span", { class: "muted" }, isIdle ? "last" : `${state.axis} ${number(chart.data[0][at])}`),
+    ...near.map((rule) => el("span", { class: "unusual" }, rule))];
+  node.querySelector(".readout").replaceChildren(...where, ...parts.filter(Boolean));
+}
+
+// A dashed line at each step with a warning.
+function drawWarnings(chart) {
+  const { ctx, bbox } = chart;
+  ctx.save();
+  ctx.strokeStyle = cssColour("warning");
+  ctx.setLineDash([4, 4]);
+  state.data.runs.forEach((run, index) => {
+    if (state.hidden.has(index)) return;
+    for (const warning of run.warnings) {
+      const x = chart.valToPos(atStep(run, warning.step), "x", true);
+      if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+  });
+  ctx.restore();
+}
+
+// Zoom all curves to a tenth of the run around a step.
+function showStep(run, step) {
+  const x = (run.metrics[AXES[state.axis]] || [0]).filter((value) => value !== null);
+  const half = (x[x.length - 1] - x[0]) / 20 || 1;
+  zoomTo([atStep(run, step) - half, atStep(run, step) + half]);
+  $("#curves").scrollIntoView();
+}
+
+const innerWidthOf = (node) => node.clientWidth - 20; // without its padding
+
+function resizeCharts() {
+  for (const chart of charts.all) {
+    const width = innerWidthOf(chart.root.parentNode);
+    if (width > 0) chart.setSize({ width, height: 168 });
+  }
+}

@@ -1,0 +1,100 @@
+"""The page as one HTML file: data compressed in it, scripts and styles inline, and a policy that forbids all else."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from slipstream.observe.page.data import page_data
+from slipstream.observe.page.rollouts import TokenTexts, spread, step_texts
+from slipstream.observe.run_data import Run
+from slipstream.runtime.run_directory import write_atomically
+
+SCRIPTS = ("dom.js", "charts.js", "tracks.js", "timeline.js", "rollouts.js", "page.js")
+MAX_TEXT_BYTES = 14_000_000  # compressed texts of all runs
+MAX_STEP_TOKENS = 120_000  # of the texts of one step
+
+
+@cache
+def asset(name: str) -> str:
+    """The text of a file of this package."""
+    return (files(__package__) / name).read_text("utf-8")
+
+
+def render(data: dict[str, Any], texts: Sequence[tuple[str, str]] = (), *, live: bool = False) -> str:
+    """The page for `data` as of `page_data`; `texts` are ids and packed texts of steps.
+
+    A live page asks its server for both (`observe.watch`).
+    """
+    from jinja2 import Environment
+
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(asset("template.html.j2"))
+    names = [*SCRIPTS[:-1], "live.js", SCRIPTS[-1]] if live else SCRIPTS
+    scripts = [asset("uPlot.min.js"), "\n".join(['"use strict";', *map(asset, names)])]
+    styles = [asset("uPlot.min.css"), asset("style.css")]
+    policy = {"default-src": "'none'", "script-src": _hashes(scripts), "style-src": _hashes(styles), "img-src": "data:"}
+    policy |= {"connect-src": "'self'"} if live else {}
+    title = ", ".join(run["name"] for run in data["runs"])
+    return page.render(
+        policy="; ".join(f"{name} {value}" for name, value in policy.items()) + "; base-uri 'none'; form-action 'none'",
+        title=title.encode("utf-8", "replace").decode(), scripts=scripts, styles=styles, live=live,
+        data="" if live else pack(data), texts=texts, uplot_license=asset("uPlot.LICENSE"),
+    )  # fmt: skip
+
+
+def pack(data: Any) -> str:
+    """JSON, compressed, in base64, which holds no character that HTML interprets."""
+    try:
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    except ValueError:  # a value that is not finite becomes null
+        text = json.dumps(json.loads(json.dumps(data), parse_constant=lambda _: None), separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+def _hashes(parts: Sequence[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def write_report(runs: Sequence[Run], path: Path, state: str = "") -> None:
+    """Write the page of these runs to `path`. `state` replaces that of a run that writes its own."""
+    data = page_data(runs)
+    if state:
+        data["runs"][0]["state"] = state
+    found: list[tuple[str, str]] = []
+    for index, run in enumerate(runs):
+        texts = TokenTexts.of(run)
+        described = data["runs"][index]
+        packed = dict(packed_texts(run, texts, MAX_TEXT_BYTES // len(runs), described["rollouts"]["columns"]))
+        found += [(f"texts-{index}-{step}", text) for step, text in packed.items()]
+        described["texts"], described["problems"] = sorted(packed), run.problems
+        described["tokens_known"] = texts.tokenizer is not None
+    write_atomically(path, render(data, found))
+
+
+def packed_texts(run: Run, texts: TokenTexts, budget: int, columns: dict[str, list[Any]]) -> Iterator[tuple[int, str]]:
+    """Steps with packed texts, within `budget` bytes: first, last, of extreme rewards, then evenly spaced ones."""
+    steps = list(dict.fromkeys(columns.get("step", ())))
+    rewards = [
+        (reward, step)
+        for reward, step in zip(columns.get("reward", ()), columns.get("step", ()), strict=True)
+        if reward is not None
+    ]
+    order = spread(steps)
+    extremes = [min(rewards)[1], max(rewards)[1]] if rewards else []
+    for step in dict.fromkeys([*order[:2], *extremes, *order[2:]]):
+        found = step_texts(run, step, texts, MAX_STEP_TOKENS)
+        if not found:
+            continue
+        packed = pack(found[0])
+        budget -= len(packed)
+        if budget < 0:
+            return
+        yield step, packed

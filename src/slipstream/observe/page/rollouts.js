@@ -1,0 +1,255 @@
+// Rollouts: filters and a histogram over all of them, a list, and the members of a group side by side.
+
+const MAX_LISTED = 200;
+const MAX_SPANS = 3000; // tokens shown of a turn before "show all"
+const FINISHED = ["stop", "length"];
+const rollouts = { filter: {}, colour: "logprob", order: "step", shown: MAX_LISTED, matches: [] };
+
+function drawRollouts() {
+  const run = state.data.runs[state.run];
+  const content = $("#rollouts .content");
+  rollouts.filter = {};
+  rollouts.search = null;
+  if (!(run.rollouts.columns.step || []).length) {
+    $("#rollouts .tools").replaceChildren(...[runPicker()].filter(Boolean));
+    content.replaceChildren(empty("No rollouts are recorded: rollouts/ is empty or can't be read."));
+    return;
+  }
+  content.replaceChildren(leftOut(run), el("div", { class: "histogram" }), el("div", { class: "group-view" }),
+    el("div", { class: "list" }));
+  rolloutTools(run);
+  applyFilter();
+}
+
+function leftOut(run) {
+  const { steps, every, columns } = run.rollouts;
+  const described = every > 1 ? `Every ${every}th of ${number(steps)} steps is listed. ` : "";
+  const texts = source.live || run.texts.length >= steps ? ""
+    : `Texts and tokens of ${number(run.texts.length)} of ${number(steps)} steps are in this file (marked ●). `;
+  const blind = run.tokens_known === false
+    ? "The run's tokenizer is not at hand, so completions are shown without their tokens. " : "";
+  const more = described || texts ? `slipstream watch RUN and slipstream rollouts RUN show all.` : "";
+  return el("p", { class: "hint" },
+    `${number(columns.step.length)} rollouts that steps trained on; the timeline has those that failed or went stale. `, described, texts, blind, more);
+}
+
+function rolloutTools(run) {
+  const { filter } = rollouts;
+  const set = (name, parse = Number) => (value) => { filter[name] = value === "" ? undefined : parse(value);
+    rollouts.shown = MAX_LISTED; applyFilter(); };
+  const between = (label, low, high) => el("div", { class: "between" }, field(label, { type: "number", step: "any",
+    placeholder: "min", "aria-label": `${label}, at least` }, set(low)),
+    field("to", { type: "number", step: "any", placeholder: "max", "aria-label": `${label}, at most` }, set(high)));
+  const names = Object.keys(run.rollouts.metrics);
+  const text = el("label", {}, el("span", {}, "Text"), el("input", { type: "search", placeholder: "contains …, Enter",
+    onchange: (event) => searchTexts(event.target.value) }));
+  const tools = [runPicker(), between("Step", "stepLow", "stepHigh"), between("Reward", "rewardLow", "rewardHigh"),
+    between("Length (tokens)", "tokensLow", "tokensHigh"),
+    select("Ended by", [["", "any"], ...run.rollouts.reasons.map((reason, i) => [i, reason])], "", set("reason")),
+    names.length ? select("Metric", [["", "any"], ...names.map((name) => [name, name])], "", set("metric", String))
+      : null,
+    names.length ? between("Metric value", "metricLow", "metricHigh") : null, text,
+    select("Order", [["step", "newest first"], ["reward", "highest reward"], ["-reward", "lowest reward"],
+      ["tokens", "longest"], ["advantage", "highest advantage"]], rollouts.order,
+      (value) => { rollouts.order = value; applyFilter(); }),
+    el("button", { type: "button", onclick: drawRollouts }, "Clear")];
+  $("#rollouts .tools").replaceChildren(...tools.filter(Boolean));
+}
+
+function applyFilter() {
+  const { columns, metrics } = state.data.runs[state.run].rollouts;
+  const { filter, search } = rollouts;
+  const metric = metrics[filter.metric];
+  const inside = (value, low, high) => (low === undefined && high === undefined) || (value !== null && !(value < low)
+    && !(value > high));
+  const matches = [];
+  for (let i = 0; i < columns.step.length; i += 1) {
+    if (inside(columns.step[i], filter.stepLow, filter.stepHigh) && inside(columns.reward[i], filter.rewardLow,
+      filter.rewardHigh)
+      && inside(columns.tokens[i], filter.tokensLow, filter.tokensHigh)
+        && (filter.reason === undefined || columns.reason[i] === filter.reason)
+      && (!metric || (metric[i] !== null && inside(metric[i], filter.metricLow, filter.metricHigh)))
+      && (!search || search.has(`${columns.step[i]} ${columns.visit[i]} ${columns.rollout[i]}`))) matches.push(i);
+  }
+  const key = rollouts.order.replace("-", "");
+  const sign = rollouts.order.startsWith("-") ? 1 : -1;
+  rollouts.matches = matches.sort((a, b) => sign * (columns[key][a] - columns[key][b]) || a - b);
+  drawHistogram(columns);
+  drawList();
+}
+
+// A bar for each range of rewards of the matching rollouts; a click narrows the filter to it.
+function drawHistogram(columns) {
+  const rewards = rollouts.matches.map((i) => columns.reward[i]).filter((reward) => reward !== null);
+  const distinct = [...new Set(rewards)].sort((a, b) => a - b);
+  const [low, high] = [distinct[0], distinct[distinct.length - 1]];
+  const exact = distinct.length <= 16;
+  const ranges = exact ? distinct.map((value) => [value, value]) : Array.from({ length: 24 }, (_, i) =>
+    [low + ((high - low) * i) / 24, low + ((high - low) * (i + 1)) / 24]);
+  const counts = ranges.map(() => 0);
+  const index = new Map(distinct.map((value, i) => [value, i]));
+  for (const reward of rewards) counts[exact ? index.get(reward) : Math.min(23,
+    Math.floor(((reward - low) / (high - low)) * 24))] += 1;
+  const most = Math.max(1, ...counts);
+  const bars = ranges.map(([from, to], i) => {
+    const label = exact ? number(from) : `${number(from, 3)} to ${number(to, 3)}`;
+    return el("button", { type: "button", class: "bar-button", "aria-label": `Reward ${label}: ${counts[i]} rollouts`,
+      title: `Reward ${label}: ${counts[i]} rollouts`, onclick: () => narrow(from, to) },
+      el("span", { class: "muted" }, counts[i] ? number(counts[i]) : ""),
+        el("i", { style: { height: `${Math.max(counts[i] ? 2 : 0, (72 * counts[i]) / most)}px` } }), el("span", {},
+        number(from, 2)));
+  });
+  const average = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
+  const summary = rewards.length
+    ? `${number(rollouts.matches.length)} rollouts, mean reward ${number(average, 3)}. Click a bar to see the rollouts behind it.` : "No rollout matches.";
+  $("#rollouts .histogram").replaceChildren(el("p", { class: "hint" }, summary), el("div", { class: "bars" }, bars));
+}
+
+function narrow(low, high) {
+  Object.assign(rollouts.filter, { rewardLow: low, rewardHigh: high });
+  const inputs = document.querySelectorAll('#rollouts input[aria-label^="Reward,"]');
+  [low, high].forEach((value, i) => { inputs[i].value = String(+value.toPrecision(6)); });
+  applyFilter();
+}
+
+function drawList() {
+  const { columns, tasks, reasons } = state.data.runs[state.run].rollouts;
+  const shown = rollouts.matches.slice(0, rollouts.shown);
+  const head = ["", "Step", "Task", "Reward", "Advantage", "Tokens", "Turns", "Versions", "Ended by"];
+  const rows = shown.map((i) => {
+    const known = source.has(state.run, columns.step[i]);
+    const cells = [known ? "●" : "○", number(columns.step[i]), visible(tasks[columns.task[i]]),
+      number(columns.reward[i], 3), number(columns.advantage[i], 3), number(columns.tokens[i]),
+      columns.turns[i], columns.oldest[i] === columns.newest[i] ? columns.oldest[i]
+        : `${columns.oldest[i]}–${columns.newest[i]}`, visible(reasons[columns.reason[i]])];
+    const open = () => openGroup(columns.step[i], columns.visit[i], columns.rollout[i]);
+    return el("tr", { tabindex: "0", onclick: open, onkeydown: (event) => { if (event.key === "Enter") open(); },
+      title: known ? "Show its group" : "The text of this step is not in this file" }, cells.map((cell) => el("td", {},
+      cell)));
+  });
+  const more = rollouts.matches.length > rollouts.shown ? el("button", { type: "button", onclick: () =>
+    { rollouts.shown *= 4; drawList(); } }, `Show more of ${number(rollouts.matches.length)}`) : "";
+  $("#rollouts .list").replaceChildren(el("div", { class: "scroll" }, el("table", { class: "rollouts" },
+    el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows))), more);
+}
+
+const textOf = (block, turn) => (turn.tokens ? turn.tokens.map((i) => block.pieces[i]).join("") : turn.text);
+
+// Keeps the rollouts whose prompt, completions or environment text contain the words; reads every text in the file.
+async function searchTexts(words) {
+  rollouts.search = words ? new Set() : null;
+  const wanted = words.toLowerCase();
+  if (words && source.live) rollouts.search = new Set(await ask("search", { run: state.run, text: words }));
+  else for (const step of words ? state.data.runs[state.run].texts : []) {
+    const block = await source.step(state.run, step);
+    for (const group of block.groups) {
+      for (const rollout of group.rollouts) {
+        const text = [group.prompt, ...rollout.turns.flatMap((turn) => [turn.environment || "",
+          textOf(block, turn)])].join("\n").toLowerCase();
+        if (text.includes(wanted)) rollouts.search.add(`${step} ${group.visit} ${rollout.rollout}`);
+      }
+    }
+  }
+  applyFilter();
+}
+
+async function openGroup(step, visit, member) {
+  const view = $("#rollouts .group-view");
+  const block = source.has(state.run, step) ? await source.step(state.run, step, visit) : null;
+  const group = block && block.groups.find((each) => each.visit === visit);
+  const close = el("button", { type: "button", onclick: () => view.replaceChildren() }, "Close");
+  if (!group) {
+    view.replaceChildren(el("div", { class: "group-head" },
+      empty(`The text of this group of step ${step} is not in this file. Print it: slipstream rollouts RUN --step ${step}`), close));
+  } else {
+    const colours = select("Colour by", [["version", "version"], ["logprob", "log-probability"],
+      ["advantage", "advantage"], ["mask", "loss mask"], ["none", "nothing"]], rollouts.colour,
+      (value) => { rollouts.colour = value; openGroup(step, visit, member); });
+    view.replaceChildren(el("div", { class: "group-head" }, el("h3", {}, `Step ${step}, task `, visible(group.task)),
+      colours, close), tokenKeys(group),
+      el("pre", { class: "prompt" }, visible(group.prompt), cutNote(group.cut, "characters")),
+        el("div", { class: "members" }, group.rollouts.map((rollout) => memberView(block, rollout,
+        rollout.rollout === member))));
+  }
+  view.scrollIntoView({ block: "nearest" });
+}
+
+const cutNote = (cut, what) => (cut ? el("span", { class: "cut" }, ` … ${number(cut)} more ${what} are cut`) : null);
+
+function memberView(block, rollout, picked) {
+  const metrics = Object.entries(rollout.metrics).map(([name, value]) => el("span", { class: "muted" },
+    visible(`${name} ${number(value, 3)}`)));
+  const head = [`reward ${number(rollout.reward, 3)}`, rollout.advantage === null ? "left out of the loss"
+    : `advantage ${number(rollout.advantage, 3)}`, rollout.role].filter(Boolean);
+  return el("article", { class: picked ? "member picked" : "member" }, el("header", {},
+    el("b", {}, `#${rollout.rollout}`), head.map((text) => el("span", {}, visible(text))), metrics),
+    rollout.turns.flatMap((turn, i) => [turn.environment === undefined ? null : el("pre", { class: "environment",
+      title: "said by the environment" }, visible(turn.environment), cutNote(turn.environment_cut, "characters")),
+      el("div", { class: "turn-head" }, rollout.turns.length > 1 ? `turn ${i + 1}, ` : "",
+        `${number(turn.length)} tokens, `, el("span", { class: FINISHED[0] === turn.finish ? "" : "unusual" },
+        visible(turn.finish)),
+        turn.steps.length ? `, process rewards ${turn.steps.map((step) => number(step.reward, 3)).join(", ")}` : ""),
+          turnView(block, turn, rollout)]));
+}
+
+function turnView(block, turn, rollout) {
+  const node = el("pre", { class: "completion" });
+  const fill = (limit) => {
+    if (!turn.tokens) return node.replaceChildren(visible(turn.text || "(nothing)"), cutNote(turn.cut,
+      "characters") || "");
+    const inTools = toolTokens(block, turn);
+    const spans = turn.tokens.slice(0, limit).map((piece, i) => tokenSpan(block.pieces[piece], i, turn, rollout,
+      inTools[i]));
+    const rest = turn.tokens.length > limit ? el("button", { type: "button", onclick: () => fill(Infinity) },
+      `Show all ${number(turn.tokens.length)} tokens`) : cutNote(turn.cut, "tokens");
+    return node.replaceChildren(...spans, rest || "");
+  };
+  fill(MAX_SPANS);
+  return node;
+}
+
+// Whether each token belongs to a tool call in the Hermes/Qwen format.
+function toolTokens(block, turn) {
+  const text = textOf(block, turn);
+  const ranges = [...text.matchAll(/<tool_call>[^]*?(<\/tool_call>|$)/g)].map((match) => [match.index,
+    match.index + match[0].length]);
+  let at = 0;
+  return turn.tokens.map((piece) => {
+    const start = at;
+    at += block.pieces[piece].length;
+    return ranges.some(([from, to]) => start < to && at > from);
+  });
+}
+
+const versionAt = (turn, i) => (turn.spans.find(([, start, end]) => i >= start && i < end) || [null])[0];
+
+function tokenSpan(text, i, turn, rollout, inTool) {
+  const logprob = turn.logprobs[i] === null || turn.logprobs[i] === undefined ? null : turn.logprobs[i] / -100;
+  const version = versionAt(turn, i);
+  const title = `version ${version ?? "–"}, log-probability ${number(logprob, 3)} (${logprob === null ? "–" : number(Math.exp(logprob) * 100, 3)} %), advantage ${number(rollout.advantage, 3)}`;
+  return el("span", { class: `token ${tokenClass(version, logprob, rollout.advantage)}${inTool ? " tool" : ""}`,
+    title }, visible(text));
+}
+
+function tokenClass(version, logprob, advantage) {
+  if (rollouts.colour === "version") return version === null ? "" : `version${version % 6}`;
+  if (rollouts.colour === "logprob") return logprob === null ? ""
+    : `surprise${[-0.1, -0.7, -1.6, -3].filter((limit) => logprob < limit).length}`;
+  if (rollouts.colour === "advantage") return !advantage ? ""
+    : `${advantage > 0 ? "plus" : "minus"}${Math.abs(advantage) > 1 ? 2 : 1}`;
+  if (rollouts.colour === "mask") return advantage ? "trained" : "masked";
+  return "";
+}
+
+function tokenKeys(group) {
+  const keys = { logprob: [["surprise0", "p > 0.9"], ["surprise1", "> 0.5"], ["surprise2", "> 0.2"],
+    ["surprise3", "> 0.05"], ["surprise4", "≤ 0.05"]],
+    advantage: [["minus2", "below −1"], ["minus1", "negative"], ["plus1", "positive"], ["plus2", "above 1"]],
+    mask: [["trained", "has a gradient"], ["masked", "no advantage, or left out"]], none: [] };
+  const versions = [...new Set(group.rollouts.flatMap((rollout) => rollout.turns.flatMap((turn) =>
+    (turn.spans || []).map(([version]) => version))))].sort((a, b) => a - b);
+  keys.version = versions.map((version) => [`version${version % 6}`, `version ${version}`]);
+  return el("div", { class: "keys" }, keys[rollouts.colour].map(([name, label]) => el("span",
+    { class: `token ${name}` }, label)), el("span", { class: "token tool" }, "tool call"),
+    el("span", { class: "environment" }, "environment"));
+}

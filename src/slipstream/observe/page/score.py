@@ -1,0 +1,77 @@
+"""Held-out scores before and after training, with 95% confidence intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from slipstream.observe.formatting import is_finite
+from slipstream.observe.samples import score_of
+
+Z = 1.96  # standard deviations of a 95% interval
+Interval = tuple[float, float]
+
+
+def compare_scores(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Score of the first and of the last evaluation, each as [value, low, high], their difference, and the method.
+
+    The outcomes of the tasks are used if the records hold those of all tasks, which pairs the tasks of both
+    evaluations. Otherwise a score between 0 and 1 is taken as a binomial fraction of its tasks. None without a score.
+    """
+    scored = [e for e in evaluations if is_finite(e.get("eval/score"))]
+    if not scored:
+        return None
+    first, last = scored[0], scored[-1]
+    before, after = _outcomes(first), _outcomes(last)
+    found: dict[str, Any] = {"step": [first.get("step"), last.get("step")], "tasks": last.get("eval/tasks")}
+    paired = before is not None and after is not None and before.keys() == after.keys()
+    found["before"], how = _with_interval(first, before)
+    found["after"] = _with_interval(last, after)[0] if last is not first else None
+    if last is first:
+        return found | {"difference": None, "method": how}
+    if paired and before and after:
+        gains = [after[task] - before[task] for task in before]
+        return found | {"difference": _mean(gains), "method": "per-task outcomes; the difference pairs the same tasks"}
+    return found | {"difference": _difference(found["before"], found["after"]), "method": how}
+
+
+def _outcomes(evaluation: Mapping[str, Any]) -> dict[str, float] | None:
+    """Score by task; None unless the samples cover all tasks and their mean is the score."""
+    samples = evaluation.get("samples") or ()
+    outcomes = {str(sample.get("id")): score_of(sample) for sample in samples}
+    if len(outcomes) < 2 or len(outcomes) != evaluation.get("eval/tasks"):
+        return None
+    return outcomes if abs(fmean(outcomes.values()) - evaluation["eval/score"]) < 1e-6 else None
+
+
+def _with_interval(evaluation: Mapping[str, Any], outcomes: dict[str, float] | None) -> tuple[list[float | None], str]:
+    score, tasks = evaluation["eval/score"], evaluation.get("eval/tasks") or 0
+    if outcomes and set(outcomes.values()) - {0.0, 1.0}:
+        return _mean(list(outcomes.values())), "mean of per-task outcomes, normal approximation"
+    if tasks and 0 <= score <= 1:
+        return [score, *wilson(score, tasks)], "binomial (Wilson), tasks taken as independent"
+    return [score, None, None], "no interval: the outcomes of single tasks are not recorded"
+
+
+def _mean(values: Sequence[float]) -> list[float | None]:
+    half = Z * stdev(values) / math.sqrt(len(values))
+    return [fmean(values), fmean(values) - half, fmean(values) + half]
+
+
+def wilson(fraction: float, count: int) -> Interval:
+    """Wilson's interval of a binomial fraction of `count`."""
+    centre, scale = fraction + Z * Z / (2 * count), 1 + Z * Z / count
+    half = Z * math.sqrt(fraction * (1 - fraction) / count + Z * Z / (4 * count * count))
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def _difference(before: Sequence[float | None], after: Sequence[float | None]) -> list[float | None]:
+    """Newcombe's interval of the difference of two independent fractions (1998, method 10)."""
+    b, b_low, b_high = before
+    a, a_low, a_high = after
+    if a is None or b is None or a_low is None or a_high is None or b_low is None or b_high is None:
+        return [None if a is None or b is None else a - b, None, None]
+    low, high = math.hypot(a - a_low, b_high - b), math.hypot(a_high - a, b - b_low)
+    return [a - b, a - b - low, a - b + high]

@@ -1,0 +1,355 @@
+// The timeline: a track for the controller, each engine, the trainer's ranks and scoring, drawn on a canvas.
+
+const MAX_BARS = 4000; // rollouts drawn one by one; of more, their number at each time
+const ITEM_COLOURS = { step: "good", publish: "publish", evaluation: "violet", checkpoint: "muted",
+  score: "scoring", paused: "muted", fault: "bad", recovery: "good", start: "muted", dropped: "warning",
+    warning: "warning", pause: "text" };
+const CONTROLLER_LANES = { evaluation: 1, checkpoint: 2, dropped: 2, warning: 1 };
+  // below publishes, which may overlap them
+const timeline = { view: null, rows: [], frame: 0, picked: null };
+
+function drawTimeline() {
+  const run = state.data.runs[state.run];
+  const found = run.timeline;
+  const content = $("#timeline .content");
+  $("#timeline .tools").replaceChildren(...[runPicker()].filter(Boolean));
+  if (!found) {
+    content.replaceChildren(empty("events.jsonl is missing: the run recorded no events, so there is no timeline."));
+    timeline.resize = null;
+    return;
+  }
+  timeline.canvas = el("canvas", { tabindex: "0", role: "img",
+    "aria-label": "Timeline of the run; arrow keys move, plus and minus zoom" });
+  timeline.tip = el("div", { class: "tip", hidden: true });
+  timeline.detail = el("div", { class: "life" }, el("p", { class: "hint" },
+    "Click a rollout to see its life from task to batch. Where there are too many to draw, a click zooms in."));
+  const cut = found.left_out[0]
+    ? [empty(`${number(found.left_out[0])} of ${number(found.left_out[1])} groups are left out to keep the file small; slipstream watch shows all.`)] : [];
+  content.replaceChildren(...cut, el("div", { class: "canvas" }, timeline.canvas, timeline.tip),
+    timelineLegend(), timeline.detail);
+  prepareRows(found);
+  timeline.extent = wholeRun();
+  if (!timeline.view || timeline.shownRun !== run) timeline.view = [...timeline.extent];
+  timeline.shownRun = run;
+  timeline.picked = null;
+  timelineTools();
+  listen(timeline.canvas);
+  timeline.resize = resizeTimeline;
+  resizeTimeline();
+}
+
+const wholeRun = () => [0, timeline.rows.reduce((end, row) => Math.max(end, row.last), 0) * 1.005 || 1];
+
+function timelineTools() {
+  const zoom = (factor) => () => zoomTimeline(factor);
+  const button = (text, label, onclick) => el("button", { type: "button", "aria-label": label, title: label, onclick },
+    text);
+  const tools = [runPicker(), button("−", "Zoom out", zoom(2)), button("+", "Zoom in", zoom(0.5)), button("Whole run",
+    "Show the whole run", () => moveTo([...timeline.extent])),
+    el("span", { class: "hint" }, "Drag to move; ctrl + wheel or double-click to zoom.")];
+  $("#timeline .tools").replaceChildren(...tools.filter(Boolean));
+}
+
+const timelineLegend = () => el("div", { class: "keys" }, [["sampling", "accent"], ["optimizer step", "good"],
+  ["publish", "publish"], ["pause", "text"], ["fault", "bad"],
+  ["evaluation", "violet"], ["scoring", "scoring"], ["checkpoint", "muted"], ["failed or stale, health warning", "warning"]]
+  .map(([text, colour]) => el("span", {}, el("i", { style: { background: `var(--${colour})` } }), text)));
+
+function resizeTimeline() {
+  const { canvas } = timeline;
+  const ratio = devicePixelRatio || 1;
+  timeline.width = canvas.parentNode.clientWidth;
+  timeline.left = timeline.width < 600 ? 66 : 96;
+  canvas.width = timeline.width * ratio;
+  canvas.height = timeline.height * ratio;
+  canvas.style.height = `${timeline.height}px`;
+  timeline.colours = Object.fromEntries(["accent", "good", "publish", "violet", "scoring", "muted", "warning", "bad", "grid",
+    "text", "soft", "panel"].map((name) => [name, cssColour(name)]));
+  paint();
+}
+
+const paint = () => { timeline.frame ||= requestAnimationFrame(() => { timeline.frame = 0; paintNow(); }); };
+const xOf = (time) =>
+  timeline.left + ((time - timeline.view[0]) / (timeline.view[1] - timeline.view[0])) * (timeline.width - timeline.left);
+const timeAt = (x) =>
+  timeline.view[0] + ((x - timeline.left) / (timeline.width - timeline.left)) * (timeline.view[1] - timeline.view[0]);
+
+function paintNow() {
+  const context = timeline.canvas.getContext("2d");
+  const found = state.data.runs[state.run].timeline;
+  context.setTransform(devicePixelRatio || 1, 0, 0, devicePixelRatio || 1, 0, 0);
+  context.clearRect(0, 0, timeline.width, timeline.height);
+  context.font = "11px system-ui";
+  paintScale(context);
+  for (const row of timeline.rows) {
+    context.save();
+    context.beginPath();
+    context.rect(timeline.left, row.top - 2, timeline.width, row.height + 4);
+    context.clip();
+    context.fillStyle = timeline.colours.soft;
+    context.fillRect(timeline.left, row.top, timeline.width, row.height);
+    paintRollouts(context, row, found);
+    paintItems(context, row, found);
+    context.restore();
+    context.fillStyle = timeline.colours.text;
+    context.fillText(row.name, 0, row.top + 13, timeline.left - 8);
+    const shares = found.fractions[row.name];
+    if (!shares || row.height < 28) continue;
+    context.fillStyle = timeline.colours.muted;
+    context.fillText(`busy ${Math.round(100 * shares.busy)}%`, 0, row.top + 27, timeline.left - 8);
+  }
+}
+
+function paintScale(context) {
+  const [from, to] = timeline.view;
+  const rough = (to - from) / Math.max(2, (timeline.width - timeline.left) / 110);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
+  for (let time = Math.ceil(from / step) * step; time <= to; time += step) {
+    context.fillStyle = timeline.colours.grid;
+    context.fillRect(Math.round(xOf(time)), 16, 1, timeline.height);
+    context.fillStyle = timeline.colours.muted;
+    context.fillText(clock(time, step, to), xOf(time) + 3, 11);
+  }
+}
+
+// A time with as many decimals as steps need, in the unit that fits the largest one.
+function clock(time, step, largest = time) {
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  if (largest < 120) return `${time.toFixed(decimals)} s`;
+  const minutes = Math.floor(time / 60 + 1e-9);
+  const rest = Math.max(0, time - 60 * minutes).toFixed(decimals).padStart(decimals ? decimals + 3 : 2, "0");
+  return largest < 3600 ? `${minutes}:${rest}`
+    : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${rest}`;
+}
+
+function paintRollouts(context, row, { rollouts, groups }) {
+  const [from, to] = timeline.view;
+  const first = below(row.start, from - row.longest);
+  const last = below(row.start, to);
+  row.drawn = last - first <= MAX_BARS;
+  if (!row.drawn) return paintDensity(context, row);
+  const lane = row.height / row.lanes;
+  for (let at = first; at < last; at += 1) {
+    const i = row.rollouts[at];
+    const fate = groups.fate[rollouts.group[i]];
+    const bad = rollouts.failed[i] >= 0 || fate === "stale" || fate === "failed" || fate === "filtered";
+    const x = xOf(rollouts.start[i]);
+    context.fillStyle = i === timeline.picked ? timeline.colours.text : bad ? timeline.colours.warning
+      : timeline.colours.accent;
+    context.globalAlpha = i === timeline.picked ? 1 : timeline.picked !== null
+      && rollouts.group[i] === rollouts.group[timeline.picked] ? 1 : 0.62;
+    context.fillRect(x, row.top + row.height - (row.lane[at] + 1) * lane,
+      Math.max(0.7, xOf(rollouts.end[i]) - x - 0.5), Math.max(0.8, lane - 0.8));
+  }
+  context.globalAlpha = 1;
+  return undefined;
+}
+
+// Rollouts in flight at each pixel: those that began less those that ended.
+function paintDensity(context, row) {
+  const bottom = row.top + row.height;
+  context.fillStyle = timeline.colours.accent;
+  context.globalAlpha = 0.55;
+  context.beginPath();
+  context.moveTo(timeline.left, bottom);
+  for (let x = timeline.left; x < timeline.width; x += 1) {
+    const time = timeAt(x + 0.5);
+    const y = bottom - ((below(row.start, time) - below(row.ends, time)) / row.lanes) * row.height;
+    context.lineTo(x, y);
+    context.lineTo(x + 1, y);
+  }
+  context.lineTo(timeline.width, bottom);
+  context.fill();
+  context.globalAlpha = 1;
+}
+
+function paintItems(context, row, found) {
+  const many = (timeline.width - timeline.left) / 3;
+  const paint = (table, items, kind, label) => {
+    const shown = items.filter((i) => table.end[i] >= timeline.view[0] && table.start[i] <= timeline.view[1]);
+    if (shown.length > many) paintCoverage(context, row, table, shown, kind(shown[0]));
+    else paintIntervals(context, row, table, shown, kind, label);
+  };
+  paint(found.steps, row.steps, () => "step", (i) => `step ${found.steps.step[i]}`);
+  paint(found.publishes, row.publishes, () => "publish", (i) => `v${found.publishes.version[i]}`);
+  paint(found.spans, row.spans, (i) => found.spans.kind[i], (i) => found.spans.kind[i]);
+  paint(found.pauses, row.pauses, () => "pause", () => "pause");
+}
+
+const laneOf = (row, kind) => (row.name === "controller" ? [13 * (CONTROLLER_LANES[kind] || 0), 11] : [0, row.height]);
+
+// Too many intervals to draw one by one: each pixel in the shade of the part of its time that they cover.
+function paintCoverage(context, row, table, items, kind) {
+  const [top, height] = laneOf(row, kind);
+  const covered = new Float32Array(Math.ceil(timeline.width - timeline.left) + 1);
+  for (const i of items) {
+    const from = clamp(xOf(table.start[i]) - timeline.left, 0, covered.length - 1);
+    const to = clamp(xOf(table.end[i]) - timeline.left, 0, covered.length - 1);
+    for (let x = Math.floor(from); x <= to; x += 1) covered[x] += Math.min(to, x + 1) - Math.max(from, x);
+  }
+  context.fillStyle = timeline.colours[ITEM_COLOURS[kind] || "muted"];
+  const level = (x) => Math.ceil(covered[x] * 8 - 1e-3) / 8;
+  for (let x = 0, next = 0; x < covered.length; x = next) {
+    while (next < covered.length && level(next) === level(x)) next += 1;
+    context.globalAlpha = Math.min(1, level(x)) * 0.9;
+    if (level(x)) context.fillRect(timeline.left + x, row.top + top, next - x, height);
+  }
+  context.globalAlpha = 1;
+}
+
+function paintIntervals(context, row, table, items, kind, label) {
+  for (const i of items) {
+    const x = xOf(table.start[i]);
+    const width = Math.max(1.2, xOf(table.end[i]) - x - 0.6);
+    const instant = table.end[i] === table.start[i];
+    const lane = laneOf(row, kind(i));
+    context.fillStyle = timeline.colours[ITEM_COLOURS[kind(i)] || "muted"];
+    context.globalAlpha = kind(i) === "pause" ? clamp(xOf(table.end[i]) - x, 0.12, 0.9) : 0.9; // fainter below a pixel
+    context.fillRect(instant ? x - 1.5 : x, row.top + lane[0], instant ? 3 : width, lane[1]);
+    const shown = Math.min(x + width, timeline.width) - Math.max(x, timeline.left);
+    if (shown < 50) continue;
+    context.fillStyle = timeline.colours.panel;
+    context.fillText(label(i), Math.max(x, timeline.left) + 4, row.top + lane[0] + Math.min(17, lane[1] - 1.5),
+      shown - 8);
+  }
+  context.globalAlpha = 1;
+}
+
+function moveTo([from, to]) {
+  const [first, last] = timeline.extent;
+  const length = clamp(to - from, 0.005, last - first);
+  const start = clamp(from, first, last - length);
+  timeline.view = [start, start + length];
+  paint();
+}
+
+function zoomTimeline(factor, x = (timeline.left + timeline.width) / 2) {
+  const centre = timeAt(x);
+  moveTo([centre - (centre - timeline.view[0]) * factor, centre + (timeline.view[1] - centre) * factor]);
+}
+
+const panTimeline = (pixels) => {
+  const shift = (pixels / (timeline.width - timeline.left)) * (timeline.view[1] - timeline.view[0]);
+  moveTo([timeline.view[0] + shift, timeline.view[1] + shift]);
+};
+
+function listen(canvas) {
+  const held = new Map(); // positions of pointers that are down
+  let moved = 0;
+  canvas.addEventListener("pointerdown", (event) => { held.set(event.pointerId, event.offsetX); moved = 0;
+    canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointerup", (event) => { held.delete(event.pointerId); if (moved < 4) pickAt(event.offsetX,
+    event.offsetY); });
+  canvas.addEventListener("pointercancel", (event) => held.delete(event.pointerId));
+  canvas.addEventListener("pointermove", (event) => {
+    if (!held.has(event.pointerId)) return hover(event.offsetX, event.offsetY);
+    const before = [...held.values()];
+    const change = event.offsetX - held.get(event.pointerId);
+    held.set(event.pointerId, event.offsetX);
+    moved += Math.abs(change);
+    if (held.size === 1) return panTimeline(-change);
+    const [a, b] = [...held.values()];
+    return zoomTimeline(Math.max(1, Math.abs(before[0] - before[1])) / Math.max(1, Math.abs(a - b)), (a + b) / 2);
+  });
+  canvas.addEventListener("pointerleave", () => { timeline.tip.hidden = true; });
+  canvas.addEventListener("dblclick", (event) => zoomTimeline(0.25, event.offsetX));
+  canvas.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && !event.metaKey && Math.abs(event.deltaX) <= Math.abs(event.deltaY)) return;
+    event.preventDefault();
+    if (event.ctrlKey || event.metaKey) zoomTimeline(Math.exp(event.deltaY / 200), event.offsetX);
+      else panTimeline(event.deltaX);
+  }, { passive: false });
+  const keys = { ArrowLeft: () => panTimeline(-80), ArrowRight: () => panTimeline(80), "+": () => zoomTimeline(0.5),
+    "=": () => zoomTimeline(0.5), "-": () => zoomTimeline(2), 0: () => moveTo([...timeline.extent]) };
+  canvas.addEventListener("keydown", (event) => { if (keys[event.key]) { event.preventDefault(); keys[event.key]();
+    } });
+}
+
+const rowAt = (y) => timeline.rows.find((row) => y >= row.top && y <= row.top + row.height);
+
+// The index of the rollout at a point, or null.
+function rolloutAt(row, x, y) {
+  if (!row.rollouts.length || !row.drawn) return null;
+  const { rollouts } = state.data.runs[state.run].timeline;
+  const lane = Math.floor((row.top + row.height - y) / (row.height / row.lanes));
+  const time = timeAt(x);
+  for (let at = below(row.start, time) - 1; at >= 0 && row.start[at] >= time - row.longest; at -= 1) {
+    if (row.lane[at] === lane && rollouts.end[row.rollouts[at]] >= time) return row.rollouts[at];
+  }
+  return null;
+}
+
+function hover(x, y) {
+  const row = rowAt(y);
+  const text = row && x > timeline.left ? describeAt(row, x, y) : "";
+  timeline.tip.hidden = !text;
+  timeline.tip.textContent = text;
+  Object.assign(timeline.tip.style, { left: `${Math.min(x + 12, timeline.width - 240)}px`, top: `${y + 14}px` });
+}
+
+const took = (table, i) => seconds(table.end[i] - table.start[i]);
+
+function describeAt(row, x, y) {
+  const found = state.data.runs[state.run].timeline;
+  const rollout = rolloutAt(row, x, y);
+  if (rollout !== null) {
+    const task = visible(found.groups.task[found.rollouts.group[rollout]]);
+    return `${found.rollouts.tokens[rollout]} tokens in ${took(found.rollouts, rollout)}, task ${task}`;
+  }
+  const time = timeAt(x);
+  const near = Math.abs(timeAt(x + 3) - time);
+  const hit = (table, items) => items.find((i) => table.start[i] - near <= time && table.end[i] + near >= time);
+  const { spans, steps, publishes } = found;
+  const span = hit(spans, row.spans);
+  if (span !== undefined) return `${spans.kind[span]}: ${visible(spans.text[span])} at ${seconds(spans.start[span])}`;
+  const step = hit(steps, row.steps);
+  if (step !== undefined) return `step ${steps.step[step]}: ${took(steps, step)}, after a wait of ${seconds(steps.wait[step])}`;
+  const publish = hit(publishes, row.publishes);
+  if (publish !== undefined) return `publish of version ${publishes.version[publish]}: ${took(publishes, publish)}`;
+  if (!row.rollouts.length) return seconds(time);
+  return `${seconds(time)}: ${below(row.start, time) - below(row.ends, time)} rollouts in flight`;
+}
+
+function pickAt(x, y) {
+  const row = rowAt(y);
+  if (row && row.rollouts.length && !row.drawn) return zoomTimeline(0.1, x);
+  const rollout = row ? rolloutAt(row, x, y) : null;
+  if (rollout === null) return undefined;
+  timeline.picked = rollout;
+  paint();
+  return timeline.detail.replaceChildren(lifeOf(rollout));
+}
+
+// A rollout from task to batch, as a list of times.
+function lifeOf(index) {
+  const run = state.data.runs[state.run];
+  const { rollouts, groups, steps, publishes, reasons, tracks } = run.timeline;
+  const group = rollouts.group[index];
+  const after = seconds(Math.max(0, rollouts.start[index] - groups.start[group]));
+  const reward = rollouts.reward[index] === null ? "" : `, reward ${number(rollouts.reward[index])}`;
+  const versions = versionsOf(rollouts.oldest[index], rollouts.newest[index]);
+  const sampled = `sampled: ${number(rollouts.tokens[index])} tokens in ${took(rollouts, index)}, ${versions}${reward}`;
+  const began = `${tracks[rollouts.track[index]]} starts to sample it, ${after} after its group began`;
+  const rows = [[rollouts.start[index], began], [rollouts.end[index], sampled]];
+  if (rollouts.failed[index] >= 0) rows.push([rollouts.end[index],
+    `failed: ${visible(reasons[rollouts.failed[index]])}`]);
+  rows.push([groups.end[group], `its group is complete: ${groups.fate[group]}`]);
+  const step = groups.step[group] === null ? -1 : (steps.step || []).indexOf(groups.step[group]);
+  if (step >= 0) {
+    const version = steps.version[step];
+    const waited = seconds(steps.start[step] - groups.end[group]);
+    const lag = version - rollouts.oldest[index];
+    rows.push([steps.start[step], `step ${steps.step[step]} trains on it, ${waited} later, at version ${version}: lag ${lag}`]);
+    const publish = (publishes.start || []).findIndex((start) => start >= steps.end[step] - 1e-3);
+    if (publish >= 0) rows.push([publishes.end[publish],
+      `version ${publishes.version[publish]} is published with what was learned`]);
+  }
+  const open = step < 0 ? null : el("button", { type: "button", onclick: () => openGroup(groups.step[group],
+    groups.visit[group]) }, "Show its text and its group");
+  return el("div", {}, el("h3", {}, "Rollout of task ", visible(groups.task[group])), el("table", { class: "life" },
+    rows.map(([time, text]) =>
+    el("tr", {}, el("td", { class: "muted" }, clock(time, 0.001)), el("td", {}, text)))), open);
+}
+
+const versionsOf = (oldest, newest) => (oldest === newest ? `version ${oldest}` : `versions ${oldest} to ${newest}`);

@@ -1,0 +1,208 @@
+"""Read the records of a run, while the run writes them or afterwards.
+
+    run = slipstream.load_run("runs/gsm8k-20260101-120000")
+    run.metrics[-1]["reward/mean"]
+    run.rollouts(step=3)
+
+Damaged or missing records are left out and named in `problems`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slipstream.config.schema import ConfigError
+from slipstream.runtime.run_directory import lock
+
+if TYPE_CHECKING:
+    import pandas
+
+Record = dict[str, Any]
+
+
+class JsonLines:
+    """The complete lines of a file of JSON objects, to which another process may append."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.damaged = path, 0
+        self._inode, self._offset = 0, 0
+
+    def poll(self) -> tuple[list[Record], bool]:
+        """Records since the last call, and whether the file was replaced: then earlier records are invalid.
+
+        A last line without a line break is read once it is complete. Lines that are no objects are counted in
+        `damaged`.
+        """
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                replaced = self._offset > 0 and (status.st_ino != self._inode or status.st_size < self._offset)
+                if replaced:
+                    self._offset, self.damaged = 0, 0
+                self._inode = status.st_ino
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return [], False
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return list(self._parse(complete)), replaced
+
+    def _parse(self, data: bytes) -> Iterator[Record]:
+        for line in data.splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict):
+                yield record
+            else:
+                self.damaged += 1
+
+
+class Run:
+    """The records of one run: `metrics` by step, `evaluations`, and `events` (see docs/run-directory.md).
+
+    `poll` reads what was written since the run was loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.resolve().name
+        self.metrics: list[Record] = []
+        self.evaluations: list[Record] = []
+        self.events: list[Record] = []
+        self.replaced = 0  # times that a resume has replaced records
+        self._unreadable: dict[str, str] = {}  # by file of rollouts
+        self._files = {
+            JsonLines(path / "metrics.jsonl"): self.metrics,
+            JsonLines(path / "evaluations.jsonl"): self.evaluations,
+            JsonLines(path / "events.jsonl"): self.events,
+        }
+        self.poll()
+
+    def poll(self) -> bool:
+        """Read what was written since the last call. Returns whether there was anything new."""
+        changed = False
+        for file, records in self._files.items():
+            new, replaced = file.poll()
+            if replaced:
+                records.clear()
+                self.replaced += 1
+            records.extend(new)
+            changed |= replaced or bool(new)
+        if changed:
+            self.__dict__.pop("config", None)  # a resume may replace it
+        return changed
+
+    @cached_property
+    def config(self) -> Record:
+        """The resolved configuration by section; {} if `config.toml` is missing or damaged."""
+        try:
+            return tomllib.loads((self.path / "config.toml").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def summary(self) -> Record:
+        """`summary.json`; {} before the end of the run."""
+        try:
+            return dict(json.loads((self.path / "summary.json").read_text()))
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def state(self) -> str:
+        """ "running", "complete", "stopped", or "dead" for a run that ended without a summary."""
+        try:
+            lock(self.path / "lock", "r").close()
+        except BlockingIOError:
+            return "running"
+        except OSError:
+            pass  # without a lock file, no process runs it
+        summary = self.summary
+        if not summary:
+            return "dead"
+        return "stopped" if summary.get("stopped") else "complete"
+
+    @property
+    def rollout_steps(self) -> list[int]:
+        """Steps whose rollouts are recorded, in ascending order."""
+        files = (self.path / "rollouts").glob("step_*.parquet")
+        return sorted(int(p.stem.removeprefix("step_")) for p in files if p.stem.removeprefix("step_").isdigit())
+
+    def table(self, step: int, columns: Sequence[str] | None = None) -> pa.Table | None:
+        """The completions of a step, one row each; None if its file is missing or damaged."""
+        path = self.path / "rollouts" / f"step_{step:06d}.parquet"
+        try:
+            return pq.read_table(path, columns=columns and list(columns))
+        except (OSError, pa.ArrowException) as error:
+            self._unreadable[path.name] = str(error).partition("\n")[0]
+            return None
+
+    def rollouts(self, step: int) -> list[Record]:
+        """The completions of a step as dictionaries; [] if its file is missing or damaged."""
+        table = self.table(step)
+        return table.to_pylist() if table is not None else []
+
+    @property
+    def problems(self) -> list[str]:
+        """What is missing or damaged in the records read so far, one sentence each."""
+        found = [] if self.config else ["config.toml is missing or damaged"]
+        found += [] if self.metrics else ["no step is recorded"]
+        found += [] if self.events or not self.metrics else ["events.jsonl is missing: there is no timeline"]
+        found += [] if self.rollout_steps or not self.metrics else ["no rollouts are recorded"]
+        found += ["the run ended without a summary: it was killed or failed"] if self.state == "dead" else []
+        found += [f"{f.path.name}: {f.damaged} damaged lines were left out" for f in self._files if f.damaged]
+        return found + [f"rollouts/{name} can't be read: {why}" for name, why in dict(self._unreadable).items()]
+
+    def plot(self, *names: str, by: str = "step") -> Any:
+        """Curves of metrics (default: "reward/mean") over the metric `by`, as a figure of matplotlib.
+
+        Raises `ConfigError` for an unknown metric, and without matplotlib.
+        """
+        from slipstream.observe.notebook import plot
+
+        return plot(self, names or ("reward/mean",), by)
+
+    def _repr_html_(self) -> str:
+        """The run's card in a notebook, with what is written by now."""
+        from slipstream.observe.notebook import card
+
+        self.poll()
+        return card(self)
+
+    def metrics_frame(self) -> pandas.DataFrame:
+        """The metrics, one row a step, with the step as index. Needs pandas."""
+        frame = _pandas().DataFrame(self.metrics)
+        return frame.set_index("step") if "step" in frame else frame
+
+    def rollouts_frame(self, steps: Sequence[int] | None = None) -> pandas.DataFrame:
+        """The completions of `steps`, by default of all steps, one row each. Needs pandas."""
+        tables = (self.table(step) for step in (self.rollout_steps if steps is None else steps))
+        found = [table for table in tables if table is not None]
+        return pa.concat_tables(found).to_pandas() if found else _pandas().DataFrame()
+
+
+def load_run(path: str | Path) -> Run:
+    """The records of the run in directory `path`. Raises `ConfigError` if it holds no run."""
+    folder = Path(path)
+    if not any((folder / name).exists() for name in ("config.toml", "metrics.jsonl", "lock")):
+        raise ConfigError(f"{folder} holds no run (no config.toml); `slipstream runs` lists the runs in runs/")
+    return Run(folder)
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise ConfigError("DataFrames need pandas: pip install pandas") from None
+    return pandas

@@ -1,0 +1,196 @@
+"""`slipstream watch`: the page of runs while they go on, and their last records for Prometheus, over HTTP.
+
+Everything comes from the run directories, which are read when somebody asks. Waits for requests and the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import os
+import re
+import secrets
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from slipstream.config.schema import ConfigError
+from slipstream.observe.formatting import is_finite
+from slipstream.observe.page.live import LivePage
+from slipstream.observe.page.render import render
+from slipstream.observe.page.rollouts import find_text, step_texts
+from slipstream.observe.run_data import Run, load_run
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",  # in addition to the policy in the page
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",  # the URL may hold the token
+    "X-Content-Type-Options": "nosniff",
+}
+NICENESS = 10  # the processes of a run on this machine come first
+
+
+def watch(paths: Sequence[str], host: str, port: int) -> None:
+    """Serve the page of these runs until Ctrl-C. Raises `ConfigError` for a bad run, host or port."""
+    server = WatchServer([load_run(path) for path in paths], host, port)
+    os.nice(NICENESS)
+
+    async def serve() -> None:
+        try:
+            print(await server.start(), flush=True)
+            print("slipstream: open this URL in a browser; Ctrl-C ends the server", file=sys.stderr)
+            await asyncio.Event().wait()
+        finally:
+            await server.close()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve())
+
+
+class WatchServer:
+    """An HTTP server for the page of `runs`: `/`, `/api/data`, `/api/texts`, `/api/search` and `/metrics`.
+
+    On a loopback address it answers requests to loopback names only, elsewhere only those with its token.
+    """
+
+    def __init__(self, runs: Sequence[Run], host: str = "127.0.0.1", port: int = 0) -> None:
+        self._address = resolve(host, port)
+        is_loopback = ipaddress.ip_address(self._address.partition("%")[0]).is_loopback
+        self._host, self._port, self._token = host, port, "" if is_loopback else secrets.token_urlsafe(24)
+        self._page, self._lock = LivePage(runs), asyncio.Lock()
+        self._html = render({"runs": [{"name": run.name} for run in runs]}, live=True)
+        app = web.Application(middlewares=[self._guard])
+        app.on_response_prepare.append(_add_headers)
+        for path, handler in (
+            ("/", self._index), ("/api/data", self._data), ("/api/texts", self._texts), ("/api/search", self._search),
+            ("/metrics", self._metrics),
+        ):  # fmt: skip
+            app.router.add_get(path, handler, allow_head=False)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self) -> str:
+        """Start to listen. Returns the URL of the page. Raises `ConfigError` if the address or port can't be used."""
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._address, self._port).start()
+        except OSError as error:
+            where = f"--port {self._port} of {self._host} can't be used: {os.strerror(error.errno or 0)}"
+            raise ConfigError(f"{where}; choose another, or --port 0 for any free port") from None
+        any_address = ipaddress.ip_address(self._address.partition("%")[0]).is_unspecified
+        name = socket.gethostname() if any_address else self._host
+        url = f"http://{f'[{name}]' if ':' in name else name}:{self._runner.addresses[0][1]}/"
+        return url + (f"?token={self._token}" if self._token else "")
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
+        if self._token:
+            given = request.query.get("token", "")
+            if not hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode()):
+                raise web.HTTPForbidden(text="open the URL that slipstream watch printed, with its token\n")
+        elif _hostname(request) not in {"localhost", "127.0.0.1", "::1", self._host, self._address}:
+            raise web.HTTPForbidden(text="this server answers requests to localhost only\n")  # e.g. DNS rebinding
+        response: web.StreamResponse = await handler(request)
+        if self._token:  # not on this machine
+            response.enable_compression()
+        return response
+
+    async def _index(self, request: web.Request) -> web.Response:
+        return web.Response(text=self._html, content_type="text/html")
+
+    async def _data(self, request: web.Request) -> web.Response:
+        since = request.query.get("since", "")
+        async with self._lock:
+            return await _json(lambda: self._page.changes(since))
+
+    async def _texts(self, request: web.Request) -> web.Response:
+        live, step, visit = self._page.runs[self._run(request)], _number(request, "step"), _number(request, "visit")
+        if step not in live.run.rollout_steps:
+            raise web.HTTPNotFound(text="no rollouts of this step are recorded\n")
+        return await _json(lambda: (step_texts(live.run, step, live.texts, visit=visit) or (None,))[0])
+
+    async def _search(self, request: web.Request) -> web.Response:
+        run, words = self._page.runs[self._run(request)].run, request.query.get("text", "")
+        return await _json(lambda: find_text(run, words))
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        async with self._lock:
+            await asyncio.to_thread(self._page.poll)
+        text = prometheus([live.run for live in self._page.runs])
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    def _run(self, request: web.Request) -> int:
+        if (index := _number(request, "run")) >= len(self._page.runs):
+            raise web.HTTPNotFound(text="no such run\n")
+        return index
+
+
+def resolve(host: str, port: int) -> str:
+    """The numeric address of `host`. Raises `ConfigError` for an unknown host or a port out of range."""
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port {port} is no port; choose one from 1 to 65535, or 0 for any free port")
+    try:
+        return str(socket.getaddrinfo(host or ".", port, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError):
+        raise ConfigError(f"--host {host!r} is unknown; give an address of this machine, or leave it out") from None
+
+
+def _hostname(request: web.Request) -> str | None:
+    try:
+        return urlsplit("//" + request.headers.get("Host", "")).hostname
+    except ValueError:
+        return None
+
+
+def _number(request: web.Request, name: str) -> int:
+    text = request.query.get(name, "")
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise web.HTTPBadRequest(text=f"{name} must be a number\n")
+    return int(text)
+
+
+async def _json(compute: Callable[[], Any]) -> web.Response:
+    """The answer with what `compute` returns, computed in a thread."""
+    text = await asyncio.to_thread(lambda: json.dumps(compute(), separators=(",", ":")))
+    return web.Response(text=text, content_type="application/json")
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)
+
+
+def prometheus(runs: Sequence[Run]) -> str:
+    """The numbers of each run's last record and last evaluation, as gauges in Prometheus' text format.
+
+    `reward/mean` is `slipstream_reward_mean{run="NAME"}`; the label of runs of one name is their path.
+    """
+    names = Counter(run.name for run in runs)
+    gauges: dict[str, list[str]] = {}
+    for run in runs:
+        label = run.name if names[run.name] == 1 else str(run.path)
+        label = label.encode("utf-8", "replace").decode().translate({92: "\\\\", 34: '\\"', 10: "\\n"})
+        for name, value in _last(run).items():
+            gauges.setdefault(name, []).append(f'{name}{{run="{label}"}} {float(value)!r}\n')
+    return "".join(f"# TYPE {name} gauge\n{''.join(lines)}" for name, lines in gauges.items())
+
+
+def _last(run: Run) -> dict[str, float]:
+    return {"slipstream_running": run.state == "running"} | {
+        "slipstream_" + re.sub(r"[^a-zA-Z0-9_]", "_", name): value for name, value in _numbers(run) if is_finite(value)
+    }
+
+
+def _numbers(run: Run) -> Iterator[tuple[str, Any]]:
+    yield from (run.metrics[-1] if run.metrics else {}).items()
+    yield from ((n, v) for n, v in (run.evaluations[-1] if run.evaluations else {}).items() if n.startswith("eval/"))

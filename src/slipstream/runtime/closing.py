@@ -1,0 +1,84 @@
+"""Close several resources although one fails to close; end a program although tasks swallow their cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+TASK_END_S = 5.0  # after the end of the main task
+Result = TypeVar("Result")
+
+
+@asynccontextmanager
+async def closing(*closers: Callable[[], Awaitable[Any]]) -> AsyncIterator[None]:
+    """Call all closers after the body, one after the other. Raises the first error and prints the others."""
+    errors: list[BaseException] = []
+    try:
+        yield
+    except BaseException as error:
+        errors.append(error)
+    for close in closers:
+        try:
+            await close()
+        except BaseException as error:
+            errors.append(error)
+    for later in errors[1:]:
+        print(f"slipstream: and then: {type(later).__name__}: {later}", file=sys.stderr)
+    if errors:
+        raise errors[0]
+
+
+async def close_at_once(*closers: Callable[[], Awaitable[Any]]) -> None:
+    """Call all closers concurrently and wait for all. Raises the first error."""
+    for answer in await asyncio.gather(*(close() for close in closers), return_exceptions=True):
+        if isinstance(answer, BaseException):
+            raise answer
+
+
+async def finish_in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
+    """As `asyncio.to_thread`. If it is cancelled, it still waits for the thread, which can't be interrupted."""
+    thread = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        await asyncio.wait((thread,))
+        raise
+
+
+def run_bounded(main: Coroutine[Any, Any, Result]) -> Result:
+    """`asyncio.run`, which waits for `TASK_END_S` for other tasks that swallow their cancellation."""
+    own: list[asyncio.Task[Any] | None] = []
+
+    async def body() -> Result:
+        own.append(asyncio.current_task())
+        return await main
+
+    with asyncio.Runner() as runner:
+        try:
+            return runner.run(body())
+        finally:
+            runner.get_loop().run_until_complete(_end_tasks(own))
+
+
+async def _end_tasks(own: Collection[asyncio.Task[Any] | None]) -> None:
+    """Cancel all tasks. Wait for `own` without a limit, and up to `TASK_END_S` for the others."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if main := tasks.intersection(own):
+        await asyncio.wait(main)
+    if tasks:
+        for task in (await asyncio.wait(tasks, timeout=TASK_END_S))[1]:
+            abandon(task)
+
+
+def abandon(task: asyncio.Task[Any]) -> None:
+    """Exclude a task that does not end from the end of the event loop.
+
+    The task is never freed: that would raise `GeneratorExit` in code that swallows every exception."""
+    asyncio._unregister_task(task)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))

@@ -1,0 +1,160 @@
+"""The operating system's process of a worker, and the connection with it.
+
+`LocalProcess` is a child process of the controller; `slipstream.runtime.ray` has one for processes on other hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.runtime.pipe import Pipe
+
+NOT_PLACED = "It was not placed within"  # begins the reason of a process that no node of a cluster could hold
+EXIT_STATUS_S = 0.2  # in which the exit status of a process becomes known after its connection ended
+TERMINATION_GRACE_S = 5.0  # between SIGTERM and SIGKILL
+
+
+class Connection(Protocol):
+    """Messages to and from a worker's process. Threads send and receive."""
+
+    def send(self, message: Any) -> None: ...
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send a message that `Pipe.dumps` has serialized, or a piece of one."""
+        ...
+
+    def recv(self) -> Any:
+        """Wait for the next message. Raises `EOFError` with a reason, if one is known, or `OSError` after the end."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Process(Protocol):
+    """A started process. All methods but `disconnect` may block the calling thread."""
+
+    connection: Connection
+
+    def disconnect(self) -> None:
+        """End both directions of the connection: threads that wait for a message get the end of it."""
+        ...
+
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended the process."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the process has ended, at most for `seconds`."""
+        ...
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process and all that it started, and SIGKILL after `TERMINATION_GRACE_S`."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a process is started with: log file (None: no log), environment variables in addition to inherited ones."""
+
+    name: str
+    log: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+Launcher = Callable[[Launch], Process]
+
+
+class LocalProcess(Process):
+    """A child process in its own session and process group, connected by a socket pair."""
+
+    def __init__(self, launch: Launch) -> None:
+        ours, theirs = socket.socketpair()
+        if launch.log:
+            launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs:
+            self._process = self._start(launch, theirs)
+        self.pid = self._process.pid
+        self.connection = Pipe(ours.detach())
+        self._socket = socket.socket(fileno=os.dup(self.connection.fileno()))
+        self._ended = False  # the process and all that it started; the number of its process group may be reused
+
+    @staticmethod
+    def _start(launch: Launch, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        with (launch.log or Path(os.devnull)).open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "slipstream.runtime.worker_main", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the controller, which stops workers in order
+                env=child_environment(launch),
+            )
+
+    def disconnect(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def was_killed(self) -> bool:
+        self.wait(EXIT_STATUS_S)
+        return self._process.poll() == -signal.SIGKILL
+
+    def wait(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def terminate(self) -> None:
+        """As `Process.terminate`. A process that ends on SIGTERM frees its named shared memory."""
+        last = time.monotonic() + TERMINATION_GRACE_S
+        self._signal(signal.SIGTERM)
+        while not self._has_ended() and time.monotonic() < last:
+            time.sleep(0.02)
+        self.kill()
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._ended = True
+
+    def _signal(self, number: int) -> None:
+        if not self._has_ended():
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS permits no signal to a zombie
+                os.killpg(self.pid, number)
+
+    def _has_ended(self) -> bool:
+        """Whether the process and all that it started have ended."""
+        self._ended = self._ended or (self._process.poll() is not None and not process_group_alive(self.pid))
+        return self._ended
+
+
+def child_environment(launch: Launch) -> dict[str, str]:
+    """The environment of a child process, which imports from the same places as this process."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path), **launch.environment}
+
+
+def process_group_alive(group: int) -> bool:
+    """Whether a process of this process group is alive and no zombie."""
+    if not Path("/proc/self/stat").exists():
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS permits no signal to a zombie
+            os.killpg(group, 0)
+            return True
+        return False
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process ended meanwhile
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                return True
+    return False

@@ -1,0 +1,99 @@
+"""The ranks of a trainer as one worker: every call goes to all ranks, and returns the result of rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.runtime.pipe import Large, Pipe
+from slipstream.runtime.placement import Placement
+from slipstream.runtime.runtime import current_runtime
+from slipstream.runtime.worker import WorkerDied, WorkerError, handle
+from slipstream.runtime.worker_process import WorkerProcess
+
+# Errors of collective operations after the loss of a peer. The loss of its host may become known a minute later.
+LOST_CONNECTION = re.compile(r"^Dist(Network|Backend)Error|Connection (closed|reset) by peer|Broken pipe")
+W = TypeVar("W")
+DEATH_DETECTION_S = 1.0  # time after a failure in which the death of a peer that caused it is detected
+
+
+class RankGroup:
+    """Processes that run every call together; the result of rank 0 is returned.
+
+    A rank that dies or fails leaves the others waiting in a collective operation. The call ends with the first error,
+    and `stop` waits for no rank then.
+    """
+
+    def __init__(self, processes: Sequence[WorkerProcess], store: Any = None) -> None:
+        """`store` is the rendezvous store of the ranks; this object keeps it alive."""
+        self.processes, self._store = processes, store
+        self._broken = False
+        self.name = processes[0].name
+
+    @property
+    def dead(self) -> WorkerDied | None:
+        """The error of the first rank that died, or None."""
+        return next((process.dead for process in self.processes if process.dead), None)
+
+    async def start(self, kind: type[W], reference: str, *arguments: Any) -> W:
+        """As `WorkerProcess.start`, in all ranks. Rendezvous addresses are in the environment of each rank."""
+        await asyncio.gather(*(process.start(kind, reference, *arguments) for process in self.processes))
+        return handle(kind, self)
+
+    def call(self, method: str, arguments: tuple[Any, ...], large: bool = False) -> asyncio.Future[Any]:
+        """As `Transport.call`; calls reach all ranks in the same order. Arguments are serialized once."""
+        serialized = Large(Pipe.pieces, arguments) if large else Pipe.dumps(arguments)
+        calls = [process.call_serialized(method, serialized) for process in self.processes]
+        return asyncio.ensure_future(self._answer(calls))
+
+    async def _answer(self, calls: Sequence[asyncio.Future[Any]]) -> Any:
+        try:
+            return (await asyncio.gather(*calls))[0]
+        except (WorkerDied, WorkerError) as error:
+            self._broken = True
+            await raise_if_dead(self.processes)
+            if LOST_CONNECTION.search(f"{getattr(error, 'kind', '')}: {error}"):
+                raise self.processes[0].terminate(f"{self.name} lost the connection to another rank: {error}") from None
+            raise
+
+    async def stop(self, grace: float = 10.0) -> None:
+        """Ask all ranks to end, and kill them after `grace` seconds; kill all at once if a rank has failed."""
+        if self._broken or self.dead:
+            for process in self.processes:
+                process.kill()
+        await asyncio.gather(*(process.stop(grace) for process in self.processes))
+
+
+async def raise_if_dead(ends: Sequence[Any]) -> None:
+    """Raise `WorkerDied` if a worker has died or dies soon: its death may have caused the failure of another worker."""
+    last = asyncio.get_running_loop().time() + DEATH_DETECTION_S
+    while asyncio.get_running_loop().time() < last:
+        if dead := next((end.dead for end in ends if end.dead), None):
+            raise dead from None
+        await asyncio.sleep(DEATH_DETECTION_S / 20)
+
+
+def trainer_process(
+    directory: Path, placement: Placement, ranks: int, progress_timeout: float | None = None
+) -> WorkerProcess | RankGroup:
+    """The trainer's process, or one for each rank, with its GPU and the variables that `torchrun` sets."""
+    runtime, logs = current_runtime(), directory / "logs"
+    if ranks == 1:
+        launcher = runtime.launcher("trainer 0", placement.trainer)
+        return WorkerProcess("trainer", logs / "trainer.log", launcher, progress_timeout=progress_timeout)
+    from slipstream.runtime.private_store import private_store
+
+    store = private_store(runtime.address)
+    processes = []
+    for rank in range(ranks):
+        environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": runtime.address, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+        name, log = (f"trainer rank {rank}", f"trainer_{rank}.log") if rank else ("trainer", "trainer.log")
+        launcher = runtime.launcher(f"trainer {rank}", placement.trainer[rank : rank + 1])
+        processes.append(WorkerProcess(name, logs / log, launcher, environment, progress_timeout))
+    return RankGroup(processes, store)

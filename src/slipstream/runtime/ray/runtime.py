@@ -1,0 +1,140 @@
+"""The Ray cluster of a run: connects to it or starts one, reserves placement groups, and starts actors in them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from slipstream.config.schema import Config, RuntimeConfig
+from slipstream.runtime.placement import Placement
+from slipstream.runtime.process import Launch, Launcher
+from slipstream.runtime.ray.actor import ACTOR
+from slipstream.runtime.ray.connection import connect
+from slipstream.runtime.ray.groups import CPUS, Group, Slot, plan_groups
+from slipstream.runtime.ray.mailbox import serve_mailbox
+from slipstream.runtime.ray.process import RayProcess
+from slipstream.runtime.runtime import Node, Runtime
+
+STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "one_node": "STRICT_PACK"}
+
+
+class RayRuntime(Runtime):
+    """A context in which this process is a driver of the cluster at `runtime.address`."""
+
+    def __init__(self, options: RuntimeConfig) -> None:
+        self._options = options
+        self._groups: dict[str, PlacementGroup] = {}
+        self._slots: dict[str, Slot] = {}
+        self._cpus = CPUS
+
+    def __enter__(self) -> RayRuntime:
+        """Connect. Raises `ConfigError` if no cluster answers at the address."""
+        connect(self._options.address, "runtime.address")
+        self.address: str = ray.util.get_node_ip_address()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in self._groups.values():
+            with contextlib.suppress(ray.exceptions.RayError):
+                remove_placement_group(group)
+        ray.shutdown()
+
+    @property
+    def gpus(self) -> int:  # type: ignore[override]
+        return int(ray.cluster_resources().get("GPU", 0))
+
+    @property
+    def hosts(self) -> int:  # type: ignore[override]
+        return len(self._nodes())
+
+    def reserve(self, config: Config, placement: Placement) -> None:
+        """As `Runtime.reserve`: one placement group for the trainer's ranks, and one for each engine."""
+        strategy = STRATEGIES[self._options.placement]
+        groups, self._slots = plan_groups(placement, config.trainer.ranks, strategy)
+        workers = sum(len(group.bundles) for group in groups)
+        total = ray.cluster_resources().get("CPU", 1.0)
+        self._cpus = min(CPUS, math.floor(100 * total / workers) / 100)
+        if strategy == "STRICT_PACK":
+            groups, self._slots = _merge(groups, self._slots)
+        for group in groups:
+            self._reserve(group)
+
+    def launcher(self, role: str, gpus: Sequence[int] = ()) -> Launcher:
+        if role not in self._slots:  # an engine that was added to the running run
+            self._slots[role] = Slot(role, 0, len(gpus))
+            self._reserve(Group(role, (len(gpus),), "STRICT_PACK"))
+        slot = self._slots[role]
+        where = PlacementGroupSchedulingStrategy(self._groups[slot.group], placement_group_bundle_index=slot.bundle)
+        return partial(self._start, {"num_gpus": slot.gpus, "scheduling_strategy": where})
+
+    def release(self, role: str) -> None:
+        if role in self._groups:  # else it shares the group of others
+            del self._slots[role]
+            remove_placement_group(self._groups.pop(role))
+
+    def service(self, role: str, device: str) -> Launcher:
+        gpus = 0 if device == "cpu" or not self.gpus else 1
+        return partial(self._start, {"num_gpus": gpus, "scheduling_strategy": "SPREAD"})
+
+    def forward(self, run: Path) -> AbstractAsyncContextManager[None]:
+        """As `Runtime.forward`. On a cluster that the run started, clients only use the socket in its directory."""
+        return serve_mailbox(run) if self._options.address else contextlib.nullcontext()
+
+    def nodes(self) -> Sequence[Node]:
+        """As `Runtime.nodes`. Nodes at one address are told apart by their Ray ids."""
+        found, used = [], Counter(node["NodeManagerAddress"] for node in self._nodes())
+        for node in self._nodes():
+            number, address = node["NodeID"], node["NodeManagerAddress"]
+            name = f"{address}-{number[:6]}" if used[address] > 1 else address
+            where = NodeAffinitySchedulingStrategy(number, soft=False)
+            launcher = partial(self._start, {"num_gpus": 0, "scheduling_strategy": where})
+            found.append(Node(name, address, launcher, int(node["Resources"].get("GPU", 0))))
+        return sorted(found, key=lambda node: node.name)
+
+    def _reserve(self, group: Group) -> None:
+        if group.name not in self._groups:
+            bundles = [{"CPU": self._cpus, **({"GPU": gpus} if gpus else {})} for gpus in group.bundles]
+            self._groups[group.name] = placement_group(bundles, strategy=group.strategy)
+
+    def _start(self, options: dict[str, Any], launch: Launch) -> RayProcess:
+        actor = ACTOR.options(**options).remote()
+        pending = partial(self._describe, launch.name, options)
+        return RayProcess(actor, launch, self._options.start_timeout, pending)
+
+    def _describe(self, name: str, options: dict[str, Any]) -> str:
+        """What a worker asks for, and what each node has, for a worker that is not placed."""
+        strategy = options["scheduling_strategy"]
+        grouped = isinstance(strategy, PlacementGroupSchedulingStrategy)
+        asked = strategy.placement_group.bundle_specs if grouped else {"GPU": options["num_gpus"]}
+        nodes = "; ".join(
+            f"{node['NodeManagerAddress']} has {node['Resources'].get('CPU', 0):g} CPUs and "
+            f"{node['Resources'].get('GPU', 0):g} GPUs"
+            for node in self._nodes()
+        )
+        free = ray.available_resources()
+        left = f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
+        return f"{name} asks for {asked}; {nodes}; {left} of them are free"
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _merge(groups: list[Group], slots: dict[str, Slot]) -> tuple[list[Group], dict[str, Slot]]:
+    """All groups as one, whose bundles are on one node."""
+    firsts: dict[str, int] = {}
+    bundles: list[int] = []
+    for group in groups:
+        firsts[group.name] = len(bundles)
+        bundles += group.bundles
+    merged = {role: Slot("run", firsts[slot.group] + slot.bundle, slot.gpus) for role, slot in slots.items()}
+    return [Group("run", tuple(bundles), "STRICT_PACK")], merged

@@ -1,0 +1,219 @@
+"""The layout of a run directory, and atomic checkpoints in it.
+
+config.toml  metrics.jsonl  evaluations.jsonl  rollouts/  checkpoints/step_N/  policy/  summary.json  logs/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from slipstream.config.loading import dump
+from slipstream.config.schema import NO_SYSTEM, Config, ConfigError
+from slipstream.rollout import Group
+from slipstream.runtime.closing import finish_in_thread
+from slipstream.runtime.integrity import MANIFEST, STATE, Damaged, manifest, read_whole, sealed
+from slipstream.runtime.serialization import read_lines, write_lines
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    raise ConfigError(NO_SYSTEM) from None
+
+PARTIAL, DAMAGED = ".partial", ".damaged"
+REMOVALS = 50  # tries to remove a directory that a process may still write to, 0.1 s apart
+READY = "ready"  # key of the state that names the file of ready groups
+STEP = re.compile(r"step_\d+")  # name of a complete checkpoint
+
+
+class RunDirectory:
+    """The directory of one run, locked by one process at a time. Paths are attributes; checkpoints are atomic."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.policy = path / "policy"
+        self._checkpoints = path / "checkpoints"
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def create(cls, path: Path) -> RunDirectory:
+        """Create and lock the directory of a new run. Raises `ConfigError` if it holds a run or is in use."""
+        directory = cls(path)
+        if directory.config.exists():
+            raise ConfigError(
+                f"run.dir = {str(path)!r} holds a run; resume it with `slipstream train --resume {path}` "
+                "or name another"
+            )
+        directory._create_and_lock()
+        return directory
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Lock the directory of a run to resume, and remove partial checkpoints.
+
+        Raises `ConfigError` if it holds no run or is in use.
+        """
+        directory = cls(path)
+        if not directory.config.exists():
+            raise ConfigError(
+                f"{path} holds no run to resume (no config.toml); start one with `slipstream train CONFIG`"
+            )
+        directory._create_and_lock()
+        directory.remove_partial()
+        return directory
+
+    def write_config(self, config: Config) -> None:
+        """Replace `config.toml`."""
+        write_atomically(self.config, dump(config))
+
+    def remove_partial(self) -> None:
+        """Remove checkpoints whose writing was interrupted.
+
+        Retries: after a kill of the controller, its trainer may write for a moment longer.
+        """
+        for partial in self._checkpoints.glob(f"*{PARTIAL}"):
+            for _ in range(REMOVALS):
+                shutil.rmtree(partial, ignore_errors=True)
+                if not partial.exists():
+                    break
+                time.sleep(0.1)
+            else:
+                shutil.rmtree(partial)
+
+    def checkpoints(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        found = [p for p in self._checkpoints.glob("step_*") if STEP.fullmatch(p.name)]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+    def checkpoint(self, step: int) -> Path:
+        return self._checkpoints / f"step_{step}"
+
+    @asynccontextmanager
+    async def new_checkpoint(self, step: int, keep: int) -> AsyncIterator[Path]:
+        """A temporary directory for the checkpoint of `step`, renamed when the block ends without error.
+
+        Waits for the disk happen in a thread. The last `keep` checkpoints are kept.
+        """
+        final = self.checkpoint(step)
+        partial = final.with_name(final.name + PARTIAL)
+        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        await finish_in_thread(self._name, partial, final, keep)
+
+    def _name(self, partial: Path, final: Path, keep: int) -> None:
+        """Sync all files, give the checkpoint its final name, and remove all but the last `keep` checkpoints."""
+        write_atomically(partial / MANIFEST, manifest(partial))
+        for file in [p for p in partial.rglob("*") if p.is_file()]:
+            sync(file)
+        partial.rename(final)
+        sync(self._checkpoints)
+        for old in self.checkpoints()[:-keep]:
+            shutil.rmtree(old)
+
+    def newest_whole(self) -> tuple[Path | None, dict[str, Any], list[str]]:
+        """The newest undamaged checkpoint (None before the first one), its state, and a message for each newer one.
+
+        Damaged checkpoints are renamed. Raises `ConfigError` if all are damaged.
+        """
+        damaged: dict[Path, str] = {}
+        for path in reversed(self.checkpoints()):
+            try:
+                state = read_whole(path)
+            except Damaged as error:
+                damaged[path] = str(error)
+                continue
+            return path, state, [_set_aside(path, why) for path, why in damaged.items()]
+        if damaged:
+            path, why = next(iter(damaged.items()))
+            raise ConfigError(
+                f"{path}: {why}, and all other checkpoints are damaged; remove {self._checkpoints} to restart the run"
+            )
+        return None, {}, []
+
+    def close(self) -> None:
+        if self._lock:
+            self._lock.close()
+
+    def _create_and_lock(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.path / "lock")
+        except BlockingIOError:
+            raise ConfigError(f"{self.path} is in use by another process; stop that run first") from None
+        except OSError as error:
+            raise ConfigError(f"run.dir = {str(self.path)!r}: {error.strerror}; name another directory") from None
+
+
+def lock(path: Path, mode: str = "w") -> IO[str]:
+    """Open and lock a file; closing it releases the lock. Raises `BlockingIOError` if another process holds it.
+
+    Locks of mode "r" don't exclude each other.
+    """
+    file = path.open(mode)
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if mode == "r" else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's text so that a reader sees either the old or the new text."""
+    partial = path.with_name(path.name + PARTIAL)
+    partial.write_text(text, encoding="utf-8")
+    sync(partial)
+    partial.replace(path)
+
+
+def write_state(checkpoint: Path, state: dict[str, Any], ready: Sequence[Group]) -> None:
+    """Write the state of the run and its ready groups, which `RunDirectory.newest_whole` and `read_ready` read.
+
+    The state names the file of the ready groups, so both are replaced by one rename.
+    """
+    before = list(checkpoint.glob("ready_*.jsonl"))
+    number = max((int(path.stem.removeprefix("ready_")) for path in before), default=-1) + 1
+    groups = checkpoint / f"ready_{number}.jsonl"
+    write_lines(groups, ready)
+    sync(groups)
+    write_json(checkpoint / STATE, sealed(state | {READY: groups.name}, [groups]))
+    for old in before:
+        old.unlink()
+
+
+def read_ready(checkpoint: Path, state: dict[str, Any]) -> list[Group]:
+    """The ready groups of a checkpoint. Raises `ValueError` or `OSError` for a file not written by `write_state`."""
+    return read_lines(checkpoint / state[READY])
+
+
+def _set_aside(checkpoint: Path, why: str) -> str:
+    """Rename a damaged checkpoint. Returns a message for the user."""
+    aside = checkpoint.with_name(checkpoint.name + DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+    return f"checkpoint {checkpoint.name} is damaged ({why}): renamed to {aside.name}, using the previous one"
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

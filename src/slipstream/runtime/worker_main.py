@@ -1,0 +1,187 @@
+"""The main program of a worker's process: build the worker, run its methods when they are called, send heartbeats."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import gc
+import logging
+import multiprocessing.util
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.config.plugins import build, load_object
+from slipstream.errors import UserError
+from slipstream.runtime.gc_tuning import freeze_heap
+from slipstream.runtime.memory import resident_bytes
+from slipstream.runtime.pipe import Pipe
+
+HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `resident_bytes`
+START = 0  # number of the call that is answered once the worker is built
+ORPHAN_GRACE_S = 30.0  # for a worker to end by itself after its controller is gone
+Call = tuple[int, str | None, Any]  # number, method (None cancels the call), serialized arguments
+
+
+class WorkerServer:
+    """The worker's end of a connection with the controller."""
+
+    def __init__(self, connection: Pipe) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._count = 0  # calls that began or ended
+        self._worker: Any = None
+        self._closed = threading.Event()
+
+    async def serve(self) -> None:
+        """Build the worker and run its methods until the controller is gone."""
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        reference, arguments, required, heartbeat_s = self._connection.recv()
+        reader = threading.Thread(target=self._read, args=(loop, gone), name="calls", daemon=True)
+        reader.start()
+        try:
+            self._worker = build(import_class(reference), self._connection.loads(arguments), required)
+        except Exception as error:
+            self._answer(START, error)
+            self._closed.set()
+            return
+        self._answer(START, None)
+        freeze_heap()
+        threading.Thread(target=self._send_heartbeats, args=(heartbeat_s,), name="heartbeats", daemon=True).start()
+        try:
+            await self._run_until(gone)
+        finally:
+            if close := getattr(self._worker, "close", None):
+                close()
+            self._closed.set()
+
+    async def _run_until(self, gone: asyncio.Event) -> None:
+        """Run the worker's background work until the controller is gone. Raises what it raises."""
+        work = [asyncio.ensure_future(gone.wait())]
+        if run := getattr(self._worker, "run", None):
+            work.append(asyncio.ensure_future(run()))
+        while not gone.is_set():
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                work.remove(ended)
+                ended.result()
+
+    def _read(self, loop: asyncio.AbstractEventLoop, gone: asyncio.Event) -> None:
+        """Receive calls in a thread, also while the worker computes. Ends the process if it outlives its controller."""
+        with contextlib.suppress(EOFError, OSError, RuntimeError):  # the last: the loop is closed
+            while True:
+                calls = [self._complete(call) for call in self._connection.recv()]
+                loop.call_soon_threadsafe(self._begin_all, calls)
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(gone.set)
+        if not self._closed.wait(ORPHAN_GRACE_S):
+            end_process_group()
+
+    def _complete(self, call: Call) -> Call:
+        """A call with its arguments, which follow in pieces if it has only their number."""
+        number, method, arguments = call
+        if isinstance(arguments, int):
+            arguments = b"".join(self._connection.recv_raw() for _ in range(arguments))
+        return number, method, arguments
+
+    def _begin_all(self, calls: Sequence[Call]) -> None:
+        """Start the calls of one message together, so that no background work runs between them."""
+        for number, method, arguments in calls:
+            self._begin(number, method, arguments)
+
+    def _begin(self, number: int, method: str | None, arguments: bytes) -> None:
+        """Start a call; without a method, cancel the one of this number."""
+        if method is None:
+            if call := self._calls.get(number):
+                call.cancel()
+            return
+        self._count += 1
+        call = self._calls[number] = asyncio.ensure_future(self._call(number, method, arguments))
+        call.add_done_callback(lambda _: self._end(number))
+
+    def _end(self, number: int) -> None:
+        self._count += 1
+        del self._calls[number]
+
+    async def _call(self, number: int, method: str, arguments: bytes) -> None:
+        """Run a method and send what it returns or raises."""
+        try:
+            result = await getattr(self._worker, method)(*self._connection.loads(arguments))
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:
+            result = error
+        with contextlib.suppress(OSError):  # the controller is gone
+            try:
+                self._answer(number, result)
+            except (TypeError, AttributeError, pickle.PicklingError) as error:  # the result can't be serialized
+                self._answer(number, error)
+
+    def _answer(self, number: int, result: Any) -> None:
+        """Send a result, or an exception as its message, class name, traceback, and whether it is written for users."""
+        if isinstance(result, BaseException):
+            details = "".join(traceback.format_exception(result))
+            with contextlib.suppress(OSError):  # the disk of the log may be full
+                print(details, file=sys.stderr, flush=True)
+            self._send((number, True, (str(result), type(result).__name__, details, isinstance(result, UserError))))
+        else:
+            self._send((number, False, result))
+
+    def _send(self, message: tuple[int, bool, Any]) -> None:
+        with self._sending:
+            self._connection.send([message])
+
+    def _send_heartbeats(self, interval_s: float) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the controller is gone, or this process closes
+            while True:
+                progress = self._count + getattr(self._worker, "progress", 0)
+                self._send((HEARTBEAT, False, (progress, resident_bytes(children=True))))
+                time.sleep(interval_s)
+
+
+def import_class(reference: str) -> Any:
+    """The class or function that "module:attribute" or "file.py:attribute" names.
+
+    The garbage collector is off during imports, where it takes a fifth of the time.
+    """
+    gc.disable()
+    try:
+        return load_object(reference, "service")
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def fast_exit() -> None:
+    """Exit at once: freeing all modules takes a second. Runs the exit handlers of this file's own imports first."""
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(hasattr(sys, "last_value"))  # 1 after an exception that nothing caught
+
+
+def end_process_group() -> None:
+    """Kill this process and its children."""
+    if os.getpgid(0) == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def main() -> None:
+    atexit.register(fast_exit)  # before workers register handlers: handlers run in reverse order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        asyncio.run(WorkerServer(Pipe(int(sys.argv[1]))).serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The state of the training loop as a pure state machine: ledger, buffer, version and step.
+
+No I/O, no clock, no tensors. The loop reports events; the state machine returns the number of groups to start, the
+groups of the next batch, and the contents of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slipstream.config.schema import LoopConfig
+from slipstream.rollout import Group, Rollout
+from slipstream.scheduling.ledger import Ledger, State, Visit
+from slipstream.scheduling.staleness import capacity, is_stale
+
+MIN_GROUP_SIZE = 2
+
+
+class BufferFull(RuntimeError):
+    """A group arrived at a full buffer: admission started too many groups."""
+
+
+class LoopState:
+    """State of a run. `every` is the number of steps between two publishes.
+
+    `ready` is the buffer between engines and trainer: at most `capacity` groups, by oldest version, then by visit.
+    """
+
+    def __init__(self, options: LoopConfig, every: int, tasks: int) -> None:
+        self.options, self.every = options, every
+        self.ledger = Ledger(tasks, options.seed, options.retries)
+        self.ready: list[Group] = []
+        self.capacity = options.buffer_size or (options.max_lag + 1) * options.groups_per_step * every
+        self.step = 0
+        self.version = 0  # version of the trainer's weights
+        self.staged = 0  # step of the weights that became the last version
+        self.published = 0  # step of the served weights; a stop publishes between multiples of `every`
+        self.filtered_in_a_row = 0  # groups without signal since the last one with signal
+
+    @property
+    def running(self) -> int:
+        return self.ledger.count(State.RUNNING)
+
+    def startable(self) -> int:
+        """Number of groups that may start now: at most what admission allows and what the remaining steps can use."""
+        ready, running, per_step = len(self.ready), self.running, self.options.groups_per_step
+        free = capacity(
+            version=self.published // self.every,  # versions that were served for `every` steps
+            max_lag=self.options.max_lag,
+            groups_per_version=per_step * self.every,
+            trained=self.ledger.groups_trained,
+            ready=ready,
+            running=running,
+            buffer=self.capacity,
+        )
+        needed = self.options.steps * per_step - self.ledger.groups_trained - ready - running
+        return max(0, min(free, needed))
+
+    def end(
+        self,
+        visit: Visit,
+        task_id: str,
+        rollouts: Sequence[Rollout],
+        *,
+        failed: int,
+        has_signal: Callable[[Group], bool] = lambda group: True,
+        max_filtered_in_a_row: float = math.inf,
+    ) -> bool:
+        """A group has ended with these successful rollouts: add it to the buffer, filter it, or try its task again.
+
+        Returns whether the task is retired. Raises `BufferFull`. At most `max_filtered_in_a_row` consecutive groups
+        without signal are filtered; later ones are added to the buffer until a group has signal.
+        """
+        group = Group(visit.id, task_id, tuple(rollouts))
+        if max(map(len, group.roles.values()), default=0) < MIN_GROUP_SIZE:
+            return self.ledger.failed(visit.id, rollouts=len(rollouts) + failed)
+        self.ledger.ready(visit.id, rollouts=len(rollouts), failed=failed)
+        empty = not has_signal(group)
+        if empty and self.filtered_in_a_row < max_filtered_in_a_row:
+            self.ledger.filtered(visit.id)
+            self.filtered_in_a_row += 1
+            return False
+        if len(self.ready) >= self.capacity:
+            raise BufferFull(f"visit {visit.id} arrived at a buffer that holds {self.capacity} groups already")
+        self.filtered_in_a_row = self.filtered_in_a_row if empty else 0
+        bisect.insort(self.ready, group, key=lambda g: (g.oldest_version, g.visit_id))
+        return False
+
+    def take_batch(self, on_stale: Callable[[int], object] = lambda visit_id: None) -> list[Group]:
+        """Take the groups of the next step from the buffer; an empty list while too few are fresh.
+
+        Tasks of stale groups return to pending, after `on_stale(visit_id)`. A synchronous run waits for all running
+        groups, so that its batches do not depend on the order in which groups end. With `force_max_lag`, a batch is
+        taken once at most one version's worth of groups is running or may start, so that its lag is `max_lag` or
+        `max_lag` - 1.
+        """
+        while self.ready and is_stale(self.version, self.ready[0].oldest_version, self.options.max_lag):
+            on_stale(self.ready[0].visit_id)
+            self.ledger.dropped_stale(self.ready.pop(0).visit_id)
+        count = self.options.groups_per_step
+        if len(self.ready) < count or (self.options.max_lag == 0 and self.running):
+            return []
+        if self.options.force_max_lag and self.running + self.startable() > count * self.every:
+            return []
+        groups, self.ready = self.ready[:count], self.ready[count:]
+        for group in groups:
+            self.ledger.trained(group.visit_id)
+        return groups
+
+    def stage(self) -> None:
+        """The weights of this step become the next version, and publishing starts; buffered tokens age by a version."""
+        self.version += 1
+        self.staged = self.step
+
+    def publish(self, step: int) -> None:
+        """Every engine serves the weights of this step; more groups may start."""
+        self.published = step
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain data for a checkpoint, without the ready groups. Called when this step's weights are a version."""
+        return {"step": self.step, "version": self.version, **self._pace(), "ledger": self.ledger.snapshot()}
+
+    def restore(self, data: dict[str, Any], ready: Sequence[Group]) -> None:
+        """Restore a snapshot and its ready groups. Raises `ValueError` if tasks, groups per version or groups differ.
+
+        Admission counts versions in groups, so groups per version can't change. `max_lag` can: restored groups that are
+        stale now are dropped when the next batch is taken.
+        """
+        ledger = Ledger.restore(data["ledger"])
+        if ledger.tasks != self.ledger.tasks:
+            raise ValueError(
+                f"the run was started on {ledger.tasks} training tasks, and now there are {self.ledger.tasks}; "
+                "give it the data it was started on"
+            )
+        for name, now in self._pace().items():
+            if data[name] != now:
+                raise ValueError(f"{name} = {now} can't be changed when a run is resumed; leave it at {data[name]}")
+        ledger.retries = self.options.retries
+        if sorted(g.visit_id for g in ready) != sorted(e.id for e in ledger.live.values() if e.state is State.READY):
+            raise ValueError(f"{len(ready)} groups were saved, and the ledger has {ledger.count(State.READY)} others")
+        self.ledger, self.version, self.step = ledger, data["version"], data["step"]
+        self.staged = self.published = self.step
+        self.ready = list(ready)
+        self.capacity = max(self.capacity, len(self.ready))
+
+    def _pace(self) -> dict[str, int]:
+        return {"loop.groups_per_step": self.options.groups_per_step, "sync.every": self.every}

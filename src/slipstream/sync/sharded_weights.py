@@ -1,0 +1,71 @@
+"""Sharded parameters: full tensors and local parts, and gathering one parameter at a time for a weight link.
+
+A sender on rank 0 reads parameters in its own order. Rank 0 broadcasts the index of each parameter that it reads, so
+that the other ranks join the collective gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+DONE = -1  # broadcast instead of a parameter's index: no more gathers
+
+
+class GatheredParameters(Mapping[str, Tensor]):
+    """Sharded parameters as a mapping on rank 0: reading a name gathers the full tensor in `dtype`.
+
+    The other ranks call `serve_gathers`, which returns when rank 0 calls `end_gathers`. `group` is a CPU group.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, group: Any) -> None:
+        self._parameters, self._dtype, self._group = parameters, dtype, group
+        self._names = list(parameters)
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._broadcast(self._names.index(name))
+        return self._gather(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def serve_gathers(self) -> None:
+        """On ranks other than 0: join every gather of rank 0 until `end_gathers`."""
+        while (number := self._broadcast(DONE)) != DONE:
+            self._gather(self._names[number])
+
+    def end_gathers(self) -> None:
+        """On rank 0: end `serve_gathers` of the other ranks."""
+        self._broadcast(DONE)
+
+    def _broadcast(self, number: int) -> int:
+        """Rank 0's `number`, on every rank."""
+        received = torch.tensor(number)
+        dist.broadcast(received, 0, group=self._group)
+        return int(received)
+
+    def _gather(self, name: str) -> Tensor:
+        return full_tensor(self._parameters[name].detach().to(self._dtype))
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor of a DTensor, or `tensor` itself. A collective call: every rank must make it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or `tensor` itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, full on every rank, sharded as `like` is."""
+    return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor

@@ -1,0 +1,78 @@
+"""`slipstream doctor`: check the nodes that a run would use, and name each fault with its remedy."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.config.loading import load_config
+from slipstream.controller.node_checks import Examination, examine
+from slipstream.controller.node_worker import NodeReport
+from slipstream.runtime.closing import run_bounded
+from slipstream.runtime.runtime import current_runtime, open_runtime
+
+PLACEHOLDERS = ("--model.path=MODEL", "--environment.name=addition")  # for options without a default
+CHECKS = ("nodes", "versions", "model files", "imports", "GPUs", "memory", "limits", "run directory", "host names",
+          "connections", "bandwidth", "all-reduce")  # fmt: skip
+
+
+def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -> int:
+    """Check this machine or a Ray cluster, for the run of a configuration if there is one. Prints what it finds.
+
+    Returns the exit status: 1 if there are faults. Raises `ConfigError` for a wrong option.
+    """
+    config = load_config(path, [*(() if path else PLACEHOLDERS), *flags])
+    directory = Path(config.run.dir or "runs").absolute()
+    directory = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
+    with open_runtime(config.runtime):
+        found = run_bounded(examine(current_runtime(), config if path else None, directory))
+    results = _results(found, bool(path))
+    if as_json:
+        rates = [{"from": one, "to": other, "bytes_per_s": rate} for (one, other), rate in found.bandwidth.items()]
+        faults, nodes = [fault._asdict() for fault in found.faults], [asdict(report) for report in found.reports]
+        print(json.dumps({"nodes": nodes, "bandwidth": rates, "checks": results, "faults": faults}, indent=1))
+    else:
+        _print(found, results)
+    return 1 if found.faults else 0
+
+
+def _results(found: Examination, with_config: bool) -> dict[str, str]:
+    """The result of each check: "ok", "skipped: reason", or the number of its faults."""
+    skipped = found.skipped | ({} if with_config else dict.fromkeys(("model files", "imports"), "no CONFIG"))
+    skipped |= {"bandwidth": "one node"} if len(found.reports) == 1 else {}
+    results = dict.fromkeys(CHECKS, "ok") | {check: f"skipped: {why}" for check, why in skipped.items()}
+    counts = Counter(fault.check for fault in found.faults)
+    return results | {check: f"{count} fault{'s' * (count > 1)}" for check, count in counts.items()}
+
+
+def _print(found: Examination, results: dict[str, str]) -> None:
+    console = Console(highlight=False)
+    packages = Table("node", *(found.reports[0].versions if found.reports else ()))
+    resources = Table("node", "GPUs", "memory", "/dev/shm", "open files", "disk", "bandwidth")
+    for report in found.reports:
+        rates = [rate for pair, rate in found.bandwidth.items() if report.node in pair]
+        packages.add_row(report.node, *(version or "none" for version in report.versions.values()))
+        resources.add_row(*_cells(report), f"{8 * min(rates) / 1e9:.1f} Gbit/s" if rates else "-")
+    checks = Table("check", "result")
+    for check, result in results.items():
+        checks.add_row(check, result, style="red" if "fault" in result else "dim" if "skipped" in result else "")
+    console.print(packages, resources, checks)
+    for fault in found.faults:
+        console.print(f"{fault.check}: {fault.text}", style="red", markup=False, soft_wrap=True)
+    console.print("no faults" if not found.faults else f"{len(found.faults)} faults", soft_wrap=True)
+
+
+def _cells(report: NodeReport) -> list[str]:
+    gpus = [f"{gpu.index} {gpu.name} {gpu.free / 1024:.0f}/{gpu.total / 1024:.0f} GiB" for gpu in report.gpus]
+    gpus += [f"driver {report.gpus[0].driver}"] if report.gpus else []
+    memory, shm, disk = (
+        f"{size / 1e9:.1f} GB" if size >= 0 else "-" for size in (report.memory, report.shm, report.disk)
+    )
+    files = str(report.open_files) if report.open_files >= 0 else "unlimited"
+    return [report.node, "\n".join(gpus) or "none", memory, shm, files, disk]

@@ -1,0 +1,346 @@
+"""`slipstream verify`: compare an engine with fresh engines before and after a publish.
+
+1. A batch is generated greedily by policy A. Policy B is published while the batch runs.
+2. A fresh engine that loaded A's files generates the tokens before the swap again, from the same prefixes.
+3. A fresh engine that loaded B's files generates the tokens after the swap again.
+
+The link under test has no part in 2 and 3, so a difference is a fault of the engine or of the link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from slipstream.config.loading import with_options
+from slipstream.config.schema import Config, ConfigError
+from slipstream.controller.launch import Cluster, start_generators
+from slipstream.generators.generator_worker import Engine, GeneratorWorker, OpenWeights
+from slipstream.generators.vllm.engine import VllmEngine, VllmWorker
+from slipstream.model.device import dtype_name
+from slipstream.model.loading import load_tokenizer
+from slipstream.rollout import Completion, Sampling, VersionSpan
+from slipstream.runtime.placement import gpus_here, place, resolve_auto
+from slipstream.runtime.worker import handle, succeeded
+from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.sync.adapters import WEIGHTS
+from slipstream.sync.sharded_weights import full_tensor, local_part_like
+from slipstream.trainers.trainer_worker import PytorchTrainerWorker
+
+SEED = 0  # of the prompts and of the noise
+MAX_BATCHED_TOKENS = 128
+# vLLM's batch-invariant mode, and the NCCL settings that it implies: both ends of a link need the same settings.
+BATCH_INVARIANT = {
+    "VLLM_BATCH_INVARIANT": "1", "NCCL_LAUNCH_MODE": "GROUP", "NCCL_COLLNET_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
+    "NCCL_P2P_NET_DISABLE": "1", "NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple",
+    "NCCL_ALGO": "allreduce:tree", "NCCL_NTHREADS": "1", "NCCL_SOCKET_NTHREADS": "1",
+}  # fmt: skip
+# Engines that are compiled separately may get kernels that round differently. In vLLM 0.25.1 `fused_add_rms_norm` sums
+# in another order in passes of 256 tokens or more, batch-invariant or not, so passes are kept shorter.
+INVARIANT = {
+    "compilation_config": {"mode": 0, "custom_ops": ["all"], "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+}
+Spans = Sequence[tuple[Completion, VersionSpan]]
+CHANGE = 0.05  # difference between A and B, in standard deviations of each parameter
+FRESH = 0.02  # difference for an adapter factor that starts as zeros: gives a product of similar size
+STRENGTHS = (1, 64)  # factors of both; the second if A and B answer alike, as in untrained models with tied embeddings
+LENGTHS = (64, 256, 1024)  # tokens of a completion; the first length that outlasts the swap is used
+PROMPT_TOKENS = (4, 24)
+MAX_SHOWN = 5  # inexact completions
+POLL_S = 0.02
+RAISE_TOKENS = "raise --tokens"
+ALIKE = (
+    "A and B answer every prompt alike: with few of them raise --prompts or --tokens; else this model answers the same "
+    "by most weights, as one that is untrained may: give a trained model"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result: pairs are (exact, all) completions or tokens by A and by B."""
+
+    completions: int
+    met: int  # in flight when the publish started
+    changed: int  # with tokens of both versions
+    differ: int  # prompts that A and B answer differently
+    before: tuple[int, int]
+    after: tuple[int, int]
+    tokens: tuple[int, int]
+    pause_s: float  # seconds of the pause
+    misses: tuple[str, ...]  # the first difference of each inexact completion
+    how: str = "continue"  # `sync.in_flight`
+    tokens_discarded: int = 0  # tokens that the engine discarded at the swap
+    longer: str = RAISE_TOKENS  # advice to get longer completions
+
+    @property
+    def exact(self) -> bool:
+        """Whether the swap was observed and every token is exact."""
+        return not self.misses and not self.unseen
+
+    @property
+    def unseen(self) -> str:
+        """Why these completions can't show the swap, with advice; "" if they can."""
+        if not self.met:
+            return f"nothing was in flight at the publish: {self.longer}"
+        # A restarted engine does not count what it discarded, but then tokens by A are missing.
+        nothing_restarted = self.how == "retry" and not self.tokens_discarded and self.before[1]
+        if (self.how == "recompute" and not self.changed) or nothing_restarted:
+            return f"all that was in flight had ended at the swap: {self.longer}"
+        if not self.after[1]:
+            return f"nothing was sampled by B: {self.longer}"
+        return "" if self.differ else ALIKE
+
+    def describe(self, config: Config) -> str:
+        """The verdict as a table."""
+        generator = config.generator
+        discarded = f"; {self.tokens_discarded} tokens were discarded" if self.tokens_discarded else ""
+        rows = [
+            ("engine", f"{generator.engine}, tensor parallel {generator.tensor_parallel_size}, {dtype_name(config)}"),
+            ("link", f"{config.sync.link}, in flight: {config.sync.in_flight}"),
+            ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
+            ("in flight", f"{self.met} at the publish{discarded}"),
+            ("A and B", f"answer {self.differ} prompts differently"),
+            ("before A to B", f"{self.before[0]} of {self.before[1]} exact ({self.tokens[0]} tokens)"),
+            ("after A to B", f"{self.after[0]} of {self.after[1]} exact ({self.tokens[1]} tokens)"),
+            ("paused", f"{1000 * self.pause_s:.2f} ms"),
+            *(("not exact", miss) for miss in self.misses[:MAX_SHOWN]),
+            ("", "EXACT" if self.exact else "NOT EXACT" if self.misses else f"NOT SEEN: {self.unseen}"),
+        ]
+        return "\n".join(f"{name:15}{text}" for name, text in rows)
+
+
+class PerturbingTrainer(PytorchTrainerWorker):
+    """A trainer that adds seeded noise to every parameter instead of learning."""
+
+    _computed: list[torch.Tensor] | None = None
+
+    async def precompute_change(self, seed: int, strength: float = 1.0) -> None:
+        """Compute the noise of `change` in advance on a CPU, where sequences in flight could end meanwhile.
+
+        Takes the memory of one copy of the weights. A GPU is fast, and its memory may be short.
+        """
+        if self._trainer.device.type == "cpu":
+            self._computed = list(self._noise(seed, strength))
+
+    async def change(self, seed: int, strength: float = 1.0) -> None:
+        """Go from A to B: add noise to every parameter, the same for a seed."""
+        if self._sender:
+            self._sender.before_update()
+        noise, self._computed = self._computed or self._noise(seed, strength), None
+        with torch.no_grad():
+            for parameter, change in zip(self._trainer.parameters.values(), noise, strict=True):
+                parameter.add_(change)
+
+    @torch.no_grad()
+    def _noise(self, seed: int, strength: float) -> Iterator[torch.Tensor]:
+        """The noise of each parameter, or of this rank's shard of it."""
+        generator = torch.Generator(self._trainer.device).manual_seed(seed)
+        for parameter in self._trainer.parameters.values():
+            noise = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            values = full_tensor(parameter).float()
+            size = CHANGE * max(float(values.std(correction=0)), 0.02) if values.any() else FRESH  # ones deviate by 0
+            yield local_part_like(noise.mul_(strength * size), parameter)
+
+    async def store(self, path: Path) -> None:
+        """Write the policy and its tokenizer in the format that engines load."""
+        self._trainer.export(path)
+        load_tokenizer(self._config.model.path).save_pretrained(path)
+
+
+class AdapterFromFiles(VllmWorker):
+    """A generator that loads adapters from PEFT files without a weight link: by vLLM itself, or into the parameters."""
+
+    def _load(self) -> tuple[Engine, OpenWeights]:
+        kind = VllmWorker if self._config.generator.engine == "vllm" else GeneratorWorker
+        return kind._load(self)
+
+    async def load_adapter(self, path: str) -> None:
+        """Load the adapter in a PEFT directory."""
+        engine: Any = self._engine
+        if isinstance(engine, VllmEngine):
+            engine.load_adapter(path)
+            return
+        for name, tensor in load_file(Path(path) / WEIGHTS).items():
+            inner = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+            engine.model.get_parameter(inner).data.copy_(tensor)
+
+
+async def verify(config: Config, *, prompts: int = 16, tokens: int | None = None, after: int = 16) -> Verdict:
+    """Publish B once a completion has `after` tokens by A, and compare with fresh engines.
+
+    The duration of a publish is unknown before: without `tokens`, the lengths in LENGTHS are tried. If A and B answer
+    alike, the next of STRENGTHS is tried. Raises `ConfigError`.
+    """
+    config = resolve_auto(config)
+    lengths = [tokens] if tokens is not None else [n for n in LENGTHS if n > after] or [LENGTHS[-1] + after]
+    strengths = list(STRENGTHS)
+    while True:
+        verdict = await _verify(config, prompts, lengths[0], after, strengths[0])
+        more = strengths if verdict.unseen == ALIKE else lengths if verdict.longer == RAISE_TOKENS else []
+        if len(more) < 2 or verdict.exact or verdict.misses:
+            return verdict
+        more.pop(0)
+        how = "a larger change" if more is strengths else f"{lengths[0]} tokens"
+        print(f"{verdict.unseen.partition(':')[0]}; once more with {how}", file=sys.stderr)
+
+
+async def _verify(config: Config, prompts: int, tokens: int, after: int, strength: float) -> Verdict:
+    fresh = _for_local_engines(config)
+    if not config.generator.servers:
+        config = fresh
+    if min(prompts, tokens) < 1 or after < 0:
+        raise ConfigError(
+            f"verify with --prompts {prompts} --tokens {tokens} --after {after} compares nothing; give at least 1 "
+            "prompt and token, and --after 0 or more"
+        )
+    trainer = f"{PerturbingTrainer.__module__}:{PerturbingTrainer.__qualname__}"
+    config = with_options(config, trainer={**config.trainer.model_dump(), "kind": trainer})
+    vocabulary, rng = len(load_tokenizer(config.model.path)), random.Random(SEED)
+    asked = [tuple(rng.randrange(vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))) for _ in range(prompts)]
+    with _scratch() as folder:
+        completions, observed = await _publish_midway(config, folder, asked, _greedy(tokens), after, strength)
+        by_a, by_b = ([(c, s) for c in completions for s in c.spans if s.version == v] for v in (0, 1))
+        # If no token by A was kept, as under `retry`, A answers all of B's prompts, to see that the answers differ.
+        by_a = by_a or [(c, c.spans[-1]) for c in completions[prompts:]]
+        again = [await _generate_fresh(fresh, folder / name, s) for name, s in (("A", by_a), ("B", by_b))]
+    longer = _longer(completions[:prompts], tokens)
+    return _verdict(completions, again, how=config.sync.in_flight, longer=longer, **observed)
+
+
+def _for_local_engines(config: Config) -> Config:
+    """The configuration of engines that run here, without the user's servers. Makes vLLM on GPUs batch-invariant in
+    all processes that start from here on."""
+    generator, others = config.generator.model_dump(), {}
+    if config.generator.servers:
+        generator |= {"servers": [], "replicas": 1}
+        others = {"sync": {"link": "shared"}}
+    if gpus_here() and config.generator.engine == "vllm":
+        os.environ.update(BATCH_INVARIANT)
+        engine_args = INVARIANT | config.generator.engine_args
+        generator |= {"max_num_seqs": MAX_BATCHED_TOKENS, "engine_args": engine_args}
+    return with_options(config, generator=generator, **others)
+
+
+def _longer(completions: Sequence[Completion], tokens: int) -> str:
+    """What to raise for longer completions."""
+    return RAISE_TOKENS if any(len(c.token_ids) == tokens for c in completions) else "raise generator.max_model_len"
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A temporary directory. After an exception, which may name a log, the logs are kept."""
+    folder = Path(tempfile.mkdtemp(prefix="slipstream-verify-"))
+    removed = [folder]
+    try:
+        yield folder
+    except Exception:
+        removed = [path for path in folder.iterdir() if path.name != "logs"]
+        raise
+    finally:
+        for path in removed:
+            shutil.rmtree(path)
+
+
+async def _publish_midway(
+    config: Config, folder: Path, asked: Sequence[tuple[int, ...]], sampling: Sampling, after: int, strength: float
+) -> tuple[list[Completion], dict[str, Any]]:
+    """Publish B while the prompts are answered, then ask them again. Writes A and B to directories in `folder`.
+
+    Returns the completions of the first round, then of the second, and fields of the verdict: `pause_s`, `met`,
+    `tokens_discarded`.
+    """
+    cluster = await Cluster.start(config, folder)
+    try:
+        await cluster.link.connect(0)
+        trainer = handle(PerturbingTrainer, cluster.trainer_process)
+        await trainer.store(folder / "A")
+        await trainer.precompute_change(SEED, strength)
+        requests = [asyncio.ensure_future(cluster.generator.generate(prompt, sampling)) for prompt in asked]
+        answers = asyncio.gather(*requests)
+        answers.add_done_callback(succeeded)  # marks an exception as retrieved; it is raised below
+        while not answers.done() and await cluster.generator.longest_in_flight() < after:
+            await asyncio.sleep(POLL_S)
+        async with cluster.trainer_turn(publishes=True):
+            await trainer.change(SEED, strength)
+            met = sum(not request.done() for request in requests)
+            stats = await cluster.link.publish(1)
+        # A second round, since new sequences must not read A's entries in a prefix cache.
+        later = await asyncio.gather(*(cluster.generator.generate(prompt, sampling) for prompt in asked))
+        await trainer.store(folder / "B")
+        discarded = sum(
+            [(await generator.stats()).get("tokens_discarded", 0.0) for generator in cluster.generator.generators]
+        )
+        return [*await answers, *later], {"pause_s": stats.pause_s, "met": met, "tokens_discarded": round(discarded)}
+    finally:
+        await cluster.close()
+
+
+async def _generate_fresh(config: Config, store: Path, spans: Spans) -> list[array[int]]:
+    """The tokens that a fresh engine with the weights in `store` generates in place of these spans."""
+    if not spans:
+        return []
+    service, adapted = "", bool(config.lora.rank)
+    if adapted:  # A and B share the base model
+        service = f"{AdapterFromFiles.__module__}:{AdapterFromFiles.__qualname__}"
+    else:
+        config = with_options(config, model={**config.model.model_dump(), "path": str(store)})
+    pool = await start_generators(config, store.parent, place(config, gpus_here()), service)
+    try:
+        if adapted:
+            [generator] = pool.generators
+            assert isinstance(generator.process, WorkerProcess)
+            await handle(AdapterFromFiles, generator.process).load_adapter(str(store))
+        prefixes = [c.prompt_ids + c.token_ids[: s.start] for c, s in spans]
+        completions = await asyncio.gather(*map(pool.generate, prefixes, [_greedy(s.end - s.start) for _, s in spans]))
+        return [completion.token_ids for completion in completions]
+    finally:
+        await pool.close()
+
+
+def _greedy(tokens: int) -> Sampling:
+    """Greedy sampling that ignores the end of text, since short answers would end before the swap."""
+    return Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def _verdict(completions: Sequence[Completion], again: Sequence[list[array[int]]], **observed: Any) -> Verdict:
+    """Compare completions of both rounds with the tokens `again` of fresh engines A and B, span by span.
+
+    `observed` are the other fields of the verdict.
+    """
+    half, counts, misses = len(completions) // 2, [], []
+    for version, name in enumerate("AB"):
+        spans = [(i, s) for i, c in enumerate(completions) for s in c.spans if s.version == version]
+        expected_tokens = [(i, completions[i].token_ids[s.start : s.end]) for i, s in spans]
+        regenerated = again[version] if expected_tokens else []
+        compared = [(i, a, b) for (i, a), b in zip(expected_tokens, regenerated, strict=True)]
+        counts.append((sum(a == b for _, a, b in compared), len(compared), sum(len(a) for _, a, _ in compared)))
+        for i, expected, tokens in compared:
+            if expected != tokens:
+                pairs = enumerate(zip(expected, tokens, strict=False))
+                at = next((n for n, (a, b) in pairs if a != b), min(len(expected), len(tokens)))
+                when = "in flight" if i < half else "begun after the change"
+                misses.append(f"{when}, by {name}: at token {at + 1} of {len(expected)}")
+    (exact_a, all_a, tokens_a), (exact_b, all_b, tokens_b) = counts
+    first, second = completions[:half], completions[half:]
+    old = {c.prompt_ids.tobytes(): c.token_ids for c in first if c.versions[0] == 0}
+    if not all_a:  # then a fresh A answered all prompts
+        old = {c.prompt_ids.tobytes(): tokens for c, tokens in zip(second, again[0], strict=True)}
+    return Verdict(
+        completions=len(completions), changed=sum(len(c.spans) > 1 for c in completions),
+        differ=sum(old.get(c.prompt_ids.tobytes(), c.token_ids) != c.token_ids for c in second),
+        before=(exact_a, all_a), after=(exact_b, all_b), tokens=(tokens_a, tokens_b), misses=tuple(misses), **observed,
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""Activation checkpointing and compilation of decoder layers."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from slipstream.model.inspection import decoder_layers
+from slipstream.trainers.experts import local_experts
+
+# Operations whose outputs are saved, by prefix; attention's operation depends on the torch release.
+SAVED_OPERATIONS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm", "aten._scaled_dot_product",
+            "aten._flash_attention", "torch_attn.")  # fmt: skip
+# Limit of compiled variants: one for each kind of layer, with and without gradients, adapters, and shared prompts.
+# Beyond torch's default limit of 8, layers would silently run uncompiled.
+MAX_COMPILED_PROGRAMS = 64
+
+
+def prepare_layers(model: Any, recompute: str, compiled: bool) -> None:
+    """Checkpoint the activations of each decoder layer, and compile the layer if `compiled`.
+
+    `recompute` says what the backward pass computes again: "none", "selective" (all but matrix products) or "full".
+    The all-to-all of expert parallelism can't be compiled, and need not be repeated: in a layer with `LocalExperts`
+    these and the other submodules are prepared separately.
+    """
+    for layer in decoder_layers(model):
+        experts = local_experts(layer)
+        wraps_all = recompute == "full" and experts  # then the checkpoint wraps the compiled modules
+        if compiled and wraps_all:
+            _compile(layer, *experts)
+        if recompute == "selective" and experts:
+            for module in (*(m for m in layer.children() if not local_experts(m)), *experts):
+                _checkpoint_forward(module, recompute)
+        elif recompute != "none":
+            _checkpoint_forward(layer, recompute)
+        if compiled and not wraps_all:
+            _compile(layer, *experts)
+
+
+def _checkpoint_forward(module: Any, how: str) -> None:
+    module.uncheckpointed_forward = module.forward
+    module.forward = MethodType({"full": _recompute_all, "selective": _recompute_selectively}[how], module)
+
+
+def _compile(*modules: Any) -> None:
+    """Compile each forward method, for any number of tokens; modules of one class share the compiled code."""
+    compiler: Any = torch._dynamo.config
+    compiler.recompile_limit = max(MAX_COMPILED_PROGRAMS, compiler.recompile_limit)
+    # Routers record their choice as a side effect of the forward pass; recomputation may skip it.
+    compiler.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    for module in modules:
+        # Not `__call__`: FSDP's hooks differ between layers, and each layer would be compiled by itself.
+        module.forward = torch.compile(module.forward, dynamic=True)
+
+
+# Functions of this module: the compiler traces them, unlike `checkpoint` itself. Bound as methods, they are copied with
+# their layer.
+def _recompute_all(layer: Any, *arguments: Any, **options: Any) -> Any:
+    return checkpoint(layer.uncheckpointed_forward, *arguments, use_reentrant=False, **options)
+
+
+def _recompute_selectively(layer: Any, *arguments: Any, **options: Any) -> Any:
+    return checkpoint(layer.uncheckpointed_forward, *arguments, use_reentrant=False, context_fn=_contexts, **options)
+
+
+def _save_matmuls(ctx: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    saved = str(operation).startswith(SAVED_OPERATIONS)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_contexts = partial(create_selective_checkpoint_contexts, _save_matmuls)

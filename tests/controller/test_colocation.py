@@ -1,0 +1,230 @@
+"""Placement `colocated`: one side at a time, and nothing is learnt otherwise than where both work at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyarrow.parquet import read_table
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from slipstream.config.loading import load_config
+from slipstream.config.schema import Config, ConfigError
+from slipstream.controller.launch import Cluster
+from slipstream.generators.torch.engine import Engine
+from slipstream.rollout import Batch, Completion, Sampling
+from slipstream.run import train
+from slipstream.runtime.worker import WorkerError
+from tests.conftest import build_model
+from tests.processes import module_for_processes
+
+RECORDING = """
+import json, os, time
+from pathlib import Path
+from slipstream.environments.base import Task
+from slipstream.generators.generator_worker import GeneratorWorker
+from slipstream.trainers.trainer_worker import PytorchTrainerWorker
+
+def record(side, began):
+    with (Path(__file__).parent / f"{side} {os.getpid()}").open("a") as file:
+        file.write(json.dumps([began, time.perf_counter()]) + "\\n")
+
+class Sums:
+    train = [Task(str(i), f"{i % 10} + 1 =") for i in range(20)]
+    test = train[:6]
+    async def rollout(self, task, policy):
+        completion = await policy.sample(task.prompt)
+        return float(sum(completion.token_ids) % 7)
+
+class Generator(GeneratorWorker):
+    def _load(self):
+        engine, open_weights = super()._load()
+        step = engine.step
+        def timed():
+            began, before = time.perf_counter(), engine.tokens_generated
+            finished = step()
+            if engine.tokens_generated > before:
+                record("generator", began)
+            return finished
+        engine.step = timed
+        return engine, open_weights
+
+class Trainer(PytorchTrainerWorker):
+    async def step(self, batch):
+        began = time.perf_counter()
+        stats = await super().step(batch)
+        record("trainer", began)
+        return stats
+    async def score(self, completions):
+        began = time.perf_counter()
+        scores = await super().score(completions)
+        record("trainer", began)
+        return scores
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """File in which the workers of the module `recording` log when they compute."""
+    with module_for_processes("recording", RECORDING, tmp_path / "recorded", monkeypatch) as folder:
+        yield folder
+
+
+def config_of(model: Path, *flags: str) -> Config:
+    named = [f"--model.path={model}", "--trainer.threads=1", "--generator.threads=1", "--environment.name=addition"]
+    return load_config(None, [*named, *flags])
+
+
+def run(model: Path, directory: Path, *flags: str) -> dict[str, Any]:
+    small = ["--loop.steps=4", "--loop.groups_per_step=3", "--loop.group_size=4", "--sampling.max_tokens=12"]
+    rest = ["--trainer.learning_rate=1e-3", "--evaluation.tasks=6", "--evaluation.every=2", "--checkpoint.every=2"]
+    kinds = ["--generator.engine=recording:Generator", "--trainer.kind=recording:Trainer", f"--run.dir={directory}"]
+    kinds.append("--environment.name=recording:Sums")
+    return train(config_of(model, *small, *rest, *kinds, *flags), quiet=True)
+
+
+def intervals(folder: Path, side: str) -> list[tuple[float, float]]:
+    return sorted(
+        tuple(json.loads(line)) for file in folder.glob(f"{side} *") for line in file.read_text().splitlines()
+    )
+
+
+def overlapping(folder: Path) -> int:
+    """Number of times that trainer and an engine computed concurrently."""
+    drawn = intervals(folder, "generator")
+    return sum(
+        any(began < end and start < ended for began, ended in drawn) for start, end in intervals(folder, "trainer")
+    )
+
+
+COLOCATED = "--sync.placement=colocated"
+
+
+@pytest.mark.e2e
+def test_a_synchronous_colocated_run_trains_bitwise_identical_weights(
+    tiny: Path, tmp_path: Path, recorded: Path
+) -> None:
+    summary = run(tiny, tmp_path / "turns", "--loop.max_lag=0", COLOCATED, "--sync.in_flight=recompute")
+    assert summary["steps"] == summary["sync"]["publishes"] == 4
+    assert len(intervals(recorded, "trainer")) == 5 and not overlapping(recorded)  # with the probe's score
+    run(tiny, tmp_path / "both", "--loop.max_lag=0")
+    policies = [load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("turns", "both")]
+    start = load_file(tiny / "model.safetensors")
+    assert all(torch.equal(policies[0][name], policies[1][name]) for name in policies[0])
+    assert any(not torch.equal(policies[0][name], start[name]) for name in policies[0])
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("how", "more"),
+    [
+        ("recompute", ["--generator.replicas=2"]),
+        ("retry", []),
+        ("drain", ["--sync.every=2", "--loop.max_lag=1"]),
+    ],
+)
+def test_colocation_with_sequences_in_flight(
+    how: str, more: list[str], tiny: Path, tmp_path: Path, recorded: Path
+) -> None:
+    """Trainer and engines never compute concurrently, and recorded log-probabilities and versions are exact."""
+    kept = ["--sync.link=checkpoint", "--sync.keep_versions=9", "--sampling.max_tokens=60"]
+    flags = ["--loop.max_lag=2", COLOCATED, f"--sync.in_flight={how}", *kept, *more]
+    summary = run(tiny, tmp_path / "run", *flags)
+    assert summary["steps"] == 4 and not summary["failures"] and summary["lag"]["max"] <= 2
+    assert len(intervals(recorded, "trainer")) == 5 and not overlapping(recorded)
+    drawn = [row for file in (tmp_path / "run" / "rollouts").glob("*.parquet") for row in read_table(file).to_pylist()]
+    assert len(drawn) == 4 * 12
+    for row in drawn:
+        assert_told_truly(row, tiny, tmp_path / "run" / "weights")
+    assert any(len(row["spans"]) > 1 for row in drawn) == (how == "recompute")
+
+
+def assert_told_truly(row: dict[str, Any], model: Path, weights: Path) -> None:
+    """Every token has the log-probability of its recorded version in a plain forward pass."""
+    first, ids = len(row["prompt_ids"]), torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+    for span in row["spans"]:
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        policy.load_state_dict(load_file(weights / f"version_{span['version']}.safetensors"), strict=False)
+        with torch.no_grad():
+            scores = policy(ids[:, :-1]).logits[0, first - 1 :].log_softmax(-1)
+        wanted = scores.gather(-1, ids[0, first:, None])[span["start"] : span["end"], 0]
+        assert (wanted - torch.tensor(row["logprobs"])[span["start"] : span["end"]]).abs().max() < 1e-4
+
+
+def test_a_sleeping_engine_rejects_calls(tiny: Path, tmp_path: Path) -> None:
+    """With an error if it is called past the pool, in which requests wait; an offloaded trainer does so too."""
+
+    async def main() -> None:
+        config = config_of(tiny, COLOCATED, "--sync.in_flight=recompute")
+        pools = await Cluster.start(config, tmp_path)
+        (generator,), sampling = pools.generator.generators, Sampling(temperature=0.0, max_tokens=20)
+        try:
+            await pools.link.connect(0)
+            before = await pools.generator.generate([5, 6, 7], sampling)
+            with pytest.raises(WorkerError, match="this trainer is offloaded"):
+                await pools.trainer.score([before])
+            async with pools.trainer_turn(publishes=False):
+                with pytest.raises(WorkerError, match="this engine sleeps"):
+                    await generator.generate([5, 6, 7], sampling)
+                waiting = asyncio.ensure_future(pools.generator.generate([5, 6, 7], sampling))
+                await pools.trainer.score([before])
+                assert not waiting.done() and not await pools.generator.longest_in_flight()
+            with pytest.raises(WorkerError, match="this trainer is offloaded"):
+                await pools.trainer.step(Batch((), ()))
+            assert (await waiting).token_ids == before.token_ids
+        finally:
+            await pools.close()
+
+    asyncio.run(main())
+
+
+def completions(engine: Engine) -> list[Completion]:
+    done: dict[Any, Completion] = {}
+    while engine.busy:
+        done |= dict(engine.step())
+    return [done[key] for key in sorted(done)]
+
+
+@pytest.mark.parametrize("how", ["recompute", "retry"])
+def test_a_sleep_changes_no_token(how: Any) -> None:
+    """An engine that slept samples the same tokens as one that did not."""
+    slept, awake = (Engine(build_model("qwen3"), slots=4) for _ in range(2))
+    for engine in (slept, awake):
+        for key in range(6):
+            engine.submit(key, [5, 6, 7 + key], Sampling(max_tokens=20, seed=key))
+    for _ in range(7):
+        slept.step()
+    slept.sleep(2)
+    assert slept.step() == [] and slept._cache.positions == 0 and slept.busy
+    with pytest.raises(RuntimeError, match="sleeps"):
+        slept.submit(9, [5], Sampling())
+    slept.wake(["weights"])
+    assert slept.asleep
+    slept.swap(1, lambda: None, how)
+    slept.wake(["kv_cache"])
+    ours, theirs = completions(slept), completions(awake)
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    assert {c.versions for c in ours} == ({(0, 1), (1, 1)} if how == "recompute" else {(1, 1)})
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], 'sync.in_flight = "continue": keys and values are lost in sleep; set it to "recompute", "retry" or'),
+        (["--sync.in_flight=retry", "--sync.link=nccl"], 'sync.link = "nccl", whose ends run at once; use "shared"'),
+        (
+            ["--sync.in_flight=drain", "--generator.engine=vllm", "--generator.servers=['http://a:1']"],
+            "generator.servers, which can't be put to sleep; leave them out",
+        ),
+    ],
+)
+def test_incompatible_options_are_refused(flags: list[str], said: str, tiny: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(tiny, COLOCATED, *flags)
+    assert said in str(caught.value) and "\n" not in str(caught.value)

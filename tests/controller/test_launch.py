@@ -1,0 +1,87 @@
+"""Processes that share a GPU start one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.config.loading import load_config
+from slipstream.controller import engine_restart as restart
+from slipstream.controller.launch import Cluster
+from slipstream.generators.vllm.launch import engine_arguments
+from slipstream.runtime.placement import Placement
+from tests.processes import module_for_processes
+
+SERVICES = """
+import os
+import time
+from pathlib import Path
+
+def write(event):
+    with (Path(__file__).parent / "events").open("a") as file:
+        file.write(f"{event} {os.environ['CUDA_VISIBLE_DEVICES']} {os.getpid()}\\n")
+
+class Stub:
+    def __init__(self, *arguments):
+        write("starts")
+        time.sleep(0.3)
+        write("started")
+    def __getattr__(self, name):
+        if name == "run" or name.startswith("_"):
+            raise AttributeError(name)
+        async def answer(*arguments):
+            if name == "export":
+                arguments[0].mkdir(parents=True)
+            return {"tokens": 0, "busy_s": 0}
+        return answer
+    def close(self):
+        write("ended")
+"""
+
+
+def test_processes_that_share_a_gpu_start_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer first; and when engines restart, none starts before all of them have ended."""
+    monkeypatch.setattr("slipstream.runtime.runtime.gpus_here", lambda: 1)
+    monkeypatch.setattr(restart, "load_tokenizer", lambda path: SimpleNamespace(save_pretrained=lambda path: None))
+    flags = ["--generator.engine=shared:Stub", "--trainer.kind=shared:Stub", "--generator.replicas=2",
+             "--sync.link=checkpoint", "--sync.restart=true", "--sync.in_flight=retry"]  # fmt: skip
+    config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])
+
+    async def main() -> None:
+        pools = await Cluster.start(config, tmp_path / "run")
+        try:
+            await pools.link.publish(1)
+        finally:
+            await pools.close()
+
+    with module_for_processes("shared", SERVICES, tmp_path / "shared", monkeypatch) as folder:
+        asyncio.run(main())
+        lines = [line.split() for line in (folder / "events").read_text().splitlines()]
+    events, gpus, _ = zip(*lines, strict=True)
+    assert set(gpus) == {"0"}
+    assert events == (*["starts", "started"] * 3, *["ended"] * 2, *["starts", "started"] * 2, *["ended"] * 3)
+    for (event, _, process), (_, _, following) in itertools.pairwise(lines):
+        assert event != "starts" or process == following
+
+
+@pytest.mark.parametrize(
+    ("placement", "share"),
+    [
+        (Placement(((0,),), (1,)), 0.85),
+        (Placement(((0,),), (0,)), 0.4),
+        (Placement(((0,), (0,)), ()), 0.4),
+        (Placement(((0,), (0,)), (0,)), 0.267),
+        (Placement(((0, 1), (1, 2)), (3,)), 0.4),
+        (Placement(((),), ()), 0.85),
+    ],
+)
+def test_engines_share_a_gpu_out(
+    placement: Placement, share: float, patient: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: Any = load_config(None, [f"--model.path={patient}", "--environment.name=e", "--generator.engine=vllm"])
+    assert engine_arguments(config, placement.sharers(placement.generators[0]))["gpu_memory_utilization"] == share

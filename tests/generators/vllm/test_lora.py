@@ -1,0 +1,310 @@
+"""Real vLLM on a CPU, in this process: adapters that arrive while it decodes, and adapters that fail to load."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.config.loading import load_config
+from slipstream.generators.base import Interruption
+from slipstream.model.inspection import trained_parameters
+from slipstream.model.loading import load_model
+from slipstream.rollout import Completion, Sampling
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(240),
+]
+BOUND = 1e-4
+LONG = 200
+
+
+class Served:
+    """An engine and a trainer's adapters, without the processes around them."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        from slipstream.generators.vllm.engine import VllmEngine
+        from slipstream.sync.adapters import AdapterSender
+
+        flags = ["--sync.link=lora", "--lora.rank=4", "--generator.max_num_seqs=8", "--loop.max_lag=1"]
+        named = [f"--model.path={model}", "--environment.name=addition", "--generator.engine=vllm"]
+        config = load_config(None, [*named, *flags])
+        self.policy = load_model(config.model, config.lora, device=torch.device("cpu"), dtype=torch.float32)
+        self.engine = VllmEngine(config)
+        self.sender = AdapterSender(trained_parameters(self.policy), config, directory, 1)
+        self.weights = self.engine.open_weights("lora", self.sender.connection_info(), 1)
+        self.version = 0
+
+    def change(self) -> dict[str, Any]:
+        """Change the adapters. Returns the handle of their version."""
+        self.version += 1
+        torch.manual_seed(self.version)
+        with torch.no_grad():
+            for parameter in trained_parameters(self.policy).values():
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+        return self.sender.stage(self.version)
+
+    def prepare(self, handle: dict[str, Any]) -> None:
+        self.weights.prepare(handle)
+        while not self.weights.prepared():
+            time.sleep(0.001)
+
+    def publish(self, how: Interruption = "continue") -> None:
+        handle = self.change()
+        self.prepare(handle)
+        self.engine.swap(self.version, self.weights.apply, how)
+        self.sender.release(handle)
+
+    def finish(self) -> dict[Any, Completion]:
+        found = {}
+        while self.engine.busy:
+            found.update(self.engine.step())
+        return found
+
+    def drew(self, completion: Completion) -> bool:
+        """Whether the current adapters sampled this completion."""
+        ids = torch.tensor([completion.prompt_ids + completion.token_ids[:-1]])
+        with torch.no_grad():
+            logits = self.policy(ids).logits[0, len(completion.prompt_ids) - 1 :]
+        wanted = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        return bool((wanted - torch.tensor(completion.logprobs)).abs().max() < BOUND)
+
+
+@pytest.fixture(scope="module")
+def served(patient: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    one = Served(patient, tmp_path_factory.mktemp("adapters"))
+    yield one
+    one.sender.close()
+
+
+def test_the_engine_decodes_while_an_adapter_is_loaded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any loading time. Sequences in flight finish on the old adapter, later ones use the new adapter."""
+    from slipstream.generators.vllm import lora_worker as vllm_loader
+
+    served.publish()
+    served.engine.submit("old", [5, 6, 7], Sampling(max_tokens=LONG))
+    going_on, read = threading.Event(), vllm_loader.AdapterFile.is_same_file
+
+    def slow(*arguments: Any) -> Any:
+        assert going_on.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(vllm_loader.AdapterFile, "is_same_file", slow)
+    old = {name: p.clone() for name, p in trained_parameters(served.policy).items()}
+    handle = served.change()
+    served.weights.prepare(handle)
+    for drawn in range(20):
+        assert not served.weights.prepared()
+        assert served.engine.longest_in_flight() == drawn, "a step draws a token"
+        served.engine.step()
+    going_on.set()
+    while not served.weights.prepared():
+        served.engine.step()
+    served.engine.swap(served.version, served.weights.apply)
+    served.sender.release(handle)
+    served.engine.submit("new", [5, 6, 7], Sampling(max_tokens=LONG))
+    found = served.finish()
+    assert served.drew(found["new"]) and not served.drew(found["old"])
+    assert (found["old"].versions, found["new"].versions) == ((served.version - 1,) * 2, (served.version,) * 2)
+    with torch.no_grad():
+        for name, parameter in trained_parameters(served.policy).items():
+            parameter.copy_(old[name])
+    assert served.drew(found["old"])
+
+
+def test_an_unreadable_adapter_is_reported_and_the_old_one_is_still_served(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.generators.vllm import lora_worker as vllm_loader
+
+    def fails(*_: Any) -> Any:
+        raise OSError("no memory to read from")
+
+    served.publish()
+    served.engine.submit("before", [5, 6, 7], Sampling(max_tokens=LONG))
+    old = {name: p.clone() for name, p in trained_parameters(served.policy).items()}
+    handle = served.change()
+    with monkeypatch.context() as broken:
+        broken.setattr(vllm_loader.AdapterFile, "is_same_file", fails)
+        with pytest.raises(OSError, match="no memory to read from"):
+            served.prepare(handle)
+    served.engine.submit("after", [5, 6, 8], Sampling(max_tokens=LONG))
+    found = served.finish()
+    with torch.no_grad():
+        for name, parameter in trained_parameters(served.policy).items():
+            parameter.copy_(old[name])
+    assert served.drew(found["before"]) and served.drew(found["after"])
+    served.publish()
+    served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=LONG))
+    assert served.drew(served.finish()["next"])
+
+
+def test_a_version_prepared_but_not_swapped_may_be_sent_again_with_other_values(served: Served) -> None:
+    """As after a publish that failed at another generator."""
+    served.prepare(served.change())
+    served.version -= 1
+    torch.manual_seed(0)
+    served.publish()
+    served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=LONG))
+    assert served.drew(served.finish()["next"])
+
+
+def loader_of(served: Served) -> Any:
+    return served.engine._llm.model_executor.driver_worker.worker._slipstream
+
+
+def test_adapters_after_the_first_are_loaded_by_replay(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorded copies are replayed into every slot, with the same result as vLLM's own code."""
+    from slipstream.generators.vllm import lora_worker as vllm_loader
+
+    served.publish()
+    monkeypatch.setattr(vllm_loader.AdapterLoader, "_load_by_vllm", None)
+    for _ in range(loader_of(served)._slots.lora_slots + 1):
+        served.publish()
+        served.engine.submit("one", [5, 6, 7], Sampling(max_tokens=20))
+        assert served.drew(served.finish()["one"])
+
+
+def forget_to_scale(copies: Any, slot: int) -> None:
+    torch._foreach_copy_(copies._targets[slot], copies._sources)
+
+
+def forget_a_copy(copies: Any, slot: int) -> None:
+    torch._foreach_copy_(copies._targets[slot][1:], copies._sources[1:])
+    for number, factor in copies._factors.items():
+        copies._targets[slot][number].mul_(factor)
+
+
+@pytest.mark.parametrize("broken", [None, forget_to_scale, forget_a_copy])
+def test_vllm_loads_adapters_that_a_replay_gets_wrong(
+    broken: Any, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every version, including the first, whose adapters are zeros."""
+    from slipstream.generators.vllm import lora_worker as vllm_loader
+
+    served.publish()
+    loader = loader_of(served)
+    if broken:
+        monkeypatch.setattr(vllm_loader.RecordedCopies, "replay", broken)
+        loader._opened = None
+    else:  # as where vLLM casts on the way
+        loader._copies = None
+    for number in range(3):
+        handle = served.change()
+        if not number:
+            with torch.no_grad():
+                for name, parameter in trained_parameters(served.policy).items():
+                    parameter.mul_("lora_A" in name)
+            handle = served.sender.stage(served.version)
+        served.prepare(handle)
+        served.engine.swap(served.version, served.weights.apply)
+        served.engine.submit(number, [5, 6, 7], Sampling(max_tokens=LONG))
+        served.engine.step()
+        assert loader._copies is None
+        assert check(served) == published(served)
+    found = served.finish()
+    assert served.drew(found[2]) and not served.drew(found[1])
+    monkeypatch.undo()
+    loader._opened = None
+    served.publish()
+    assert loader._copies
+
+
+def check(served: Served) -> dict[str, int]:
+    """The engine's checksums of all published parameters."""
+    served.weights.start_checksums(list(trained_parameters(served.policy)))
+    while (found := served.weights.checksums()) is None:
+        time.sleep(0.001)
+    return found
+
+
+def published(served: Served) -> dict[str, int]:
+    from slipstream.sync.checksum import checksum
+
+    return {name: checksum(parameter.detach()) for name, parameter in trained_parameters(served.policy).items()}
+
+
+def test_checksums_are_those_of_the_served_adapter(served: Served) -> None:
+    """Checksums cover the values received by the worker. A slot with other values is an error."""
+    served.publish()
+    assert check(served) == published(served)
+    loader = loader_of(served)
+    _, slot = loader._loading
+    loader._copies._targets[slot][-1][0, 0] += 1
+    with pytest.raises(RuntimeError, match="other values in its slot"):
+        check(served)
+    loader._copies.replay(slot)
+    loader._opened[1][0] += 1
+    with pytest.raises(RuntimeError, match="other values in its slot"):
+        check(served)
+    loader._copies.replay(slot)
+    assert check(served) != published(served)
+
+
+def test_adapters_in_other_memory_are_refused(served: Served, tmp_path: Path) -> None:
+    from slipstream.sync.adapters import AdapterSender
+
+    served.publish()
+    flags = [f"--model.path={tmp_path}", "--environment.name=addition", "--generator.engine=vllm", "--sync.link=lora"]
+    other = AdapterSender(trained_parameters(served.policy), load_config(None, [*flags, "--lora.rank=4"]), tmp_path, 1)
+    with pytest.raises(RuntimeError, match="other memory than before"):
+        served.prepare(other.stage(served.version + 1))
+    other.close()
+    served.publish()
+    served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=20))
+    assert served.drew(served.finish()["next"])
+
+
+def test_verify_loads_its_reference_adapter_by_vllm(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.generators.vllm import lora_worker as vllm_loader
+
+    served.publish()
+    served.change()
+    served.policy.save_pretrained(tmp_path / "B")
+    monkeypatch.setattr(vllm_loader, "AdapterLoader", None)
+    served.engine.load_adapter(str(tmp_path / "B"))
+    served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=20))
+    assert served.drew(served.finish()["next"])
+
+
+def test_adapters_in_use_keep_their_slots(served: Served) -> None:
+    """There is a slot for the next adapter in addition to those in use; adapters are read once, never from files."""
+    manager: Any = served.engine._llm.model_executor.driver_worker.worker.model_runner.lora_manager._adapter_manager
+    slots: list[set[tuple[int, int]]] = []
+    for number in range(5):
+        served.publish()
+        served.engine.submit(number, [5, 6, 7 + number], Sampling(max_tokens=LONG))
+        served.engine.step()
+        slots.append({(i, adapter) for i, adapter in enumerate(manager.lora_index_to_id) if adapter})
+    assert all(len({adapter for _, adapter in now}) == len(now) == 3 for now in slots[2:])
+    assert all(len(before & after) == 2 for before, after in itertools.pairwise(slots[2:]))
+    served.finish()
+
+
+@pytest.mark.parametrize("how", ["retry", "continue"])
+def test_tokens_of_restarted_sequences_are_counted_as_discarded(how: Interruption, served: Served) -> None:
+    """At the next version under `retry`, else when the slot of their first adapter is needed."""
+    served.publish()
+    before = served.engine.tokens_discarded
+    served.engine.submit("one", [5, 6, 7], Sampling(max_tokens=LONG))
+    for publishes in range(1, 5):
+        while served.engine.longest_in_flight() < 5 * publishes:
+            served.engine.step()
+        served.publish(how)
+        if served.engine.tokens_discarded > before:
+            break
+        served.engine.submit(publishes, [5, 6, 7], Sampling(max_tokens=LONG))  # it is one more adapter in use
+    assert publishes == (1 if how == "retry" else 3)
+    assert served.engine.tokens_discarded - before == 5 * publishes
+    found = served.finish()
+    assert found["one"].versions == (served.version, served.version) and served.drew(found["one"])

@@ -1,0 +1,114 @@
+"""At most a few ready coroutines continue in one iteration of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream import run as run_module
+from slipstream.environments import text_limits
+from slipstream.runtime.event_loop import PER_ITERATION, throttle
+
+COUNT = 100
+
+
+async def turns_of(one: Callable[[int], Coroutine[Any, Any, object]]) -> list[tuple[int, int]]:
+    """The iteration of the event loop in which each of `COUNT` coroutines ended, in the order of their ends."""
+    loop, turn, ended = asyncio.get_running_loop(), 0, []
+
+    def begin() -> None:
+        nonlocal turn
+        turn += 1
+        loop.call_soon(begin)
+
+    async def timed(number: int) -> None:
+        await one(number)
+        ended.append((turn, number))
+
+    begin()
+    await asyncio.gather(*map(timed, range(COUNT)))
+    return ended
+
+
+def most_in_a_turn(ended: list[tuple[int, int]]) -> int:
+    return max(Counter(turn for turn, _ in ended).values())
+
+
+def test_few_callers_continue_in_one_iteration_in_order_of_arrival() -> None:
+    ended = asyncio.run(turns_of(lambda number: throttle()))
+    assert [number for _, number in ended] == list(range(COUNT))
+    assert most_in_a_turn(ended) <= 2 * PER_ITERATION
+
+
+def test_a_cancelled_caller_is_skipped() -> None:
+    async def cancel_half() -> int:
+        tasks = [asyncio.ensure_future(throttle()) for _ in range(COUNT)]
+        await asyncio.sleep(0)
+        for task in tasks[::2]:
+            task.cancel()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        await asyncio.wait_for(throttle(), 60)
+        return results.count(None)
+
+    assert asyncio.run(cancel_half()) >= COUNT // 2
+
+
+class AtOnce(Executor):
+    """An executor that computes at once, in the calling thread."""
+
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments, **options))
+        return done
+
+
+def test_long_completions_that_arrive_together_continue_over_many_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_limits, "THREADS", AtOnce())
+    long = text_limits.MAX_INLINE + 1
+    ended = asyncio.run(turns_of(lambda number: text_limits.run_in_thread(long, abs, -number)))
+    assert most_in_a_turn(ended) <= 3 * PER_ITERATION
+
+
+def test_short_text_is_processed_in_the_same_iteration() -> None:
+    """All requests of a wave reach the engine as one message, which makes a synchronous run reproducible."""
+    ended = asyncio.run(turns_of(lambda number: text_limits.run_in_thread(1, abs, -number)))
+    assert len({turn for turn, _ in ended}) == 1
+
+
+def test_advantages_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "build_batch", lambda *_, **__: threading.current_thread())
+    monkeypatch.setattr(run_module, "enough_engines", lambda run: True)
+    state = SimpleNamespace(take_batch=lambda on_stale: ["a group"], step=0, version=0)
+    run: Any = SimpleNamespace(
+        ending=False, paused=False, requested_checkpoint=None, objective=None, config=None, state=state
+    )  # fmt: skip
+    assert asyncio.run(run_module.next_batch(run)) is not threading.main_thread()
+
+
+def test_a_recorder_loads_its_libraries_before_the_first_step() -> None:
+    """Imports during a run hold the interpreter lock, and their objects would not be frozen."""
+    code = """
+import sys
+from array import array
+from pathlib import Path
+from slipstream.observe.recorder import Recorder, _columns
+from slipstream.rollout import Completion, Group, Rollout, VersionSpan
+recorder = Recorder(Path("."), str)
+recorder.load_libraries()
+before = set(sys.modules)
+drawn = Completion(array("i", [1]), array("i", [2]), array("f", [-1.0]), (VersionSpan(0, 0, 1),), "stop")
+_columns(0, Group(0, "a", (Rollout((drawn,), 1.0),)), [1.0], lambda ids: "")
+recorder.close()
+assert not (late := set(sys.modules) - before), late
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

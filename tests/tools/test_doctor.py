@@ -1,0 +1,120 @@
+"""`slipstream doctor` on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+from socket import gethostname
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.config.loading import load_config
+from slipstream.controller import node_checks
+from slipstream.controller.errors import RunError
+from slipstream.controller.node_checks import Examination, check_nodes, examine
+from slipstream.controller.node_faults import Fault
+from slipstream.runtime.process import Launch, LocalProcess
+from slipstream.runtime.runtime import LocalRuntime, Node
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("")
+    return tmp_path
+
+
+def found(capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """Results and faults of `--json`."""
+    printed = json.loads(capsys.readouterr().out)
+    return printed["checks"], printed["faults"]
+
+
+def flags(tiny: Path, environment: str = "addition") -> list[str]:
+    return [
+        f"--model.path={tiny}",
+        f"--environment.name={environment}",
+        "--trainer.device=cpu",
+        "--generator.device=cpu",
+    ]
+
+
+def test_a_machine_is_checked_without_a_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "/dev/shm" in printed and "model files" in printed and printed.endswith("no faults\n")
+    assert [path.name for path in folder.iterdir()] == ["run.toml"]  # nothing is left over
+
+
+def test_a_run_of_two_ranks_is_checked_with_an_all_reduce(
+    folder: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "run.toml", "--json", "--trainer.ranks=2", *flags(tiny)]) == 0
+    results, faults = found(capsys)
+    assert results["all-reduce"] == results["model files"] == "ok" and not faults
+    assert results["bandwidth"] == "skipped: one node"
+
+
+def test_a_model_and_a_plugin_that_are_missing_are_faults(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "broken.py").write_text("import no_such_library")
+    assert main(["doctor", "run.toml", "--json", *flags(folder / "none", "broken.py:Environment")]) == 1
+    results, faults = found(capsys)
+    texts = {fault["check"]: fault["text"] for fault in faults}
+    assert "no such directory" in texts["model files"] and "no_such_library" in texts["imports"]
+    assert results["imports"] == "1 fault"
+
+
+def test_more_gpus_than_there_are_is_a_fault(folder: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"--model.path={tiny}", "--environment.name=addition", "--generator.tensor_parallel_size=2"]
+    given += ["--generator.engine=vllm"]
+    assert main(["doctor", "run.toml", *given]) == 1
+    assert "GPUs: generator.tensor_parallel_size = 2, but there are 0 GPUs here" in capsys.readouterr().out
+
+
+def test_a_wrong_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--runtime.knd=ray"]) == 2
+    assert "runtime.knd" in capsys.readouterr().err
+
+
+def silent(launch: Launch) -> LocalProcess:
+    """A process on a node that does not answer."""
+    process = LocalProcess(launch)
+    os.kill(process.pid, signal.SIGSTOP)
+    return process
+
+
+class WithSilent(LocalRuntime):
+    def nodes(self) -> list[Node]:
+        return [*super().nodes(), Node("silent", "127.0.0.1", silent)]
+
+
+def test_a_node_that_does_not_answer_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_checks, "REPORT_TIMEOUT_S", 5.0)
+    examination = asyncio.run(examine(WithSilent(), None, tmp_path))
+    assert [fault.check for fault in examination.faults] == ["nodes"] and len(examination.reports) == 1
+    assert examination.faults[0].text.startswith("node silent did not answer within 5 s; see `ray status`")
+
+
+def test_a_directory_that_a_node_does_not_see_is_a_fault(tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    [fault] = asyncio.run(examine(LocalRuntime(), None, tmp_path, elsewhere={gethostname(): other})).faults
+    assert fault.check == "run directory" and "is another directory there" in fault.text
+    none = {gethostname(): tmp_path / "none"}
+    [fault] = asyncio.run(examine(LocalRuntime(), None, tmp_path, elsewhere=none)).faults
+    assert "is not there" in fault.text
+
+
+def test_faults_end_a_run_in_one_line_each(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, flags(tiny))
+    faults = Examination(faults=[Fault("limits", "first"), Fault("GPUs", "second")])
+
+    async def found(*_: object, **__: object) -> Examination:
+        return faults
+
+    monkeypatch.setattr(node_checks, "examine", found)
+    with pytest.raises(RunError, match=r"\nlimits: first\nGPUs: second$"):
+        asyncio.run(check_nodes(config, tmp_path))

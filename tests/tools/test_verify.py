@@ -1,0 +1,159 @@
+"""What `slipstream verify` makes of what it finds, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.config.loading import load_config
+from slipstream.generators.vllm.requests import VllmRequest
+from slipstream.rollout import Completion, Sampling, VersionSpan, int32_array
+from slipstream.tools import verify as verification
+from slipstream.tools.verify import RAISE_TOKENS, PerturbingTrainer, Verdict, _longer, _scratch, _verdict
+
+
+def of_b(prompt: int, *token_ids: int) -> Completion:
+    spans = (VersionSpan(1, 0, len(token_ids)),)
+    return Completion((prompt,), token_ids, (0.0,) * len(token_ids), spans, "length")
+
+
+def test_where_nothing_of_a_was_kept_a_fresh_a_must_answer_otherwise() -> None:
+    """As under `retry`: else nothing would show that anything has changed."""
+    completions = [of_b(5, 7, 8), of_b(6, 9, 9), of_b(5, 7, 8), of_b(6, 9, 9)]
+    by_b = [c.token_ids for c in completions]
+    same = _verdict(completions, [[int32_array([7, 8]), int32_array([9, 9])], by_b], pause_s=0.0, met=2)
+    assert not same.exact and same.differ == 0 and same.before == (0, 0) and same.after == (4, 4)
+    other = _verdict(completions, [[int32_array([7, 8]), int32_array([9, 3])], by_b], pause_s=0.0, met=2)
+    assert other.exact and other.differ == 1 and other.before == (0, 0)
+
+
+def test_a_change_that_was_foreseen_is_the_same_and_costs_an_addition(tiny: Path, tmp_path: Path) -> None:
+    config = load_config(None, [f"--model.path={tiny}", "--environment.name=addition", "--trainer.threads=1"])
+    at_once, foreseen = (PerturbingTrainer(config, str(tmp_path)) for _ in range(2))
+
+    def no_more(seed: int, strength: float) -> Iterator[torch.Tensor]:
+        raise AssertionError(f"noise of seed {seed} is made while sequences go on")
+
+    asyncio.run(foreseen.precompute_change(3))
+    foreseen._noise = no_more  # type: ignore[method-assign]
+    before = {name: p.detach().clone() for name, p in foreseen._trainer.parameters.items()}
+    for trainer in (at_once, foreseen):
+        asyncio.run(trainer.change(3))
+    for name, parameter in foreseen._trainer.parameters.items():
+        assert torch.equal(parameter, at_once._trainer.parameters[name]) and not torch.equal(parameter, before[name])
+    with pytest.raises(AssertionError):
+        asyncio.run(foreseen.change(3))
+
+
+def test_a_change_is_larger_where_both_answer_alike(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[tuple[int, float]] = []
+
+    async def attempt(config: object, prompts: int, tokens: int, after: int, strength: float) -> Verdict:
+        tried.append((tokens, strength))
+        return Verdict(2, 1, 1, int(strength >= needed), (1, 1), (2, 2), (9, 9), 0.0, ())
+
+    monkeypatch.setattr(verification, "_verify", attempt)
+    config, needed = load_config(None, ["--model.path=m", "--environment.name=addition"]), 64
+    assert asyncio.run(verification.verify(config)).exact and tried == [(64, 1), (64, 64)]
+    assert capsys.readouterr().err == "A and B answer every prompt alike; once more with a larger change\n"
+    needed = 1000
+    assert asyncio.run(verification.verify(config)).unseen.endswith("give a trained model")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_logs_that_an_error_names_outlive_it(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    try:
+        with _scratch() as folder:
+            for name in ("A", "logs"):
+                (folder / name).mkdir()
+                (folder / name / "file").touch()
+            if fails:
+                raise OSError("see the log")
+    except OSError:
+        pass
+    assert [str(path.relative_to(folder)) for path in folder.rglob("file")] == (["logs/file"] if fails else [])
+
+
+def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
+    config = load_config(None, ["--model.path=m", "--environment.name=addition", "--sync.in_flight=recompute"])
+    whole = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 2),), "length")
+    parts = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)), "length")
+    by_b = of_b(5, 9, 9)
+    ended = _verdict([whole, by_b], [[int32_array([7, 8])], [int32_array([9, 9])]], pause_s=0.0, met=1)
+    met = _verdict([parts, by_b], [[int32_array([7])], [int32_array([8]), int32_array([9, 9])]], pause_s=0.0, met=1)
+    wrong = _verdict([parts, by_b], [[int32_array([7])], [int32_array([4]), int32_array([9, 9])]], pause_s=0.0, met=1)
+    for verdict in (ended, met, wrong):
+        assert verdict.exact == (verdict is not wrong)  # where sequences may finish by A
+    ended, met, wrong = (replace(verdict, how="recompute") for verdict in (ended, met, wrong))
+    assert met.exact and met.describe(config).endswith(" EXACT")
+    assert not wrong.exact and wrong.describe(config).endswith(" NOT EXACT")
+    assert not ended.exact
+    assert ended.describe(config).endswith("NOT SEEN: all that was in flight had ended at the swap: raise --tokens")
+    assert replace(ended, longer=_longer([of_b(5, 7)], 2)).unseen.endswith("raise generator.max_model_len")
+
+
+def test_completions_are_as_long_as_a_publish_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = Verdict(2, 1, 1, 1, (1, 1), (2, 2), (9, 9), 0.0, ())
+    over, wrong = replace(seen, met=0), tuple[str, ...]()
+    tried: list[int] = []
+
+    async def attempt(config: object, prompts: int, tokens: int, after: int, strength: float) -> Verdict:
+        tried.append(tokens)
+        return (
+            seen if tokens == enough else replace(over, misses=wrong, longer=RAISE_TOKENS if tokens < long else "raise")
+        )
+
+    def lengths(**asked: int) -> list[int]:
+        tried.clear()
+        asyncio.run(verification.verify(config, **asked))
+        return list(tried)
+
+    monkeypatch.setattr(verification, "_verify", attempt)
+    config = load_config(None, ["--model.path=m", "--environment.name=addition"])
+    enough, long = 256, 10_000
+    assert lengths() == [64, 256] and lengths(tokens=30) == [30]
+    assert capsys.readouterr().err == "nothing was in flight at the publish; once more with 256 tokens\n"
+    enough, long = 10_000, 256  # by then all end by themselves
+    assert lengths() == [64, 256]
+    enough = long = 10_000
+    assert lengths() == [64, 256, 1024] and lengths(after=100) == [256, 1024] and lengths(after=2000) == [3024]
+    wrong = ("in flight, by A: at token 3 of 9",)
+    assert lengths() == [64], "what is wrong is told, whatever was not seen"
+
+
+def test_what_lets_completions_go_on() -> None:
+    assert _longer([of_b(5, 7, 8)], 2) == RAISE_TOKENS
+    assert _longer([of_b(5, 7, 8)], 3) == "raise generator.max_model_len"
+
+
+def test_a_retry_is_seen_by_the_tokens_that_it_discarded() -> None:
+    """Else all may have ended before the swap, and nothing was drawn anew."""
+    by_a = Completion((5,), (7, 9), (0.0, 0.0), (VersionSpan(0, 0, 2),), "length")
+    by_b = of_b(5, 7, 8)
+    ended = replace(
+        _verdict([by_a, by_b], [[int32_array([7, 9])], [int32_array([7, 8])]], pause_s=0.0, met=1), how="retry"
+    )
+    assert not ended.exact and replace(ended, tokens_discarded=3).exact
+    # Nothing that A drew is left, though a sequence had drawn before the publish began.
+    gone = replace(
+        _verdict([by_b, by_b], [[int32_array([7, 9])], [int32_array([7, 8]), int32_array([7, 8])]], pause_s=0.0, met=1),
+        how="retry",
+    )
+    assert gone.exact
+
+
+def test_vllm_draws_past_the_end_of_the_text_too() -> None:
+    for ignored, stops in ((False, [7, 9]), (True, [9])):
+        sampling = Sampling(stop_tokens=(9,), ignore_eos=ignored)
+        assert VllmRequest("key", (1,), sampling).parameters(10, [7], False)["stop_token_ids"] == stops
