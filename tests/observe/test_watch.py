@@ -294,6 +294,7 @@ def test_a_page_follows_its_run_and_keeps_what_its_user_chose(growing: GrowingRu
             show = "document.querySelector('#{}').scrollIntoView()"
             await tab.run(show.format("rollouts"))
             await tab.until("charts.all.length > 2 && document.querySelector('.bar-button')")
+            metric = await tab.run("charts.all[0].metric")
             await tab.run("charts.all[0].setSelect({left: 50, width: 100, top: 0, height: 100}); null")
             await tab.run("timeline.view = [1, 2]; [...document.querySelectorAll('.bar-button')].at(-1).click()")
             await tab.run("openGroup(1, state.data.runs[0].rollouts.columns.visit[0], 0)")
@@ -311,7 +312,9 @@ def test_a_page_follows_its_run_and_keeps_what_its_user_chose(growing: GrowingRu
                 await tab.until(f"!live.parts.find((part) => part.id === '{part}').isStale")
             assert await tab.run("timeline.rows[0].last") > growing.source.published[-2]
             assert "13 in" in await tab.run("document.querySelector('#summary').textContent")
-            assert await tab.run("charts.all[0].data[0].at(-1)") == STEPS + 1
+            await tab.run("document.querySelector('#curves').scrollIntoView()")
+            last = f"charts.all.find((chart) => chart.metric === '{metric}')?.data[0].at(-1)"
+            await tab.until(f"{last} === {STEPS + 1}")  # the chart is drawn again when it comes near the window
             growing.rewind(6)
             await tab.until("state.data.runs[0].metrics.step.length === 6")
             growing.lock.close()
