@@ -26,8 +26,8 @@ from slipstream.runtime.worker import WorkerDied, WorkerError, fail_unawaited, h
 from slipstream.runtime.worker_main import HEARTBEAT, START
 
 LOG_BYTES = 2**16
-HEARTBEAT_S = 5.0  # between two heartbeats
-HEARTBEAT_TIMEOUT_S = 30.0  # of silence after which a process with pending calls counts as hung
+HEARTBEAT_S = 2.5  # between two heartbeats
+HEARTBEAT_TIMEOUT_S = 15.0  # of silence after which a process with pending calls counts as hung
 
 W = TypeVar("W")
 
