@@ -29,7 +29,7 @@ from slipstream.controller.rollouts import admit_groups, take_groups
 from slipstream.controller.run_context import RunContext
 from slipstream.controller.setup import resolve_config, start
 from slipstream.controller.stalls import end_if_stalled
-from slipstream.controller.trainer_restart import restart_trainer
+from slipstream.controller.trainer_restart import restart_trainer, trainer_ranks
 from slipstream.environments.episode import EventLoopWatchdog, first_error
 from slipstream.objective import build_batch
 from slipstream.rollout import Batch, StepStats
@@ -101,6 +101,8 @@ async def training_loop(run: RunContext) -> dict[str, Any]:
 async def train_steps(run: RunContext) -> None:
     """Take steps until the run is complete or stopped, with all tasks of the loop. An error cancels these tasks."""
     async with asyncio.TaskGroup() as run.tasks:
+        # A trainer may die while no call to it is pending, and engines can't join the pool without it.
+        watches = [run.tasks.create_task(rank.raise_death()) for rank in trainer_ranks(run)]
         admit_groups(run)
         while batch := await next_batch(run):
             waited = run.totals.seconds_since_step()
@@ -117,6 +119,8 @@ async def train_steps(run: RunContext) -> None:
             await save_if_due(run)
             admit_groups(run)
         await stop_generation(run)
+        for watch in watches:
+            watch.cancel()
 
 
 async def next_batch(run: RunContext) -> Batch | None:

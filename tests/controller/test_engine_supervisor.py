@@ -214,3 +214,20 @@ def test_the_number_of_engines_changes_while_a_run_goes_on(link: str, tiny: Path
     records = balanced(summary, tmp_path / "run" / "metrics.jsonl")
     assert {1, 3} <= {record["engines/alive"] for record in records} and records[-1]["engines/alive"] == 1
     assert not summary["engines_lost"] and not run.warnings
+
+
+@pytest.mark.parametrize("link", ["shared", "nccl"])
+def test_a_trainer_that_dies_while_its_run_waits_for_the_only_engine(link: str, tiny: Path, tmp_path: Path) -> None:
+    """No call to the trainer is pending then, and the engine can't join without it."""
+    run = run_of(tiny, tmp_path, f"--sync.link={link}")
+
+    async def script(run: Warned) -> None:
+        send(run.cluster.generator.generators[0], signal.SIGKILL)
+        await until(lambda: run.waits_for_engines)
+        os.kill(run.cluster.trainer_process.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        await until(lambda: run.trainer_restarts)
+        await step(run, 3)
+
+    summary = asyncio.run(play(run, script))
+    balanced(summary, tmp_path / "run" / "metrics.jsonl")
+    assert summary["trainer_restarts"] == 1

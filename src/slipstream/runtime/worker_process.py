@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 from slipstream.runtime.pipe import Large, Pipe
@@ -114,6 +114,12 @@ class WorkerProcess:
 
         future.add_done_callback(forget)
         return future
+
+    async def raise_death(self) -> NoReturn:
+        """Wait until the process is dead, and raise its `WorkerDied`."""
+        await self.ended.wait()
+        assert self.dead
+        raise self.dead
 
     async def stop(self, grace: float = 10.0) -> None:
         """Let the process end by itself, or terminate it after `grace` seconds."""
