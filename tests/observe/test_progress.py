@@ -13,7 +13,7 @@ from rich.console import Console
 from slipstream.observe.formatting import duration, number, sparkline
 from slipstream.observe.progress import FIELDS, EngineState, PoolState, Progress
 from slipstream.rollout import Completion, Group, Rollout, VersionSpan, float32_array, int32_array
-from slipstream.tools.lag_study.records import SERIES
+from slipstream.tools.lag_study.results import SERIES
 from tests.test_records import ROOT
 
 RECORD: dict[str, Any] = {

@@ -7,16 +7,15 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from slipstream.config.schema import ConfigError
 from slipstream.runtime.run_directory import lock, write_atomically
 from slipstream.tools.lag_study.plan import Plan
 from slipstream.tools.lag_study.plots import AXES, draw
-from slipstream.tools.lag_study.records import RunResult, read_jsonl, read_result
-from slipstream.tools.lag_study.runner import LOG, Runner, ended
-from slipstream.tools.lag_study.table import Study, default_target, markdown
+from slipstream.tools.lag_study.results import RunResult, Study, default_target, markdown, read_result
+from slipstream.tools.lag_study.runner import Runner, ended
 
 DATA = "lag.json"
 
@@ -38,11 +37,10 @@ def study_lag(plan: Plan, *, jobs: int, target: float | None, command: Sequence[
     with held:
         runner = Runner(plan, jobs)
         asyncio.run(runner.run())
-    results = _results(plan)
+    results = [asdict(read_result(run)) for run in plan.runs() if ended(run)]
     if results:
         data = {"command": shlex.join(command), "tokens": plan.tokens, "corrections": plan.corrections}
-        text = json.dumps(data | {"courses": [asdict(result) for result in results]})
-        write_atomically(plan.directory / DATA, text + "\n")
+        write_atomically(plan.directory / DATA, json.dumps(data | {"courses": results}) + "\n")
         present(plan.directory, target)
     missing = len(plan.runs()) - len(results)
     return runner.failed or ([f"{missing} runs are left; the same command continues with them"] if missing else [])
@@ -52,13 +50,14 @@ def present(directory: Path, target: float | None) -> None:
     """Write table and plots from the data of a study. Raises `ConfigError` if `directory` has no such data."""
     path = directory / DATA
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        results = tuple(RunResult(**result) for result in data.pop("courses"))
+        data, known = json.loads(path.read_text(encoding="utf-8")), [field.name for field in fields(RunResult)]
+        results = tuple(RunResult(*(result[name] for name in known)) for result in data["courses"])
+        target = default_target(results) if target is None else target
+        study = Study(results, data["corrections"], data["tokens"], target, data["command"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} holds no study ({error}); run `slipstream study lag CONFIG.toml --dir {directory}`"
         ) from None
-    study = Study(results, target=default_target(results) if target is None else target, **data)
     write_atomically(directory / "lag.md", markdown(study))
     print(markdown(study))
     plots = {by: directory / f"lag_{by}.png" for by in AXES}
@@ -73,14 +72,3 @@ def present(directory: Path, target: float | None) -> None:
         )
         return
     print("drawn in", " and ".join(map(str, plots.values())))
-
-
-def _results(plan: Plan) -> list[RunResult]:
-    """The results of all runs that have ended."""
-    log = plan.directory / LOG
-    starts = read_jsonl(log) if log.exists() else []
-    found = []
-    for run in filter(ended, plan.runs()):
-        own = [line for line in starts if line["run"] == run.path.name] or [{"jobs": 1, "cores": 0}]
-        found.append(read_result(run, max(line["jobs"] for line in own), min(line["cores"] for line in own)))
-    return found

@@ -74,6 +74,10 @@ class Plan:
                     "name another --dir, or remove it"
                 )
 
+    def log(self, run: Run) -> Path:
+        """Where the output of a run is written."""
+        return self.directory / "logs" / f"{run.path.name}.log"
+
     @property
     def tokens(self) -> int:
         """Trained tokens of each run. Raises `ConfigError` if `loop.max_tokens` is not set."""

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.tools.lag_study.records import RunResult
-from slipstream.tools.lag_study.table import Study
+from slipstream.tools.lag_study.results import RunResult, Study
 
 # Okabe and Ito's palette, for colour-blind readers (jfly.uni-koeln.de/color); black is the first lag, synchronous.
 COLOURS = ("#000000", "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
@@ -56,7 +55,7 @@ def draw(study: Study, path: Path, by: str) -> None:
         figure.align_ylabels(axes[:, 0])
         lines = {line.get_label(): line for panel in axes.flat for line in panel.get_legend_handles_labels()[0]}
         figure.legend(handles=lines.values(), loc="outside upper center", ncols=len(lines), frameon=False)
-        figure.supxlabel(_note(study, by), fontsize=9, color="#666666")
+        figure.supxlabel(_note(study), fontsize=9, color="#666666")
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
 
@@ -95,9 +94,8 @@ def _curve(result: RunResult, by: str, name: str) -> tuple[Any, Any]:
     return x[order], y[order]
 
 
-def _note(study: Study, by: str) -> str:
-    """The line below the plot: seeds, tokens, and parallel runs."""
+def _note(study: Study) -> str:
+    """The line below the plot: seeds and tokens."""
     seeds = max(len(study.of(*cell)) for cell in study.cells())
     note = f"mean of {seeds} seeds, band from the lowest to the highest seed" if seeds > 1 else "one seed"
-    busy = f"; {study.jobs} runs at once" if by == "seconds" and study.jobs > 1 else ""
-    return f"{note}; every run trains on {study.tokens:,} tokens; KL below {MIN_KL:.0e} is not plotted{busy}"
+    return f"{note}; every run trains on {study.tokens:,} tokens; KL below {MIN_KL:.0e} is not plotted"
