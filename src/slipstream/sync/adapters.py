@@ -7,11 +7,9 @@ the file format; the engine's end is `generators.vllm.weights`.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Send
 from slipstream.sync.shared import allocate_shared_file, free_shared_file
 
 WEIGHTS = "adapter_model.safetensors"
-FOR_ALL_GPUS = 1  # CU_MEMHOSTREGISTER_PORTABLE
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in safetensors, for each `model.dtype`
 
 
@@ -52,7 +49,7 @@ class AdapterSender(Sender):
         self._files = {ADAPTER: _create_file(json.dumps(adapter_config).encode()), WEIGHTS: _create_file(head, size)}
         path = self._files[WEIGHTS][1]
         memory = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
-        self._data, self._locked = memory[len(head) :].view(self._dtype), PageLock(memory)
+        self._data = memory[len(head) :].view(self._dtype)
 
     def connection_info(self) -> ConnectionInfo:
         return {"shapes": self._shapes}
@@ -80,7 +77,6 @@ class AdapterSender(Sender):
 
     def close(self) -> None:
         self.release({})
-        self._locked.release()
         for handle, memory in self._files.values():
             free_shared_file(handle, memory)
 
@@ -117,62 +113,15 @@ def _create_file(header: bytes, payload_size: int = 0) -> tuple[int, str]:
     return handle, path
 
 
-class AdapterFile:
-    """The adapter file as an engine maps it; all versions of one sender use the same memory.
-
-    `values` is one flat tensor of the current adapter; `by_name` splits it.
-    """
-
-    def __init__(self, version: Path) -> None:
-        path = version / WEIGHTS
-        self._status = path.stat()
-        data = torch.from_file(str(path), shared=True, size=self._status.st_size, dtype=torch.uint8)
-        start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
-        described = json.loads(data[8:start].numpy().tobytes())
-        described.pop("__metadata__")
-        self._shapes = {name: one["shape"] for name, one in described.items()}
-        kind = next(iter(described.values()))["dtype"]
-        self.values = data[start:].view(next(dtype for dtype, name in DTYPE_NAMES.items() if name == kind))
-        self._locked = PageLock(data)
-
-    def is_same_file(self, version: Path) -> bool:
-        """Whether the file of the directory `version` is the mapped one; a memory file's path may be used again."""
-        return os.path.samestat(self._status, (version / WEIGHTS).stat())
-
-    def by_name(self, values: Tensor) -> dict[str, Tensor]:
-        """The tensors by name, as views of `values`: the file's own or a copy."""
-        parts = torch.split(values, [prod(shape) for shape in self._shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
-
-    def close(self) -> None:
-        self._locked.release()
-
-
-class PageLock:
-    """Page-locks `memory` until `release`, which must precede the end of the memory.
-
-    Copies between page-locked memory and a GPU are several times faster. Without a GPU, or if the system refuses, the
-    memory stays unlocked. Uses the CUDA driver API: after a refusal the runtime API would report the error again at the
-    next CUDA call.
-    """
-
-    def __init__(self, memory: Tensor) -> None:
-        driver = _cuda_driver() if torch.cuda.is_available() else None
-        refused = driver.cuMemHostRegister_v2(memory.data_ptr(), memory.nbytes, FOR_ALL_GPUS) if driver else 1
-        self._driver, self._locked = driver, memory if refused == 0 else None
-
-    def release(self) -> None:
-        if self._driver and self._locked is not None:
-            self._driver.cuMemHostUnregister(self._locked.data_ptr())
-        self._locked = None
-
-
-@cache
-def _cuda_driver() -> Any:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    driver.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
-    driver.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
-    return driver
+def read_adapter(version: Path, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of a version by PEFT's names, on `device`: views of one copy of the file that `stage` wrote."""
+    path = version / WEIGHTS
+    data = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+    start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
+    described = json.loads(data[8:start].numpy().tobytes())
+    described.pop("__metadata__")
+    shapes = {name: one["shape"] for name, one in described.items()}
+    kind = next(iter(described.values()))["dtype"]
+    values = data[start:].view(next(dtype for dtype, name in DTYPE_NAMES.items() if name == kind))
+    parts = torch.split(values.to(device, copy=True), [prod(shape) for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}

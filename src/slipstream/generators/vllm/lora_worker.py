@@ -1,12 +1,6 @@
 """A worker's end of the `lora` link: loads an adapter into a free slot, in a background thread and CUDA stream.
 
-vLLM's own `add_lora` does the same between two forward passes. On H200s it paused 256 sequences for 140 ms
-(`benchmarks/results/publish_lora_h200x2.json` as of commit a044860); this loader pauses them for 11 ms
-(`benchmarks/results/publish_in_turns_h200.json`).
-
-The first version runs vLLM's code on random values while `copy_replay` records its copies. Later versions replay the
-copies. Between two passes the adapter is only registered. Every use of vLLM's private fields for adapters is in this
-file.
+Every use of vLLM's private fields for adapters is in this file.
 """
 
 from __future__ import annotations
@@ -24,21 +18,22 @@ from vllm.lora.request import LoRARequest
 
 from slipstream.errors import UserError
 from slipstream.generators.served_weights import BackgroundWorker, side_stream
-from slipstream.generators.vllm.copy_replay import CopyRecorder, RecordedCopies
-from slipstream.sync.adapters import AdapterFile, peft_name
+from slipstream.sync.adapters import peft_name, read_adapter
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import PublishHandle
 
 
 class AdapterLoader:
-    """Loads adapters into a worker. `worker_manager` is the worker's `LRUCacheWorkerLoRAManager`."""
+    """Loads adapters into a worker. `worker_manager` is the worker's `LRUCacheWorkerLoRAManager`.
+
+    vLLM's own `add_lora` loads an adapter between two forward passes, and sampling waits for it.
+    """
 
     def __init__(self, worker_manager: Any) -> None:
         self._worker_manager, self._slots = worker_manager, worker_manager._adapter_manager
         self._stream = side_stream(worker_manager.device)
         self._background = BackgroundWorker("adapter")
-        self._opened: tuple[AdapterFile, torch.Tensor] | None = None  # and its values on the device
-        self._copies: RecordedCopies | None = None  # None: vLLM's own code loads each version
+        self._values: dict[str, torch.Tensor] = {}  # of the newest version, on the device
         self._loading: tuple[Future[LoRAModel], int] | None = None  # and its slot
         self._sums: Future[dict[str, int]] | None = None
 
@@ -73,87 +68,32 @@ class AdapterLoader:
         self._sums = self._background.submit(lambda: self._compute_checksums(names))
 
     def checksums(self) -> dict[str, int] | None:
-        """The checksums; None until they are computed. Raises if the slot has other values."""
+        """The checksums; None until they are computed."""
         assert self._sums is not None
         return self._sums.result() if self._sums.done() else None
 
     def _load(self, request: LoRARequest, slot: int) -> LoRAModel:
         """Everything that `add_lora` does before it registers the adapter."""
         with torch.cuda.stream(self._stream):
-            adapter = self._load_into_slot(request, slot)
+            path, device = Path(request.lora_path), self._worker_manager.device
+            reader = copy.copy(self._worker_manager)
+            reader._lora_model_cls = _adapter_class(read_adapter(path, device))
+            self._values = read_adapter(path, device)  # another copy: vLLM scales its tensors in place
+            adapter: LoRAModel = reader._load_adapter(request)
+            self._slots._create_merged_loras_inplace(adapter)
+            for name, module in self._slots.modules.items():
+                weights = self._slots._get_lora_layer_weights(adapter, name)
+                if weights:
+                    module.set_lora(slot, weights.lora_a, weights.lora_b)
+                else:
+                    module.reset_lora(slot)
         if self._stream:
             self._stream.synchronize()
         return adapter
 
-    def _load_into_slot(self, request: LoRARequest, slot: int) -> LoRAModel:
-        path = Path(request.lora_path)
-        if self._opened is None:
-            file = AdapterFile(path)
-            self._opened = file, torch.empty_like(file.values, device=self._worker_manager.device)
-            self._copies = self._record_copies(request, slot, *self._opened)
-        file, values = self._opened
-        if not file.is_same_file(path):
-            raise UserError("the trainer's adapters are in other memory than before: restart the engine")
-        values.copy_(file.values, non_blocking=True)
-        if self._copies:
-            self._copies.replay(slot)
-            return _AdapterInSlot(request.lora_int_id, self._worker_manager.lora_config.max_lora_rank, {})
-        return self._load_by_vllm(request, slot, file.by_name(values.clone()))
-
-    def _load_by_vllm(self, request: LoRARequest, slot: int, tensors: dict[str, torch.Tensor]) -> LoRAModel:
-        reader = copy.copy(self._worker_manager)
-        reader._lora_model_cls = _adapter_class(tensors)
-        adapter: LoRAModel = reader._load_adapter(request)
-        self._slots._create_merged_loras_inplace(adapter)
-        for name, module in self._slots.modules.items():
-            weights = self._slots._get_lora_layer_weights(adapter, name)
-            if weights:
-                module.set_lora(slot, weights.lora_a, weights.lora_b)
-            else:
-                module.reset_lora(slot)
-        return adapter
-
-    def _record_copies(
-        self, request: LoRARequest, slot: int, file: AdapterFile, values: torch.Tensor
-    ) -> RecordedCopies | None:
-        """The copies by which vLLM fills a slot; None if replaying them leaves other values there.
-
-        That is so where slots have another dtype than the policy, for example.
-        """
-        random = torch.randn(values.shape, generator=torch.Generator().manual_seed(0)).to(values)
-        with CopyRecorder(values.copy_(random)) as recorder:
-            self._load_by_vllm(request, slot, file.by_name(values))
-        try:
-            copies = RecordedCopies(recorder, slot, self._slots.lora_slots)
-        except ValueError:
-            return None
-        expected = [memory.clone() for memory in copies.slot_memory(slot)]
-        for free in [number for number, user in enumerate(self._slots.lora_index_to_id) if user is None]:
-            for module in self._slots.modules.values():
-                module.reset_lora(free)
-        values.copy_(random)
-        copies.replay(slot)
-        same = all(torch.equal(*pair) for pair in zip(expected, copies.slot_memory(slot), strict=True))
-        return copies if same else None
-
     def _compute_checksums(self, names: Sequence[str]) -> dict[str, int]:
-        assert self._opened and self._loading
-        (file, values), (_, slot) = self._opened, self._loading
-        tensors, sums = file.by_name(values), {}
         with torch.cuda.stream(self._stream):
-            for name in names:
-                tensor = tensors[peft_name(name)]
-                if self._copies and not self._copies.slot_holds(slot, tensor):
-                    raise UserError(f"{name} has other values in its slot than the trainer published")
-                sums[name] = checksum(tensor)
-        return sums
-
-
-class _AdapterInSlot(LoRAModel):  # type: ignore[misc]
-    """An adapter whose only tensors are those in its slot."""
-
-    def get_lora(self, module_name: str) -> Any:
-        raise UserError(f"vLLM moves adapter {self.id}, which is in use: there are too few slots for adapters")
+            return {name: checksum(self._values[peft_name(name)]) for name in names}
 
 
 def request_of(handle: PublishHandle) -> LoRARequest:
