@@ -47,7 +47,7 @@ class ModelConfig(Section):
 
     path: str = Field(description="Hugging Face model: a local directory or a name on the Hub.", min_length=1)
     dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "auto", 'Number format of generators and trainer; "auto" is "bfloat16" on GPUs, "float32" if any is on a CPU.'
+        "auto", 'Number format of engines and trainer; "auto" is "bfloat16" on GPUs, "float32" if any is on a CPU.'
     )
 
 
@@ -58,7 +58,7 @@ class LoraConfig(Section):
     alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
     targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")
     quantization: Literal["whole", "4bit"] = option(
-        "whole", "Base weights: in model.dtype, or in 4 bits by bitsandbytes, in generators and trainer."
+        "whole", "Base weights: in model.dtype, or in 4 bits by bitsandbytes, in engines and trainer."
     )
     experts: bool = option(False, "Adapt the experts of a mixture of experts, too.")
 
@@ -167,23 +167,23 @@ class GeneratorConfig(Section):
     )
     replicas: int = option(1, "Generators, each in its own process.", ge=1)
     servers: list[str] = option([], "URLs of running vLLM servers to attach to, instead of starting engines (vllm).")
-    tensor_parallel_size: int = option(1, "GPUs over which the weights of one generator are sharded (vllm).", ge=1)
+    tensor_parallel_size: int = option(1, "GPUs over which the weights of one engine are sharded (vllm).", ge=1)
     gpu_memory_utilization: float = option(
         0.0,
-        "Share of a GPU's memory for one generator, or of the host's on a CPU (vllm); 0 means 0.85, or 0.8 divided by "
+        "Share of a GPU's memory for one engine, or of the host's on a CPU (vllm); 0 means 0.85, or 0.8 divided by "
         "the processes on the GPU, and on a CPU space for a little more than one sequence.",
         ge=0,
         le=1,
     )
     engine_args: dict[str, Any] = option({}, "Further engine arguments, as vLLM names them (vllm).")
-    max_num_seqs: int = option(64, "Sequences that one generator decodes at once.", ge=1)
+    max_num_seqs: int = option(64, "Sequences that one engine decodes at once.", ge=1)
     max_restarts: int = option(
         3, "Restarts of an engine that dies again within 10 minutes of service; 0: none. Servers stay dead.", ge=0
     )
     min_replicas: int = option(1, "Generators that must be alive for the trainer to take steps.", ge=1)
     max_model_len: int = option(0, "Longest prompt plus completion in tokens; 0 means the model's own limit.", ge=0)
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
-    threads: int = option(0, "CPU threads of each generator; 0 divides the cores between processes.", ge=0)
+    threads: int = option(0, "CPU threads of each engine; 0 divides the cores between processes.", ge=0)
 
     @property
     def engines(self) -> int:
@@ -233,7 +233,7 @@ class TrainerConfig(Section):
     )
     compile: bool = option(True, "Compile the layers on a GPU: faster after the first steps.")
     logprob_tolerance: float = option(
-        0.0, "Largest log-probability difference to the generator at start; 0 means 1e-3 (float32) or 0.5.", ge=0
+        0.0, "Largest log-probability difference to the engine at start; 0 means 1e-3 (float32) or 0.5.", ge=0
     )
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".')
     threads: int = option(0, "CPU threads of the trainer; 0 divides the cores between processes.", ge=0)
@@ -292,7 +292,7 @@ class AlgorithmConfig(Section):
 
 
 class SyncConfig(Section):
-    """How new weights reach the generators."""
+    """How new weights reach the engines."""
 
     link: str = option(
         "auto",
@@ -302,7 +302,7 @@ class SyncConfig(Section):
     )
     placement: Literal["disaggregated", "colocated"] = option(
         "disaggregated",
-        '"disaggregated": generators and trainer work at the same time. "colocated": they alternate on the same GPUs, '
+        '"disaggregated": engines and trainer work at the same time. "colocated": they alternate on the same GPUs, '
         "and each frees the memory for the other.",
     )
     every: int = option(1, "Steps between two publishes.", ge=1)
