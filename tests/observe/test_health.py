@@ -135,6 +135,12 @@ def test_slow_rewards_name_one_option() -> None:
     assert scoring(2.6, 0.3).remedy == "Use a faster scorer"
 
 
+def test_rewards_at_the_bound_are_one_warning() -> None:
+    waits = {"time/batch_wait_s": 0.8, "gen/busy_s": 0.0}
+    near = [w.rule for w in warnings_of(lambda s: waits | {"rollout/reward_s": 0.27 if s // 40 % 2 == 0 else 0.22})]
+    assert near.count("slow-rewards") == 1
+
+
 def test_a_remedy_shows_values() -> None:
     config = {"trainer": {"learning_rate": 0.02, "warmup_steps": 0}}
     (warning,) = warnings_of(TROUBLE["large-updates"], config=config)

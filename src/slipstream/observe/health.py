@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from slipstream.config.schema import SECTIONS, HealthRule
 from slipstream.observe.formatting import is_finite, number
+from slipstream.observe.history import KEPT, SHORT, History, Record
 from slipstream.observe.run_data import Run
 from slipstream.rollout import mean
 
-KEPT = 200  # steps that rules can look back
-FEW, SHORT, LONG = 3, 10, 20  # steps over which rules average, most of them over SHORT
+FEW, LONG = 3, 20  # steps over which rules average; most of them over SHORT
 ENGINE_DOWN_S = 60.0  # after which an engine that is being restarted counts as lost
 LONG_COMPLETION = 16  # tokens; shorter completions may coincide by chance, or since they are right
 MIN_ENTROPY = 3.0  # nats of a whole completion; samples with less coincide often
@@ -29,8 +29,6 @@ MIN_FREE_GB = 2.0
 MIN_REWARD_S = 0.2  # shorter times after the last token are those of a busy controller
 SLOW_REWARDS = 0.4  # share of the time in which neither side works
 MIN_GROWTH_GB = 0.5
-
-Record = Mapping[str, Any]
 
 
 class HealthWarning(NamedTuple):
@@ -54,63 +52,6 @@ class Measure(NamedTuple):
 
 
 HEALTHY = Measure(0.0)
-
-
-class History:
-    """The records of a run up to a step: the last `KEPT`, and figures of all of them."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-        self.records: list[Record] = []
-        self.first: list[Record] = []  # the first `SHORT` records
-        self.evaluations: Sequence[Record] = ()  # that ended before the last record
-        self.best_reward = -math.inf  # mean of `SHORT` steps
-        self.spread = 0.0  # largest mean standard deviation of the rewards in `SHORT` steps
-        self.engines_complete_at = 0.0  # wall time of the last record in which all engines served
-
-    def add(self, record: Record, evaluations: Sequence[Record]) -> None:
-        """Add the record of the next step, and replace the evaluations."""
-        self.records = [*self.records[1 - KEPT :], record]
-        self.evaluations = evaluations
-        if len(self.first) < SHORT:
-            self.first.append(record)
-        self.best_reward = max(self.best_reward, self.mean("reward/mean", default=-math.inf))
-        self.spread = max(self.spread, self.mean("reward/std", default=0.0))
-        if (record.get("engines/alive") or 0) >= (record.get("engines/total") or 0):
-            self.engines_complete_at = record.get("time/wall_s") or 0.0
-
-    @property
-    def last(self) -> Record:
-        return self.records[-1]
-
-    def option(self, name: str, default: Any = 0) -> Any:
-        """A value of the configuration, such as "loop.max_lag"."""
-        section, _, key = name.partition(".")
-        return self.config.get(section, {}).get(key, default)
-
-    def values(self, name: str, steps: int = KEPT) -> list[float]:
-        """The finite values of a metric in the last steps."""
-        return [record[name] for record in self.records[-steps:] if is_finite(record.get(name))]
-
-    def mean(self, name: str, steps: int = SHORT, default: float = math.nan) -> float:
-        """Mean of a metric over the last steps; `default` unless each of them has a finite value."""
-        values = self.values(name, steps)
-        return mean(values) if len(values) == steps else default
-
-    def start(self, name: str, steps: int = SHORT) -> float:
-        """Mean of a metric over the first steps, at most `SHORT`; NaN without any."""
-        values = [record[name] for record in self.first[:steps] if is_finite(record.get(name))]
-        return mean(values) if values else math.nan
-
-    def growth(self, name: str, steps: int) -> float:
-        """By how much a total grew in the last steps; NaN if the records are fewer, or the total was reset."""
-        values = self.values(name, steps + 1)
-        grown = values[-1] - values[0] if len(values) == steps + 1 else math.nan
-        return grown if grown >= 0 else math.nan
-
-    def keys(self, prefix: str) -> list[str]:
-        """Names of the last record's metrics that begin with `prefix`."""
-        return [name for name in self.last if name.startswith(prefix)]
 
 
 class Rule(NamedTuple):
@@ -183,18 +124,16 @@ def _answers(evaluation: Record) -> tuple[dict[str, Any], int]:
 def _mismatch(h: History) -> Measure:
     """The mismatch KL, or as much drift of the mean ratio."""
     kl, ratio = h.mean("policy/mismatch_kl"), h.mean("policy/ratio_mean", default=1.0)
-    lag = f"with tokens of {number(h.mean('lag/mean'), 1)} versions ago"
-    text = f"the policy differs from the one that sampled: mismatch KL {kl:.3g} nats, mean ratio {ratio:.3g}, {lag}"
+    text = f"the policy differs from the one that sampled: mismatch KL {kl:.3g} nats, mean ratio {ratio:.3g}, "
+    text += f"with tokens of {number(h.mean('lag/mean'), 1)} versions ago"
     return Measure(max(kl, abs(math.log(max(ratio, 1e-9)))), text)
 
 
 def _large_updates(h: History) -> Measure:
     """The mismatch KL or the clipped fraction of a few steps: an optimizer step changed the policy too much."""
     kl, clipped = (h.mean(f"policy/{name}", FEW, 0.0) for name in ("mismatch_kl", "clip_fraction"))
-    found = (
-        f"updates are too large: mismatch KL {kl:.3g} nats, {clipped:.0%} of the tokens clipped (means of {FEW} steps)"
-    )
-    return Measure(max(kl, clipped), found)
+    found = f"mismatch KL {kl:.3g} nats, {clipped:.0%} of the tokens clipped (means of {FEW} steps)"
+    return Measure(max(kl, clipped), f"updates are too large: {found}")
 
 
 def _sample_size(h: History) -> Measure:
@@ -231,10 +170,10 @@ def _waits(h: History) -> tuple[float, float, str]:
 
 
 def _slow_rewards(h: History) -> Measure:
-    """Share of the time in which neither side works, if rollouts end long after their last token."""
-    step_s = h.growth("time/window_s", LONG) / LONG
+    """Share of the time in which neither side works, or less if rollouts end soon after their last token."""
+    long_s = max(0.25 * h.growth("time/window_s", LONG) / LONG, MIN_REWARD_S)
     reward_s = h.mean("rollout/reward_s", LONG)
-    if not reward_s > max(0.25 * step_s, MIN_REWARD_S):
+    if not reward_s > 0:
         return HEALTHY
     waits, idle, parts = _waits(h)
     score_s, queued_s = (h.mean(f"scoring/{name}", LONG, 0.0) for name in ("mean_s", "mean_wait_s"))
@@ -244,7 +183,8 @@ def _slow_rewards(h: History) -> Measure:
         split = f" ({score_s:.2g} s scoring + {queued_s:.2g} s queued, {slots})"
         remedy = "Raise scoring.concurrency" if queued_s > score_s else "Use a faster scorer"
     found = f"rewards are slow: {reward_s:.3g} s after a rollout's last token{split}; {parts}"
-    return Measure(min(waits, idle), found, remedy)
+    # A single bound on the time of rewards would begin and end the warning at one value.
+    return Measure(min(waits, idle, SLOW_REWARDS * reward_s / long_s), found, remedy)
 
 
 def _trainer_idle(h: History) -> Measure:
@@ -275,9 +215,8 @@ def _engine_lost(h: History) -> Measure:
 def _engine_slow(h: History) -> Measure:
     """By how much the slowest engine's rate is below the fastest one's; engines that are hardly used do not count."""
     window, rates = h.growth("time/window_s", LONG), {}
-    for key in h.keys("engines/tokens/"):
-        name = key.rpartition("/")[2]
-        tokens, busy = h.growth(key, LONG), h.growth(f"engines/busy_s/{name}", LONG)
+    for name in (key.rpartition("/")[2] for key in h.last if key.startswith("engines/tokens/")):
+        tokens, busy = (h.growth(f"engines/{total}/{name}", LONG) for total in ("tokens", "busy_s"))
         if busy > 0.2 * window:
             rates[name] = tokens / busy
     if len(rates) < 2:
@@ -327,7 +266,7 @@ def _disk(h: History) -> Measure:
 def _memory(h: History) -> Measure:
     """Number of kinds of processes whose memory grows steadily: it rose over each quarter of the recent steps."""
     grown = []
-    for name in h.keys("memory/"):
+    for name in (key for key in h.last if key.startswith("memory/")):
         values = h.values(name)
         size = len(values) // 4
         a, b, c, d = (mean(values[i * size : (i + 1) * size]) for i in range(4))
