@@ -114,8 +114,10 @@ def test_a_run_is_controlled_from_another_process(
     assert "'two' is no number of engines" in refused(capfd, "scale", "two", run.run)
     assert "--loop.steps=3 is no option of this command" in refused(capfd, "pause", run.run, "--loop.steps=3")
 
-    assert run.stop() == run.stop() == "stopping"
+    assert run.pause() == "paused" and run.stop() == run.stop() == "stopping"
     end(process)
+    pauses = [event for event in lines(Path(run.run) / "events.jsonl") if event["kind"] == "paused"]
+    assert len(pauses) == 2 and all(event["end"] > event["start"] for event in pauses), "a stop ends the last one"
     summary = json.loads((Path(run.run) / "summary.json").read_text())
     assert summary["stopped"] == "slipstream stop" and not (Path(run.run) / "control").exists()
     assert summary["steps"] == len(lines(Path(run.run) / "metrics.jsonl"))

@@ -17,11 +17,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from slipstream.controller.finish import stop_run
+from slipstream.controller.finish import record_pause, stop_run
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Policy
 from slipstream.generators.pool import EngineReplica
-from slipstream.observe.events import CONTROLLER
 from slipstream.runtime.control_socket import ControlError, serve_socket
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker_process import alive_workers
@@ -50,7 +49,6 @@ class Commands:
         self._run = run
         self._started_at = time.time()
         self._draws = 0
-        self._paused_at = 0.0  # on the clock of the run's events
         self._scaling = asyncio.Lock()
         self._commands = {
             method.__name__: method
@@ -146,7 +144,7 @@ class Commands:
         self._refuse_if_ending()
         if not self._run.paused:
             self._run.paused = True
-            self._paused_at = self._run.events.now()
+            self._run.paused_at = self._run.events.now()
             self._run.progress.note("paused: no group starts and no step is taken until `slipstream resume`")
         return state(self._run)
 
@@ -154,7 +152,7 @@ class Commands:
         self._refuse_if_ending()
         if self._run.paused:
             self._run.paused = False
-            self._run.events.add("paused", CONTROLLER, self._paused_at, self._run.events.now())
+            record_pause(self._run)
             self._run.progress.resumed()
             self._run.changed.set()
         return state(self._run)

@@ -18,6 +18,7 @@ from slipstream.controller.evaluation import evaluate_run
 from slipstream.controller.publishing import publish_version, wait_published
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Environment
+from slipstream.observe.events import CONTROLLER
 from slipstream.observe.page import write_report
 from slipstream.observe.run_data import load_run
 from slipstream.runtime.closing import closing
@@ -27,9 +28,16 @@ from slipstream.runtime.run_directory import write_json
 
 def stop_run(run: RunContext, reason: str, hint: str) -> None:
     """End the run after the current step."""
+    if run.paused and not run.stopped:
+        record_pause(run)
     run.stopped = run.stopped or reason
     run.changed.set()
     run.progress.note(f"{reason}: stopping after this step; {hint}")
+
+
+def record_pause(run: RunContext) -> None:
+    """Record a pause by the user that ends now."""
+    run.events.add("paused", CONTROLLER, run.paused_at, run.events.now())
 
 
 @contextlib.contextmanager

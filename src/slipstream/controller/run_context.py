@@ -55,6 +55,7 @@ class RunContext:
 
         self.stopped: str | None = None  # name of the signal that stopped the run, or "slipstream stop"
         self.paused = False  # no group starts and no step is taken
+        self.paused_at = 0.0  # on the clock of the events
         self.stepping = False  # the trainer takes a step
         self.changed = asyncio.Event()  # a group ended, a version was published, or a signal or command arrived
         self.trainer_restarts = 0  # by this process
