@@ -122,7 +122,8 @@ def main() -> None:
     print(f"start model in {start} after {time.perf_counter() - began:.0f} s")
     if options.start_only:
         return
-    report(slipstream.train(config, quiet=options.quiet))
+    summary = slipstream.train(config, quiet=options.quiet)
+    report(slipstream.load_run(summary["directory"]))
 
 
 if __name__ == "__main__":

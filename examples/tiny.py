@@ -47,7 +47,7 @@ def play(name: str, symbols: str, dialogue: Callable[[random.Random], Dialogue],
     before = success(model, tokenizer, config)
     print(f"start model in {start} after {time.perf_counter() - began:.0f} s; it wins {before:.0%} of its games")
     summary = slipstream.train(config, quiet=options.quiet)
-    report(summary)
+    report(slipstream.load_run(summary["directory"]))
     final = summary["eval"]["final"]
     after = "not measured" if final is None else f"{final:.0%}"
     print(f"\nwins {before:.0%} before, {after} after; {time.perf_counter() - began:.0f} s in total")

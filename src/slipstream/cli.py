@@ -55,8 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.platform == "win32":
             raise ConfigError(NO_SYSTEM)
         list(parse_flags(flags))  # report malformed flags before anything else
-        if options.command is not _train:  # which ends its run after the current step
-            _unwind_on_interrupt()
+        if options.command is not _train:  # which ends its run after the current step; others remove what they have
+            with contextlib.suppress(ValueError):  # not the main thread: no signals here
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        if flags and options.command in (_report, _watch, _rollouts, _compare, _control, _trace, _runs, _track):
+            raise ConfigError(f"{flags[0]} is no option of this command; see --help")
         status: int | None = options.command(options, flags)
         return status or 0
     except ConfigError as error:
@@ -90,9 +93,8 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"slipstream {__version__}")
     commands = root.add_subparsers(metavar="COMMAND", required=True)
 
-    train = commands.add_parser(
-        "train", help="fine-tune a policy", epilog="Also: --section.option VALUE, see `config`."
-    )
+    options = "Also: --section.option VALUE, see `config`."
+    train = commands.add_parser("train", help="fine-tune a policy", epilog=options)
     train.add_argument("config", nargs="?", metavar="CONFIG.toml", help="configuration of the run")
     train.add_argument("--resume", metavar="RUN_DIR", type=Path, help="resume an interrupted run")
     again = "resume the run in run.dir, if there is one, with CONFIG.toml and flags over its own options"
@@ -103,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     _add_policy_commands(commands)
     _add_lag_study(commands)
     _add_views(commands)
-    _add_run_commands(commands)
+    _add_controls(commands)
 
     doctor = commands.add_parser("doctor", help="check this machine or a Ray cluster, for a run or in general")
     doctor.add_argument("config", nargs="?", metavar="CONFIG.toml", help="check for this run (default: for any run)")
@@ -141,31 +143,24 @@ def _add_policy_commands(commands: Subparsers) -> None:
     verify = commands.add_parser("verify", help="check that engine and weight link switch policies exactly")
     verify.add_argument("target", metavar="MODEL|RUN_DIR", help="model directory, run directory, or Hub name")
     verify.add_argument("--prompts", type=int, default=16, metavar="N", help="number of prompts (default: 16)")
-    verify.add_argument(
-        "--tokens", type=int, metavar="N", help="length of each completion (default: as many as needed)"
-    )
+    verify.add_argument("--tokens", type=int, metavar="N", help="tokens per completion (default: as many as needed)")
     verify.add_argument("--after", type=int, default=16, metavar="N", help="tokens before the switch (default: 16)")
     verify.set_defaults(command=_verify)
 
 
 def _add_lag_study(commands: Subparsers) -> None:
-    studies = commands.add_parser("study", help="compare runs of one task").add_subparsers(
-        metavar="STUDY", required=True
+    study = commands.add_parser("study", help="compare runs of one task")
+    lag = study.add_subparsers(metavar="STUDY", required=True).add_parser(
+        "lag", help="cost of stale data in accuracy, and its gain in time"
     )
-    lag = studies.add_parser("lag", help="cost of stale data in accuracy, and its gain in time")
-    lag.add_argument(
-        "config", nargs="?", metavar="CONFIG.toml", help="the task; loop.max_tokens is the length of each run"
-    )
-    lag.add_argument("--lags", default="0,1,4,16", metavar="N,N", help="values of loop.max_lag (default: 0,1,4,16)")
     sets = "none, default, or your own as NAME:option=value,option=value (default: none,default)"
+    length = "the task; loop.max_tokens is the length of each run"
+    lag.add_argument("config", nargs="?", metavar="CONFIG.toml", help=length)
+    lag.add_argument("--lags", default="0,1,4,16", metavar="N,N", help="values of loop.max_lag (default: 0,1,4,16)")
     lag.add_argument("--corrections", default="none,default", metavar="NAME,NAME", help=sets)
     lag.add_argument("--seeds", type=int, default=3, metavar="N", help="runs per lag and correction (default: 3)")
-    lag.add_argument(
-        "--dir", type=Path, default=Path("studies/lag"), help="output directory; runs found there are reused"
-    )
-    lag.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="concurrent runs (default: 1, needed for timings)"
-    )
+    lag.add_argument("--dir", type=Path, default=Path("studies/lag"), help="output; runs found there are reused")
+    lag.add_argument("--jobs", type=int, default=1, metavar="N", help="concurrent runs (1, the default, for timings)")
     lag.add_argument("--target", type=float, metavar="X", help="accuracy to reach (default: 0.9 of the gain at lag 0)")
     lag.add_argument("--draw", action="store_true", help="draw table and plots again from the data in --dir")
     lag.set_defaults(command=_study_lag)
@@ -173,15 +168,14 @@ def _add_lag_study(commands: Subparsers) -> None:
 
 def _add_views(commands: Subparsers) -> None:
     """Commands that show the records of runs."""
-    page = commands.add_parser(
-        "report", help="write what runs did as one HTML page: curves, timeline, rollouts, health"
-    )
-    page.add_argument("runs", nargs="+", metavar="RUN", help="run directory; of several, the page compares the runs")
+    several = "run directory; of several, the page compares the runs"
+    page = commands.add_parser("report", help="write one HTML page of runs: curves, timeline, rollouts, health")
+    page.add_argument("runs", nargs="+", metavar="RUN", help=several)
     page.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run directory")
     page.set_defaults(command=_report)
 
     live = commands.add_parser("watch", help="serve the page of the report while the runs go on, until Ctrl-C")
-    live.add_argument("runs", nargs="+", metavar="RUN", help="run directory; of several, the page compares the runs")
+    live.add_argument("runs", nargs="+", metavar="RUN", help=several)
     live.add_argument("--port", type=int, default=0, metavar="N", help="default: any free port")
     host = "address to listen on; on other than loopback addresses the URL has a token (default: 127.0.0.1)"
     live.add_argument("--host", default="127.0.0.1", help=host)
@@ -189,20 +183,35 @@ def _add_views(commands: Subparsers) -> None:
 
     rollouts = commands.add_parser("rollouts", help="print rollouts of a step: the best and the worst, or a group")
     rollouts.add_argument("run", metavar="RUN", help="run directory")
-    rollouts.add_argument(
-        "--step", type=int, metavar="N", help="optimizer step that trained on them (default: the last)"
-    )
+    rollouts.add_argument("--step", type=int, metavar="N", help="step that trained on them (default: the last)")
     rollouts.add_argument("--group", type=int, metavar="G", help="all rollouts of this group, by its visit_id")
-    rollouts.add_argument("--json", action="store_true", help="print all rollouts of the step or group as JSON")
     rollouts.set_defaults(command=_rollouts)
 
     compare = commands.add_parser("compare", help="print what runs reached side by side, and how their options differ")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
-    compare.add_argument("--json", action="store_true", help="print figures and options as JSON")
     compare.set_defaults(command=_compare)
 
+    trace = commands.add_parser("trace", help="write when engines and trainer worked, as a trace for ui.perfetto.dev")
+    trace.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    trace.add_argument("--output", metavar="FILE", type=Path, help="file to write (default: RUN/trace.json)")
+    trace.add_argument("--steps", metavar="FIRST-LAST", help="steps to draw (default: all)")
+    trace.set_defaults(command=_trace)
 
-def _add_run_commands(commands: Subparsers) -> None:
+    runs = commands.add_parser("runs", help="list runs: name, state, step, reward, age")
+    runs.add_argument("--dir", type=Path, default=Path("runs"), help="folder of run directories (default: runs)")
+    runs.add_argument("--address", default="", help="list the runs on this Ray cluster instead")
+    runs.set_defaults(command=_runs)
+
+    track = commands.add_parser("track", help="upload a run to an experiment tracker")
+    track.add_argument("run", metavar="RUN", type=Path, help="run directory; of a running one, until its end")
+    track.add_argument("--to", required=True, metavar="TRACKER", help="as in observe.trackers, such as wandb")
+    track.add_argument("--project", default="", help="project or experiment (default: see observe.project)")
+    track.set_defaults(command=_track)
+    for command in (rollouts, compare, runs):
+        command.add_argument("--json", action="store_true", help="print all of it as JSON")
+
+
+def _add_controls(commands: Subparsers) -> None:
     """Commands to running runs."""
     controls = {
         "status": "what a run does at present", "scale": "change the number of engines of a run",
@@ -218,22 +227,6 @@ def _add_run_commands(commands: Subparsers) -> None:
         control.add_argument("--address", default="", help=where)
         control.add_argument("--json", action="store_true", help="print the answer as JSON")
         control.set_defaults(command=_control, name=name, engines=None)
-    trace = commands.add_parser("trace", help="write when engines and trainer worked, as a trace for ui.perfetto.dev")
-    trace.add_argument("run", metavar="RUN", type=Path, help="run directory")
-    trace.add_argument("--output", metavar="FILE", type=Path, help="file to write (default: RUN/trace.json)")
-    trace.add_argument("--steps", metavar="FIRST-LAST", help="steps to draw (default: all)")
-    trace.set_defaults(command=_trace)
-    runs = commands.add_parser("runs", help="list runs: name, state, step, reward, age")
-    runs.add_argument("--dir", type=Path, default=Path("runs"), help="folder of run directories (default: runs)")
-    runs.add_argument("--address", default="", help="list the runs on this Ray cluster instead")
-    runs.add_argument("--json", action="store_true", help="print the list as JSON")
-    runs.set_defaults(command=_runs)
-
-    track = commands.add_parser("track", help="upload a run to an experiment tracker")
-    track.add_argument("run", metavar="RUN", type=Path, help="run directory; of a running one, until its end")
-    track.add_argument("--to", required=True, metavar="TRACKER", help="as in observe.trackers, such as wandb")
-    track.add_argument("--project", default="", help="project or experiment (default: see observe.project)")
-    track.set_defaults(command=_track)
 
 
 def _train(options: argparse.Namespace, flags: list[str]) -> None:
@@ -250,12 +243,15 @@ def _train(options: argparse.Namespace, flags: list[str]) -> None:
         if (Path(config.run.dir) / "config.toml").exists():
             options.resume, flags = Path(config.run.dir), as_flags(config)
     from slipstream.observe.report import report
+    from slipstream.observe.run_data import load_run
     from slipstream.run import resume, train
 
     if options.resume:
-        report(resume(options.resume, flags, quiet=options.quiet))
-    elif config:
-        report(train(config, quiet=options.quiet))
+        summary = resume(options.resume, flags, quiet=options.quiet)
+    else:
+        assert config
+        summary = train(config, quiet=options.quiet)
+    report(load_run(summary["directory"]))
 
 
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
@@ -320,7 +316,6 @@ def _report(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.observe.page import write_report
     from slipstream.observe.run_data import load_run
 
-    _refuse_flags(flags)
     runs = [load_run(path) for path in options.runs]
     output = options.output or runs[0].path / "report.html"
     try:
@@ -333,7 +328,6 @@ def _report(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _watch(options: argparse.Namespace, flags: list[str]) -> None:
-    _refuse_flags(flags)
     if find_spec("aiohttp") is None:
         raise ConfigError("slipstream watch needs aiohttp: pip install 'slipstream-rl[watch]'")
     from slipstream.observe.watch import watch
@@ -344,43 +338,27 @@ def _watch(options: argparse.Namespace, flags: list[str]) -> None:
 def _control(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.tools.control import command
 
-    _refuse_flags(flags)
     command(options.name, options.run, options.address, options.json, options.engines)
 
 
 def _runs(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.tools.control import list_runs
 
-    _refuse_flags(flags)
     list_runs(options.dir, options.address, options.json)
 
 
 def _trace(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.observe.run_data import load_run
-    from slipstream.observe.timeline import timeline
     from slipstream.observe.trace import write_trace
 
-    _refuse_flags(flags)
-    first, dash, last = (options.steps or "").partition("-")
-    if options.steps and not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        raise ConfigError(f'--steps = "{options.steps}" must be a range of steps, such as 10-20')
-    run, path = load_run(options.run), options.output or options.run / "trace.json"
-    write_trace(run, path, (int(first), int(last)) if dash else None)
-    print(
-        f"{timeline(run).verdict()}\ntrace    {path} ({path.stat().st_size / 1e6:.1f} MB), open it in ui.perfetto.dev"
-    )
-
-
-def _refuse_flags(flags: list[str]) -> None:
-    """Raise `ConfigError` for options of a configuration, which a running run can't take."""
-    if flags:
-        raise ConfigError(f"{flags[0]} is no option of this command; see --help")
+    path = options.output or options.run / "trace.json"
+    print(write_trace(load_run(options.run), path, options.steps))
+    print(f"trace    {path} ({path.stat().st_size / 1e6:.1f} MB), open it in ui.perfetto.dev")
 
 
 def _track(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.observe.trackers import track
 
-    _refuse_flags(flags)
     step = track(options.run, options.to, options.project)
     print(f"{options.run} is in {options.to} up to step {step}")
 
@@ -392,27 +370,17 @@ def _doctor(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _rollouts(options: argparse.Namespace, flags: list[str]) -> None:
-    from slipstream.observe.report import piped_console
     from slipstream.observe.rollout_text import print_rollouts
     from slipstream.observe.run_data import load_run
 
-    _refuse_flags(flags)
-    print_rollouts(load_run(options.run), options.step, options.group, options.json, piped_console())
+    print_rollouts(load_run(options.run), options.step, options.group, options.json)
 
 
 def _compare(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.observe.comparison import print_comparison
-    from slipstream.observe.report import piped_console
     from slipstream.observe.run_data import load_run
 
-    _refuse_flags(flags)
-    print_comparison([load_run(run) for run in options.runs], options.json, piped_console())
-
-
-def _unwind_on_interrupt() -> None:
-    """Let Ctrl-C raise `KeyboardInterrupt`, for commands that have processes or files to remove."""
-    with contextlib.suppress(ValueError):  # not the main thread: no signals here
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    print_comparison([load_run(run) for run in options.runs], options.json)
 
 
 def _config(options: argparse.Namespace, flags: list[str]) -> None:

@@ -18,12 +18,12 @@ import pytest
 
 from slipstream import cli, load_run
 from slipstream.controller.finish import write_page
-from slipstream.observe.page import render, write_report
+from slipstream.observe.page import data, render, write_report
 from slipstream.observe.page.data import page_data, run_data
 from slipstream.observe.page.render import pack
 from slipstream.observe.page.rollouts import TokenTexts, spread, step_texts
-from slipstream.observe.page.score import compare_scores, wilson
 from slipstream.observe.recorder import SCHEMA
+from slipstream.observe.score import compare_scores, wilson
 from tests.observe.synthetic import SyntheticRun, build_tokenizer
 
 STEPS, GROUPS, SIZE = 20, 2, 4
@@ -45,49 +45,50 @@ def data_of(html: str, name: str = "data") -> Any:
     return json.loads(gzip.decompress(base64.b64decode(found[1])))
 
 
+def columns_of(data: dict[str, Any]) -> dict[str, list[Any]]:
+    """The columns of the rollouts of all steps."""
+    names = dict.fromkeys(name for step in data["rollouts"] for name in step)
+    return {name: [value for step in data["rollouts"] for value in step[name]] for name in names}
+
+
 def test_the_columns_of_rollouts_are_those_of_the_records(path: Path) -> None:
     run = load_run(path)
-    found = run_data(run)["rollouts"]
+    columns = columns_of(run_data(run))
     rows = [row for step in run.rollout_steps for row in run.rollouts(step)]
-    columns = found["columns"]
     assert len(columns["step"]) == len(rows) == STEPS * GROUPS * SIZE
     for i, row in enumerate(rows):
         spans = row["spans"]
         assert (columns["visit"][i], columns["rollout"][i]) == (row["visit_id"], row["rollout"])
         assert columns["tokens"][i] == len(row["completion_ids"]) and columns["turns"][i] == 1
         assert (columns["oldest"][i], columns["newest"][i]) == (spans[0]["version"], spans[-1]["version"])
-        assert found["tasks"][columns["task"][i]] == row["task_id"]
-        assert found["reasons"][columns["reason"][i]] == row["finish_reason"]
-        assert found["metrics"]["correct"][i] == dict(row["metrics"])["correct"]
+        assert (columns["task"][i], columns["reason"][i]) == (row["task_id"], row["finish_reason"])
+        assert columns["env/correct"][i] == dict(row["metrics"])["correct"]
 
 
-def test_the_timeline_joins_rollouts_groups_and_steps(path: Path) -> None:
+def test_the_timeline_has_the_events_that_are_drawn(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = load_run(path)
-    found = run_data(run)["timeline"]
-    trained = {visit: e["step"] for e in run.events if e["kind"] == "step" for visit in e["visit_ids"]}
-    assert found["groups"]["step"] == [trained[visit] for visit in found["groups"]["visit"]]
-    assert len(found["rollouts"]["start"]) == STEPS * GROUPS * SIZE and found["publishes"]["version"][-1] == STEPS
-    assert {found["tracks"][track] for track in found["pauses"]["track"]} == {"engine 0", "engine 1"}
-    assert {"fault", "recovery", "evaluation", "checkpoint", "warning"} == set(found["spans"]["kind"])
+    found = run_data(run)
+    assert found["events"] == [e for e in run.events if e["kind"] != "engine"] and "engine 0" in found["fractions"]
+    assert found["verdict"].startswith("Of the time since the first rollout")
+    monkeypatch.setattr(data, "MAX_ROLLOUTS", STEPS * GROUPS * SIZE // 2)
+    half = run_data(run)
+    assert half["every"] == 2 and len(half["rollouts"]) == STEPS // 2
+    assert sum(e["kind"] == "group" for e in half["events"]) == STEPS * GROUPS // 2
+    assert sum(e["kind"] == "step" for e in half["events"]) == STEPS
 
 
-def test_stale_groups_and_failures_are_told(copy: Path) -> None:
+def test_faults_name_engines_as_the_timeline_does(copy: Path) -> None:
     with (copy / "events.jsonl").open("a") as file:
-        rollout = ["engine 0", 90.0, 91.0, 5, 1, 1, None, "time limit", 0]
-        group = {"kind": "group", "track": "controller", "start": 90, "end": 91, "visit_id": 999, "task_id": "t"}
-        file.write(json.dumps(group | {"fate": "ready", "rollouts": [rollout]}) + "\n")
-        file.write(json.dumps({"kind": "dropped", "track": "controller", "start": 92, "visit_ids": [999]}) + "\n")
-    found = run_data(load_run(copy))["timeline"]
-    assert found["groups"]["fate"][-1] == "stale" and found["groups"]["step"][-1] is None
-    assert found["reasons"] == ["time limit"] and found["rollouts"]["failed"][-1] == 0
+        event = {"kind": "fault", "track": "engine 0", "start": 92, "end": None, "what": "generator 0 died"}
+        file.write(json.dumps(event) + "\n")
+    assert run_data(load_run(copy))["events"][-1]["what"] == "engine 0 died"
 
 
 def test_tokens_and_their_text_are_those_of_the_records(path: Path) -> None:
     run = load_run(path)
     texts = TokenTexts.of(run)
-    found = step_texts(run, 2, texts)
-    assert found is not None and texts.tokenizer
-    block, _ = found
+    block = step_texts(run, 2, texts)
+    assert block is not None and texts.tokenizer
     rows = run.rollouts(2)
     shown = [rollout["turns"][0] for group in block["groups"] for rollout in group["rollouts"]]
     by_ids = {tuple(row["completion_ids"]): row for row in rows}
@@ -115,10 +116,10 @@ def test_turns_and_what_the_environment_said(copy: Path) -> None:
     run = load_run(copy)
     found = step_texts(run, 1, TokenTexts(build_tokenizer().backend_tokenizer))
     assert found is not None
-    (rollout,) = found[0]["groups"][0]["rollouts"]
+    (rollout,) = found["groups"][0]["rollouts"]
     assert [turn.get("environment") for turn in rollout["turns"]] == [None, "56", "p"]  # the last one was rewritten
     assert rollout["turns"][2]["cut"] == 1_000 and rollout["turns"][0]["logprobs"] == [None, None]
-    columns = run_data(run)["rollouts"]["columns"]
+    columns = run_data(run)["rollouts"][0]
     assert [columns[name][0] for name in ("turns", "tokens", "oldest", "newest", "advantage")] == [3, 9003, 0, 2, None]
 
 
@@ -143,7 +144,7 @@ def test_without_a_tokenizer_long_texts_are_cut(copy: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows, SCHEMA), copy / "rollouts" / "step_000001.parquet")
     found = step_texts(run, 1, TokenTexts.of(run))
     assert found is not None
-    (turn,) = found[0]["groups"][0]["rollouts"][0]["turns"]
+    (turn,) = found["groups"][0]["rollouts"][0]["turns"]
     assert len(turn["text"]) + turn["cut"] == 1_000_000 and len(turn["text"]) <= 60_000
 
 
@@ -177,7 +178,7 @@ def test_the_file_holds_all_and_its_policy_allows_only_its_own_parts(copy: Path,
     write_report([load_run(copy)], tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text()
     data = data_of(html)["runs"][0]
-    assert "</script><script>alert(1)</script>" in data["timeline"]["tracks"] and "alert(1)" not in html
+    assert data["events"][-1]["track"] == "</script><script>alert(1)</script>" and "alert(1)" not in html
     assert data["state"] == "complete" and data["texts"] == list(range(1, STEPS + 1))
     assert data_of(html, "texts-0-3")["step"] == 3
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
@@ -200,8 +201,8 @@ def test_damaged_and_missing_records_are_named(copy: Path, tmp_path: Path) -> No
     (copy / "events.jsonl").unlink()
     write_report([load_run(copy)], tmp_path / "page.html")
     data = data_of((tmp_path / "page.html").read_text())["runs"][0]
-    assert data["state"] == "dead" and data["timeline"] is None and len(data["metrics"]["step"]) == STEPS - 1
-    assert sorted(set(data["rollouts"]["columns"]["step"])) == [1, 3, *range(5, STEPS + 1)]
+    assert data["state"] == "dead" and data["verdict"] is None and len(data["metrics"]["step"]) == STEPS - 1
+    assert sorted(set(columns_of(data)["step"])) == [1, 3, *range(5, STEPS + 1)]
     said = "\n".join(data["problems"])
     assert "step_000002.parquet can't be read" in said and "events.jsonl is missing" in said and "killed" in said
     assert "step_000004.parquet can't be read" in said
@@ -210,7 +211,7 @@ def test_damaged_and_missing_records_are_named(copy: Path, tmp_path: Path) -> No
 def test_a_run_without_a_step(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[loop]\nsteps = 3\n")
     data = page_data([load_run(tmp_path)])["runs"][0]
-    assert data["rollouts"]["columns"] == {} and data["score"] is None and data["facts"][0][1] == "– → –"
+    assert data["rollouts"] == [] and data["score"] is None and data["facts"][0][1] == "– → –"
     assert "no step is recorded" in data["problems"]
 
 

@@ -15,10 +15,10 @@ from tests.observe import browser
 from tests.observe.synthetic import HOSTILE, SyntheticRun
 
 MIDDLE_OF_A_ROLLOUT = """(() => {
-  const row = timeline.rows[1], i = row.rollouts[3], box = timeline.canvas.getBoundingClientRect();
-  const { start, end } = state.data.runs[0].timeline.rollouts;
-  const y = row.top + row.height - (row.lane[3] + 0.5) * row.height / row.lanes;
-  return [box.left + (xOf(start[i]) + xOf(end[i])) / 2, box.top + y];
+  const row = timeline.rows[1], { start, end, lane } = row.rollouts[3];
+  const box = timeline.canvas.getBoundingClientRect();
+  const y = row.top + row.height - (lane + 0.5) * row.height / row.lanes;
+  return [box.left + (xOf(start) + xOf(end)) / 2, box.top + y];
 })()"""
 
 pytestmark = pytest.mark.skipif(browser.PROGRAM is None, reason="needs Chromium")
@@ -49,7 +49,7 @@ def look(page: Path, name: str, check: Callable[[browser.Tab], Awaitable[None]],
 
 def test_a_page_opens_alone_and_its_text_stays_text(page: Path) -> None:
     async def check(tab: browser.Tab) -> None:
-        await tab.run("openGroup(1, state.data.runs[0].rollouts.columns.visit[0], 0)")
+        await tab.run("openGroup(1, state.data.runs[0].rollouts.visit[0], 0)")
         symbols = {0x1B: "\u241b", 0: "\u2400", 7: "\u2407", 0x202E: "⟨202e⟩", 0x202C: "⟨202c⟩"}
         for i, text in enumerate(HOSTILE):
             completion = f"document.querySelectorAll('.completion')[{i}]"

@@ -12,9 +12,9 @@ import pytest
 
 from slipstream import cli, load_run
 from slipstream.config.schema import AlgorithmConfig
+from slipstream.observe.formatting import shorten
 from slipstream.observe.notebook import smooth, sparkline_svg
 from slipstream.observe.recorder import SCHEMA
-from slipstream.observe.report import shorten
 
 NASTY = "\x1b[31mred\u202e\x07 <script>alert(1)</script>\n[bold]two\ud800"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import shutil
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from slipstream import cli, load_run
+from slipstream.observe.page import data as page_data
 from slipstream.observe.page import live as live_data
 from slipstream.observe.page.data import run_data
 from slipstream.runtime.run_directory import lock, write_atomically
@@ -68,27 +70,23 @@ def growing(tmp_path: Path) -> GrowingRun:
 @pytest.fixture
 def page(growing: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> live_data.LivePage:
     monkeypatch.setattr(live_data, "POLL_S", 0.0)
-    monkeypatch.setattr(live_data, "PAUSE", 0.0)
+    monkeypatch.setattr(page_data, "MEASURE_SHARE", math.inf)
     return live_data.LivePage([load_run(growing.path)])
 
 
-def merge(known: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Do what the page does with an answer, for one run."""
-    [run] = changes["runs"]
-    append(known, run["append"])
-    known.update({name: value for name, value in run["set"].items() if name != "timeline"})
-    known.setdefault("timeline", {}).update(run["set"]["timeline"])
-    updates = run["append"].get("timeline", {}).get("updates") or {"column": []}
-    for i, column in enumerate(updates["column"]):
-        known["timeline"]["groups"][column][updates["group"][i]] = updates["value"][i]
+GROWING = ("metrics", "evaluations", "events", "rollouts")
 
 
-def append(known: dict[str, Any], more: dict[str, Any]) -> None:
-    for name, value in json.loads(json.dumps(more)).items():
-        if isinstance(value, dict):
-            append(known.setdefault(name, {}), value)
-        else:
-            known.setdefault(name, []).extend(value)
+def joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The data of the run that a page has after these answers."""
+    parts = [json.loads(json.dumps(answer["runs"][0])) for answer in answers]
+    known = {name: [value for part in parts for value in part[name]] for name in ("events", "rollouts")}
+    tables = {name: [part[name] for part in parts] for name in ("metrics", "evaluations")}
+    columns = {
+        name: {key: [v for part in found for v in part.get(key, [None] * len(part.get("step", ())))] for key in keys}
+        for name, found in tables.items() for keys in [dict.fromkeys(key for part in found for key in part)]
+    }  # fmt: skip
+    return {**parts[-1], **known, **columns}
 
 
 def everything(page: live_data.LivePage, since: str = "") -> list[dict[str, Any]]:
@@ -101,29 +99,18 @@ def everything(page: live_data.LivePage, since: str = "") -> list[dict[str, Any]
 
 
 def test_changes_add_up_to_the_data_of_the_whole_run(growing: GrowingRun, page: live_data.LivePage) -> None:
-    known: dict[str, Any] = {"timeline": {"reasons": []}}
     answers = everything(page)
     assert answers[0]["whole"] and len(answers[0]["options"]) > 100
-    for answer in answers:
-        merge(known, answer)
     growing.add()
-    growing.append("events.jsonl", {"kind": "group", "track": "controller", "start": 1.0, "end": 2.0, "visit_id": 999})
     growing.append("evaluations.jsonl", {"step": 13, "eval/score": 0.5, "eval/tasks": 100})
     first = everything(page, answers[-1]["cursor"])
-    growing.append(
-        "events.jsonl", {"kind": "dropped", "track": "controller", "start": 3.0, "end": 3.0, "visit_ids": [999]}
-    )
     growing.add("env/new")  # a metric that earlier steps lack
     second = everything(page, first[-1]["cursor"])
     assert [answer["whole"] for answer in first + second] == [False] * len(first + second)
-    assert len(second[0]["runs"][0]["append"]["rollouts"]["columns"]["step"]) == 8  # only those of the new step
-    for answer in first + second:
-        merge(known, answer)
-    whole = json.loads(json.dumps(run_data(load_run(growing.path))))
-    del known["timeline"]["updates"], whole["timeline"]["left_out"]
-    del whole["rollouts"]["steps"], whole["rollouts"]["every"]
-    assert known == whole
-    assert known["metrics"]["env/new"] == [None] * 13 + [0.5] and known["timeline"]["groups"]["fate"][-3] == "stale"
+    assert [step["step"] for step in second[0]["runs"][0]["rollouts"]] == [[14] * 8]  # only those of the new step
+    known = joined(answers + first + second)
+    assert known == json.loads(json.dumps(run_data(load_run(growing.path))))
+    assert known["metrics"]["env/new"] == [None] * 13 + [0.5]
 
 
 def test_an_unchanged_run_is_not_sent_again_and_its_end_is(growing: GrowingRun, page: live_data.LivePage) -> None:
@@ -131,22 +118,19 @@ def test_an_unchanged_run_is_not_sent_again_and_its_end_is(growing: GrowingRun, 
     assert page.changes(cursor) == {}
     growing.lock.close()
     [change] = everything(page, cursor)
-    assert change["runs"][0]["set"]["state"] == "dead" and "append" in change["runs"][0]
-    assert change["runs"][0]["append"] == {}
+    assert change["runs"][0]["state"] == "dead" and not any(change["runs"][0][name] for name in GROWING)
     (growing.path / "summary.json").write_text('{"steps": 12, "stopped": null}')
     [change] = everything(page, change["cursor"])
-    assert change["runs"][0]["set"]["state"] == "complete"
+    assert change["runs"][0]["state"] == "complete"
 
 
 def test_a_resume_that_replaces_records_sends_all_data_again(growing: GrowingRun, page: live_data.LivePage) -> None:
     cursor = everything(page)[-1]["cursor"]
     growing.rewind(6)
-    known: dict[str, Any] = {}
     answers = everything(page, cursor)
-    for answer in answers:
-        merge(known, answer)
+    known = joined(answers)
     assert answers[0]["whole"] and known["metrics"]["step"] == [1, 2, 3, 4, 5, 6]
-    assert set(known["rollouts"]["columns"]["step"]) == {1, 2, 3, 4, 5, 6}
+    assert [step["step"][0] for step in known["rollouts"]] == [1, 2, 3, 4, 5, 6]
 
 
 def test_rollouts_of_a_step_are_read_once_its_line_is_there(growing: GrowingRun, page: live_data.LivePage) -> None:
@@ -155,7 +139,7 @@ def test_rollouts_of_a_step_are_read_once_its_line_is_there(growing: GrowingRun,
     assert everything(page, cursor) == []
     growing.append("metrics.jsonl", record)
     [change] = everything(page, cursor)
-    assert set(change["runs"][0]["append"]["rollouts"]["columns"]["step"]) == {STEPS + 1}
+    assert [set(step["step"]) for step in change["runs"][0]["rollouts"]] == [{STEPS + 1}]
 
 
 def test_two_readers_of_a_dead_run_do_not_take_each_other_for_it(growing: GrowingRun) -> None:
@@ -294,10 +278,10 @@ def test_a_page_follows_its_run_and_keeps_what_its_user_chose(growing: GrowingRu
             show = "document.querySelector('#{}').scrollIntoView()"
             await tab.run(show.format("rollouts"))
             await tab.until("charts.all.length > 2 && document.querySelector('.bar-button')")
-            metric = await tab.run("charts.all[0].metric")
+            metric = await tab.run("charts.all.map((chart) => chart.metric).find((name) => !/^eval/.test(name))")
             await tab.run("charts.all[0].setSelect({left: 50, width: 100, top: 0, height: 100}); null")
             await tab.run("timeline.view = [1, 2]; [...document.querySelectorAll('.bar-button')].at(-1).click()")
-            await tab.run("openGroup(1, state.data.runs[0].rollouts.columns.visit[0], 0)")
+            await tab.run("openGroup(1, state.data.runs[0].rollouts.visit[0], 0)")
             kept = "JSON.stringify([charts.range, timeline.view, rollouts.filter, scrollY])"
             before = await tab.run(kept)
             growing.add("env/new")

@@ -1,11 +1,15 @@
-"""Format numbers for the terminal; "–" means an unknown value."""
+"""Format numbers and texts for the terminal; "–" means an unknown value."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+SHOWN = 300  # characters of a text
+REASONS = 5  # that are named
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -38,5 +42,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def counts(reasons: Mapping[str, int]) -> str:
-    """Reasons with how often each occurred, the most frequent first: "time limit 3, KeyError 1"."""
-    return ", ".join(f"{reason} {n}" for reason, n in sorted(reasons.items(), key=lambda pair: -pair[1]))
+    """The most frequent reasons with how often each occurred: "time limit 3, KeyError 1"."""
+    return ", ".join(f"{shorten(reason, 120)} {n}" for reason, n in Counter(reasons).most_common(REASONS))
+
+
+def shorten(text: str, length: int = SHOWN) -> str:
+    """Text on one line that is safe to print: line breaks as ↵, control characters as ·, a long middle left out."""
+    half = length // 2
+    if len(text) > 4 * length:  # before the work on single characters
+        text = f"{text[: 2 * length]}{text[-2 * length :]}"
+    text = re.sub(r"\s*\n\s*", " ↵ ", text.strip()).replace("\t", " ")
+    text = "".join(c if c.isprintable() else "·" for c in text)  # also marks that reverse text, and lone surrogates
+    return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config.schema import ConfigError
-from slipstream.observe.comparison import figures
+from slipstream.observe.figures import figures
 from slipstream.observe.formatting import is_finite
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def card(run: Run) -> str:
     cells = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows.items() if v)
     curves = "".join(
         f"<figure style='display:inline-block;margin:0 1em 0 0'><figcaption>{escape(name)}</figcaption>"
-        f"{sparkline_svg([m[name] for m in run.metrics if is_finite(m.get(name))])}</figure>"
+        f"{sparkline_svg(run.values(name))}</figure>"
         for name in SPARKLINES
     )
     return f"<div><b>{escape(run.name)}</b><table>{cells}</table>{curves}</div>"

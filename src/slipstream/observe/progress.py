@@ -15,8 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.observe.formatting import counts, duration, is_finite, number, sparkline
-from slipstream.observe.report import shorten
+from slipstream.observe.formatting import counts, duration, is_finite, number, shorten, sparkline
 from slipstream.rollout import Group as RolloutGroup
 
 FIELDS = {

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from slipstream.config.schema import ConfigError
-from slipstream.observe.formatting import is_finite
-from slipstream.observe.report import shorten
+from slipstream.observe.formatting import is_finite, shorten
+from slipstream.observe.report import piped_console
 from slipstream.observe.run_data import Record, Run
 
 COLUMNS = (
@@ -25,12 +24,13 @@ PROMPT, COMPLETION = 300, 1000  # characters
 Rollout = tuple[Record, ...]  # its completions, one a turn
 
 
-def print_rollouts(run: Run, step: int | None, group: int | None, as_json: bool, console: Console) -> None:
+def print_rollouts(run: Run, step: int | None, group: int | None, as_json: bool) -> None:
     """Print the rollouts of a step (default: the last), of a group or the best and the worst. Raises `ConfigError`."""
     found = read_rollouts(run, step, group)
     if as_json:
         print(json.dumps([dict(turn) for rollout in found for turn in rollout]))
         return
+    console = piped_console()
     chosen = found if group is not None or len(found) <= 2 * ENDS else [*found[:ENDS], *found[-ENDS:]]
     shown = f"group {group}" if group is not None else f"the best and the worst {len(chosen)} of {len(found)} rollouts"
     console.print(Text(f"{run.name}, step {found[0][0]['step']}, {shown}", style="bold"))

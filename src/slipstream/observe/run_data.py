@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.config.schema import ConfigError
+from slipstream.observe.formatting import is_finite
 from slipstream.runtime.run_directory import lock
 
 if TYPE_CHECKING:
@@ -132,6 +133,10 @@ class Run:
         if not summary:
             return "dead"
         return "stopped" if summary.get("stopped") else "complete"
+
+    def values(self, name: str) -> list[float]:
+        """The finite values of a metric, in the order of the steps."""
+        return [record[name] for record in self.metrics if is_finite(record.get(name))]
 
     @property
     def rollout_steps(self) -> list[int]:

@@ -44,20 +44,24 @@ class Slice:
 Arrow = tuple[Slice, Slice]
 
 
-def write_trace(run: Run, path: Path, steps: tuple[int, int] | None = None) -> None:
-    """Write the trace of a run, or of the steps from the first to the last of `steps`.
+def write_trace(run: Run, path: Path, steps: str | None = None) -> str:
+    """Write the trace of a run, or of the steps "FIRST-LAST". Returns which side waited for the other.
 
     Raises `ConfigError` if there is nothing to draw, or if `path` can't be written.
     """
-    events = select(run.events, *steps) if steps else run.events
+    first, dash, last = (steps or "").partition("-")
+    if steps and not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ConfigError(f'--steps = "{steps}" must be a range of steps, such as 10-20')
+    events, measured = select(run.events, int(first), int(last)) if steps else run.events, timeline(run)
     if not events:
-        missing = f"no step from {steps[0]} to {steps[1]} is recorded" if steps else "it is missing or empty"
+        missing = f"no step from {first} to {last} is recorded" if steps else "it is missing or empty"
         raise ConfigError(f"{run.path / 'events.jsonl'} has nothing to draw: {missing}")
-    lines = ",\n".join(map(json.dumps, trace_events(events, timeline(run))))
+    lines = ",\n".join(map(json.dumps, trace_events(events, measured)))
     try:
         path.write_text(f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n')
     except OSError as error:
         raise ConfigError(f"{path} can't be written ({error.strerror}); name another file with --output") from None
+    return measured.verdict()
 
 
 def select(events: Sequence[Record], first: int, last: int) -> list[Record]:

@@ -16,7 +16,7 @@ import secrets
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -118,7 +118,7 @@ class WatchServer:
         live, step, visit = self._page.runs[self._run(request)], _number(request, "step"), _number(request, "visit")
         if step not in live.run.rollout_steps:
             raise web.HTTPNotFound(text="no rollouts of this step are recorded\n")
-        return await _json(lambda: (step_texts(live.run, step, live.texts, visit=visit) or (None,))[0])
+        return await _json(lambda: step_texts(live.run, step, live.texts, visit=visit))
 
     async def _search(self, request: web.Request) -> web.Response:
         run, words = self._page.runs[self._run(request)].run, request.query.get("text", "")
@@ -186,11 +186,8 @@ def prometheus(runs: Sequence[Run]) -> str:
 
 
 def _last(run: Run) -> dict[str, float]:
-    return {"slipstream_running": run.state == "running"} | {
-        "slipstream_" + re.sub(r"[^a-zA-Z0-9_]", "_", name): value for name, value in _numbers(run) if is_finite(value)
-    }
-
-
-def _numbers(run: Run) -> Iterator[tuple[str, Any]]:
-    yield from (run.metrics[-1] if run.metrics else {}).items()
-    yield from ((n, v) for n, v in (run.evaluations[-1] if run.evaluations else {}).items() if n.startswith("eval/"))
+    """The numbers of the last record and of the last evaluation by the name of their gauge."""
+    evaluation = {name: v for name, v in (run.evaluations or [{}])[-1].items() if name.startswith("eval/")}
+    last = (run.metrics or [{}])[-1] | evaluation
+    found = {f"slipstream_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}": value for name, value in last.items()}
+    return {"slipstream_running": run.state == "running"} | {k: v for k, v in found.items() if is_finite(v)}

@@ -1,77 +1,144 @@
-"""The data of the page: what a run changed, its configuration, metrics, warnings, timeline and rollouts."""
+"""The data of the page: what a run reached, its configuration, metrics, events and rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
+import math
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic_core import PydanticUndefined
 
 from slipstream.config.schema import SECTIONS
-from slipstream.observe import timeline as intervals
-from slipstream.observe.formatting import counts, duration, is_finite, number
-from slipstream.observe.health import RULES, check
-from slipstream.observe.page.events import name_engines, timeline
-from slipstream.observe.page.rollouts import describe_rollouts
-from slipstream.observe.page.score import compare_scores
+from slipstream.observe.events import TRAINER
+from slipstream.observe.figures import facts, faults, name_engines, warnings
+from slipstream.observe.formatting import is_finite
+from slipstream.observe.page.rollouts import TokenTexts, describe_rollouts
 from slipstream.observe.run_data import Record, Run
+from slipstream.observe.score import compare_scores
+from slipstream.observe.timeline import timeline
+
+MAX_ROLLOUTS = 200_000  # of a run in a file; of more, evenly spaced steps and groups
+MAX_RANKS = 8  # of more, only the first has a track
+DRAWN = ("group", "step", "publish", "start", "evaluation", "checkpoint", "score", "paused", "fault", "recovery",
+         "dropped", "warning")  # fmt: skip
+MEASURE_SHARE = 0.02  # of the time, at most, in which the timeline of a growing run is measured again
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """All that the page shows except the texts of rollouts: JSON types only, numbers that are not finite as None."""
-    return {"runs": [run_data(run) for run in runs], "options": list(describe_options())}
+    """All that the page shows except the texts of rollouts: JSON types only."""
+    return {"whole": True, "runs": [run_data(run) for run in runs], "options": list(describe_options())}
 
 
 def run_data(run: Run) -> dict[str, Any]:
-    """The data of one run. `problems` is last, since it names files that turned out to be damaged."""
-    data = described(run) | {
-        "metrics": columns(run.metrics),
-        "evaluations": columns(run.evaluations),
-        "timeline": timeline(run),
-        "rollouts": describe_rollouts(run),
-    }
-    return data | {"problems": run.problems}
+    """The data of one run; of more rollouts than `MAX_ROLLOUTS` a part."""
+    rollouts = (run.metrics[-1] if run.metrics else {}).get("rollout/generated") or 0
+    data = RunData(run, every=max(1, -(-rollouts // MAX_ROLLOUTS)))
+    data.update()
+    return data.since((0, 0, 0, 0))
 
 
-def described(run: Run) -> dict[str, Any]:
-    """What the page shows of a run besides its records, which only grow."""
-    found = warnings(run)
-    return {
-        "name": run.name,
-        "state": run.state,
-        "score": compare_scores(run.evaluations),
-        "facts": [list(fact) for fact in facts(run)],
-        "faults": list(faults(run, found)),
-        "config": {f"{name}.{key}": value for name, part in run.config.items() for key, value in _items(part)},
-        "samples": run.summary.get("samples"),
-        "warnings": found,
-        "problems": run.problems,
-    }
+class RunData:
+    """The data of one run, which may grow. Of steps and groups each `every`th is in it."""
 
+    def __init__(self, run: Run, every: int = 1) -> None:
+        self.run, self.every, self._texts = run, every, TokenTexts(None)
+        self.clear()
 
-def warnings(run: Run) -> list[Record]:
-    """The health warnings that the run recorded, or those of its metrics if it recorded no events.
+    def clear(self) -> None:
+        """Forget what came from the records."""
+        self.described: dict[str, Any] = {}
+        self.rollouts: list[dict[str, list[Any]]] = []  # by step
+        self.unread: list[int] = []  # steps whose rollouts were not read
+        self._last_step = -1  # whose rollouts are read or in `unread`
+        self._measured, self._measure_at, self._is_measured = timeline(self.run), 0.0, True
 
-    The worst come first, then those that `follows` explains: a rule of another warning. `detail` are further lines.
-    """
-    found = [event for event in run.events if event.get("kind") == "warning"]
-    if not run.events:
-        found = [dict(warning._asdict()) for warning in check(run)]
-    rules: dict[Any, Any] = {rule.name: (position, rule.follows) for position, rule in enumerate(RULES)}
-    present = {warning.get("rule") for warning in found}
-    described = []
-    for warning in found:
-        position, follows = rules.get(warning.get("rule"), (len(rules), ()))
-        cause = next((rule for rule in follows if rule in present), None)
-        detail = engines_lost(run) if warning.get("rule") == "engine-lost" else []
-        described.append((cause is not None, position, warning | {"follows": cause, "detail": detail}))
-    return [warning for *_, warning in sorted(described, key=lambda found: found[:2])]
+    @property
+    def texts(self) -> TokenTexts:
+        """The text of tokens, by the run's tokenizer if it is at hand by now."""
+        if self._texts.tokenizer is None:
+            self._texts = TokenTexts.of(self.run)
+        return self._texts
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of records of metrics, evaluations and events, and of steps with rollouts."""
+        return len(self.run.metrics), len(self.run.evaluations), len(self.run.events), len(self.rollouts)
 
-def engines_lost(run: Run) -> list[str]:
-    """Engines that died, one line each."""
-    return [name_engines(line) for line in run.summary.get("engines_lost") or ()]
+    def update(self, changed: bool = True, read_s: float = math.inf) -> bool:
+        """Describe the records of `run` if they `changed`. Returns whether the data changed.
+
+        Rollouts are read for `read_s` seconds; steps that are left are in `unread`.
+        """
+        run, state = self.run, self.run.state
+        changed |= not self.described or state != self.described["state"]
+        if changed:
+            last = run.metrics[-1].get("step") if run.metrics and state == "running" else None
+            # A step's rollouts may be written again until its line is there.
+            new = [step for step in run.rollout_steps if self._last_step < step <= (last or math.inf)]
+            self.unread += new[:: self.every]
+            self._last_step = new[-1] if new else self._last_step
+        read = self._read_rollouts(time.monotonic() + read_s)
+        measured = self._measure(changed)
+        if changed or read or measured:
+            self.described = self._describe(state)
+        return changed or read or measured
+
+    def _read_rollouts(self, end: float) -> bool:
+        found = bool(self.unread)
+        while self.unread and time.monotonic() < end:
+            if columns := describe_rollouts(self.run, self.unread.pop(0)):
+                self.rollouts.append(columns)
+        return found
+
+    def _measure(self, changed: bool) -> bool:
+        """Measure the timeline, which needs all events, unless that was done a short time ago."""
+        self._is_measured &= not changed
+        began = time.monotonic()
+        if self._is_measured or began < self._measure_at:
+            return False
+        self._measured, self._is_measured = timeline(self.run), True
+        self._measure_at = began + (time.monotonic() - began) / MEASURE_SHARE
+        return True
+
+    def _describe(self, state: str) -> dict[str, Any]:
+        """What the page shows of a run besides its records, which only grow."""
+        run, found, measured = self.run, warnings(self.run), self._measured
+        ranks = [name for name in measured.tracks if name.startswith(f"{TRAINER} rank")]
+        hidden = ranks if len(ranks) >= MAX_RANKS else []
+        return {
+            "name": run.name,
+            "state": state,
+            "every": self.every,
+            "score": compare_scores(run.evaluations),
+            "facts": list(facts(run, measured)),
+            "faults": list(faults(run, found)),
+            "config": {f"{name}.{key}": value for name, part in run.config.items() for key, value in _items(part)},
+            "samples": run.summary.get("samples"),
+            "warnings": found,
+            "problems": run.problems,
+            "fractions": {name: measured.fractions(t) for name, t in measured.tracks.items() if name not in hidden},
+            "verdict": measured.verdict() if run.events else None,
+        }
+
+    def since(self, sizes: Sequence[int]) -> dict[str, Any]:
+        """The description of the run, and the records after the first `sizes` of each kind."""
+        metrics, evaluations, events, steps = sizes
+        return self.described | {
+            "metrics": columns(self.run.metrics[metrics:]),
+            "evaluations": columns(self.run.evaluations[evaluations:]),
+            "events": list(self._drawn(self.run.events[events:])),
+            "rollouts": self.rollouts[steps:],
+        }
+
+    def _drawn(self, events: Sequence[Record]) -> Iterator[Record]:
+        """The events that the timeline draws; of groups each `every`th."""
+        groups = 0
+        for event in events:
+            if event.get("kind") in DRAWN and is_finite(event.get("start")):
+                groups += event["kind"] == "group"
+                if event["kind"] != "group" or groups % self.every == 0:
+                    yield event | {"what": name_engines(str(event["what"]))} if "what" in event else event
 
 
 def _items(part: Any) -> Iterator[tuple[str, Any]]:
@@ -79,64 +146,13 @@ def _items(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def columns(records: Sequence[Record]) -> dict[str, list[float | None]]:
-    """Numbers by metric, one for each record, with 7 significant digits."""
+    """Numbers by metric, one for each record, with 7 significant digits; None for what is not finite."""
     names = dict.fromkeys(name for record in records for name, value in record.items() if is_finite(value))
     return {name: [_short(record.get(name)) for record in records] for name in names}
 
 
 def _short(value: Any) -> float | None:
     return (value if isinstance(value, int) else float(f"{value:.7g}")) if is_finite(value) else None
-
-
-def facts(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Label, value and note of what the run did, from the last record of its metrics."""
-    last: Mapping[str, Any] = run.metrics[-1] if run.metrics else {}
-    rewards = [r["reward/mean"] for r in run.metrics if is_finite(r.get("reward/mean"))]
-    tenth = max(1, len(rewards) // 10)
-    first_last = (fmean(rewards[:tenth]), fmean(rewards[-tenth:])) if rewards else (None, None)
-    yield "Reward", f"{number(first_last[0], 3)} → {number(first_last[1], 3)}", "first and last tenth of the steps"
-    window = last.get("time/window_s") or 0
-    since = f"without stops; {duration(window)} since the first rollout"
-    yield "Steps", f"{number(last.get('step'))} in {duration(last.get('time/wall_s'))}", since
-    measured = intervals.timeline(run)
-    sides = (("Generated", "gen", "engines", measured.engines), ("Trained on", "train", "trainer", [measured.trainer]))
-    for label, total, side, tracks in sides:
-        tokens = last.get(f"{total}/total_tokens")
-        rate = number(tokens / window) if tokens and window else "–"
-        used = f", {side} busy {measured.fractions(*tracks)['busy']:.0%}" if measured.window_s else ""
-        yield label, f"{_count(tokens)} tokens", f"{rate} tokens/s{used} of the time since the first rollout"
-    lags = [r["lag/mean"] for r in run.metrics if is_finite(r.get("lag/mean"))]
-    largest = max((r["lag/max"] for r in run.metrics if is_finite(r.get("lag/max"))), default=None)
-    yield "Lag", f"{number(fmean(lags), 2) if lags else '–'} versions", f"mean; at most {number(largest)}"
-    ended, trained = last.get("rollout/generated"), last.get("rollout/trained")
-    yield "Rollouts", number(ended), f"{number(trained)} trained on"
-
-
-def _count(value: Any) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if is_finite(value) and value >= size:
-            return f"{value / (1000 if unit == 'k' else size):.3g} {unit}"
-    return number(value)
-
-
-def faults(run: Run, found: Sequence[Record]) -> Iterator[str]:
-    """What failed in the run, one line each. `found` are its warnings: those have the deaths of engines as details."""
-    last: Mapping[str, Any] = run.metrics[-1] if run.metrics else {}
-    summary = run.summary
-    if not any(warning["detail"] for warning in found):
-        yield from engines_lost(run)
-    if restarts := last.get("train/restarts"):
-        yield f"the trainer restarted {restarts} times and lost {number(last.get('train/steps_lost'))} steps"
-    if failures := last.get("rollout/failures"):
-        yield f"{number(last.get('rollout/failed'))} rollouts failed: {counts(failures)}"
-    if errors := last.get("reward/errors"):
-        yield f"the reward function raised: {counts(errors)}"
-    if stale := last.get("rollout/dropped_stale"):
-        yield f"{number(stale)} rollouts were dropped because they were too old"
-    if skipped := last.get("train/skipped_steps"):
-        yield f"{number(skipped)} steps were skipped because loss or gradient was not finite"
-    if retired := summary.get("tasks_retired"):
-        yield f"{len(retired)} tasks are no longer visited because each try failed"
 
 
 def describe_options() -> Iterator[dict[str, Any]]:

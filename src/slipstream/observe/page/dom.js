@@ -86,9 +86,6 @@ async function unpack(text) {
 // Where the page's data comes from: the file itself, or the server of a live page.
 const source = {
   live: document.documentElement.hasAttribute("data-live"),
-  async data() {
-    return unpack($("#data").textContent);
-  },
   texts: new Map(),
   has(run, step) {
     return this.live || state.data.runs[run].texts.includes(step);
@@ -96,7 +93,8 @@ const source = {
   async step(run, step, visit) {
     const key = `texts-${run}-${step}${this.live ? `-${visit}` : ""}`;
     if (!this.texts.has(key)) {
-      const found = this.live ? ask("texts", { run, step, visit }).catch(() => this.texts.delete(key) && null) : unpack(document.getElementById(key).textContent);
+      const found = this.live ? ask("texts", { run, step, visit }).catch(() => this.texts.delete(key) && null)
+        : unpack(document.getElementById(key).textContent);
       this.texts.set(key, found);
     }
     return this.texts.get(key);

@@ -2,12 +2,13 @@
 
 async function main() {
   themeButton();
-  if (source.live) merge(await ask("data", {})); else state.data = await source.data();
+  const data = source.live ? await ask("data", {}) : await unpack($("#data").textContent);
+  merge(data);
   drawPage();
   addEventListener("resize", resizeAll);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawColours);
   document.documentElement.dataset.ready = Math.round(performance.now());
-  if (source.live) follow();
+  if (source.live) follow(data);
 }
 
 function drawPage() {
@@ -118,8 +119,10 @@ function factTable(runs) {
   const scores = runs.map((run) => (run.score ? [run.score.before[0].toFixed(3), " → ",
     ...interval(run.score.after || run.score.before)] : "–"));
   const gains = runs.map((run) => interval(run.score && run.score.difference, true));
-  const facts = runs[0].facts.map(([label], i) => row(label, runs.map((run) => [run.facts[i][1],
-    el("div", { class: "note" }, run.facts[i][2])])));
+  const fact = (run, label) => run.facts.find(([name]) => name === label) || ["", "–", ""];
+  const labels = new Set(runs.flatMap((run) => run.facts.map(([label]) => label)));
+  const facts = [...labels].map((label) => row(label, runs.map((run) => [fact(run, label)[1],
+    el("div", { class: "note" }, fact(run, label)[2])])));
   const methods = [...new Set(runs.map((run) => run.score && run.score.method).filter(Boolean))].join("; ");
   return el("div", { class: "scroll" }, el("table", { class: "facts" }, el("caption", {}, methods
     ? `Intervals: 95%, ${methods}` : ""),
@@ -137,8 +140,8 @@ function findings(runs) {
   const items = runs.flatMap((run) => [...byRule(run, false), ...run.faults.map((text) => fault(run, text))]);
   const consequences = runs.flatMap((run) => byRule(run, true));
   const none = el("p", { class: "fine" }, "No health warning and no fault is recorded.");
-  const verdicts = runs.filter((run) => run.timeline).map((run) => el("p", { class: "sentence" },
-    several() ? `${run.name}: ` : "", run.timeline.verdict));
+  const verdicts = runs.filter((run) => run.verdict).map((run) => el("p", { class: "sentence" },
+    several() ? `${run.name}: ` : "", run.verdict));
   return el("div", { class: "health", id: "health" }, el("h2", {}, "Health"), items.length ? el("ul", {}, items) : none,
     consequences.length ? el("ul", { class: "consequences" }, consequences) : null, ...verdicts);
 }

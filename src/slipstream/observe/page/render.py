@@ -17,7 +17,7 @@ from slipstream.observe.page.rollouts import TokenTexts, spread, step_texts
 from slipstream.observe.run_data import Run
 from slipstream.runtime.run_directory import write_atomically
 
-SCRIPTS = ("dom.js", "charts.js", "tracks.js", "timeline.js", "rollouts.js", "page.js")
+SCRIPTS = ("dom.js", "data.js", "charts.js", "tracks.js", "timeline.js", "rollouts.js", "page.js")
 MAX_TEXT_BYTES = 14_000_000  # compressed texts of all runs
 MAX_STEP_TOKENS = 120_000  # of the texts of one step
 
@@ -66,34 +66,29 @@ def _hashes(parts: Sequence[str]) -> str:
 def write_report(runs: Sequence[Run], path: Path, state: str = "") -> None:
     """Write the page of these runs to `path`. `state` replaces that of a run that writes its own."""
     data = page_data(runs)
-    if state:
-        data["runs"][0]["state"] = state
-    found: list[tuple[str, str]] = []
-    for index, run in enumerate(runs):
-        texts = TokenTexts.of(run)
-        described = data["runs"][index]
-        packed = dict(packed_texts(run, texts, MAX_TEXT_BYTES // len(runs), described["rollouts"]["columns"]))
-        found += [(f"texts-{index}-{step}", text) for step, text in packed.items()]
+    texts: list[tuple[str, str]] = []
+    for index, (run, described) in enumerate(zip(runs, data["runs"], strict=True)):
+        described["state"] = state or described["state"]
+        tokens = TokenTexts.of(run)
+        packed = dict(packed_texts(run, tokens, MAX_TEXT_BYTES // len(runs), described["rollouts"]))
+        texts += [(f"texts-{index}-{step}", text) for step, text in packed.items()]
         described["texts"], described["problems"] = sorted(packed), run.problems
-        described["tokens_known"] = texts.tokenizer is not None
-    write_atomically(path, render(data, found))
+        described["tokens_known"] = tokens.tokenizer is not None
+    write_atomically(path, render(data, texts))
 
 
-def packed_texts(run: Run, texts: TokenTexts, budget: int, columns: dict[str, list[Any]]) -> Iterator[tuple[int, str]]:
+def packed_texts(
+    run: Run, texts: TokenTexts, budget: int, rollouts: Sequence[dict[str, list[Any]]]
+) -> Iterator[tuple[int, str]]:
     """Steps with packed texts, within `budget` bytes: first, last, of extreme rewards, then evenly spaced ones."""
-    steps = list(dict.fromkeys(columns.get("step", ())))
-    rewards = [
-        (reward, step)
-        for reward, step in zip(columns.get("reward", ()), columns.get("step", ()), strict=True)
-        if reward is not None
-    ]
-    order = spread(steps)
+    order = spread([step["step"][0] for step in rollouts])
+    rewards = [(r, step["step"][0]) for step in rollouts for r in step["reward"] if r is not None]
     extremes = [min(rewards)[1], max(rewards)[1]] if rewards else []
     for step in dict.fromkeys([*order[:2], *extremes, *order[2:]]):
         found = step_texts(run, step, texts, MAX_STEP_TOKENS)
         if not found:
             continue
-        packed = pack(found[0])
+        packed = pack(found)
         budget -= len(packed)
         if budget < 0:
             return

@@ -10,7 +10,7 @@ function drawRollouts() {
   const content = $("#rollouts .content");
   rollouts.filter = {};
   rollouts.search = null;
-  if (!(run.rollouts.columns.step || []).length) {
+  if (!run.rollouts.step) {
     $("#rollouts .tools").replaceChildren(...[runPicker()].filter(Boolean));
     content.replaceChildren(empty("No rollouts are recorded: rollouts/ is empty or can't be read."));
     return;
@@ -22,16 +22,20 @@ function drawRollouts() {
 }
 
 function leftOut(run) {
-  const { steps, every, columns } = run.rollouts;
-  const described = every > 1 ? `Every ${every}th of ${number(steps)} steps is listed. ` : "";
+  const { step } = run.rollouts;
+  const steps = new Set(step).size;
+  const described = run.every > 1 ? `One of ${run.every} steps is listed. ` : "";
   const texts = source.live || run.texts.length >= steps ? ""
     : `Texts and tokens of ${number(run.texts.length)} of ${number(steps)} steps are in this file (marked ●). `;
   const blind = run.tokens_known === false
     ? "The run's tokenizer is not at hand, so completions are shown without their tokens. " : "";
   const more = described || texts ? `slipstream watch RUN and slipstream rollouts RUN show all.` : "";
   return el("p", { class: "hint" },
-    `${number(columns.step.length)} rollouts that steps trained on; the timeline has those that failed or went stale. `, described, texts, blind, more);
+    `${number(step.length)} rollouts that steps trained on; the timeline has those that failed or went stale. `, described, texts, blind, more);
 }
+
+const endings = (run) => [...new Set(run.rollouts.reason)];
+const environmentMetrics = (run) => Object.keys(run.rollouts).filter((name) => name.startsWith("env/"));
 
 function rolloutTools(run) {
   const { filter } = rollouts;
@@ -40,14 +44,13 @@ function rolloutTools(run) {
   const between = (label, low, high) => el("div", { class: "between" }, field(label, { type: "number", step: "any",
     placeholder: "min", "aria-label": `${label}, at least` }, set(low)),
     field("to", { type: "number", step: "any", placeholder: "max", "aria-label": `${label}, at most` }, set(high)));
-  const names = Object.keys(run.rollouts.metrics);
+  const [names, any] = [environmentMetrics(run), [["", "any"]]];
   const text = el("label", {}, el("span", {}, "Text"), el("input", { type: "search", placeholder: "contains …, Enter",
     onchange: (event) => searchTexts(event.target.value) }));
   const tools = [runPicker(), between("Step", "stepLow", "stepHigh"), between("Reward", "rewardLow", "rewardHigh"),
     between("Length (tokens)", "tokensLow", "tokensHigh"),
-    select("Ended by", [["", "any"], ...run.rollouts.reasons.map((reason, i) => [i, reason])], "", set("reason")),
-    names.length ? select("Metric", [["", "any"], ...names.map((name) => [name, name])], "", set("metric", String))
-      : null,
+    select("Ended by", any.concat(endings(run).map((reason) => [reason, reason])), "", set("reason", String)),
+    names.length ? select("Metric", any.concat(names.map((name) => [name, name])), "", set("metric", String)) : null,
     names.length ? between("Metric value", "metricLow", "metricHigh") : null, text,
     select("Order", [["step", "newest first"], ["reward", "highest reward"], ["-reward", "lowest reward"],
       ["tokens", "longest"], ["advantage", "highest advantage"]], rollouts.order,
@@ -57,9 +60,9 @@ function rolloutTools(run) {
 }
 
 function applyFilter() {
-  const { columns, metrics } = state.data.runs[state.run].rollouts;
+  const columns = state.data.runs[state.run].rollouts;
   const { filter, search } = rollouts;
-  const metric = metrics[filter.metric];
+  const metric = columns[filter.metric];
   const inside = (value, low, high) => (low === undefined && high === undefined) || (value !== null && !(value < low)
     && !(value > high));
   const matches = [];
@@ -113,15 +116,15 @@ function narrow(low, high) {
 }
 
 function drawList() {
-  const { columns, tasks, reasons } = state.data.runs[state.run].rollouts;
+  const columns = state.data.runs[state.run].rollouts;
   const shown = rollouts.matches.slice(0, rollouts.shown);
   const head = ["", "Step", "Task", "Reward", "Advantage", "Tokens", "Turns", "Versions", "Ended by"];
   const rows = shown.map((i) => {
     const known = source.has(state.run, columns.step[i]);
-    const cells = [known ? "●" : "○", number(columns.step[i]), visible(tasks[columns.task[i]]),
+    const cells = [known ? "●" : "○", number(columns.step[i]), visible(columns.task[i]),
       number(columns.reward[i], 3), number(columns.advantage[i], 3), number(columns.tokens[i]),
       columns.turns[i], columns.oldest[i] === columns.newest[i] ? columns.oldest[i]
-        : `${columns.oldest[i]}–${columns.newest[i]}`, visible(reasons[columns.reason[i]])];
+        : `${columns.oldest[i]}–${columns.newest[i]}`, visible(columns.reason[i])];
     const open = () => openGroup(columns.step[i], columns.visit[i], columns.rollout[i]);
     return el("tr", { tabindex: "0", onclick: open, onkeydown: (event) => { if (event.key === "Enter") open(); },
       title: known ? "Show its group" : "The text of this step is not in this file" }, cells.map((cell) => el("td", {},

@@ -14,21 +14,11 @@ import pyarrow.compute as pc
 
 from slipstream.observe.run_data import Record, Run
 
-MAX_ROLLOUTS = 200_000  # of a run; of more, evenly spaced steps
 MAX_TOKENS, MAX_CHARACTERS = 8_000, 60_000  # shown of a completion
 MAX_PROMPT = 20_000  # characters
 DESCRIBED = [
-    "visit_id",
-    "task_id",
-    "rollout",
-    "role",
-    "turn",
-    "reward",
-    "advantage",
-    "spans",
-    "finish_reason",
-    "metrics",
-]
+    "visit_id", "task_id", "rollout", "role", "turn", "reward", "advantage", "spans", "finish_reason", "metrics",
+]  # fmt: skip
 TEXTS = ["prompt", "completion", "prompt_ids", "completion_ids", "logprobs", "steps"]
 
 
@@ -80,88 +70,45 @@ class TokenTexts:
         return self._texts[token]
 
 
-def describe_rollouts(run: Run) -> dict[str, Any]:
-    """Columns with a value for each rollout. `tasks`, `roles`, `reasons` hold the texts that columns index."""
-    steps = run.rollout_steps
-    first = run.table(steps[0], ["turn"]) if steps else None
-    every = max(1, -(-len(steps) * (first.num_rows if first is not None else 1) // MAX_ROLLOUTS))
-    found = RolloutColumns()
-    for step in steps[::every]:
-        found.add(run, step)
-    return found.data() | {"steps": len(steps), "every": every}
+def describe_rollouts(run: Run, step: int) -> dict[str, list[Any]]:
+    """Columns with a value for each rollout of a step, which begins with a row of turn 0; {} if it can't be read.
 
-
-class RolloutColumns:
-    """Columns with a value for each rollout of the steps added so far, and the texts that columns index."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, dict[str, int]] = {"tasks": {}, "roles": {}, "reasons": {}}
-        self.columns: dict[str, list[Any]] = {}
-        self.metrics: dict[str, list[float | None]] = {}
-
-    def add(self, run: Run, step: int) -> None:
-        table = run.table(step, DESCRIBED)
-        if table is None or not table.num_rows:
-            return
-        known = len(self.columns.get("step", ()))
-        for name, values in _describe(step, table, self.texts).items():
-            self.columns.setdefault(name, []).extend(values)
-        _add_metrics(table, self.metrics, known, len(self.columns["step"]))
-
-    def data(self) -> dict[str, Any]:
-        texts = {name: list(found) for name, found in self.texts.items()}
-        return {"columns": self.columns, "metrics": self.metrics, **texts}
-
-
-def _describe(step: int, table: pa.Table, texts: dict[str, dict[str, int]]) -> dict[str, list[Any]]:
-    """The columns of one step. A rollout begins with each row of turn 0."""
+    A column "env/NAME" has the values of a metric of the environment.
+    """
+    table = run.table(step, DESCRIBED)
+    if table is None or not table.num_rows:
+        return {}
     first = np.flatnonzero(table["turn"].to_numpy() == 0)
     last = np.append(first[1:], table.num_rows) - 1
-    spans = table["spans"].combine_chunks()
-    bounds, ends, versions = (
-        np.asarray(a) for a in (spans.offsets, spans.values.field("end"), spans.values.field("version"))
-    )
-    empty = bounds[1:] == bounds[:-1]
-    lengths = np.where(empty, 0, ends[np.minimum(bounds[1:] - 1, len(ends) - 1)] if len(ends) else 0)
-    oldest, newest = (
-        versions[np.clip(at, 0, len(versions) - 1)] if len(versions) else 0 * at for at in (bounds[:-1], bounds[1:] - 1)
-    )
-    return {
+    lengths, oldest, newest = _spans(table["spans"].combine_chunks())
+    found = {
         "step": [step] * len(first),
         "visit": table["visit_id"].to_numpy()[first].tolist(),
         "rollout": table["rollout"].to_numpy()[first].tolist(),
-        "task": _indices(table["task_id"], first, texts["tasks"]),
-        "role": _indices(table["role"], first, texts["roles"]),
-        "reward": _rounded(table["reward"].to_numpy()[first]),
-        "advantage": _rounded(table["advantage"].to_numpy()[first]),
+        "task": table["task_id"].take(first).to_pylist(),
+        "reward": _rounded(table["reward"].to_numpy()[first].tolist()),
+        "advantage": _rounded(table["advantage"].to_numpy()[first].tolist()),
         "tokens": np.add.reduceat(lengths, first).tolist(),
         "turns": (last - first + 1).tolist(),
-        "reason": _indices(table["finish_reason"], last, texts["reasons"]),
+        "reason": table["finish_reason"].take(last).to_pylist(),
         "oldest": oldest[first].tolist(),
         "newest": newest[last].tolist(),
     }
+    metrics = [dict(values or ()) for values in table["metrics"].take(first).to_pylist()]
+    names = dict.fromkeys(name for values in metrics for name in values)
+    return found | {f"env/{name}": _rounded([values.get(name) for values in metrics]) for name in names}
 
 
-def _indices(column: pa.ChunkedArray, rows: np.ndarray[Any, Any], texts: dict[str, int]) -> list[int]:
-    return [texts.setdefault(str(text), len(texts)) for text in column.take(pa.array(rows)).to_pylist()]
+def _spans(spans: pa.ListArray) -> tuple[np.ndarray[Any, Any], ...]:
+    """Tokens, oldest and newest version of each row; 0 without spans."""
+    ends, versions = (np.append(spans.values.field(name), 0) for name in ("end", "version"))  # 0 for rows without spans
+    begin, end = np.asarray(spans.offsets)[:-1], np.asarray(spans.offsets)[1:]
+    first, last = (np.where(begin == end, len(ends) - 1, at) for at in (begin, end - 1))
+    return ends[last], versions[first], versions[last]
 
 
-def _rounded(values: np.ndarray[Any, Any]) -> list[float | None]:
-    return [round(v, 5) if math.isfinite(v) else None for v in values.tolist()]
-
-
-def _add_metrics(table: pa.Table, metrics: dict[str, list[float | None]], known: int, total: int) -> None:
-    """Add the values of this step to columns of `known` values, so that they have `total`."""
-    column = table["metrics"].combine_chunks()
-    if len(column.keys):
-        rows = np.flatnonzero(table["turn"].to_numpy() == 0)
-        for at, row in enumerate(column.take(pa.array(rows)).to_pylist(), known):
-            for name, value in row:
-                values = metrics.setdefault(name, [])
-                values += [None] * (at - len(values))
-                values.append(round(value, 5) if value is not None and math.isfinite(value) else None)
-    for values in metrics.values():
-        values.extend([None] * (total - len(values)))
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [round(v, 5) if v is not None and math.isfinite(v) else None for v in values]
 
 
 def find_text(run: Run, words: str) -> list[str]:
@@ -177,10 +124,8 @@ def find_text(run: Run, words: str) -> list[str]:
 
 def step_texts(
     run: Run, step: int, texts: TokenTexts, budget: int = 10**9, visit: int | None = None
-) -> tuple[dict[str, Any], int] | None:
-    """Groups of a step with prompts, tokens and log-probabilities, as many as fit `budget` tokens, and their tokens.
-
-    With `visit`, only that group.
+) -> dict[str, Any] | None:
+    """Groups of a step with prompts, tokens and log-probabilities, as many as fit `budget` tokens; or only `visit`.
 
     `pieces` holds the text of tokens, which `tokens` index; without a tokenizer a turn has its whole `text` instead.
     `logprobs` are hundredths below 0. None if the step can't be read.
@@ -192,28 +137,22 @@ def step_texts(
         return None
     pieces: dict[str, int] = {}
     groups: list[dict[str, Any]] = []
-    used, left_out = 0, 0
-    for rows in _groups(table, budget):
+    for rows in _groups(table):
         size = sum(min(len(row["completion_ids"] or ()), MAX_TOKENS) for row in rows)
-        if groups and used + size > budget:
-            left_out += 1
-            continue
-        used += size
-        groups.append(_group(rows, texts, pieces))
-    visits = len(set(table["visit_id"].to_pylist()))
-    return {"step": step, "pieces": list(pieces), "groups": groups, "left_out": visits - len(groups)}, used
+        if not groups or size <= budget:
+            groups.append(_group(rows, texts, pieces))
+            budget -= size
+        if budget <= 0:
+            break
+    return {"step": step, "pieces": list(pieces), "groups": groups}
 
 
-def _groups(table: pa.Table, budget: int) -> Iterator[list[Record]]:
+def _groups(table: pa.Table) -> Iterator[list[Record]]:
     """Rows by group: those with the lowest and the highest reward first, then in order."""
     visits, rewards = np.asarray(table["visit_id"]), np.nan_to_num(table["reward"].to_numpy())
     order = dict.fromkeys([int(visits[rewards.argmin()]), int(visits[rewards.argmax()]), *map(int, visits)])
     for visit in order:
-        rows = table.filter(pa.array(visits == visit)).to_pylist()
-        yield rows
-        budget -= sum(len(row["completion_ids"] or ()) for row in rows)
-        if budget < 0:
-            return
+        yield table.filter(pa.array(visits == visit)).to_pylist()
 
 
 def _group(rows: list[Record], texts: TokenTexts, pieces: dict[str, int]) -> dict[str, Any]:

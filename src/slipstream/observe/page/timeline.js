@@ -4,16 +4,15 @@ const MAX_BARS = 4000; // rollouts drawn one by one; of more, their number at ea
 const ITEM_COLOURS = { step: "good", publish: "publish", evaluation: "violet", checkpoint: "muted",
   score: "scoring", paused: "muted", fault: "bad", recovery: "good", start: "muted", dropped: "warning",
     warning: "warning", pause: "text" };
-const CONTROLLER_LANES = { evaluation: 1, checkpoint: 2, dropped: 2, warning: 1 };
-  // below publishes, which may overlap them
+const CONTROLLER_LANES = { evaluation: 1, checkpoint: 2, dropped: 2, warning: 1 }; // below publishes
+const BAD_FATES = ["stale", "failed", "filtered"];
 const timeline = { view: null, rows: [], frame: 0, picked: null };
 
 function drawTimeline() {
   const run = state.data.runs[state.run];
-  const found = run.timeline;
   const content = $("#timeline .content");
   $("#timeline .tools").replaceChildren(...[runPicker()].filter(Boolean));
-  if (!found) {
+  if (!run.verdict) {
     content.replaceChildren(empty("events.jsonl is missing: the run recorded no events, so there is no timeline."));
     timeline.resize = null;
     return;
@@ -23,11 +22,11 @@ function drawTimeline() {
   timeline.tip = el("div", { class: "tip", hidden: true });
   timeline.detail = el("div", { class: "life" }, el("p", { class: "hint" },
     "Click a rollout to see its life from task to batch. Where there are too many to draw, a click zooms in."));
-  const cut = found.left_out[0]
-    ? [empty(`${number(found.left_out[0])} of ${number(found.left_out[1])} groups are left out to keep the file small; slipstream watch shows all.`)] : [];
+  const cut = run.every > 1
+    ? [empty(`One of ${run.every} groups is drawn, to keep the file small; slipstream watch shows all.`)] : [];
   content.replaceChildren(...cut, el("div", { class: "canvas" }, timeline.canvas, timeline.tip),
     timelineLegend(), timeline.detail);
-  prepareRows(found);
+  prepareRows(run);
   timeline.extent = wholeRun();
   if (!timeline.view || timeline.shownRun !== run) timeline.view = [...timeline.extent];
   timeline.shownRun = run;
@@ -76,7 +75,7 @@ const timeAt = (x) =>
 
 function paintNow() {
   const context = timeline.canvas.getContext("2d");
-  const found = state.data.runs[state.run].timeline;
+  const { fractions } = state.data.runs[state.run];
   context.setTransform(devicePixelRatio || 1, 0, 0, devicePixelRatio || 1, 0, 0);
   context.clearRect(0, 0, timeline.width, timeline.height);
   context.font = "11px system-ui";
@@ -88,12 +87,12 @@ function paintNow() {
     context.clip();
     context.fillStyle = timeline.colours.soft;
     context.fillRect(timeline.left, row.top, timeline.width, row.height);
-    paintRollouts(context, row, found);
-    paintItems(context, row, found);
+    paintRollouts(context, row);
+    paintItems(context, row);
     context.restore();
     context.fillStyle = timeline.colours.text;
     context.fillText(row.name, 0, row.top + 13, timeline.left - 8);
-    const shares = found.fractions[row.name];
+    const shares = fractions[row.name];
     if (!shares || row.height < 28) continue;
     context.fillStyle = timeline.colours.muted;
     context.fillText(`busy ${Math.round(100 * shares.busy)}%`, 0, row.top + 27, timeline.left - 8);
@@ -123,30 +122,28 @@ function clock(time, step, largest = time) {
     : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${rest}`;
 }
 
-function paintRollouts(context, row, { rollouts, groups }) {
+function paintRollouts(context, row) {
   const [from, to] = timeline.view;
-  const first = below(row.start, from - row.longest);
-  const last = below(row.start, to);
+  const [first, last] = [below(row.starts, from - row.longest), below(row.starts, to)];
   row.drawn = last - first <= MAX_BARS;
   if (!row.drawn) return paintDensity(context, row);
+  const { picked, colours } = timeline;
   const lane = row.height / row.lanes;
-  for (let at = first; at < last; at += 1) {
-    const i = row.rollouts[at];
-    const fate = groups.fate[rollouts.group[i]];
-    const bad = rollouts.failed[i] >= 0 || fate === "stale" || fate === "failed" || fate === "filtered";
-    const x = xOf(rollouts.start[i]);
-    context.fillStyle = i === timeline.picked ? timeline.colours.text : bad ? timeline.colours.warning
-      : timeline.colours.accent;
-    context.globalAlpha = i === timeline.picked ? 1 : timeline.picked !== null
-      && rollouts.group[i] === rollouts.group[timeline.picked] ? 1 : 0.62;
-    context.fillRect(x, row.top + row.height - (row.lane[at] + 1) * lane,
-      Math.max(0.7, xOf(rollouts.end[i]) - x - 0.5), Math.max(0.8, lane - 0.8));
+  for (const rollout of row.rollouts.slice(first, last)) {
+    const bad = rollout.failure !== null || BAD_FATES.includes(rollout.group.fate);
+    const x = xOf(rollout.start);
+    context.fillStyle = rollout === picked ? colours.text : bad ? colours.warning : colours.accent;
+    context.globalAlpha = picked && rollout.group === picked.group ? 1 : 0.62;
+    context.fillRect(x, row.top + row.height - (rollout.lane + 1) * lane,
+      Math.max(0.7, xOf(rollout.end) - x - 0.5), Math.max(0.8, lane - 0.8));
   }
   context.globalAlpha = 1;
   return undefined;
 }
 
-// Rollouts in flight at each pixel: those that began less those that ended.
+const inFlight = (row, time) => below(row.starts, time) - below(row.ends, time);
+
+// The number of rollouts in flight at each pixel.
 function paintDensity(context, row) {
   const bottom = row.top + row.height;
   context.fillStyle = timeline.colours.accent;
@@ -155,7 +152,7 @@ function paintDensity(context, row) {
   context.moveTo(timeline.left, bottom);
   for (let x = timeline.left; x < timeline.width; x += 1) {
     const time = timeAt(x + 0.5);
-    const y = bottom - ((below(row.start, time) - below(row.ends, time)) / row.lanes) * row.height;
+    const y = bottom - (inFlight(row, time) / row.lanes) * row.height;
     context.lineTo(x, y);
     context.lineTo(x + 1, y);
   }
@@ -164,56 +161,52 @@ function paintDensity(context, row) {
   context.globalAlpha = 1;
 }
 
-function paintItems(context, row, found) {
-  const many = (timeline.width - timeline.left) / 3;
-  const paint = (table, items, kind, label) => {
-    const shown = items.filter((i) => table.end[i] >= timeline.view[0] && table.start[i] <= timeline.view[1]);
-    if (shown.length > many) paintCoverage(context, row, table, shown, kind(shown[0]));
-    else paintIntervals(context, row, table, shown, kind, label);
-  };
-  paint(found.steps, row.steps, () => "step", (i) => `step ${found.steps.step[i]}`);
-  paint(found.publishes, row.publishes, () => "publish", (i) => `v${found.publishes.version[i]}`);
-  paint(found.spans, row.spans, (i) => found.spans.kind[i], (i) => found.spans.kind[i]);
-  paint(found.pauses, row.pauses, () => "pause", () => "pause");
+function paintItems(context, row) {
+  const [from, to] = timeline.view;
+  const shown = Map.groupBy(row.items.filter((item) => item.end >= from && item.start <= to), (item) => item.kind);
+  for (const [kind, items] of shown) {
+    context.fillStyle = timeline.colours[ITEM_COLOURS[kind]];
+    if (items.length > (timeline.width - timeline.left) / 3) paintCoverage(context, row, kind, items);
+    else items.forEach((item) => paintItem(context, row, item));
+  }
 }
 
-const laneOf = (row, kind) => (row.name === "controller" ? [13 * (CONTROLLER_LANES[kind] || 0), 11] : [0, row.height]);
+const laneOf = (row, kind) => (row.name === "controller" ? [row.top + 13 * (CONTROLLER_LANES[kind] || 0), 11]
+  : [row.top, row.height]);
 
 // Too many intervals to draw one by one: each pixel in the shade of the part of its time that they cover.
-function paintCoverage(context, row, table, items, kind) {
+function paintCoverage(context, row, kind, items) {
   const [top, height] = laneOf(row, kind);
   const covered = new Float32Array(Math.ceil(timeline.width - timeline.left) + 1);
-  for (const i of items) {
-    const from = clamp(xOf(table.start[i]) - timeline.left, 0, covered.length - 1);
-    const to = clamp(xOf(table.end[i]) - timeline.left, 0, covered.length - 1);
+  for (const item of items) {
+    const [from, to] = [item.start, item.end].map((time) => clamp(xOf(time) - timeline.left, 0, covered.length - 1));
     for (let x = Math.floor(from); x <= to; x += 1) covered[x] += Math.min(to, x + 1) - Math.max(from, x);
   }
-  context.fillStyle = timeline.colours[ITEM_COLOURS[kind] || "muted"];
   const level = (x) => Math.ceil(covered[x] * 8 - 1e-3) / 8;
   for (let x = 0, next = 0; x < covered.length; x = next) {
     while (next < covered.length && level(next) === level(x)) next += 1;
     context.globalAlpha = Math.min(1, level(x)) * 0.9;
-    if (level(x)) context.fillRect(timeline.left + x, row.top + top, next - x, height);
+    if (level(x)) context.fillRect(timeline.left + x, top, next - x, height);
   }
   context.globalAlpha = 1;
 }
 
-function paintIntervals(context, row, table, items, kind, label) {
-  for (const i of items) {
-    const x = xOf(table.start[i]);
-    const width = Math.max(1.2, xOf(table.end[i]) - x - 0.6);
-    const instant = table.end[i] === table.start[i];
-    const lane = laneOf(row, kind(i));
-    context.fillStyle = timeline.colours[ITEM_COLOURS[kind(i)] || "muted"];
-    context.globalAlpha = kind(i) === "pause" ? clamp(xOf(table.end[i]) - x, 0.12, 0.9) : 0.9; // fainter below a pixel
-    context.fillRect(instant ? x - 1.5 : x, row.top + lane[0], instant ? 3 : width, lane[1]);
-    const shown = Math.min(x + width, timeline.width) - Math.max(x, timeline.left);
-    if (shown < 50) continue;
-    context.fillStyle = timeline.colours.panel;
-    context.fillText(label(i), Math.max(x, timeline.left) + 4, row.top + lane[0] + Math.min(17, lane[1] - 1.5),
-      shown - 8);
-  }
+const labelOf = (item) => ({ step: `step ${item.step}`, publish: `v${item.version}` }[item.kind] || item.kind);
+
+function paintItem(context, row, item) {
+  const [x, [top, height]] = [xOf(item.start), laneOf(row, item.kind)];
+  const width = Math.max(1.2, xOf(item.end) - x - 0.6);
+  const instant = item.end === item.start;
+  context.globalAlpha = item.kind === "pause" ? clamp(xOf(item.end) - x, 0.12, 0.9) : 0.9; // fainter below a pixel
+  context.fillRect(instant ? x - 1.5 : x, top, instant ? 3 : width, height);
   context.globalAlpha = 1;
+  const left = Math.max(x, timeline.left);
+  const shown = Math.min(x + width, timeline.width) - left;
+  if (shown < 50) return;
+  const colour = context.fillStyle;
+  context.fillStyle = timeline.colours.panel;
+  context.fillText(labelOf(item), left + 4, top + Math.min(17, height - 1.5), shown - 8);
+  context.fillStyle = colour;
 }
 
 function moveTo([from, to]) {
@@ -268,16 +261,12 @@ function listen(canvas) {
 
 const rowAt = (y) => timeline.rows.find((row) => y >= row.top && y <= row.top + row.height);
 
-// The index of the rollout at a point, or null.
 function rolloutAt(row, x, y) {
   if (!row.rollouts.length || !row.drawn) return null;
-  const { rollouts } = state.data.runs[state.run].timeline;
   const lane = Math.floor((row.top + row.height - y) / (row.height / row.lanes));
   const time = timeAt(x);
-  for (let at = below(row.start, time) - 1; at >= 0 && row.start[at] >= time - row.longest; at -= 1) {
-    if (row.lane[at] === lane && rollouts.end[row.rollouts[at]] >= time) return row.rollouts[at];
-  }
-  return null;
+  const near = row.rollouts.slice(below(row.starts, time - row.longest), below(row.starts, time));
+  return near.findLast((rollout) => rollout.lane === lane && rollout.end >= time) || null;
 }
 
 function hover(x, y) {
@@ -288,68 +277,60 @@ function hover(x, y) {
   Object.assign(timeline.tip.style, { left: `${Math.min(x + 12, timeline.width - 240)}px`, top: `${y + 14}px` });
 }
 
-const took = (table, i) => seconds(table.end[i] - table.start[i]);
+const took = (item) => seconds(item.end - item.start);
 
 function describeAt(row, x, y) {
-  const found = state.data.runs[state.run].timeline;
   const rollout = rolloutAt(row, x, y);
-  if (rollout !== null) {
-    const task = visible(found.groups.task[found.rollouts.group[rollout]]);
-    return `${found.rollouts.tokens[rollout]} tokens in ${took(found.rollouts, rollout)}, task ${task}`;
-  }
+  if (rollout) return `${rollout.tokens} tokens in ${took(rollout)}, task ${visible(rollout.group.task_id)}`;
   const time = timeAt(x);
   const near = Math.abs(timeAt(x + 3) - time);
-  const hit = (table, items) => items.find((i) => table.start[i] - near <= time && table.end[i] + near >= time);
-  const { spans, steps, publishes } = found;
-  const span = hit(spans, row.spans);
-  if (span !== undefined) return `${spans.kind[span]}: ${visible(spans.text[span])} at ${seconds(spans.start[span])}`;
-  const step = hit(steps, row.steps);
-  if (step !== undefined) return `step ${steps.step[step]}: ${took(steps, step)}, after a wait of ${seconds(steps.wait[step])}`;
-  const publish = hit(publishes, row.publishes);
-  if (publish !== undefined) return `publish of version ${publishes.version[publish]}: ${took(publishes, publish)}`;
-  if (!row.rollouts.length) return seconds(time);
-  return `${seconds(time)}: ${below(row.start, time) - below(row.ends, time)} rollouts in flight`;
+  const item = row.items.find(({ start, end, kind }) => {
+    const [top, height] = laneOf(row, kind);
+    return start - near <= time && end + near >= time && y >= top && y <= top + height + 2;
+  });
+  if (item) return describeItem(item);
+  return row.rollouts.length ? `${seconds(time)}: ${inFlight(row, time)} rollouts in flight` : seconds(time);
+}
+
+function describeItem(item) {
+  if (item.kind === "step") return `step ${item.step}: ${took(item)}, after a wait of ${seconds(item.wait_s || 0)}`;
+  if (item.kind === "publish") return `publish of version ${item.version}: ${took(item)}`;
+  if (item.kind === "pause") return `pause: ${took(item)}`;
+  const text = item.what || item.text || ("step" in item ? `step ${item.step}` : took(item));
+  return `${item.kind}: ${visible(text)} at ${seconds(item.start)}`;
 }
 
 function pickAt(x, y) {
   const row = rowAt(y);
   if (row && row.rollouts.length && !row.drawn) return zoomTimeline(0.1, x);
   const rollout = row ? rolloutAt(row, x, y) : null;
-  if (rollout === null) return undefined;
+  if (!rollout) return undefined;
   timeline.picked = rollout;
   paint();
   return timeline.detail.replaceChildren(lifeOf(rollout));
 }
 
 // A rollout from task to batch, as a list of times.
-function lifeOf(index) {
-  const run = state.data.runs[state.run];
-  const { rollouts, groups, steps, publishes, reasons, tracks } = run.timeline;
-  const group = rollouts.group[index];
-  const after = seconds(Math.max(0, rollouts.start[index] - groups.start[group]));
-  const reward = rollouts.reward[index] === null ? "" : `, reward ${number(rollouts.reward[index])}`;
-  const versions = versionsOf(rollouts.oldest[index], rollouts.newest[index]);
-  const sampled = `sampled: ${number(rollouts.tokens[index])} tokens in ${took(rollouts, index)}, ${versions}${reward}`;
-  const began = `${tracks[rollouts.track[index]]} starts to sample it, ${after} after its group began`;
-  const rows = [[rollouts.start[index], began], [rollouts.end[index], sampled]];
-  if (rollouts.failed[index] >= 0) rows.push([rollouts.end[index],
-    `failed: ${visible(reasons[rollouts.failed[index]])}`]);
-  rows.push([groups.end[group], `its group is complete: ${groups.fate[group]}`]);
-  const step = groups.step[group] === null ? -1 : (steps.step || []).indexOf(groups.step[group]);
-  if (step >= 0) {
-    const version = steps.version[step];
-    const waited = seconds(steps.start[step] - groups.end[group]);
-    const lag = version - rollouts.oldest[index];
-    rows.push([steps.start[step], `step ${steps.step[step]} trains on it, ${waited} later, at version ${version}: lag ${lag}`]);
-    const publish = (publishes.start || []).findIndex((start) => start >= steps.end[step] - 1e-3);
-    if (publish >= 0) rows.push([publishes.end[publish],
-      `version ${publishes.version[publish]} is published with what was learned`]);
+function lifeOf(rollout) {
+  const { group, start, end, oldest, newest } = rollout;
+  const { step } = group;
+  const after = seconds(Math.max(0, start - group.start));
+  const reward = rollout.reward === null ? "" : `, reward ${number(rollout.reward)}`;
+  const versions = oldest === newest ? `version ${oldest}` : `versions ${oldest} to ${newest}`;
+  const rows = [[start, `${rollout.track} starts to sample it, ${after} after its group began`],
+    [end, `sampled: ${number(rollout.tokens)} tokens in ${took(rollout)}, ${versions}${reward}`]];
+  if (rollout.failure !== null) rows.push([end, `failed: ${visible(rollout.failure)}`]);
+  rows.push([group.end, `its group is complete: ${group.fate}`]);
+  if (step) {
+    const [waited, lag] = [seconds(step.start - group.end), step.version - oldest];
+    rows.push([step.start, `step ${step.step} trains on it, ${waited} later, at version ${step.version}: lag ${lag}`]);
+    const publish = state.data.runs[state.run].timeline.items.find((item) => item.kind === "publish"
+      && item.start >= step.end - 1e-3);
+    if (publish) rows.push([publish.end, `version ${publish.version} is published with what was learned`]);
   }
-  const open = step < 0 ? null : el("button", { type: "button", onclick: () => openGroup(groups.step[group],
-    groups.visit[group]) }, "Show its text and its group");
-  return el("div", {}, el("h3", {}, "Rollout of task ", visible(groups.task[group])), el("table", { class: "life" },
-    rows.map(([time, text]) =>
-    el("tr", {}, el("td", { class: "muted" }, clock(time, 0.001)), el("td", {}, text)))), open);
+  const open = step ? el("button", { type: "button", onclick: () => openGroup(step.step, group.visit_id) },
+    "Show its text and its group") : null;
+  return el("div", {}, el("h3", {}, "Rollout of task ", visible(group.task_id)), el("table", { class: "life" },
+    rows.map(([time, text]) => el("tr", {}, el("td", { class: "muted" }, clock(time, 0.001)), el("td", {}, text)))),
+  open);
 }
-
-const versionsOf = (oldest, newest) => (oldest === newest ? `version ${oldest}` : `versions ${oldest} to ${newest}`);

@@ -1,50 +1,47 @@
 // The rows of the timeline: which items each has, and in which lane each rollout is drawn.
 
-// One row for each track, with its items sorted by start.
-function prepareRows(found) {
-  const kinds = found.tracks.map((name, track) => rowOf(found, name, track)).filter((row) => row.count);
-  const rank = (row) => ["controller", "engine", "trainer", "scoring"].findIndex((word) => row.name.startsWith(word));
-  kinds.sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name, "en", { numeric: true }));
+const TRACKS = ["controller", "engine", "trainer", "scoring"];
+const byStart = (a, b) => a.start - b.start;
+
+// One row for each track, with its items sorted by start. The ranks of the trainer take each step together.
+function prepareRows(run) {
+  const { rollouts, items } = run.timeline;
+  const ranks = Object.keys(run.fractions).filter((name) => name.startsWith("trainer rank"));
+  const tracks = new Map();
+  const trackOf = (name) => tracks.get(name) || tracks.set(name, { name, rollouts: [], items: [] }).get(name);
+  for (const rollout of rollouts) trackOf(rollout.track).rollouts.push(rollout);
+  for (const item of items) {
+    for (const name of item.kind === "step" ? [item.track, ...ranks] : [item.track]) trackOf(name).items.push(item);
+  }
+  const rank = (row) => TRACKS.findIndex((word) => row.name.startsWith(word));
+  timeline.rows = [...tracks.values()].sort((a, b) => rank(a) - rank(b)
+    || a.name.localeCompare(b.name, "en", { numeric: true }));
   let top = 22;
-  for (const row of kinds) {
+  for (const row of timeline.rows) {
+    prepareRow(row);
     row.top = top;
     row.height = row.rollouts.length ? clamp(row.lanes * 4, 36, 128) : row.name === "controller" ? 38 : 28;
     top += row.height + 10;
   }
-  timeline.rows = kinds;
   timeline.height = top + 2;
 }
 
-function rowOf(found, name, track) {
-  const { rollouts, steps, publishes, pauses, spans } = found;
-  const pick = (table, keep) => (table.start || []).map((_, i) => i).filter(keep).sort((a, b) =>
-    table.start[a] - table.start[b]);
-  const mine = pick(rollouts, (i) => rollouts.track[i] === track);
-  const row = { name, rollouts: mine, start: Float64Array.from(mine, (i) => rollouts.start[i]), steps: pick(steps,
-    (i) => steps.track[i] === track || name.startsWith("trainer rank")),
-    publishes: name === "controller" ? pick(publishes, () => true) : [], pauses: pick(pauses,
-      (i) => pauses.track[i] === track),
-    spans: pick(spans, (i) => spans.track[i] === track), lane: new Uint16Array(mine.length), lanes: 0, longest: 0 };
-  row.ends = Float64Array.from(mine, (i) => rollouts.end[i]).sort();
-  assignLanes(row, rollouts);
-  row.count = mine.length + row.steps.length + row.publishes.length + row.spans.length;
-  const ends = [[publishes, row.publishes], [steps, row.steps], [spans, row.spans]].flatMap(([table, items]) =>
-    items.map((i) => table.end[i]));
-  row.last = ends.reduce((a, b) => Math.max(a, b), row.ends[row.ends.length - 1] || 0);
-  return row;
-}
-
 // Each rollout gets the first lane that is free at its start.
-function assignLanes(row, rollouts) {
+function prepareRow(row) {
+  row.items.sort(byStart);
+  row.rollouts.sort(byStart);
+  row.starts = Float64Array.from(row.rollouts, (rollout) => rollout.start);
+  row.ends = Float64Array.from(row.rollouts, (rollout) => rollout.end).sort();
+  row.longest = 0;
   const free = [];
-  row.rollouts.forEach((item, at) => {
-    let lane = free.findIndex((end) => end <= rollouts.start[item]);
-    if (lane < 0) lane = free.length;
-    free[lane] = rollouts.end[item];
-    row.lane[at] = lane;
-    row.longest = Math.max(row.longest, rollouts.end[item] - rollouts.start[item]);
-  });
+  for (const rollout of row.rollouts) {
+    const lane = free.findIndex((end) => end <= rollout.start);
+    rollout.lane = lane < 0 ? free.length : lane;
+    free[rollout.lane] = rollout.end;
+    row.longest = Math.max(row.longest, rollout.end - rollout.start);
+  }
   row.lanes = free.length;
+  row.last = row.items.reduce((end, item) => Math.max(end, item.end), row.ends[row.ends.length - 1] || 0);
 }
 
 // The number of values below x in ascending values.

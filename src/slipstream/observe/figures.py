@@ -1,0 +1,130 @@
+"""What a run reached, from its records: the figures of the terminal report, of the page and of comparisons."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from slipstream.observe.formatting import counts, duration, is_finite, number
+from slipstream.observe.health import RULES, check
+from slipstream.observe.run_data import Record, Run
+from slipstream.observe.score import compare_scores
+from slipstream.observe.timeline import Timeline, timeline
+
+FATES = (("trained", "trained on"), ("filtered", "filtered"), ("dropped_stale", "stale"), ("failed", "failed"),
+         ("ready", "ready"))  # fmt: skip
+
+
+def figures(run: Run) -> dict[str, str]:
+    """What a run reached, in words, from its records; "–" for what is not recorded."""
+    score, warned = compare_scores(run.evaluations) or {}, warnings(run)
+    scores = [_interval(score[when]) for when in ("before", "after") if score.get(when)]
+    return {
+        "State": run.state,
+        "Score": " → ".join(scores) or "–",
+        **{label: f"{value} ({note})" if note else value for label, value, note in facts(run, timeline(run))},
+        "Faults": "; ".join(faults(run, warned)) or "none",
+        "Warnings": ", ".join(sorted({str(warning.get("rule")) for warning in warned})) or "none",
+    }
+
+
+def _interval(score: Sequence[float | None]) -> str:
+    value, low, high = score
+    return number(value, 3) + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
+
+
+def facts(run: Run, measured: Timeline) -> Iterator[tuple[str, str, str]]:
+    """Label, value and note of what the run did; "–" for what is not recorded. `measured` is its timeline."""
+    last: Mapping[str, Any] = run.metrics[-1] if run.metrics else {}
+    rewards, window = run.values("reward/mean"), last.get("time/window_s") or 0
+    tenth = max(1, len(rewards) // 10)
+    yield "Reward", arrow(_mean(rewards[:tenth]), _mean(rewards[-tenth:])), "first and last tenth of the steps"
+    stopped = f", stopped by {run.summary['stopped']}" if run.summary.get("stopped") else ""
+    steps = f"{number(last.get('step'))} in {duration(last.get('time/wall_s'))}"
+    yield "Steps", steps, f"without stops; {duration(window)} since the first rollout{stopped}"
+    sides = (("Generated", "gen", "engines", measured.engines), ("Trained on", "train", "trainer", [measured.trainer]))
+    for label, total, side, tracks in sides:
+        tokens = last.get(f"{total}/total_tokens")
+        rate = number(tokens / window) if tokens and window else "–"
+        used = f", {side} busy {measured.fractions(*tracks)['busy']:.0%}" if measured.window_s else ""
+        yield label, f"{_count(tokens)} tokens", f"{rate} tokens/s{used} of the time since the first rollout"
+    most = max(run.values("lag/max"), default=None)
+    yield "Lag", f"{number(_mean(run.values('lag/mean')), 2)} versions", f"mean; at most {number(most)}"
+    fates = [f"{number(last[key])} {text}" for fate, text in FATES if last.get(key := f"rollout/{fate}")]
+    yield "Rollouts", number(last.get("rollout/generated")), ", ".join(fates)
+    pauses = run.values("sync/pause_ms")
+    paused = (
+        f"{number(median(pauses) if pauses else None, 2)} ms each, {number(max(pauses, default=None), 2)} ms at most"
+    )
+    yield "Publishes", number(last.get("version")), f"engines paused {paused}"
+    if scored := sum(run.values("scoring/scored")):
+        took, queued = (sum(r["scoring/scored"] * r[f"scoring/{name}"] for r in run.metrics if r.get("scoring/scored"))
+                        for name in ("mean_s", "mean_wait_s"))  # fmt: skip
+        yield "Scored", f"{number(scored)} rollouts", f"{took / scored:.2f} s each, queued {queued / scored:.2f} s"
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def arrow(first: Any, last: Any) -> str:
+    """Two values and their difference: "0.100 → 0.722 (+0.622)"."""
+    gain = f" ({last - first:+.3f})" if is_finite(first) and is_finite(last) else ""
+    return f"{number(first, 3)} → {number(last, 3)}{gain}"
+
+
+def _count(value: Any) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if is_finite(value) and value >= size:
+            return f"{value / (1000 if unit == 'k' else size):.3g} {unit}"
+    return number(value)
+
+
+def warnings(run: Run) -> list[Record]:
+    """The health warnings that the run recorded, or those of its metrics if it recorded no events.
+
+    The worst come first, then those that `follows` explains: a rule of another warning. `detail` are further lines.
+    """
+    found = [event for event in run.events if event.get("kind") == "warning"]
+    if not run.events:
+        found = [dict(warning._asdict()) for warning in check(run)]
+    rules: dict[Any, Any] = {rule.name: (position, rule.follows) for position, rule in enumerate(RULES)}
+    present = {warning.get("rule") for warning in found}
+    described = []
+    for warning in found:
+        position, follows = rules.get(warning.get("rule"), (len(rules), ()))
+        cause = next((rule for rule in follows if rule in present), None)
+        detail = engines_lost(run) if warning.get("rule") == "engine-lost" else []
+        described.append((cause is not None, position, warning | {"follows": cause, "detail": detail}))
+    return [warning for *_, warning in sorted(described, key=lambda found: found[:2])]
+
+
+def engines_lost(run: Run) -> list[str]:
+    """Engines that died, one line each."""
+    return [name_engines(line) for line in run.summary.get("engines_lost") or ()]
+
+
+def name_engines(text: str) -> str:
+    """The text of a fault with engines named as in the timeline: their processes are called generators."""
+    return re.sub(r"\bgenerator(s?)(?=[\s,;:]|$)", r"engine\1", text)
+
+
+def faults(run: Run, found: Sequence[Record]) -> Iterator[str]:
+    """What failed in the run, one line each. `found` are its warnings: those have the deaths of engines as details."""
+    last: Mapping[str, Any] = run.metrics[-1] if run.metrics else {}
+    if not any(warning["detail"] for warning in found):
+        yield from engines_lost(run)
+    if restarts := last.get("train/restarts"):
+        yield f"the trainer restarted {restarts} times and lost {number(last.get('train/steps_lost'))} steps"
+    if failures := last.get("rollout/failures"):
+        yield f"{number(last.get('rollout/failed'))} rollouts failed: {counts(failures)}"
+    if errors := last.get("reward/errors"):
+        yield f"the reward function raised: {counts(errors)}"
+    if stale := last.get("rollout/dropped_stale"):
+        yield f"{number(stale)} rollouts were dropped because they were too old"
+    if skipped := last.get("train/skipped_steps"):
+        yield f"{number(skipped)} steps were skipped because loss or gradient was not finite"
+    if retired := run.summary.get("tasks_retired"):
+        yield f"{len(retired)} tasks are no longer visited because each try failed"
