@@ -18,7 +18,7 @@ from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout, VersionSpan
 from slipstream.runtime.worker import WorkerDied
-from slipstream.scoring.model import DEFAULTS, RewardModel, RewardModelWorker
+from slipstream.scoring.model import RewardModel, RewardModelOptions, RewardModelWorker
 from slipstream.scoring.stage import ScoringStage
 from tests.conftest import COMMON, build_tokenizer
 from tests.runtime.test_faults import pid_of
@@ -54,7 +54,7 @@ COMPLETIONS = [
 
 def scores(path: Path, policy: Path, **options: Any) -> list[Any]:
     """What the service answers when it is asked for all completions at once."""
-    worker = RewardModelWorker({**DEFAULTS, "path": str(path), "threads": 1, **options}, str(policy))
+    worker = RewardModelWorker(RewardModelOptions(path=str(path), threads=1, **options), str(policy))
 
     async def main() -> list[Any]:
         return await asyncio.gather(*(worker.score("", (one,)) for one in COMPLETIONS))
@@ -83,9 +83,8 @@ def test_a_process_reward_model_scores_every_token(tmp_path: Path, tiny: Path) -
         assert answer["reward"] == pytest.approx(min(wanted), abs=1e-5)
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["same vocabulary", "its own vocabulary"])
-def test_steps_end_where_the_separator_does(tmp_path: Path, tiny: Path, other: bool) -> None:
-    save(tmp_path, "TokenClassification", other=other)
+def test_steps_end_where_the_separator_does(tmp_path: Path, tiny: Path) -> None:
+    save(tmp_path, "TokenClassification")
     _, second, _, last = scores(tmp_path, tiny, separator=".")
     text = COMPLETIONS[1].text
     assert [text[: end + 1] for end, _ in second["tokens"][0]] == ["4 6.", "4 6. no.", "4 6. no. 47"]
@@ -127,12 +126,11 @@ def test_a_dead_reward_model_is_restarted_and_asked_again(tmp_path: Path, tiny: 
     assert line.endswith("it restarts (1 of runtime.max_restarts = 1) and repeats the scores that were pending")
 
 
-@pytest.mark.parametrize("kind", ["SequenceClassification", "TokenClassification"])
-def test_episodes_of_several_turns_fail_with_a_foreign_chat_template(tmp_path: Path, tiny: Path, kind: str) -> None:
-    save(tmp_path, kind, other=True, template=TEMPLATE)
+def test_episodes_of_several_turns_fail_with_a_foreign_chat_template(tmp_path: Path, tiny: Path) -> None:
+    save(tmp_path, "SequenceClassification", other=True, template=TEMPLATE)
 
     async def main() -> tuple[ScoringError, Any]:
-        model = RewardModel({"path": str(tmp_path), "threads": 1, "separator": "."}, str(tiny), None)
+        model = RewardModel({"path": str(tmp_path), "threads": 1}, str(tiny), None)
         await model.start()
         episodes = (Rollout(tuple(COMPLETIONS[:2]), 0.0), Rollout((COMPLETIONS[1],), 0.0))
         several, one = await asyncio.gather(
@@ -151,63 +149,25 @@ def test_several_turns_are_scored_on_the_sampled_tokens(tmp_path: Path, tiny: Pa
     first, whole = completion("1+1=", "2"), completion("1+1=2. 3+4=", "7")
     for other in (False, True):
         save(tmp_path, "SequenceClassification", other=other)
-        worker = RewardModelWorker({**DEFAULTS, "path": str(tmp_path), "threads": 1}, str(tiny))
+        worker = RewardModelWorker(RewardModelOptions(path=str(tmp_path), threads=1), str(tiny))
         answer = asyncio.run(worker.score("1+1=", (first, whole)))
         model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
         wanted = model(torch.tensor([[*whole.prompt_ids, *whole.token_ids]])).logits[0, 0].item()
         assert answer == pytest.approx(wanted, abs=1e-5)
 
 
-SPELLED = "{% for m in messages %}{{ m.role }}= {{ m.content }} +a+{% endfor %}"  # characters of the vocabulary alone
-
-
-def service_with(path: Path, policy: Path, content: str) -> RewardModelWorker:
-    """A process-reward model whose chat template writes a message's content so."""
-    save(path, "TokenClassification", other=True, template=SPELLED.replace("m.content", content) if content else None)
-    return RewardModelWorker({**DEFAULTS, "path": str(path), "threads": 1, "separator": ". "}, str(policy))
-
-
 @pytest.mark.parametrize(
-    "content", ["m.content", "m.content | trim", "' ' ~ m.content.rstrip()", "m.content.lstrip() ~ ' '"]
+    "template", [None, "<eos>{% for m in messages %}{{ m.role }}= {{ m.content }} +a+{% endfor %}"]
 )
-@pytest.mark.parametrize(
-    ("reply", "ends"),
-    [
-        ("b 1. c 2", ["b 1.", "c 2"]),
-        ("b 1. c 2 ", ["b 1.", "c 2"]),
-        ("  b 1. c 2. ", ["b 1.", "c 2."]),
-        ("a", ["a"]),  # as the template's own last words have it
-    ],
-)
-def test_step_scores_are_read_at_the_templates_positions(
-    tmp_path: Path, tiny: Path, content: str, reply: str, ends: list[str]
-) -> None:
-    service = service_with(tmp_path, tiny, content)
-    reading = service._sequence(f"is it {reply}", completion("1", reply))
-    assert len(reading.reads) == len(ends)
-    for (at, _), end in zip(reading.reads, ends, strict=True):
-        _, answered, said = service._tokenizer.decode(reading.ids[: at + 1]).partition("assistant=")
-        assert answered and said.rstrip().endswith(end) and "+" not in said
-
-
-@pytest.mark.parametrize("content", ["m.content | trim", ""], ids=["template", "plain"])
-def test_special_tokens_are_not_duplicated(tmp_path: Path, tiny: Path, content: str) -> None:
-    service = service_with(tmp_path, tiny, content)
-    if content:
-        service._tokenizer.chat_template = "<eos>" + service._tokenizer.chat_template
-    service._tokenizer._tokenizer.post_processor = TemplateProcessing(
-        single="<eos> $A <pad>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
+def test_special_tokens_are_not_duplicated(tmp_path: Path, tiny: Path, template: str | None) -> None:
+    save(tmp_path, "SequenceClassification", other=True, template=template)
+    worker = RewardModelWorker(RewardModelOptions(path=str(tmp_path), threads=1), str(tiny))
+    worker._tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<pad>", 0), ("<eos>", 1)]
     )
-    reading = service._sequence("1+1=", completion("1+1=", "  b 1. c 2 "))
+    reading = worker._sequence("1+1=", completion("1+1=", "b 1. c 2"))
     assert [i for i, token in enumerate(reading.ids) if token == 1] == [0]
-    read = [service._tokenizer.decode(reading.ids[: at + 1]).rstrip() for at, _ in reading.reads]
-    assert [text[-3:] for text in read] == [" 1.", "c 2"]
-
-
-def test_a_template_that_rewrites_steps_fails_the_rollout(tmp_path: Path, tiny: Path) -> None:
-    service = service_with(tmp_path, tiny, "m.content | upper")
-    with pytest.raises(ScoringError, match="rewrites the reply"):
-        asyncio.run(service.score("a 1", (completion("a 1", "a 1"),)))
+    assert worker._tokenizer.decode(reading.ids[: reading.reads[0][0] + 1]).endswith("+a+" if template else "c 2")
 
 
 def test_a_model_that_is_not_a_classifier_raises(tmp_path: Path, tiny: Path) -> None:
@@ -216,7 +176,7 @@ def test_a_model_that_is_not_a_classifier_raises(tmp_path: Path, tiny: Path) -> 
     with pytest.raises(ConfigError, match=r"scoring.options.path = .*no such directory"):
         scores(tmp_path / "gone", tiny)
     save(tmp_path, "TokenClassification", other=True)
-    with pytest.raises(ConfigError, match=r"scoring.options.separator is not set"):
+    with pytest.raises(ConfigError, match=r"scoring.options.path = .* has another vocabulary"):
         scores(tmp_path, tiny)
     for wrong in ({}, {"path": "x", "reduce": "max"}, {"path": "x", "batch": 3}, {"path": 3}):
         with pytest.raises(ConfigError, match=r"scoring.options\.\w+"):

@@ -5,49 +5,77 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
-from slipstream.config.schema import ConfigError
+from pydantic import BaseModel, ConfigDict, PlainValidator, StrictInt, ValidationError
+
+from slipstream.config.schema import ConfigError, Section
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError, ZeroReward
 from slipstream.rollout import Completion, Rollout, StepReward
 
 ENVIRONMENT, SCORE = "environment", "score"  # parts of every rollout
-ANSWER = {"reward", "parts", "tokens", "turns", "metrics"}
+Options = TypeVar("Options", bound=Section)
 
 
 class Scorer(Protocol):
     """Scores finished rollouts; calls run concurrently."""
 
     async def score(self, task: Task, rollout: Rollout) -> Any:
-        """A number, or a mapping in the format of `apply_answer`. Raises `ScoringError`."""
+        """A number, or a mapping with the fields of `Answer`. Raises `ScoringError`."""
         ...
 
     async def close(self) -> None: ...
 
 
-def apply_answer(rollout: Rollout, answer: Any, weights: Mapping[str, float]) -> Rollout:
-    """The rollout with the reward of a scorer's answer. Raises `ScoringError` for an invalid answer.
+def _finite(value: Any) -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+        raise ValueError("no finite number")
+    return float(value)
 
-    An answer is a number, or a mapping with any of `reward`, `parts` {name: number}, `turns` (one number for each
-    completion), `tokens` (for each completion one number for each token, or pairs [last token of a step, number]) and
-    `metrics`.
+
+Number = Annotated[float, PlainValidator(_finite)]
+TokenRewards = list[Number] | list[tuple[StrictInt, Number]]
+
+
+class Answer(BaseModel):
+    """A scorer's answer.
+
+    `parts` are rewards by name. `turns` has one number for each completion; `tokens` has for each completion one number
+    for each token, or pairs [last token of a step, number].
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    reward: Number | None = None
+    parts: dict[str, Number] | None = None
+    turns: list[Number | None] | None = None
+    tokens: list[TokenRewards | None] | None = None
+    metrics: dict[str, Number] | None = None
+
+
+def apply_answer(rollout: Rollout, found: Any, weights: Mapping[str, float]) -> Rollout:
+    """The rollout with the reward of a scorer's answer: a number, or an `Answer`. Raises `ScoringError` for any other.
 
     The parts of a rollout are the answer's parts, `score` (the answer's `reward`) and `environment` (the environment's
     reward); its metrics include them. The reward is the weighted sum of the parts in `weights`. Without weights it is
     `score`, or the environment's reward if the answer has none. A scorer that raised has 0 for every part.
     """
-    if isinstance(answer, ZeroReward):
-        answer = {"reward": 0.0, "parts": dict.fromkeys(set(weights) - {ENVIRONMENT, SCORE}, 0.0)}
-    if not isinstance(answer, Mapping):
-        answer = {"reward": finite_number(answer, "it")}
-    if unknown := sorted(set(map(str, answer)) - ANSWER):
-        raise invalid_answer(f"it has {unknown[0]!r}; known are {', '.join(sorted(ANSWER))}")
-    parts = finite_numbers(answer.get("parts") or {}, "parts")
+    if isinstance(found, ZeroReward):
+        found = {"reward": 0.0, "parts": dict.fromkeys(set(weights) - {ENVIRONMENT, SCORE}, 0.0)}
+    try:
+        answer = Answer.model_validate(found if isinstance(found, Mapping) else {"reward": _finite(found)})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise invalid_answer(f"{where} is {first['input']!r:.60}: {first['msg']}") from None
+    except ValueError as error:
+        raise invalid_answer(f"it is {found!r:.60}, {error}") from None
+    parts = dict(answer.parts or {})
     if math.isfinite(rollout.reward):
         parts.setdefault(ENVIRONMENT, rollout.reward)
-    if answer.get("reward") is not None:
-        parts[SCORE] = finite_number(answer["reward"], "reward")
+    if answer.reward is not None:
+        parts[SCORE] = answer.reward
     if missing := [name for name in weights if name not in parts]:
         raise invalid_answer(
             f"scoring.weights names the part {missing[0]!r}; the parts are {', '.join(parts) or 'none'}"
@@ -56,67 +84,36 @@ def apply_answer(rollout: Rollout, answer: Any, weights: Mapping[str, float]) ->
     return dataclasses.replace(
         rollout,
         reward=sum(weighted) if weighted else parts.get(SCORE, rollout.reward),
-        metrics=rollout.metrics | finite_numbers(answer.get("metrics") or {}, "metrics") | parts,
+        metrics=rollout.metrics | (answer.metrics or {}) | parts,
         steps=_steps(rollout.completions, answer) or rollout.steps,
     )
 
 
-def _steps(completions: Sequence[Completion], answer: Mapping[str, Any]) -> tuple[tuple[StepReward, ...], ...]:
-    """Process rewards of each completion: those of `tokens`, then that of `turns`; () if the answer has neither.
-
-    Raises `ScoringError`.
-    """
-    tokens, turns = answer.get("tokens"), answer.get("turns")
-    if tokens is None and turns is None:
+def _steps(completions: Sequence[Completion], answer: Answer) -> tuple[tuple[StepReward, ...], ...]:
+    """Process rewards of each completion: those of `tokens`, then that of `turns`; () if the answer has neither."""
+    if answer.tokens is None and answer.turns is None:
         return ()
-    lengths = [len(c.token_ids) for c in completions]
-    steps = [_token_steps(t, n) for t, n in zip(_entries(tokens, lengths, "tokens"), lengths, strict=True)]
-    for own, turn, length in zip(steps, _entries(turns, lengths, "turns"), lengths, strict=True):
-        if turn is not None and length:
-            own.append(StepReward(length - 1, finite_number(turn, "turns")))
-    return tuple(map(tuple, steps))
+    for name, entries in (("tokens", answer.tokens), ("turns", answer.turns)):
+        if entries is not None and len(entries) != len(completions):
+            raise invalid_answer(f"{name} must have {len(completions)} entries, one a completion")
+    missing = [None] * len(completions)
+    steps = []
+    for completion, rewards, turn in zip(completions, answer.tokens or missing, answer.turns or missing, strict=True):
+        length = len(completion.token_ids)
+        own = _token_steps(rewards or [], length)
+        steps.append((*own, StepReward(length - 1, turn)) if turn is not None and length else tuple(own))
+    return tuple(steps)
 
 
-def _entries(values: Any, lengths: Sequence[int], name: str) -> Sequence[Any]:
-    """The answer's entry for each completion, or None for each. Raises `ScoringError`."""
-    if values is None:
-        return [None] * len(lengths)
-    if not isinstance(values, Sequence) or len(values) != len(lengths):
-        raise invalid_answer(f"{name} must have {len(lengths)} entries, one a completion")
-    return values
-
-
-def _token_steps(values: Any, length: int) -> list[StepReward]:
-    """One step for each token, or for each pair [last token, number]. Raises `ScoringError`."""
-    if values is None:
-        return []
-    if not isinstance(values, Sequence):
-        raise invalid_answer("tokens must have a list of numbers or of pairs for each completion")
-    if any(isinstance(value, Sequence) for value in values):
-        return [_step(value, length) for value in values]
-    if values and len(values) != length:
-        raise invalid_answer(f"tokens has {len(values)} numbers for a completion of {length} tokens")
-    return [StepReward(i, finite_number(v, "tokens")) for i, v in enumerate(values)]
-
-
-def _step(pair: Any, length: int) -> StepReward:
-    if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], int) or not 0 <= pair[0] < length:
-        raise invalid_answer(f"tokens has {pair!r:.60}, no [position, number] in a completion of {length} tokens")
-    return StepReward(pair[0], finite_number(pair[1], "tokens"))
-
-
-def finite_numbers(values: Any, name: str) -> dict[str, float]:
-    """A mapping of names to finite numbers. Raises `ScoringError`."""
-    if not isinstance(values, Mapping):
-        raise invalid_answer(f"{name} must be named numbers")
-    return {str(key): finite_number(value, f"{name}.{key}") for key, value in values.items()}
-
-
-def finite_number(value: Any, name: str) -> float:
-    """`value` as a finite float. Raises `ScoringError`."""
-    if isinstance(value, str) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
-        raise invalid_answer(f"{name} is {value!r:.60}, no finite number")
-    return float(value)
+def _token_steps(rewards: TokenRewards, length: int) -> list[StepReward]:
+    """A step for each token, or for each pair [last token, number], of a completion of `length` tokens."""
+    if rewards and not isinstance(rewards[0], tuple) and len(rewards) != length:
+        raise invalid_answer(f"tokens has {len(rewards)} numbers for a completion of {length} tokens")
+    pairs = [one if isinstance(one, tuple) else (end, one) for end, one in enumerate(rewards)]
+    for end, _ in pairs:
+        if not 0 <= end < length:
+            raise invalid_answer(f"tokens has position {end} in a completion of {length} tokens")
+    return [StepReward(end, reward) for end, reward in pairs]
 
 
 def invalid_answer(problem: str) -> ScoringError:
@@ -124,16 +121,12 @@ def invalid_answer(problem: str) -> ScoringError:
     return ScoringError("scorer's answer", problem)
 
 
-def parse_options(options: Mapping[str, Any], defaults: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """`scoring.options` merged into the defaults of a scorer kind. Default None: required. Raises `ConfigError`."""
-    for name, value in options.items():
-        if name not in defaults:
-            raise ConfigError(f'scoring.options.{name} is unknown to kind = "{kind}"; it takes {", ".join(defaults)}')
-        wanted = type(defaults[name] if defaults[name] is not None else "")
-        if not isinstance(value, (int, float) if wanted is float else wanted) or isinstance(value, bool):
-            raise ConfigError(f"scoring.options.{name} = {value!r} must be of type {wanted.__name__}")
-    merged = {**defaults, **options}
-    for name, value in merged.items():
-        if value is None:
-            raise ConfigError(f'scoring.options.{name} is not set; kind = "{kind}" needs it')
-    return merged
+def parse_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
+    """`scoring.options` of a scorer. Raises `ConfigError` that names the first invalid option."""
+    try:
+        return kind.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        known = ", ".join(kind.model_fields)
+        raise ConfigError(f"scoring.options.{name}: {first['msg']}; the options are {known}") from None

@@ -12,16 +12,27 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from slipstream.config.schema import ConfigError
+from pydantic import Field
+
+from slipstream.config.schema import ConfigError, Section
 from slipstream.environments.base import ChatTokenizer, Task
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Rollout
 from slipstream.scoring.base import parse_options
 
-DEFAULTS = {"url": None, "timeout": 30.0, "retries": 3, "backoff": 0.5, "token_env": ""}
 MAX_PAUSE_S = 30.0  # between two attempts, also if Retry-After is longer
 MAX_ANSWER = 2**20  # bytes
 MAX_SHOWN = 200  # bytes of an answer in an error message
+
+
+class JudgeOptions(Section):
+    """`scoring.options`: seconds for `timeout` (0: no limit) and the first `backoff`, and a variable with a token."""
+
+    url: str
+    timeout: float = Field(30.0, ge=0)
+    retries: int = Field(3, ge=0)
+    backoff: float = Field(0.5, ge=0)
+    token_env: str = ""
 
 
 class _AttemptFailed(Exception):
@@ -41,16 +52,13 @@ class Judge:
     """
 
     def __init__(self, options: Mapping[str, Any], tokenizer: ChatTokenizer) -> None:
-        taken = parse_options(options, DEFAULTS, "http")
-        self._url, self._attempts = taken["url"], taken["retries"] + 1
-        self._timeout, self._backoff = taken["timeout"], taken["backoff"]
+        taken = parse_options(JudgeOptions, options)
+        self._url, self._attempts = taken.url, taken.retries + 1
+        self._timeout, self._backoff = taken.timeout, taken.backoff
         parts = urlsplit(self._url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(f"scoring.options.url = {self._url!r} is no URL; give one such as http://host:8000/score")
-        for name in ("timeout", "retries", "backoff"):
-            if taken[name] < 0 or not math.isfinite(taken[name]):
-                raise ConfigError(f"scoring.options.{name} = {taken[name]} must be 0 or more")
-        self._headers = _headers(taken["token_env"])
+        self._headers = _headers(taken.token_env)
         self._tokenizer = tokenizer
         self._session: Any = None
         self.retries: Counter[str] = Counter()

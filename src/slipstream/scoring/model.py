@@ -13,9 +13,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from slipstream.config.schema import ConfigError
+from pydantic import Field
+
+from slipstream.config.schema import ConfigError, Section
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout
@@ -26,32 +28,36 @@ from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.scoring.base import parse_options
 from slipstream.scoring.process import ScoringProcess
 
-DEFAULTS = {
-    "path": None, "dtype": "float32", "device": "auto", "threads": 0, "label": -1, "tokens": 8192,
-    "separator": "", "reduce": "last",
-}  # fmt: skip
 REDUCE: dict[str, Callable[[list[float]], float]] = {
     "last": lambda values: values[-1],
     "min": min,
     "mean": lambda values: math.fsum(values) / len(values),
 }
-PLACEHOLDER = "reply"  # to find the text that a chat template appends to a reply
 KINDS = ("SequenceClassification", "TokenClassification")
 
 
+class RewardModelOptions(Section):
+    """`scoring.options`, which docs/scoring.md describes."""
+
+    path: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    threads: int = Field(0, ge=0)
+    label: int = -1
+    tokens: int = Field(8192, ge=1)
+    separator: str = ""
+    reduce: Literal["last", "min", "mean"] = "last"
+
+
 class RewardModel(ScoringProcess):
-    """The controller's handle of the worker. Options: those of `DEFAULTS`. Raises `ConfigError` for invalid options."""
+    """The controller's handle of the worker. Raises `ConfigError` for invalid options."""
 
     def __init__(
         self, options: Mapping[str, Any], policy: str, log: Path | None, progress_timeout: float | None = None,
         max_restarts: int = 0,
     ) -> None:  # fmt: skip
-        self._options, self._policy = parse_options(options, DEFAULTS, "model"), policy
-        if self._options["reduce"] not in REDUCE:
-            raise ConfigError(f"scoring.options.reduce = {self._options['reduce']!r}; give {', '.join(REDUCE)}")
-        if self._options["dtype"] not in ("float32", "bfloat16"):
-            raise ConfigError(f"scoring.options.dtype = {self._options['dtype']!r}; give float32 or bfloat16")
-        launcher = current_runtime().service("reward model", str(self._options["device"]))
+        self._options, self._policy = parse_options(RewardModelOptions, options), policy
+        launcher = current_runtime().service("reward model", self._options.device)
         super().__init__(
             lambda: WorkerProcess("reward model", log, launcher, progress_timeout=progress_timeout), max_restarts
         )
@@ -82,25 +88,25 @@ class RewardModelWorker(Worker):
 
     progress = 0
 
-    def __init__(self, options: Mapping[str, Any], policy: str) -> None:
+    def __init__(self, options: RewardModelOptions, policy: str) -> None:
         import torch
 
         from slipstream.model.device import pick_device
         from slipstream.model.loading import load_tokenizer
 
-        torch.set_num_threads(options["threads"] or max(1, (os.cpu_count() or 1) // 3))
-        self._device = pick_device(options["device"], "scoring.options.device")
-        self._model = load_classifier(options["path"], self._device, getattr(torch, options["dtype"]))
+        torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // 3))
+        self._device = pick_device(options.device, "scoring.options.device")
+        self._model = load_classifier(options.path, self._device, getattr(torch, options.dtype))
         self._per_token = type(self._model).__name__.endswith(KINDS[1])
-        self._label, self._budget = options["label"], options["tokens"]
-        self._separator, self._reduce = options["separator"], REDUCE[options["reduce"]]
+        self._label, self._budget = options.label, options.tokens
+        self._separator, self._reduce = options.separator, REDUCE[options.reduce]
         self._policy_tokenizer = load_tokenizer(policy)
-        self._tokenizer = load_tokenizer(options["path"])
+        self._tokenizer = load_tokenizer(options.path)
         self._same = self._tokenizer.get_vocab() == self._policy_tokenizer.get_vocab()
-        if self._per_token and not self._same and not self._separator:
+        if self._per_token and not self._same:
             raise ConfigError(
-                "scoring.options.separator is not set; a process-reward model with its own vocabulary scores "
-                r'steps, not tokens, so say what ends one, such as "\n\n"'
+                f"scoring.options.path = {options.path!r} scores tokens, and has another vocabulary than the policy; "
+                'give a process-reward model of the same family, or write a scorer: scoring.kind = "module:Class"'
             )
         self._requests = Batched(self._score_all)
 
@@ -127,55 +133,30 @@ class RewardModelWorker(Worker):
         return {"reward": self._reduce(rewards) if rewards else 0.0, "tokens": steps}
 
     def _sequence(self, prompt: Any, completion: Completion) -> ScoredSequence:
-        steps = self._steps(completion) if self._per_token else []
         if self._same:
             before = len(completion.prompt_ids)
             ids: Sequence[int] = (*completion.prompt_ids, *completion.token_ids)
-            return ScoredSequence(ids, [(before + end, end) for _, end in steps] or [(len(ids) - 1, 0)])
-        text, start, stop = self._text(prompt, completion)
-        special = not self._tokenizer.chat_template  # a template writes its own
-        encoded = self._tokenizer(text, return_offsets_mapping=True, add_special_tokens=special)
-        spans = encoded["offset_mapping"]
-        tokens = [i for i, (first, last) in enumerate(spans) if first < last]  # added special tokens have empty spans
-        starts = [spans[i][0] for i in tokens]
-        reads = [(tokens[max(0, bisect.bisect_left(starts, min(start + at, stop)) - 1)], end) for at, end in steps]
-        return ScoredSequence(encoded["input_ids"], reads or [(len(spans) - 1, 0)])
+            steps = self._steps(completion) if self._per_token else []
+            return ScoredSequence(ids, [(before + end, end) for end in steps] or [(len(ids) - 1, 0)])
+        text, special = self._text(prompt, completion), not self._tokenizer.chat_template  # a template writes its own
+        ids = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ScoredSequence(ids, [(len(ids) - 1, 0)])
 
-    def _text(self, prompt: Any, completion: Completion) -> tuple[str, int, int]:
-        """The text for the model, and where in it the completion starts and stops.
-
-        The model's own chat template is applied, if any. Raises `ScoringError` for a process-reward model if the
-        template changes the reply.
-        """
+    def _text(self, prompt: Any, completion: Completion) -> str:
+        """The task and the reply in the model's own chat template, or as they are if it has none."""
         if not self._tokenizer.chat_template:
             before: str = self._policy_tokenizer.decode(completion.prompt_ids, skip_special_tokens=True)
-            return before + completion.text, len(before), len(before) + len(completion.text)
+            return before + completion.text
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        chat = [*messages, {"role": "assistant", "content": completion.text}]
+        text: str = self._tokenizer.apply_chat_template(chat, tokenize=False)
+        return text
 
-        def render(reply: str) -> str:
-            chat = [*messages, {"role": "assistant", "content": reply}]
-            text: str = self._tokenizer.apply_chat_template(chat, tokenize=False)
-            return text
-
-        text = render(completion.text)
-        if not self._per_token:
-            return text, 0, len(text)  # the one score is read at the end
-        stop = len(text.removesuffix(render(PLACEHOLDER).rpartition(PLACEHOLDER)[2]))
-        # Many templates strip the reply.
-        for reply in (completion.text, completion.text.lstrip(), completion.text.strip()):
-            if text.endswith(reply, 0, stop):
-                return text, stop - len(reply) - completion.text.find(reply), stop
-        raise ScoringError(
-            "reward model input",
-            f"the chat template of scoring.options.path rewrites the reply {completion.text!r:.60}, so its steps can't "
-            "be found in it; give the model a template that leaves replies unchanged",
-        )
-
-    def _steps(self, completion: Completion) -> list[tuple[int, int]]:
-        """The end of each step of a completion: (the character after the step, the step's last token)."""
+    def _steps(self, completion: Completion) -> list[int]:
+        """The last token of each step of a completion."""
         ids = completion.token_ids
         if not self._separator:
-            return [(0, end) for end in range(len(ids))]
+            return list(range(len(ids)))
         text = completion.text
 
         def characters(tokens: int) -> int:
@@ -184,8 +165,8 @@ class RewardModelWorker(Worker):
         ends = [found.end() for found in re.finditer(re.escape(self._separator), text)]
         if not ends or text[ends[-1] :].strip():
             ends.append(len(text))
-        tokens = [min(bisect.bisect_left(range(len(ids) + 1), at, key=characters), len(ids)) for at in ends]
-        return [(at, count - 1) for at, count in zip(ends, tokens, strict=True) if count]
+        counts = [min(bisect.bisect_left(range(len(ids) + 1), at, key=characters), len(ids)) for at in ends]
+        return [count - 1 for count in counts if count]
 
     def _score_sequences(self, sequences: list[ScoredSequence]) -> list[list[list[Any]]]:
         """For each sequence, pairs [token of the completion, score]."""
