@@ -42,16 +42,16 @@ def check_path(path: str, option: str = "model.path") -> None:
     elif local.parent.is_dir():
         found = f"no such directory in {str(local.parent)!r}, which is here"
         raise ConfigError(f"{option} = {path!r}: {found}; make it first")
-    elif not (_cached(path) or _hub_answers()):
+    elif isinstance(try_to_load_from_cache(path, "config.json"), str):
+        return
+    elif constants.HF_HUB_OFFLINE:
+        found = "no such directory, no model of this name in the cache, and HF_HUB_OFFLINE is set"
+        raise ConfigError(f"{option} = {path!r}: {found}; give a local directory, or unset HF_HUB_OFFLINE")
+    elif not _hub_answers():
         raise ConfigError(
             f"{option} = {path!r}: no such directory, and {constants.ENDPOINT} can't be reached to look for a model of "
             "this name; give a local directory, or connect this host"
         )
-
-
-def _cached(path: str) -> bool:
-    """Whether the model can be loaded without the Hub: it is cached, or HF_HUB_OFFLINE is set."""
-    return constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(path, "config.json"), str)
 
 
 @cache
