@@ -110,9 +110,9 @@ def test_runs_are_compared(path: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert (first["State"], first["Score"], first["Steps"]) == (
         "dead",
         "0.250 → 0.500",
-        "2 in 2:00 (without stops; 1:40 since the first rollout)",
+        "2 in 2:00, without stops; 1:40 since the first rollout",
     )
-    assert first["Reward"].startswith("0.200 → 0.400") and first["Trained on"].startswith("2,000 tokens (20 tokens/s")
+    assert first["Reward"].startswith("0.200 → 0.400") and first["Trained on"].startswith("2,000 tokens, 20 tokens/s")
     assert first["Faults"] == "2 rollouts failed: timeout 2" and first["Warnings"] == "none"
     assert second["Reward"].startswith("– → –") and second["Score"] == "–"
     assert run_cli("compare", path, other) == 0

@@ -38,7 +38,7 @@ def print_comparison(runs: Sequence[Run], as_json: bool) -> None:
         print(json.dumps({"runs": [str(run.path) for run in runs], "figures": reached, "options": options}))
         return
     console = piped_console()
-    console.print(_table(runs, {name: [run.get(name, "–") for run in reached] for found in reached for name in found}))
+    console.print(_table(runs, {name: [run[name] for run in reached] for name in reached[0]}))
     shown = {name: ["–" if v is None else v if isinstance(v, str) else json.dumps(v) for v in row]
              for name, row in options.items()}  # fmt: skip
     console.print(_table(runs, shown) if options else "The configurations are equal.")

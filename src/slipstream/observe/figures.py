@@ -11,7 +11,7 @@ from slipstream.observe.formatting import counts, duration, is_finite, number
 from slipstream.observe.health import RULES, check
 from slipstream.observe.run_data import Record, Run
 from slipstream.observe.score import compare_scores
-from slipstream.observe.timeline import Timeline, timeline
+from slipstream.observe.timeline import Shares, measure
 
 FATES = (("trained", "trained on"), ("filtered", "filtered"), ("dropped_stale", "stale"), ("failed", "failed"),
          ("ready", "ready"))  # fmt: skip
@@ -24,7 +24,7 @@ def figures(run: Run) -> dict[str, str]:
     return {
         "State": run.state,
         "Score": " → ".join(scores) or "–",
-        **{label: f"{value} ({note})" if note else value for label, value, note in facts(run, timeline(run))},
+        **{label: f"{value}, {note}" if note else value for label, value, note in facts(run, measure(run))},
         "Faults": "; ".join(faults(run, warned)) or "none",
         "Warnings": ", ".join(sorted({str(warning.get("rule")) for warning in warned})) or "none",
     }
@@ -35,8 +35,8 @@ def _interval(score: Sequence[float | None]) -> str:
     return number(value, 3) + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
 
 
-def facts(run: Run, measured: Timeline) -> Iterator[tuple[str, str, str]]:
-    """Label, value and note of what the run did; "–" for what is not recorded. `measured` is its timeline."""
+def facts(run: Run, shares: Shares | None) -> Iterator[tuple[str, str, str]]:
+    """Label, value and note of what the run did; "–" for what is not recorded. `shares` are those of its timeline."""
     last: Mapping[str, Any] = run.metrics[-1] if run.metrics else {}
     rewards, window = run.values("reward/mean"), last.get("time/window_s") or 0
     tenth = max(1, len(rewards) // 10)
@@ -44,25 +44,28 @@ def facts(run: Run, measured: Timeline) -> Iterator[tuple[str, str, str]]:
     stopped = f", stopped by {run.summary['stopped']}" if run.summary.get("stopped") else ""
     steps = f"{number(last.get('step'))} in {duration(last.get('time/wall_s'))}"
     yield "Steps", steps, f"without stops; {duration(window)} since the first rollout{stopped}"
-    sides = (("Generated", "gen", "engines", measured.engines), ("Trained on", "train", "trainer", [measured.trainer]))
-    for label, total, side, tracks in sides:
+    for label, total, side in (("Generated", "gen", "engines"), ("Trained on", "train", "trainer")):
         tokens = last.get(f"{total}/total_tokens")
         rate = number(tokens / window) if tokens and window else "–"
-        used = f", {side} busy {measured.fractions(*tracks)['busy']:.0%}" if measured.window_s else ""
+        used = f", {side} busy {getattr(shares, side)['busy']:.0%}" if shares and window else ""
         yield label, f"{_count(tokens)} tokens", f"{rate} tokens/s{used} of the time since the first rollout"
-    most = max(run.values("lag/max"), default=None)
-    yield "Lag", f"{number(_mean(run.values('lag/mean')), 2)} versions", f"mean; at most {number(most)}"
+    most, pauses = max(run.values("lag/max"), default=None), run.values("sync/pause_ms")
+    paused = f"; {number(last.get('version'))} publishes paused engines {median(pauses):,.2f} ms each" if pauses else ""
+    lag = f"on average, at most {number(most)}{paused}"
+    yield "Lag", f"{number(_mean(run.values('lag/mean')), 2)} versions", lag
     fates = [f"{number(last[key])} {text}" for fate, text in FATES if last.get(key := f"rollout/{fate}")]
-    yield "Rollouts", number(last.get("rollout/generated")), ", ".join(fates)
-    pauses = run.values("sync/pause_ms")
-    paused = (
-        f"{number(median(pauses) if pauses else None, 2)} ms each, {number(max(pauses, default=None), 2)} ms at most"
+    yield "Rollouts", f"{number(last.get('rollout/generated'))} ended", ", ".join(fates) + _scoring(run)
+
+
+def _scoring(run: Run) -> str:
+    """Mean time of a score and of its wait, for a run with a scorer or a teacher; else ""."""
+    records = [record for record in run.metrics if record.get("scoring/scored")]
+    scored = sum(record["scoring/scored"] for record in records)
+    took, queued = (
+        sum(r["scoring/scored"] * r[f"scoring/{name}"] for r in records) / max(1, scored)
+        for name in ("mean_s", "mean_wait_s")
     )
-    yield "Publishes", number(last.get("version")), f"engines paused {paused}"
-    if scored := sum(run.values("scoring/scored")):
-        took, queued = (sum(r["scoring/scored"] * r[f"scoring/{name}"] for r in run.metrics if r.get("scoring/scored"))
-                        for name in ("mean_s", "mean_wait_s"))  # fmt: skip
-        yield "Scored", f"{number(scored)} rollouts", f"{took / scored:.2f} s each, queued {queued / scored:.2f} s"
+    return f"; scored in {took:.2f} s each, queued {queued:.2f} s" if records else ""
 
 
 def _mean(values: Sequence[float]) -> float | None:

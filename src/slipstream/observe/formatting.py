@@ -23,6 +23,11 @@ def number(value: Any, digits: int = 0) -> str:
     return f"{value:,.{digits}f}" if is_finite(value) else "–"
 
 
+def short(value: Any) -> str:
+    """A number with 3 significant digits; "–" for None, NaN, infinities and other types."""
+    return f"{value:.3g}" if is_finite(value) else "–"
+
+
 def duration(seconds: Any) -> str:
     """Seconds as M:SS or H:MM:SS."""
     if not is_finite(seconds):

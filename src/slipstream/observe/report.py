@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.observe.figures import figures
-from slipstream.observe.formatting import SHOWN, number, shorten
+from slipstream.observe.formatting import SHOWN, number, short, shorten
 from slipstream.observe.run_data import Run
 
 PIPED_WIDTH = 100  # columns where there is no terminal
@@ -44,7 +44,7 @@ def _side_by_side(old: Mapping[str, Any], new: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, expand=True, title_justify="left")
     table.title = Text(shorten(old.get("prompt") or ""), style="italic")
     for when, sample in (("before", old), ("after", new)):
-        how = "failed" if "failed" in sample else f"reward {number(sample.get('reward'), 3)}"
+        how = "failed" if "failed" in sample else f"reward {short(sample.get('reward'))}"
         table.add_column(f"{when}, {how}", ratio=1, overflow="fold")
     texts = (sample.get("failed") or sample.get("completion") or "" for sample in (old, new))
     table.add_row(*(Text(shorten(text) or "(nothing)") for text in texts))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 from rich.text import Text
 
 from slipstream.config.schema import ConfigError
-from slipstream.observe.formatting import is_finite, shorten
+from slipstream.observe.formatting import is_finite, short, shorten
 from slipstream.observe.report import piped_console
 from slipstream.observe.run_data import Record, Run
 
@@ -67,7 +66,7 @@ def _lines(rollout: Rollout) -> Iterator[Text]:
     role = f", {first['role']}" if first["role"] else ""
     metrics = "".join(f", {name} {value:g}" for name, value in first["metrics"] or ())
     yield Text(
-        f"reward {_plain(first['reward'])}, advantage {_plain(first['advantage'])}: group {first['visit_id']} (task "
+        f"reward {short(first['reward'])}, advantage {short(first['advantage'])}: group {first['visit_id']} (task "
         f"{shorten(first['task_id'], 60)}), rollout {first['rollout']}{role}, versions {_range(versions)}, "
         f"ends by {first['finish_reason']}{metrics}",
         style="cyan",
@@ -75,10 +74,6 @@ def _lines(rollout: Rollout) -> Iterator[Text]:
     for turn in rollout:
         yield Text(f"  {shorten(turn['prompt'] or '', PROMPT)}", style="dim")
         yield Text(f"  {shorten(turn['completion'] or '', COMPLETION) or '(nothing)'}")
-
-
-def _plain(value: Any) -> str:
-    return f"{value:.3g}" if is_finite(value) else "–"
 
 
 def _range(versions: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -141,8 +142,9 @@ class Run:
     @property
     def rollout_steps(self) -> list[int]:
         """Steps whose rollouts are recorded, in ascending order."""
-        files = (self.path / "rollouts").glob("step_*.parquet")
-        return sorted(int(p.stem.removeprefix("step_")) for p in files if p.stem.removeprefix("step_").isdigit())
+        folder = self.path / "rollouts"
+        files = folder.iterdir() if folder.exists() else ()
+        return sorted(int(found[1]) for file in files if (found := re.fullmatch(r"step_(\d+)\.parquet", file.name)))
 
     def table(self, step: int, columns: Sequence[str] | None = None) -> pa.Table | None:
         """The completions of a step, one row each; None if its file is missing or damaged."""

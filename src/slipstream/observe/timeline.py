@@ -10,6 +10,7 @@ import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from slipstream.observe.events import SCORING, TRAINER
 from slipstream.observe.run_data import Record, Run
@@ -111,6 +112,23 @@ class Timeline:
             return "both are well used"
         busy = f"the trainer was busy {trainers['busy']:.0%}, the engines {engines['busy']:.0%}"
         return f"{busy}; the rest went to evaluations, publishes, checkpoints and the controller"
+
+
+class Shares(NamedTuple):
+    """Fractions of the window by track, of all engines and of the trainer, and the verdict."""
+
+    tracks: dict[str, dict[str, float]]
+    engines: dict[str, float]
+    trainer: dict[str, float]
+    verdict: str
+
+
+def measure(run: Run) -> Shares | None:
+    """The shares of a run; None without events."""
+    found = timeline(run)
+    tracks = {name: found.fractions(track) for name, track in found.tracks.items()}
+    shares = Shares(tracks, found.fractions(*found.engines), found.fractions(found.trainer), found.verdict())
+    return shares if run.events else None
 
 
 def timeline(run: Run) -> Timeline:

@@ -50,50 +50,28 @@ function curveTools() {
     zoom, el("span", { class: "hint" }, "Drag to zoom; double-click to reset."));
 }
 
-// Metrics of any run that vary, in order, and those that never do.
+// Metrics of any run that vary, in order, each with others of the same values; and those that never vary.
 function metricNames(runs) {
-  const values = new Map();
-  for (const run of runs) {
-    for (const table of [run.evaluations, run.metrics]) {
-      for (const [name, column] of Object.entries(table)) {
-        if (!name.includes("/") || !name.includes(charts.filter)) continue;
-        const found = values.get(name) || { low: Infinity, high: -Infinity, columns: [] };
-        found.columns.push(column);
-        for (const value of column) {
-          if (value !== null && value < found.low) found.low = value;
-          if (value !== null && value > found.high) found.high = value;
-        }
-        values.set(name, found);
-      }
-    }
+  const ranges = new Map();
+  for (const [name, column] of runs.flatMap((run) => Object.entries({ ...run.evaluations, ...run.metrics }))) {
+    if (!name.includes("/") || !name.includes(charts.filter)) continue;
+    const known = column.filter((value) => value !== null);
+    const { low, high } = ranges.get(name) || { low: Infinity, high: -Infinity };
+    ranges.set(name, { low: known.reduce((a, b) => Math.min(a, b), low),
+      high: known.reduce((a, b) => Math.max(a, b), high) });
   }
   const tied = new Set(["eval", ...runs.flatMap((run) => run.warnings.flatMap(({ rule }) => TIED[rule] || []))]);
   const rank = (name) => {
     const section = name.split("/")[0];
     return name === "eval/score" ? -200 : (ORDER.indexOf(section) + 100) % 100 - (tied.has(section) ? 100 : 0);
   };
-  const names = [...values.keys()].sort((a, b) => rank(a) - rank(b));
-  const varies = (name) => values.get(name).high > values.get(name).low;
-  const shown = names.filter((name) => varies(name) || name === "eval/score");
-  charts.same = sameCurves(shown, values);
-  return { names: shown.filter((name) => !charts.same.has(name)), constant: names.filter((name) => !varies(name))
-    .map((name) => [name, values.get(name).low]) };
-}
-
-// The metrics that equal an earlier one in all steps of all runs, with that one.
-function sameCurves(names, values) {
-  const found = new Map();
-  const alike = Map.groupBy(names, (name) => `${values.get(name).low} ${values.get(name).high}`);
-  const equal = (a, b) => a.length === b.length && a.every((column, i) => column.length === b[i].length
-    && column.every((value, at) => value === b[i][at]));
-  for (const group of alike.values()) {
-    group.forEach((name, i) => {
-      const first = group.slice(0, i).find((earlier) => !found.has(earlier)
-        && equal(values.get(earlier).columns, values.get(name).columns));
-      if (first) found.set(name, first);
-    });
-  }
-  return found;
+  const names = [...ranges.keys()].sort((a, b) => rank(a) - rank(b));
+  const varies = (name) => ranges.get(name).high > ranges.get(name).low;
+  const alike = Map.groupBy(names.filter((name) => varies(name) || name === "eval/score"), (name) =>
+    JSON.stringify(runs.map((run) => run.evaluations[name] || run.metrics[name])));
+  charts.same = new Map([...alike.values()].map(([first, ...others]) => [first, others]));
+  return { names: [...charts.same.keys()], constant: names.filter((name) => !varies(name))
+    .map((name) => [name, ranges.get(name).low]) };
 }
 
 const constantTable = (constant) => el("details", { class: "group" },
@@ -103,10 +81,10 @@ const constantTable = (constant) => el("details", { class: "group" },
 
 function chartPanel(name) {
   const label = /(_(ms|s|gb)|tokens|tflops)$/.test(name) ? "" : unit(name); // names may end with their unit
-  const same = [...charts.same].filter(([, first]) => first === name).map(([other]) => other).join(", ");
-  const title = same ? `${name}; the same values: ${same}` : name;
+  const same = charts.same.get(name);
+  const title = same.length ? `${name}; the same values: ${same.join(", ")}` : name;
   return el("figure", { class: "chart", "data-metric": name },
-    el("figcaption", {}, el("span", { class: "name", title }, name, same ? " *" : ""),
+    el("figcaption", {}, el("span", { class: "name", title }, name, same.length ? " *" : ""),
       label ? el("span", { class: "muted" }, label) : null, el("span", { class: "readout" })));
 }
 
@@ -160,7 +138,7 @@ function drawChart(node, name) {
   const axis = { stroke: cssColour("muted"), grid, ticks: { show: false }, font: "11px system-ui" };
   const few = name.startsWith("eval/");
   const series = state.data.runs.flatMap((run, index) => {
-    const common = { spanGaps: true, show: !state.hidden.has(index), stroke: runColour(index) };
+    const common = { spanGaps: true, show: !state.hidden.has(index), stroke: cssColour(runColour(index)) };
     return [{ ...common, alpha: 0.25, width: 1, points: { show: false } }, { ...common, width: 1.6,
       points: { show: few, size: 5 } }];
   });
@@ -207,7 +185,7 @@ function readout(chart, node) {
   const parts = state.data.runs.map((run, index) => {
     const values = chart.data[2 * index + 1];
     const known = at === null || at === undefined ? values.findLast(Number.isFinite) : values[at];
-    return state.hidden.has(index) ? null : el("b", { style: { color: runColour(index) } }, number(known));
+    return state.hidden.has(index) ? null : el("b", { style: { color: `var(--${runColour(index)})` } }, number(known));
   });
   const isIdle = at === null || at === undefined;
   const near = isIdle ? [] : state.data.runs.flatMap((run) => run.warnings).filter(({ step }) =>

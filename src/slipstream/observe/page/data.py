@@ -16,7 +16,7 @@ from slipstream.observe.formatting import is_finite
 from slipstream.observe.page.rollouts import TokenTexts, describe_rollouts
 from slipstream.observe.run_data import Record, Run
 from slipstream.observe.score import compare_scores
-from slipstream.observe.timeline import timeline
+from slipstream.observe.timeline import measure
 
 MAX_ROLLOUTS = 200_000  # of a run in a file; of more, evenly spaced steps and groups
 MAX_RANKS = 8  # of more, only the first has a track
@@ -51,7 +51,7 @@ class RunData:
         self.rollouts: list[dict[str, list[Any]]] = []  # by step
         self.unread: list[int] = []  # steps whose rollouts were not read
         self._last_step = -1  # whose rollouts are read or in `unread`
-        self._measured, self._measure_at, self._is_measured = timeline(self.run), 0.0, True
+        self._shares, self._measure_at, self._is_measured = measure(self.run), 0.0, True
 
     @property
     def texts(self) -> TokenTexts:
@@ -97,28 +97,29 @@ class RunData:
         began = time.monotonic()
         if self._is_measured or began < self._measure_at:
             return False
-        self._measured, self._is_measured = timeline(self.run), True
+        self._shares, self._is_measured = measure(self.run), True
         self._measure_at = began + (time.monotonic() - began) / MEASURE_SHARE
         return True
 
     def _describe(self, state: str) -> dict[str, Any]:
         """What the page shows of a run besides its records, which only grow."""
-        run, found, measured = self.run, warnings(self.run), self._measured
-        ranks = [name for name in measured.tracks if name.startswith(f"{TRAINER} rank")]
-        hidden = ranks if len(ranks) >= MAX_RANKS else []
+        run, found, shares = self.run, warnings(self.run), self._shares
+        tracks = shares.tracks if shares else {}
+        if sum(name.startswith(TRAINER) for name in tracks) > MAX_RANKS:
+            tracks = {name: fractions for name, fractions in tracks.items() if not name.startswith(f"{TRAINER} rank")}
         return {
             "name": run.name,
             "state": state,
             "every": self.every,
             "score": compare_scores(run.evaluations),
-            "facts": list(facts(run, measured)),
+            "facts": list(facts(run, shares)),
             "faults": list(faults(run, found)),
             "config": {f"{name}.{key}": value for name, part in run.config.items() for key, value in _items(part)},
             "samples": run.summary.get("samples"),
             "warnings": found,
             "problems": run.problems,
-            "fractions": {name: measured.fractions(t) for name, t in measured.tracks.items() if name not in hidden},
-            "verdict": measured.verdict() if run.events else None,
+            "fractions": tracks,
+            "verdict": shares and shares.verdict,
         }
 
     def since(self, sizes: Sequence[int]) -> dict[str, Any]:

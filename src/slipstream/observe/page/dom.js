@@ -1,8 +1,6 @@
 // Elements, numbers and colours. Text of runs becomes text nodes only, never markup.
 
 const state = { data: null, axis: "step", smoothing: 0.3, hidden: new Set(), run: 0 };
-const RUN_COLOURS = { light: ["#3454d1", "#d9730d", "#0a8f6c", "#b4459a", "#7a5c00", "#5b6270"],
-  dark: ["#8aa4ff", "#ffab5c", "#3fd0a4", "#f08fd4", "#e0c14d", "#aab2c0"] };
 
 function el(tag, properties, ...children) {
   const node = document.createElement(tag);
@@ -21,8 +19,14 @@ const isDark = () => {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 };
-const cssColour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const runColour = (index) => RUN_COLOURS[isDark() ? "dark" : "light"][index % 6];
+const runColour = (index) => `run${index % 6}`;
+// The value of a colour of the style sheet, for a canvas.
+function cssColour(name) {
+  const probe = document.body.appendChild(el("i", { style: { color: `var(--${name})` } }));
+  const { color } = getComputedStyle(probe);
+  probe.remove();
+  return color;
+}
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 const several = () => state.data.runs.length > 1;
 

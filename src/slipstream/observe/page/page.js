@@ -20,9 +20,8 @@ function drawPage() {
   drawConfiguration();
 }
 
-// What has colours that are not of the style sheet.
+// What is drawn on canvases.
 function drawColours() {
-  drawSummary();
   drawCurves();
   timeline.resize?.();
 }
@@ -60,7 +59,7 @@ const warningBadge = ({ warnings }) => (warnings.length ? el("a", { class: "badg
 function runLegend() {
   return el("div", { class: "legend", role: "group", "aria-label": "Runs" }, state.data.runs.map((run, index) =>
     el("button", { type: "button", "aria-pressed": String(!state.hidden.has(index)), onclick: () => toggleRun(index) },
-      el("i", { style: { background: runColour(index) } }), visible(run.name), badge(run))));
+      el("i", { style: { background: `var(--${runColour(index)})` } }), visible(run.name), badge(run))));
 }
 
 function toggleRun(index) {
@@ -119,15 +118,13 @@ function factTable(runs) {
   const scores = runs.map((run) => (run.score ? [run.score.before[0].toFixed(3), " → ",
     ...interval(run.score.after || run.score.before)] : "–"));
   const gains = runs.map((run) => interval(run.score && run.score.difference, true));
-  const fact = (run, label) => run.facts.find(([name]) => name === label) || ["", "–", ""];
-  const labels = new Set(runs.flatMap((run) => run.facts.map(([label]) => label)));
-  const facts = [...labels].map((label) => row(label, runs.map((run) => [fact(run, label)[1],
-    el("div", { class: "note" }, fact(run, label)[2])])));
+  const facts = runs[0].facts.map(([label], i) => row(label, runs.map((run) => [run.facts[i][1],
+    el("div", { class: "note" }, run.facts[i][2])])));
   const methods = [...new Set(runs.map((run) => run.score && run.score.method).filter(Boolean))].join("; ");
   return el("div", { class: "scroll" }, el("table", { class: "facts" }, el("caption", {}, methods
     ? `Intervals: 95%, ${methods}` : ""),
     el("thead", {}, el("tr", {}, el("td", {}), runs.map((run, i) => el("th", { scope: "col" },
-      el("i", { class: "key", style: { background: runColour(i) } }), visible(run.name))))),
+      el("i", { class: "key", style: { background: `var(--${runColour(i)})` } }), visible(run.name))))),
     el("tbody", {}, row("Held-out score", scores), row("Change", gains), facts)));
 }
 

@@ -234,25 +234,31 @@ function tokenSpan(text, i, turn, rollout, inTool) {
     title }, visible(text));
 }
 
+// The classes of tokens, each with its meaning, by what colours them.
+const TOKEN_CLASSES = {
+  logprob: [["surprise0", "p > 0.9"], ["surprise1", "> 0.5"], ["surprise2", "> 0.2"], ["surprise3", "> 0.05"],
+    ["surprise4", "≤ 0.05"]],
+  advantage: [["minus2", "below −1"], ["minus1", "negative"], ["plus1", "positive"], ["plus2", "above 1"]],
+  mask: [["trained", "has a gradient"], ["masked", "no advantage, or left out"]],
+};
+
 function tokenClass(version, logprob, advantage) {
-  if (rollouts.colour === "version") return version === null ? "" : `version${version % 6}`;
-  if (rollouts.colour === "logprob") return logprob === null ? ""
-    : `surprise${[-0.1, -0.7, -1.6, -3].filter((limit) => logprob < limit).length}`;
-  if (rollouts.colour === "advantage") return !advantage ? ""
-    : `${advantage > 0 ? "plus" : "minus"}${Math.abs(advantage) > 1 ? 2 : 1}`;
+  if (rollouts.colour === "version" && version !== null) return `version${version % 6}`;
+  if (rollouts.colour === "logprob" && logprob !== null) {
+    return `surprise${[-0.1, -0.7, -1.6, -3].filter((limit) => logprob < limit).length}`;
+  }
+  if (rollouts.colour === "advantage" && advantage) {
+    return `${advantage > 0 ? "plus" : "minus"}${Math.abs(advantage) > 1 ? 2 : 1}`;
+  }
   if (rollouts.colour === "mask") return advantage ? "trained" : "masked";
   return "";
 }
 
 function tokenKeys(group) {
-  const keys = { logprob: [["surprise0", "p > 0.9"], ["surprise1", "> 0.5"], ["surprise2", "> 0.2"],
-    ["surprise3", "> 0.05"], ["surprise4", "≤ 0.05"]],
-    advantage: [["minus2", "below −1"], ["minus1", "negative"], ["plus1", "positive"], ["plus2", "above 1"]],
-    mask: [["trained", "has a gradient"], ["masked", "no advantage, or left out"]], none: [] };
-  const versions = [...new Set(group.rollouts.flatMap((rollout) => rollout.turns.flatMap((turn) =>
-    (turn.spans || []).map(([version]) => version))))].sort((a, b) => a - b);
-  keys.version = versions.map((version) => [`version${version % 6}`, `version ${version}`]);
-  return el("div", { class: "keys" }, keys[rollouts.colour].map(([name, label]) => el("span",
-    { class: `token ${name}` }, label)), el("span", { class: "token tool" }, "tool call"),
-    el("span", { class: "environment" }, "environment"));
+  const spans = group.rollouts.flatMap(({ turns }) => turns).flatMap((turn) => turn.spans || []);
+  const versions = [...new Set(spans.map(([version]) => version))].sort((a, b) => a - b)
+    .map((version) => [`version${version % 6}`, `version ${version}`]);
+  const keys = rollouts.colour === "version" ? versions : TOKEN_CLASSES[rollouts.colour] || [];
+  return el("div", { class: "keys" }, keys.map(([name, label]) => el("span", { class: `token ${name}` }, label)),
+    el("span", { class: "token tool" }, "tool call"), el("span", { class: "environment" }, "environment"));
 }
