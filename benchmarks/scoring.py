@@ -72,7 +72,7 @@ def side_by_side(scratch: Path, seconds: Sequence[float], *work: int) -> list[di
 def compare(instant: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Metrics of two concurrent runs, and the difference of their generators' busy fractions."""
     sides = {
-        name: {"busy": s["busy"], "scoring": s["scoring"], "steps_per_second": s["steps"] / s["window_s"]}
+        name: {"busy": s["busy"], "steps_per_second": s["steps"] / s["window_s"]}
         for name, s in (("instant", instant), ("other", other))
     }
     return sides | {"change": other["busy"]["generator"] / instant["busy"]["generator"] - 1}

@@ -10,7 +10,6 @@ import pytest
 
 from slipstream.observe.run_totals import RunTotals, metric_means
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, float32_array, int32_array
-from slipstream.scoring.stage import Interval
 
 
 def test_times_add_up_over_resumed_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,22 +42,6 @@ def test_times_add_up_over_resumed_processes(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_metric_is_averaged_over_the_rollouts_that_have_it() -> None:
     rollouts = [Rollout((), 0.0, {"correct": 1.0, "turns": 3}), Rollout((), 0.0, {"correct": 0.0}), Rollout((), 0.0)]
     assert metric_means(rollouts) == {"correct": 0.5, "turns": 3.0}
-
-
-def test_scoring_is_counted_per_step_and_in_total() -> None:
-    totals = RunTotals()
-    first = Interval(
-        queue=2, running=1, scored=4, seconds=2.0, waited=6.0, longest_queue=5, retries={"judge timeout": 1}
-    )
-    assert totals.add_scoring(first) == {
-        "scoring/scored": 4, "scoring/in_flight": 1, "scoring/queued": 2, "scoring/mean_s": 0.5,
-        "scoring/mean_wait_s": 1.5, "scoring/retries": {"judge timeout": 1},
-    }  # fmt: skip
-    totals.add_scoring(Interval(longest_queue=3))
-    resumed = RunTotals()
-    resumed.restore(totals.snapshot())
-    wanted = {"scored": 4, "mean_s": 0.5, "mean_wait_s": 1.5, "max_queued": 5}
-    assert totals.summary()["scoring"] == resumed.summary()["scoring"] == wanted
 
 
 def test_metrics_of_a_batch() -> None:

@@ -26,6 +26,7 @@ from tests.observe import browser
 from tests.observe.synthetic import HOSTILE, SyntheticRun
 
 aiohttp = pytest.importorskip("aiohttp")
+pytest.importorskip("aiohttp.web")
 watch = pytest.importorskip("slipstream.observe.watch")
 
 STEPS = 12
@@ -151,12 +152,14 @@ def test_two_readers_of_a_dead_run_do_not_take_each_other_for_it(growing: Growin
 @contextlib.asynccontextmanager
 async def served(*paths: Path, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, aiohttp.ClientSession]]:
     server = watch.WatchServer([load_run(path) for path in paths], host)
+    runner = aiohttp.web.AppRunner(server.app, shutdown_timeout=1.0)
     try:
-        url = await server.start()
+        await runner.setup()
+        await aiohttp.web.SockSite(runner, server.socket).start()
         async with aiohttp.ClientSession() as session:
-            yield url, session
+            yield server.url, session
     finally:
-        await server.close()
+        await runner.cleanup()
 
 
 def test_requests_are_answered_or_refused_in_one_line(growing: GrowingRun) -> None:

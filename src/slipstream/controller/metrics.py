@@ -15,6 +15,7 @@ from slipstream.observe.progress import EngineState, PoolState
 from slipstream.rollout import Batch, StepStats
 from slipstream.runtime.memory import resident_bytes
 from slipstream.runtime.worker_process import alive_workers
+from slipstream.scoring.stage import Interval
 
 
 def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: dict[str, float], wait: float) -> None:
@@ -28,7 +29,7 @@ def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: 
         **batch_metrics,
         **trainer_metrics(stats),
         "time/batch_wait_s": wait,
-        **(run.totals.add_scoring(run.scoring.take_interval()) if run.scoring else {}),
+        **(scoring_metrics(run.scoring.take_interval()) if run.scoring else {}),
     }
     run.recorder.step(record, batch)
     run.progress.step(record)
@@ -79,6 +80,18 @@ def run_metrics(run: RunContext) -> dict[str, Any]:
         **{f"rollout/{fate}": count for fate, count in dataclasses.asdict(state.ledger.counts).items()},
         "rollout/failures": dict(state.ledger.reasons),
         "rollout/reward_s": totals.take_reward_seconds(),
+    }
+
+
+def scoring_metrics(interval: Interval) -> dict[str, Any]:
+    """The scoring since the last step."""
+    return {
+        "scoring/scored": interval.scored,
+        "scoring/in_flight": interval.running,
+        "scoring/queued": interval.queue,
+        "scoring/mean_s": interval.seconds / max(1, interval.scored),
+        "scoring/mean_wait_s": interval.waited / max(1, interval.scored),
+        "scoring/retries": interval.retries,
     }
 
 

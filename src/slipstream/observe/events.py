@@ -7,7 +7,6 @@ resume. docs/run-directory.md lists the kinds of events and their keys.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -75,9 +74,7 @@ class EventLog:
 
     def truncate(self, wall: float) -> None:
         """Remove the events that ended after time `wall` of the run, at which it wrote its checkpoint."""
-        if self._path.exists():
-            lines = self._path.read_text("utf-8", "replace").splitlines(keepends=True)
-            write_atomically(self._path, "".join(line for line in lines if _end(line) <= wall))
+        truncate_lines(self._path, lambda e: float(e["start"] if e["end"] is None else e["end"]), wall)
 
     def set_time(self, wall: float) -> None:
         """Let `now` agree with `time/wall_s`, which is `wall` at present: a resumed run has an earlier start."""
@@ -110,10 +107,17 @@ def json_line(record: Mapping[str, Any]) -> str:
         return json.dumps(json.loads(json.dumps(record), parse_constant=lambda _: None)) + "\n"
 
 
-def _end(line: str) -> float:
-    """The time at which the event of a line was recorded; infinity for a line truncated by a kill."""
-    try:
-        event = json.loads(line)
-        return float(event["start"] if event["end"] is None else event["end"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+def truncate_lines(
+    path: Path, value: Callable[[Mapping[str, Any]], float], largest: float, most: int | None = None
+) -> None:
+    """Keep the first `most` lines whose records have a value of at most `largest`, none that a kill has truncated."""
+
+    def is_kept(line: str) -> bool:
+        try:
+            return value(json.loads(line)) <= largest
+        except (ValueError, KeyError, TypeError):
+            return False
+
+    if path.exists():
+        lines = path.read_text("utf-8", "replace").splitlines()
+        write_atomically(path, "".join(f"{line}\n" for line in list(filter(is_kept, lines))[:most]))

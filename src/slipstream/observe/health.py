@@ -11,7 +11,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from slipstream.config.schema import SECTIONS, HealthRule
@@ -348,18 +348,17 @@ class Health:
     def step(self, record: Record, evaluations: Sequence[Record] = ()) -> list[HealthWarning]:
         """Add the record of the next step, with all evaluations so far. Returns the warnings that begin."""
         self._history.add(record, evaluations)
-        return list(self._begin())
-
-    def _begin(self) -> Iterator[HealthWarning]:
+        found = []
         for rule in self._rules:
-            found = rule.measure(self._history)
-            if found.value < rule.ends:
+            measure = rule.measure(self._history)
+            if measure.value < rule.ends:
                 self._active.discard(rule.name)
-            self._begun[rule.name] = self._begun.get(rule.name, 0) + 1 if found.value >= rule.begins else 0
+            self._begun[rule.name] = self._begun.get(rule.name, 0) + 1 if measure.value >= rule.begins else 0
             if self._begun[rule.name] >= rule.steps and rule.name not in self._active:
                 self._active.add(rule.name)
-                remedy = with_values(found.remedy or rule.remedy, self._history.config)
-                yield HealthWarning(rule.name, self._history.last.get("step") or 0, found.text, remedy)
+                remedy = with_values(measure.remedy or rule.remedy, self._history.config)
+                found.append(HealthWarning(rule.name, record.get("step") or 0, measure.text, remedy))
+        return found
 
 
 def with_values(text: str, config: Mapping[str, Any]) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
-import math
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.errors import UserError
-from slipstream.observe.events import EventLog, json_line
+from slipstream.observe.events import EventLog, json_line, truncate_lines
 from slipstream.rollout import Batch, Group, float32_array, mean
 from slipstream.runtime.disk import describe_full_disk, free_bytes
-from slipstream.runtime.run_directory import PARTIAL, write_atomically
+from slipstream.runtime.run_directory import PARTIAL
 
 Decode = Callable[[Sequence[int]], str]
 INT, FLOAT, TEXT = pa.int32(), pa.float64(), pa.string()
@@ -113,9 +111,7 @@ class Recorder:
     def truncate(self, step: int, evaluations: int) -> None:
         """Remove records after `step` and after the first `evaluations`: a resumed run writes them again."""
         for path, most in ((self._metrics, step), (self._evaluations, evaluations)):
-            if path.exists():
-                lines = [line for line in path.read_text("utf-8", "replace").splitlines() if _step_of(line) <= step]
-                write_atomically(path, "".join(f"{line}\n" for line in lines[:most]))
+            truncate_lines(path, lambda record: float(record["step"]), step, most)
         later = [p for p in self._rollouts.glob("step_*.parquet") if int(p.stem.removeprefix("step_")) > step]
         for path in [*later, *self._rollouts.glob(f"step_*{PARTIAL}")]:
             path.unlink()
@@ -207,11 +203,3 @@ def _rows(
 def _append(path: Path, line: str) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(line)
-
-
-def _step_of(line: str) -> float:
-    """The step of a line; infinity for a line truncated by a kill."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf

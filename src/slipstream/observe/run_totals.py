@@ -13,7 +13,6 @@ from typing import Any
 
 from slipstream.observe.samples import compare
 from slipstream.rollout import Batch, Rollout, mean
-from slipstream.scoring.stage import Interval
 
 
 @dataclass
@@ -30,10 +29,6 @@ class RunTotals:
     trainer_busy: float = 0.0
     tokens_generated: int = 0
     tokens_trained: int = 0
-    scored: int = 0
-    scoring_seconds: float = 0.0
-    scoring_waited: float = 0.0
-    scoring_queue: int = 0  # the longest queue
     lag: Counter[int] = field(default_factory=Counter)
     pauses: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -91,21 +86,6 @@ class RunTotals:
             self.evaluations[-1] = {k: v for k, v in self.evaluations[-1].items() if k != "samples"}
         self.evaluations.append(record)
 
-    def add_scoring(self, interval: Interval) -> dict[str, Any]:
-        """Add the scoring since the last step. Returns its metrics."""
-        self.scored += interval.scored
-        self.scoring_seconds += interval.seconds
-        self.scoring_waited += interval.waited
-        self.scoring_queue = max(self.scoring_queue, interval.longest_queue)
-        return {
-            "scoring/scored": interval.scored,
-            "scoring/in_flight": interval.running,
-            "scoring/queued": interval.queue,
-            "scoring/mean_s": interval.seconds / max(1, interval.scored),
-            "scoring/mean_wait_s": interval.waited / max(1, interval.scored),
-            "scoring/retries": interval.retries,
-        }
-
     def take_reward_seconds(self) -> float | None:
         """Mean seconds between the last token and the end of a rollout, since the last call; None without a rollout."""
         seconds, self.reward_seconds = self.reward_seconds, []
@@ -151,12 +131,6 @@ class RunTotals:
             "lag": {"mean": _mean(self.lag), "max": max(self.lag, default=0), "histogram": histogram},
             "eval": {"initial": scores[0] if scores else None, "final": last.get("eval/score"), "history": history},
             "busy": {"generator": self.generator_busy / window, "trainer": self.trainer_busy / window},
-            "scoring": {
-                "scored": self.scored,
-                "mean_s": self.scoring_seconds / max(1, self.scored),
-                "mean_wait_s": self.scoring_waited / max(1, self.scored),
-                "max_queued": self.scoring_queue,
-            },
             "sync": {"publishes": len(pauses), "pause_ms": pause_ms},
             "engines_lost": self.engines_lost,
             "trainer_restarts": self.trainer_restarts,

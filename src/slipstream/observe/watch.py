@@ -43,17 +43,10 @@ def watch(paths: Sequence[str], host: str, port: int) -> None:
     """Serve the page of these runs until Ctrl-C. Raises `ConfigError` for a bad run, host or port."""
     server = WatchServer([load_run(path) for path in paths], host, port)
     os.nice(NICENESS)
-
-    async def serve() -> None:
-        try:
-            print(await server.start(), flush=True)
-            print("slipstream: open this URL in a browser; Ctrl-C ends the server", file=sys.stderr)
-            await asyncio.Event().wait()
-        finally:
-            await server.close()
-
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve())
+    with contextlib.suppress(KeyboardInterrupt):  # before `run_app` handles Ctrl-C
+        print(server.url, flush=True)
+        print("slipstream: open this URL in a browser; Ctrl-C ends the server", file=sys.stderr)
+        web.run_app(server.app, sock=server.socket, print=None, access_log=None, shutdown_timeout=1.0)
 
 
 class WatchServer:
@@ -63,35 +56,22 @@ class WatchServer:
     """
 
     def __init__(self, runs: Sequence[Run], host: str = "127.0.0.1", port: int = 0) -> None:
-        self._address = resolve(host, port)
-        is_loopback = ipaddress.ip_address(self._address.partition("%")[0]).is_loopback
-        self._host, self._port, self._token = host, port, "" if is_loopback else secrets.token_urlsafe(24)
+        self.socket = listen(host, port)
+        self._host, (self._address, port, *_) = host, self.socket.getsockname()
+        address = ipaddress.ip_address(self._address.partition("%")[0])
+        self._token = "" if address.is_loopback else secrets.token_urlsafe(24)
+        name = socket.gethostname() if address.is_unspecified else host
+        query = f"?token={self._token}" if self._token else ""
+        self.url = f"http://{f'[{name}]' if ':' in name else name}:{port}/{query}"
         self._page, self._lock = LivePage(runs), asyncio.Lock()
         self._html = render({"runs": [{"name": run.name} for run in runs]}, live=True)
-        app = web.Application(middlewares=[self._guard])
-        app.on_response_prepare.append(_add_headers)
+        self.app = web.Application(middlewares=[self._guard])
+        self.app.on_response_prepare.append(_add_headers)
         for path, handler in (
             ("/", self._index), ("/api/data", self._data), ("/api/texts", self._texts), ("/api/search", self._search),
             ("/metrics", self._metrics),
         ):  # fmt: skip
-            app.router.add_get(path, handler, allow_head=False)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-
-    async def start(self) -> str:
-        """Start to listen. Returns the URL of the page. Raises `ConfigError` if the address or port can't be used."""
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, self._address, self._port).start()
-        except OSError as error:
-            where = f"--port {self._port} of {self._host} can't be used: {os.strerror(error.errno or 0)}"
-            raise ConfigError(f"{where}; choose another, or --port 0 for any free port") from None
-        any_address = ipaddress.ip_address(self._address.partition("%")[0]).is_unspecified
-        name = socket.gethostname() if any_address else self._host
-        url = f"http://{f'[{name}]' if ':' in name else name}:{self._runner.addresses[0][1]}/"
-        return url + (f"?token={self._token}" if self._token else "")
-
-    async def close(self) -> None:
-        await self._runner.cleanup()
+            self.app.router.add_get(path, handler, allow_head=False)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
@@ -136,14 +116,19 @@ class WatchServer:
         return index
 
 
-def resolve(host: str, port: int) -> str:
-    """The numeric address of `host`. Raises `ConfigError` for an unknown host or a port out of range."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises `ConfigError` for an unknown host, or a port that can't be used."""
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port {port} is no port; choose one from 1 to 65535, or 0 for any free port")
     try:
-        return str(socket.getaddrinfo(host or ".", port, type=socket.SOCK_STREAM)[0][4][0])
+        family, *_, address = socket.getaddrinfo(host or ".", port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError):
         raise ConfigError(f"--host {host!r} is unknown; give an address of this machine, or leave it out") from None
+    try:
+        return socket.create_server((str(address[0]), *address[1:]), family=family)
+    except OSError as error:
+        where = f"--port {port} of {host} can't be used: {os.strerror(error.errno or 0)}"
+        raise ConfigError(f"{where}; choose another, or --port 0 for any free port") from None
 
 
 def _hostname(request: web.Request) -> str | None:

@@ -38,7 +38,6 @@ class Interval:
     scored: int = 0
     seconds: float = 0.0
     waited: float = 0.0
-    longest_queue: int = 0
     retries: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -97,7 +96,7 @@ class ScoringStage:
     def take_interval(self) -> Interval:
         """Statistics since the last call."""
         retries = dict(getattr(self.scorer, "retries", None) or {})
-        interval, self._interval = self._interval, Interval(longest_queue=self.queue)
+        interval, self._interval = self._interval, Interval()
         return dataclasses.replace(interval, queue=self.queue, running=self.running, retries=retries)
 
     async def start(self) -> None:
@@ -124,8 +123,6 @@ class ScoringStage:
             return rollout
         queued = time.perf_counter()
         self.queue += 1
-        if self._slots.locked():
-            self._interval.longest_queue = max(self._interval.longest_queue, self.queue)
         try:
             await self._slots.acquire()
         finally:
