@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from slipstream.environments.episode import EventLoopWatchdog, first_error
 from slipstream.objective import build_batch
 from slipstream.rollout import Batch, StepStats
 from slipstream.runtime.closing import closing, run_bounded
+from slipstream.runtime.gc_tuning import raise_gc_thresholds
 from slipstream.runtime.run_directory import RunDirectory
 from slipstream.runtime.runtime import open_runtime
 
@@ -63,8 +65,9 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
 
 async def run_in(directory: RunDirectory, config: Config, quiet: bool) -> dict[str, Any]:
     """Train in this run directory. Raises the first error of an exception group, with the directory to resume from."""
-    run, interval = RunContext(config, directory, quiet), sys.getswitchinterval()
+    run, interval, thresholds = RunContext(config, directory, quiet), sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    raise_gc_thresholds()
     try:
         async with closing(partial(close, run)):
             return await training_loop(run)
@@ -77,6 +80,7 @@ async def run_in(directory: RunDirectory, config: Config, quiet: bool) -> dict[s
         raise error from None
     finally:
         sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
 
 
 async def training_loop(run: RunContext) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +256,32 @@ def test_prompts_messages_and_chat_templates() -> None:
     assert tokenizer.decode(chat.encode("12")) == "<eos>12="
     messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": "3"}]
     assert tokenizer.decode(chat.encode(messages)) == "<eos>ab<eos>3="
+
+
+def test_decoding_equals_that_of_the_tokenizer() -> None:
+    tokenizer = build_tokenizer()
+    chat, ids = ChatTokenizer(tokenizer), int32_array([3, 4, 1])
+    assert chat.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == "12"
+    assert chat.decode_reply(int32_array([1, 3])) == tokenizer.decode([1, 3]) == "<eos>1"
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked() -> None:
+    class Own(type(build_tokenizer())):  # type: ignore[misc]
+        def _decode(self, token_ids: Any, **_: Any) -> str:
+            return f"{len(token_ids)} tokens"
+
+    assert ChatTokenizer(Own(tokenizer_object=build_tokenizer().backend_tokenizer)).decode([3, 4]) == "2 tokens"
+
+
+def test_the_event_loop_runs_while_a_completion_is_decoded() -> None:
+    chat, ids = ChatTokenizer(build_tokenizer()), [3] * 1_000_000
+    decoding = threading.Thread(target=chat.decode, args=(ids,))
+    decoding.start()
+    turns = 0
+    while decoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 10
 
 
 @pytest.mark.parametrize(

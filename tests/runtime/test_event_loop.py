@@ -9,14 +9,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
+from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from slipstream import run as run_module
 from slipstream.environments import text_limits
-from slipstream.runtime.event_loop import PER_ITERATION, throttle
+from slipstream.runtime.event_loop import PER_ITERATION, call_throttled, throttle
+from slipstream.runtime.process import Launch, Launcher
+from slipstream.runtime.worker import Worker
+from slipstream.runtime.worker_main import START
+from slipstream.runtime.worker_process import WorkerProcess
 
 COUNT = 100
 
@@ -60,6 +65,68 @@ def test_a_cancelled_caller_is_skipped() -> None:
         return results.count(None)
 
     assert asyncio.run(cancel_half()) >= COUNT // 2
+
+
+def test_calls_are_made_in_order_if_one_makes_another_or_raises() -> None:
+    made: list[int] = []
+    raised: list[object] = []
+
+    def call(number: int) -> None:
+        made.append(number)
+        if number == PER_ITERATION:
+            call_throttled(call, PER_ITERATION + 2)
+            raise ValueError(number)
+
+    async def make() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context["exception"].args))
+        for number in range(PER_ITERATION + 2):
+            call_throttled(call, number)
+        await throttle()
+        await throttle()
+
+    asyncio.run(make())
+    assert made == list(range(PER_ITERATION + 3))
+    assert raised == [(PER_ITERATION,)]
+
+
+class AnswersTogether:
+    """A process, and its connection, that answers the first `COUNT` calls in one message."""
+
+    def __init__(self, _: Launch) -> None:
+        self.connection, self._calls, self._ended = self, 0, threading.Event()
+        self._messages: SimpleQueue[list[tuple[int, bool, Any]]] = SimpleQueue()
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, tuple):
+            self._messages.put([(START, False, None)])
+            return
+        self._calls += len(message)
+        if self._calls == COUNT:
+            self._messages.put([(START + 1 + number, False, number) for number in range(COUNT)])
+
+    def recv(self) -> Any:
+        if self._calls == COUNT and self._messages.empty():
+            self._ended.wait()
+            raise EOFError
+        return self._messages.get()
+
+    def disconnect(self) -> None:
+        self._ended.set()
+
+    kill = close = lambda self: None
+
+
+def test_answers_that_arrive_together_are_given_over_many_iterations() -> None:
+    async def answers() -> list[tuple[int, int]]:
+        process: Any = WorkerProcess("engine", launcher=cast(Launcher, AnswersTogether))
+        await process.start(Worker, "module:Class")
+        ended = await turns_of(lambda number: process.call("generate", (number,)))
+        process.kill()
+        return ended
+
+    ended = asyncio.run(answers())
+    assert [number for _, number in ended] == list(range(COUNT))
+    assert most_in_a_turn(ended) <= 2 * PER_ITERATION
 
 
 class AtOnce(Executor):

@@ -179,7 +179,7 @@ class ChatTokenizer:
                 after = self.encode_continuation(self.render_after_reply([{"role": "user", "content": "."}]))
                 self._end_tokens |= {*after[:1]}
         text_ids = token_ids[:-1] if token_ids and token_ids[-1] in self._end_tokens else token_ids
-        return str(self._tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._decode(text_ids, skip_special_tokens=False)
 
     def decode_token(self, token_id: int) -> str:
         """One token as text, also a special one."""
@@ -187,9 +187,25 @@ class ChatTokenizer:
 
     def decode(self, token_ids: Sequence[int], stop_strings: Sequence[str] = ()) -> str:
         """Text of a completion, cut before the first stop string; special tokens are left out."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = self._decode(token_ids, skip_special_tokens=True)
         cuts = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
         return text[: min(cuts)] if cuts else text
+
+    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of token ids, without removing spaces before punctuation."""
+        if self._has_decode_batch:
+            # The same text without the GIL, which `decode` holds for 1.4 ms with 8,192 tokens.
+            return str(self._tokenizer.backend_tokenizer.decode_batch([list(token_ids)], skip_special_tokens)[0])
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(token_ids, **options))
+
+    @functools.cached_property
+    def _has_decode_batch(self) -> bool:
+        """Whether the tokenizer decodes as the `tokenizers` library does, without code of its own."""
+        from transformers import PreTrainedTokenizerFast as Fast
+
+        kind = type(self._tokenizer)
+        return issubclass(kind, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
 
     def _encode_text(self, text: str) -> array[int]:
         if self._tokenizer.chat_template:

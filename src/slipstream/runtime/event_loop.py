@@ -1,53 +1,68 @@
-"""A bound on the coroutines that continue in one iteration of the event loop, so that timers and sockets are served."""
+"""A bound on the work of one iteration of the event loop, so that timers and sockets are served in between."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
-PER_ITERATION = 4  # episodes for each iteration; each takes some tenths of a millisecond
+PER_ITERATION = 4  # calls and coroutines for each iteration; each takes some tenths of a millisecond
 
 
 class _Throttle:
-    """The queue of `throttle` for one event loop."""
+    """The queue of one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._used = 0  # callers that continue in this iteration
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._used = 0  # calls in this iteration
 
-    async def wait(self) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         if not self._used:
             self._loop.call_soon(self._begin)
-        if self._used < PER_ITERATION:
+        if self._used < PER_ITERATION and not self._waiting:
             self._used += 1
-            return
-        admitted = self._loop.create_future()
-        self._waiting.append(admitted)
-        await admitted
+            function()
+        else:
+            self._waiting.append(function)
 
     def _begin(self) -> None:
-        """Begin an iteration: admit the callers that have waited longest."""
-        self._used = 0
-        while self._waiting and self._used < PER_ITERATION:
-            admitted = self._waiting.popleft()
-            if not admitted.done():  # else its coroutine was cancelled
-                admitted.set_result(None)
-                self._used += 1
+        """Begin an iteration: make the calls that have waited longest."""
+        self._used = min(PER_ITERATION, len(self._waiting))
         if self._used:
-            self._loop.call_soon(self._begin)
+            self._loop.call_soon(self._begin)  # first, in case a call raises
+        for _ in range(self._used):
+            self._waiting.popleft()()
 
 
 _throttles: WeakKeyDictionary[asyncio.AbstractEventLoop, _Throttle] = WeakKeyDictionary()
 
 
-async def throttle() -> None:
-    """Wait until an iteration of the event loop in which fewer than `PER_ITERATION` other callers continue.
-
-    Callers continue in the order in which they called.
-    """
+def _throttle() -> _Throttle:
     loop = asyncio.get_running_loop()
     if loop not in _throttles:
         _throttles[loop] = _Throttle(loop)
-    await _throttles[loop].wait()
+    return _throttles[loop]
+
+
+def call_throttled(function: Callable[..., object], *arguments: Any) -> None:
+    """Call the function now, or in the next iteration of the event loop that has made fewer than `PER_ITERATION` calls.
+
+    Calls are made in order. `throttle` counts as a call. The loop's exception handler gets what a delayed call raises.
+    """
+    _throttle().call(partial(function, *arguments))
+
+
+async def throttle() -> None:
+    """Wait for a call of `call_throttled`, so that few callers continue in one iteration, in order of arrival."""
+    admitted = asyncio.get_running_loop().create_future()
+
+    def admit() -> None:
+        if not admitted.done():  # else the caller was cancelled
+            admitted.set_result(None)
+
+    call_throttled(admit)
+    await admitted

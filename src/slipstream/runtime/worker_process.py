@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
+from slipstream.runtime.event_loop import call_throttled
 from slipstream.runtime.pipe import Large, Pipe
 from slipstream.runtime.process import Launch, Launcher, LocalProcess, Process
 from slipstream.runtime.worker import WorkerDied, WorkerError, fail_unawaited, handle, last_lines, methods_of, succeeded
@@ -212,7 +213,8 @@ class WorkerProcess:
         """Receive in a thread: a message may be long, or its sender stopped in the middle of it."""
         try:
             while True:
-                self._in_loop(self._receive, self._connection.recv())
+                for answer in self._connection.recv():
+                    self._in_loop(self._receive, *answer)
         except (EOFError, OSError) as error:
             if not self.dead:
                 reason = str(error) if isinstance(error, EOFError) else ""
@@ -226,27 +228,29 @@ class WorkerProcess:
         self._connection.close()
 
     def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the event loop, if it is not closed."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
+        """Call a function in the event loop, if it is not closed, after the earlier ones.
 
-    def _receive(self, answers: list[tuple[int, bool, Any]]) -> None:
-        for number, failed, value in answers:
-            if number == HEARTBEAT:
-                progress, self.memory_bytes = value
-                if progress != self._progress:
-                    self._progressed = time.monotonic()
-                self.heartbeats, self._progress = self.heartbeats + 1, progress
-                continue
-            future = self._calls.get(number)
-            if future is None or future.done():
-                continue
-            if failed:
-                message, kind, details, user_facing = value
-                where = f"{self.name} ({self._where})"
-                future.set_exception(WorkerError(message, kind, details, user_facing, where))
-            else:
-                future.set_result(value)
+        `call_throttled` spreads hundreds of simultaneous completions over several iterations.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call_throttled, function, *arguments)
+
+    def _receive(self, number: int, failed: bool, value: Any) -> None:
+        if number == HEARTBEAT:
+            progress, self.memory_bytes = value
+            if progress != self._progress:
+                self._progressed = time.monotonic()
+            self.heartbeats, self._progress = self.heartbeats + 1, progress
+            return
+        future = self._calls.get(number)
+        if future is None or future.done():
+            return
+        if failed:
+            message, kind, details, user_facing = value
+            where = f"{self.name} ({self._where})"
+            future.set_exception(WorkerError(message, kind, details, user_facing, where))
+        else:
+            future.set_result(value)
 
     def _fail(self, number: int, error: Exception) -> None:
         future = self._calls.get(number)
