@@ -7,7 +7,9 @@ A whole run with the real loop, recorder, checkpoints and workers. Engines and t
 Without a rate, engines answer at once, so completions arrive as fast as they can be sent, in larger bursts than from
 real engines. With a rate, each completion takes as long as its tokens at this rate per sequence. A timer on the loop
 is due every millisecond; a stall is its delay. Each stall is attributed to the concurrent phases of the controller's
-work. A separate process that only sleeps measures the stalls of the machine.
+work. In a stall the loop's thread runs, waits for a processor (as Linux counts it), or waits otherwise: mostly for the
+interpreter lock, whose owner may be waiting for a processor. A separate process that only sleeps measures the stalls of
+the machine.
 
 The simulated processes represent GPUs, so they run at the lowest priority (nice 19): on a host with few cores they
 would otherwise compete with the controller, and the stalls would be those of the scheduler.
@@ -49,6 +51,7 @@ from slipstream.runtime import pipe, process
 from slipstream.runtime.worker_process import WorkerProcess
 
 BEAT = 0.001  # seconds between two beats of the timer
+PARTS = ("running", "waiting for a processor", "waiting otherwise")  # of a stall, of the loop's thread
 BARS = {
     "p99_ms": 20.0,
     "max_ms": 100.0,
@@ -93,6 +96,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.stalls: list[tuple[float, float]] = []  # due time and actual time of the timer
+        self.parts: dict[str, list[float]] = {part: [] for part in PARTS}  # seconds of each stall
         self.phases: dict[str, list[tuple[float, float]]] = {}
         self.memory: list[float] = []  # GB at each step
         self.steps: list[float] = []  # the end of each
@@ -124,10 +128,26 @@ class Watch:
 
         setattr(owner, method, functools.wraps(wrapped)(timed))
 
+    def start(self) -> None:
+        """Start the timer. Linux counts how long this thread ran, and how long it waited for a processor."""
+        self._times = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._ran, self._waited = self._thread_times()
+        asyncio.get_running_loop().call_later(BEAT, self.beat, time.perf_counter() + BEAT)
+
+    def _thread_times(self) -> tuple[float, float]:
+        ran, waited, _ = map(int, os.pread(self._times, 100, 0).split())
+        return ran / 1e9, waited / 1e9
+
     def beat(self, due: float) -> None:
         now = time.perf_counter()
+        ran, waited = self._thread_times()
         self.stalls.append((due, now))
-        asyncio.get_running_loop().call_later(BEAT, self.beat, now + BEAT)
+        waiting = min(now - due, waited - self._waited)
+        running = min(now - due - waiting, ran - self._ran)
+        for part, seconds in zip(PARTS, (running, waiting, now - due - running - waiting), strict=True):
+            self.parts[part].append(seconds)
+        self._ran, self._waited = ran, waited
+        asyncio.get_running_loop().call_later(BEAT, self.beat, time.perf_counter() + BEAT)
 
     def collected(self, phase: str, _: Any) -> None:
         if phase == "start":
@@ -149,14 +169,15 @@ class Watch:
     def median_in_flight(self) -> int:
         return round(statistics.median(self.settled(self.in_flight)))
 
-    def longest(self, spans: list[tuple[float, float]]) -> list[float]:
-        """The longest stall, in ms, that overlaps with each of these spans."""
+    def longest(self, spans: list[tuple[float, float]], *parts: str) -> list[float]:
+        """The longest stall, in ms, that overlaps with each of these spans; with `parts`, the largest sum of them."""
         begins = [due for due, _ in self.stalls]
+        whole = [came - due for due, came in self.stalls]
+        seconds = list(map(sum, zip(*(self.parts[part] for part in parts), strict=True))) if parts else whole
         found = []
         for began, ended in spans:
-            first = max(0, bisect.bisect_left(begins, began) - 1)
-            within = self.stalls[first : bisect.bisect_right(begins, ended)]
-            found.append(max((1000 * (came - due) for due, came in within if came > began), default=0.0))
+            within = range(max(0, bisect.bisect_left(begins, began) - 1), bisect.bisect_right(begins, ended))
+            found.append(max((1000 * seconds[i] for i in within if self.stalls[i][1] > began), default=0.0))
         return found
 
 
@@ -205,7 +226,7 @@ def watch_all(watch: Watch) -> None:
     async def started(context: Any) -> None:
         await start(context)
         context.disturbing = asyncio.ensure_future(disturb(2.0))
-        asyncio.get_running_loop().call_later(BEAT, watch.beat, time.perf_counter() + BEAT)
+        watch.start()
 
     def recorded(context: Any, *arguments: Any) -> None:
         record(context, *arguments)
@@ -252,6 +273,8 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "runtime": options.runtime, "seconds": round(elapsed, 1), "cores": round((busy[-1] - busy[0]) / seconds, 3),
         "steps_per_s": round((len(walls) - 1) / seconds, 3), "rollouts_in_flight": GROUP * watch.median_in_flight(),
         "step": described(watch.longest(steps)),
+        "step_parts": {part: described(watch.longest(steps, part)) for part in PARTS},
+        "step_with_a_processor": described(watch.longest(steps, PARTS[0], PARTS[2])),
         "beat": described([1000 * (came - due) for due, came in watch.stalls]),
         "machine": described(alone),
         "phases": {name: described(watch.longest(spans)) for name, spans in sorted(watch.phases.items())},
@@ -262,8 +285,14 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     rows = [("longest stall while", "count", "p50 ms", "p99 ms", "max ms")]
-    named = [("each step", found["step"]), ("each beat", found["beat"]), ("(the machine alone)", found["machine"])]
-    for name, figures in [*named, *found["phases"].items()]:
+    named = {
+        "each step": found["step"],
+        **{f"  {part}": figures for part, figures in found["step_parts"].items()},
+        "  all but the processor's": found["step_with_a_processor"],
+        "each beat": found["beat"],
+        "(the machine alone)": found["machine"],
+    }
+    for name, figures in (named | found["phases"]).items():
         rows.append((name, str(figures["count"]), *(f"{figures[f'{q}_ms']:.1f}" for q in ("p50", "p99", "max"))))
     lines = [f"{name:28}{count:>8}{p50:>10}{p99:>10}{most:>10}" for name, count, p50, p99, most in rows]
     memory = found["memory_gb"]
