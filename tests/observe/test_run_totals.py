@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.observe.run_totals import RunTotals, metric_means
+from slipstream.observe.run_totals import ENDS, RunTotals, metric_means
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, float32_array, int32_array
 
 
@@ -42,6 +42,19 @@ def test_times_add_up_over_resumed_processes(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_metric_is_averaged_over_the_rollouts_that_have_it() -> None:
     rollouts = [Rollout((), 0.0, {"correct": 1.0, "turns": 3}), Rollout((), 0.0, {"correct": 0.0}), Rollout((), 0.0)]
     assert metric_means(rollouts) == {"correct": 0.5, "turns": 3.0}
+
+
+def test_rollouts_with_equal_ends_may_differ() -> None:
+    ends = [3] * ENDS
+
+    def rollout(*middle: int) -> Rollout:
+        tokens = int32_array([*ends, *middle, *ends])
+        spans = (VersionSpan(0, 0, len(tokens)),)
+        return Rollout((Completion(tokens[:1], tokens, float32_array([-1.0] * len(tokens)), spans, "stop"),), 0.0)
+
+    group = Group(0, "a", (rollout(1, 2), rollout(2, 1), rollout(1), rollout(1, 2)))
+    metrics = RunTotals().batch(Batch((group,), ((0.0,) * 4,), version=0), version=0)
+    assert metrics["completions/identical_fraction"] == 0.5
 
 
 def test_metrics_of_a_batch() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 from slipstream.observe.samples import compare
 from slipstream.rollout import Batch, Rollout, mean
 
+ENDS = 8  # tokens at start and end of a completion in which two different ones rarely agree
+
 
 @dataclass
 class RunTotals:
@@ -160,10 +162,19 @@ def metric_means(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _identical_fraction(batch: Batch) -> float:
-    """Fraction of rollouts whose sampled tokens are those of another rollout of their group."""
+    """Fraction of rollouts whose sampled tokens are those of another rollout of their group.
+
+    All tokens are compared only where lengths and ends agree: hashing 512 completions of 8K tokens takes 13 ms.
+    """
     identical = 0
     for group in batch.groups:
-        texts = Counter(tuple(c.token_ids.tobytes() for c in rollout.completions) for rollout in group.rollouts)
+        ends = [
+            tuple((len(c.token_ids), *c.token_ids[:ENDS], *c.token_ids[-ENDS:]) for c in rollout.completions)
+            for rollout in group.rollouts
+        ]
+        counts = Counter(ends)
+        alike = [rollout for rollout, end in zip(group.rollouts, ends, strict=True) if counts[end] > 1]
+        texts = Counter(tuple(c.token_ids.tobytes() for c in rollout.completions) for rollout in alike)
         identical += sum(count for count in texts.values() if count > 1)
     return identical / max(1, sum(len(group.rollouts) for group in batch.groups))
 
