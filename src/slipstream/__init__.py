@@ -11,14 +11,14 @@
     records = slipstream.load_run("runs/gsm8k-20260101-120000")  # also of a run that is over
     print(records.metrics[-1]["reward/mean"], len(records.rollouts(step=1)))
 
-Importing this package loads neither torch nor transformers.
+Importing this package loads neither torch nor transformers, nor any other module: until `__main__` has set its handler,
+Ctrl-C is a traceback.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as in typing, which loads slowly
 if TYPE_CHECKING:
+    from typing import Any
+
     from slipstream.client import RunHandle, attach
     from slipstream.config.loading import load_config
     from slipstream.config.schema import Config, ConfigError
@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import a name of `__all__` at its first use."""
     if name not in __all__:
         raise AttributeError(f"module 'slipstream' has no attribute {name!r}")

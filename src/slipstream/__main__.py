@@ -4,17 +4,21 @@
 """
 
 import os
-import signal
 import sys
 
 
-def stop(_number: int, _frame: object) -> None:
+def stop(*_: object) -> None:
     """End the process at once with the exit status of Ctrl-C."""
     os.write(2, b"slipstream: stopped at once\n")
-    os._exit(128 + signal.SIGINT)
+    os._exit(130)
 
 
-signal.signal(signal.SIGINT, stop)
+try:
+    import signal  # which loads `enum`
+
+    signal.signal(signal.SIGINT, stop)
+except KeyboardInterrupt:
+    stop()
 
 from slipstream.cli import main  # noqa: E402
 
