@@ -173,6 +173,7 @@ CORPUS = {
     TRAIN + "--algorithm.kl_coef=0.1 --algorithm.reference=gone": "algorithm.reference = 'gone': no such directory",
     TRAIN + "--scoring.kind=model --scoring.options.path=/gone": "scoring.options.path = '/gone': no such directory",
     TRAIN + "--run.dir=run": "run.dir = 'run' holds a run; resume it with `slipstream train --resume run`",
+    TRAIN + "--environment.reward_workers=2": "environment.reward_workers = 2 does nothing without a reward function",
     TRAIN + "--run.dir=run.toml": "name another directory",
     TRAIN + "--run.dir=/proc/none": "name another directory",
     TRAIN + "--generator.device=cuda:0": 'generator.device = "cuda:0", but there are 0 GPUs here; try "auto"',

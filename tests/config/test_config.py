@@ -232,6 +232,11 @@ def test_faults_are_one_line(file: Path, flags: list[str], said: str) -> None:
         (["--sync.in_flight=drain", "--loop.max_lag=0"], "loop.max_lag above 0", ["--loop.max_lag=1"]),
         (["--sync.in_flight=drain", "--loop.max_lag=0"], "loop.max_lag above 0", ["--sync.placement=colocated"]),
         (["--algorithm.replay_sampling_mask=false"], "sampling.top_k or top_p", ["--sampling.top_p=0.9"]),
+        (
+            ['--observe.ignore=["no-signal"]', "--observe.health=false"],
+            "observe.health = true",
+            ["--observe.health=true"],
+        ),
         (["--algorithm.overlong_buffer=4"], 'algorithm.overlong = "penalty"', ["--algorithm.overlong=penalty"]),
         (
             ["--algorithm.max_filtered_in_a_row=4"],

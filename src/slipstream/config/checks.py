@@ -290,7 +290,9 @@ CHECKS: tuple[Check, ...] = (
          "name each once"),
         *((lambda c, n=n: _changed(c, n), n, "give it to `vllm serve` instead")
           for n in ("generator.tensor_parallel_size", "generator.gpu_memory_utilization", "generator.engine_args",
-                    "generator.max_num_seqs", "generator.device")),
+                    "generator.max_num_seqs", "generator.device", "generator.threads")),
+        (lambda c: _changed(c, "generator.max_restarts"), "generator.max_restarts: the run does not start them",
+         "leave it out"),
         (lambda c: c.sync.link in ("nccl_direct", "single_copy"),
          "{sync.link}, which takes engines that the run starts",
          'set it to "shared", "nccl" or "checkpoint", or leave servers out'),
@@ -340,6 +342,7 @@ CHECKS: tuple[Check, ...] = (
     *_idle(_truncates, "sampling.top_k or top_p", "algorithm.replay_sampling_mask"),
     *_idle(lambda c: c.trainer.ranks > 1, "trainer.ranks above 1", "trainer.parallel"),
     *_idle(lambda c: c.evaluation.tasks, "evaluation.tasks above 0", "evaluation.every", "evaluation.every_tokens"),
+    *_idle(lambda c: c.observe.health, "observe.health = true", "observe.ignore"),
     *_idle(lambda c: c.observe.trackers, "observe.trackers", "observe.project"),
     *_idle(lambda c: c.runtime.kind == "ray", 'runtime.kind = "ray"',
            "runtime.address", "runtime.placement", "runtime.start_timeout"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from slipstream.config.schema import Config
+from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster
 from slipstream.controller.trackers import Trackers
 from slipstream.environments.base import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import RolloutFailed, reward_error_counter
-from slipstream.environments.load import load_environment
+from slipstream.environments.load import load_environment, takes_reward_workers
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.model.inspection import has_experts, max_model_len
 from slipstream.model.loading import load_tokenizer
@@ -25,7 +25,7 @@ from slipstream.rollout import Sampling
 from slipstream.runtime.run_directory import RunDirectory
 from slipstream.scheduling.failure_streak import FailureStreak
 from slipstream.scheduling.loop_state import LoopState
-from slipstream.scoring.load import load_scoring
+from slipstream.scoring.load import FunctionScorer, load_scoring
 
 
 class RunContext:
@@ -51,6 +51,7 @@ class RunContext:
         self.scoring = load_scoring(config, self.chat_tokenizer, directory.path / "logs")
         if self.scoring:
             self.scoring.warn_by(self.warn_of_scoring)
+        self._validate_reward_workers()
         self.started_cluster: Cluster | None = None
 
         self.stopped: str | None = None  # name of the signal that stopped the run, or "slipstream stop"
@@ -70,6 +71,17 @@ class RunContext:
         self.warned_of_reward_error = False
         self.long_prompts: dict[int, str] = {}  # task index: length of a prompt that exceeds the context
         self.rewind()
+
+    def _validate_reward_workers(self) -> None:
+        """Raise `ConfigError` if `environment.reward_workers` is set and no reward function runs in processes."""
+        count, scorer = self.config.environment.reward_workers, self.scoring and self.scoring.scorer
+        scores = isinstance(scorer, FunctionScorer) and scorer.has_own_timeout
+        works = scores or takes_reward_workers(self.environment)
+        if count and not works:
+            raise ConfigError(
+                f"environment.reward_workers = {count} does nothing without a reward function that is not async; name "
+                "one by environment.name or scoring.kind, or leave reward_workers at 0"
+            )
 
     def rewind(self) -> None:
         """Go back to the state before the first step. Called while no rollout is in flight."""

@@ -46,6 +46,13 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     return environment
 
 
+def takes_reward_workers(environment: Environment) -> bool:
+    """Whether `environment.reward_workers` has an effect on the environment."""
+    if isinstance(environment, FunctionEnvironment):
+        return environment.has_reward_workers
+    return "reward_workers" in inspect.signature(type(environment)).parameters
+
+
 def _validate(environment: Any, name: str) -> None:
     """Raise `ConfigError` for missing attributes, and for invalid tasks."""
     for attribute in ("train", "test", "rollout"):
@@ -111,6 +118,7 @@ class FunctionEnvironment:
         is_episode = is_async and parameters[1] != "completion"
         timeout = config.timeout * REWARD_SHARE
         self._reward = None if is_episode else RewardFunction(function, config.name, config.reward_workers, timeout)
+        self.has_reward_workers = bool(self._reward and self._reward.pool)
         self.train, self.test = _task_files(config)
 
     async def rollout(self, task: Task, policy: Policy) -> Any:
