@@ -169,6 +169,10 @@ CORPUS = {
     TRAIN + "--model.path=https://huggingface.co/Qwen/Qwen3-0.6B": "not a Hub name (owner/name)",
     TRAIN + "--model.path=broken": "is not a valid JSON file",
     TRAIN + "--model.path=mute": "no tokenizer can be loaded",
+    TRAIN + "--model.path=cut": "model.path = 'cut' has damaged files (model.safetensors: ",
+    TRAIN
+    + "--teacher.path=lacks": "teacher.path = 'lacks' has no b.safetensors, which model.safetensors.index.json names",
+    TRAIN + "--model.path=torn": "model.safetensors.index.json is damaged: it has no table weight_map of file names",
     TRAIN + "--teacher.path=/gone": "teacher.path = '/gone': no such directory",
     TRAIN + "--algorithm.kl_coef=0.1 --algorithm.reference=gone": "algorithm.reference = 'gone': no such directory",
     TRAIN + "--scoring.kind=model --scoring.options.path=/gone": "scoring.options.path = '/gone': no such directory",
@@ -283,6 +287,11 @@ def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for broken in ("broken/config.json", "mute/tokenizer.json"):
         shutil.copytree(tiny, (path / broken).parent)
         (path / broken).write_text("{")
+    for folder, index in (("lacks", '{"weight_map": {"a": "b.safetensors"}}'), ("torn", "{}")):
+        shutil.copytree(tiny, path / folder)
+        (path / folder / "model.safetensors.index.json").write_text(index)
+    shutil.copytree(tiny, path / "cut")
+    (path / "cut" / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:2000])
     return path
 
 
@@ -314,6 +323,7 @@ def test_an_error_is_one_line(command: str, said: str, tiny: Path, capsys: pytes
     [
         ("--model.path=models/gone", "no such directory in 'models'"),
         ("--model.path=/gone", "no such directory, and not a Hub name"),
+        ("--model.path=cut", "has damaged files"),
         ("--loop.steps=none", "loop.steps"),
     ],
 )

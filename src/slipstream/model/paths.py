@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 
 from slipstream.config.schema import Config, ConfigError
 
@@ -35,6 +36,7 @@ def check_path(path: str, option: str = "model.path") -> None:
     if local.is_dir():
         if not (local / "config.json").exists() and not (local / ADAPTER).exists():
             raise ConfigError(f"{option} = {path!r} has no config.json; give a directory that a model was saved to")
+        _check_weights(local, f"{option} = {path!r}")
     elif local.exists():
         raise ConfigError(f"{option} = {path!r} is a file; give the directory that the model was saved to")
     elif path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
@@ -52,6 +54,30 @@ def check_path(path: str, option: str = "model.path") -> None:
             f"{option} = {path!r}: no such directory, and {constants.ENDPOINT} can't be reached to look for a model of "
             "this name; give a local directory, or connect this host"
         )
+
+
+def _check_weights(folder: Path, setting: str) -> None:
+    """Raise `ConfigError` for a truncated or missing safetensors file. Reads headers only."""
+    index = folder / "model.safetensors.index.json"
+    shards = _shards(index, setting) if index.exists() else ["model.safetensors"]
+    for file in (folder / name for name in shards):
+        if index.exists() and not file.exists():
+            raise ConfigError(f"{setting} has no {file.name}, which {index.name} names; fetch or save the model again")
+        try:
+            if file.exists():
+                with safe_open(file, "np"):
+                    pass
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{setting} has damaged files ({file.name}: {error}); fetch or save them again") from None
+
+
+def _shards(index: Path, setting: str) -> list[str]:
+    """The files that an index names, sorted. Raises `ConfigError`."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        found = f"{index.name} is damaged: it has no table weight_map of file names"
+        raise ConfigError(f"{setting}: {found}; fetch or save the model again") from None
 
 
 @cache
