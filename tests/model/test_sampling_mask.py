@@ -82,7 +82,7 @@ def packed(multiple: int = 1) -> tuple[MicroBatch, list[Any]]:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_head_logprobs_apply_the_recorded_masks(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks mix rows with and without masks; forward and backward equal full logits.
+    """Chunks mix rows with and without masks; forward and backward pass equal those of full logits.
 
     With a frozen head the backward pass computes no logits.
     """
@@ -99,12 +99,13 @@ def test_head_logprobs_apply_the_recorded_masks(frozen: bool, monkeypatch: pytes
             logits = inputs[0] @ inputs[1].T / micro.temperatures.double()[:, None]
             every = logits.masked_fill(excluded_by(kept), -torch.inf).log_softmax(-1)
             logprobs = every.gather(-1, micro.targets[:, None])[:, 0]
+            entropy = torch.special.entr(every.exp()).sum(-1).detach()
         else:
-            logprobs, _ = head_logprobs(*inputs, micro.targets, micro.temperatures, micro.sampling_mask)
+            logprobs, entropy = head_logprobs(*inputs, micro.targets, micro.temperatures, micro.sampling_mask)
             if frozen:
                 monkeypatch.delattr(logprobs_module, "head_product")
         trained = [tensor for tensor in inputs if tensor.requires_grad]
-        results.append((logprobs, *torch.autograd.grad(logprobs.square().sum(), trained)))
+        results.append((logprobs, entropy, *torch.autograd.grad(logprobs.square().sum(), trained)))
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted)
 

@@ -82,7 +82,9 @@ def invert(probabilities: Tensor, u: Tensor) -> Tensor:
     if vocabulary <= 8 * BLOCK:
         mass = probabilities.cumsum(-1, dtype=torch.float64)
         return torch.searchsorted(mass, u * mass[:, -1:], right=True).clamp(max=vocabulary - 1)
-    blocks = pad(probabilities, (0, -vocabulary % BLOCK)).view(len(probabilities), -1, BLOCK)
+    if missing := -vocabulary % BLOCK:  # `pad` copies all probabilities, even if it adds none
+        probabilities = pad(probabilities, (0, missing))
+    blocks = probabilities.view(len(probabilities), -1, BLOCK)
     sums = blocks.sum(-1).double()
     mass = sums.cumsum(-1)
     target = u * mass[:, -1:]
