@@ -22,7 +22,10 @@ def config_of(*flags: str) -> Config:
     return load_config(None, ["--model.path=m", "--environment.name=e", "--generator.engine=vllm", *flags])
 
 
-@pytest.mark.parametrize("kind", [transformers.GPT2Config, transformers.FalconH1Config])
+@pytest.mark.parametrize(
+    "kind",
+    [transformers.BloomConfig, transformers.FalconH1Config, transformers.GPT2Config, transformers.GPTNeoXConfig],
+)
 def test_engines_are_restarted_if_no_link_can_write_their_layout(
     tmp_path: Path, kind: type[transformers.PretrainedConfig]
 ) -> None:

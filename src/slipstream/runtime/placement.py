@@ -17,7 +17,8 @@ from slipstream.config.schema import Config, ConfigError
 from slipstream.model.device import dtype_name
 from slipstream.model.inspection import model_type
 
-RESTARTED = ("falcon_h1", "gpt2")  # model types that vLLM stores transposed, or multiplied by constants
+# Model types whose parameters vLLM transposes, permutes, renames or multiplies by constants.
+RESTARTED = ("bloom", "falcon_h1", "gpt2", "gpt_neox")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 

@@ -156,8 +156,7 @@ def _new_engine(config: Config, path: str) -> Any:
     import torch
     from vllm import LLM
 
-    from slipstream.generators.vllm.compat import cpu_head_sizes
-    from slipstream.generators.vllm.launch import cpu_arguments, validate_head_size
+    from slipstream.generators.vllm.launch import cpu_arguments, validate_on_cpu
     from slipstream.model.device import dtype_name, dtype_of
 
     arguments: dict[str, Any] = {
@@ -166,7 +165,7 @@ def _new_engine(config: Config, path: str) -> Any:
         "max_model_len": config.generator.max_model_len or None, "seed": config.loop.seed, "disable_log_stats": True,
     }  # fmt: skip
     if not torch.cuda.is_available():
-        validate_head_size(path, cpu_head_sizes())
+        validate_on_cpu(path)
         arguments |= cpu_arguments(
             path, dtype_of(config), config.generator.max_model_len, config.teacher.gpu_memory_utilization
         )

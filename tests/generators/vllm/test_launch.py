@@ -12,7 +12,13 @@ import transformers
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slipstream.config.schema import ConfigError
-from slipstream.generators.vllm.launch import MIN_CPU_CACHE_BYTES, cause, cpu_arguments, validate_head_size
+from slipstream.generators.vllm.launch import (
+    MIN_CPU_CACHE_BYTES,
+    cause,
+    cpu_arguments,
+    validate_head_size,
+    validate_mamba,
+)
 from tests.conftest import build_model
 
 CORE = "(EngineCore pid=4242) ERROR 07-01 12:00:00 [core.py:1231] "
@@ -149,11 +155,22 @@ def test_head_sizes_without_a_vllm_kernel_are_refused(tmp_path: Path) -> None:
         validate_head_size(str(tmp_path), [32, 64])
 
 
+def test_mamba_models_without_a_vllm_kernel_are_refused(tmp_path: Path) -> None:
+    transformers.MambaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    validate_mamba(str(tmp_path), has_kernel=True)
+    with pytest.raises(ConfigError, match=r"is a mamba, and vLLM on a CPU has no kernel for .* layers; use a GPU"):
+        validate_mamba(str(tmp_path), has_kernel=False)
+    transformers.Mamba2Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    validate_mamba(str(tmp_path), has_kernel=False)
+
+
 def test_the_cache_of_a_model_without_positions_or_attention_is_small(tmp_path: Path) -> None:
     transformers.MambaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     assert cpu_arguments(str(tmp_path), torch.float32, 0, 0.0)["kv_cache_memory_bytes"] == MIN_CPU_CACHE_BYTES
 
 
-def test_a_vocabulary_too_large_for_adapters_names_the_alternatives() -> None:
+def test_models_that_vllm_serves_no_adapters_for_are_refused_with_the_alternatives() -> None:
     told = cause("generator", ValueError("When using LoRA, vocab size must be <= 258048"), None, 0)
     assert told.endswith('<= 258048; train all weights (lora.rank = 0), or set generator.engine = "torch"')
+    told = cause("generator", ValueError("BloomForCausalLM does not support LoRA yet."), None, 0)
+    assert told.endswith("LoRA yet.; train all weights (lora.rank = 0), or give another model")

@@ -63,6 +63,13 @@ def cpu_head_sizes() -> list[int]:
     return sizes
 
 
+def has_mamba_kernel() -> bool:
+    """Whether this build of vLLM can compute the layers of the first version of Mamba; 0.32 for CPUs can't."""
+    from vllm import _custom_ops  # noqa: F401  loads vLLM's kernels into `torch.ops`
+
+    return hasattr(torch.ops._C, "selective_scan_fwd")
+
+
 def call_workers(llm: Any, method: Callable[Concatenate[WorkerMethods, P], R], *args: P.args, **_: P.kwargs) -> list[R]:
     """Result of a `WorkerMethods` method from each worker, called between two forward passes."""
     results: list[R] = llm.collective_rpc(method.__name__, args=args)

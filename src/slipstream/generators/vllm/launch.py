@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from slipstream.config.schema import MAX_LORA_RANK, Config, ConfigError
-from slipstream.generators.vllm.compat import cpu_head_sizes, validate_experts_returned
+from slipstream.generators.vllm.compat import cpu_head_sizes, has_mamba_kernel, validate_experts_returned
 from slipstream.model.device import dtype_name, dtype_of
-from slipstream.model.inspection import attention_heads, has_experts
+from slipstream.model.inspection import attention_heads, has_experts, model_type
 
 T = TypeVar("T")
 Part = Literal["generator", "teacher"]
@@ -26,6 +26,7 @@ ENVIRONMENT = {
 CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # starts in seconds
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
+MAMBA_TYPES = ("falcon_mamba", "jamba", "mamba")  # model types with layers of the first version of Mamba
 MIN_CPU_CACHE_BYTES = 2**28  # of keys and values, in addition to one sequence of the whole context
 FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
 MAX_REASON_CHARS = 300
@@ -37,6 +38,7 @@ REMEDIES = {  # by a part of vLLM's error message
     "No available memory for the cache": "raise {memory}, or spread the model by {spread}",
     "larger than the available KV cache memory": "raise {memory}, or lower generator.max_model_len",
     "vocab size must be": 'train all weights (lora.rank = 0), or set generator.engine = "torch"',
+    "does not support LoRA": "train all weights (lora.rank = 0), or give another model",
     "address already in use": "another program took this port in this moment; start again",
 }
 OPTIONS = {
@@ -77,7 +79,7 @@ def new_engine(config: Config, sharers: int) -> Any:
 
     arguments = engine_arguments(config, sharers)
     if not torch.cuda.is_available():
-        validate_head_size(arguments["model"], cpu_head_sizes())
+        validate_on_cpu(arguments["model"])
     return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
@@ -121,8 +123,14 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     return arguments | generator.engine_args
 
 
+def validate_on_cpu(path: str) -> None:
+    """Raise `ConfigError` for a model that vLLM on a CPU would refuse only in its first pass."""
+    validate_head_size(path, cpu_head_sizes())
+    validate_mamba(path, has_mamba_kernel())
+
+
 def validate_head_size(path: str, supported: Sequence[int]) -> None:
-    """Raise `ConfigError` for a head dimension that vLLM's CPU attention would refuse only in its first pass."""
+    """Raise `ConfigError` for a head dimension that is not `supported`; an empty list supports all."""
     from transformers import AutoConfig
 
     size = attention_heads(AutoConfig.from_pretrained(path)).head_dim
@@ -130,6 +138,16 @@ def validate_head_size(path: str, supported: Sequence[int]) -> None:
         raise ConfigError(
             f"model.path = {path!r} has a head dimension of {size}, and vLLM on a CPU supports "
             f'{", ".join(map(str, supported))}; set generator.engine = "torch", or give another model'
+        )
+
+
+def validate_mamba(path: str, has_kernel: bool) -> None:
+    """Raise `ConfigError` for a model with layers of the first version of Mamba if vLLM has no kernel for them."""
+    kind = model_type(path)
+    if kind in MAMBA_TYPES and not has_kernel:
+        raise ConfigError(
+            f"model.path = {path!r} is a {kind}, and vLLM on a CPU has no kernel for its state-space layers; "
+            "use a GPU, or give another model"
         )
 
 

@@ -20,7 +20,7 @@ from slipstream.errors import InvalidInput, UserError
 from slipstream.generators.served_weights import ParameterShard, ServedWeights, side_stream
 from slipstream.generators.vllm.compat import count_tokens, is_known_runner
 from slipstream.generators.vllm.requests import LEASE_S, TokenCounts
-from slipstream.generators.vllm.weight_mapping import expert_tensor, map_parameters
+from slipstream.generators.vllm.weight_mapping import USE_RESTART, expert_tensor, map_parameters
 from slipstream.model.inspection import config_sizes, end_of_sequence, generation_config
 from slipstream.runtime.gc_tuning import raise_gc_thresholds
 from slipstream.sync.link import ConnectionInfo, PublishHandle
@@ -260,4 +260,6 @@ def _validate_layout(runner: Any, shards: Mapping[str, ParameterShard]) -> None:
         shard = shards.get(name)
         served = shard.tensor if shard else expert_tensor(name, shards)
         if served is not None and not torch.equal(tensor[shard.index if shard else ()].to(served), served):
-            raise InvalidInput(f"vLLM stores {name} in a different layout; this model can't be updated in place")
+            raise InvalidInput(
+                f"vLLM stores {name} in a different layout: this model can't be updated in place; {USE_RESTART}"
+            )
