@@ -50,10 +50,10 @@ class WorkerServer:
         try:
             self._worker = build(import_class(reference), self._connection.loads(arguments), required)
         except Exception as error:
-            self._answer(START, error)
+            self._send((START, True, describe_error(error)))
             self._closed.set()
             return
-        self._answer(START, None)
+        self._send((START, False, None))
         freeze_heap()
         threading.Thread(target=self._send_heartbeats, args=(heartbeat_s,), name="heartbeats", daemon=True).start()
         try:
@@ -112,28 +112,21 @@ class WorkerServer:
         del self._calls[number]
 
     async def _call(self, number: int, method: str, arguments: bytes) -> None:
-        """Run a method and send what it returns or raises."""
+        """Run a method and send what it returns or raises.
+
+        No variable refers to the exception afterwards: its frames would keep connections of a failed transfer open.
+        """
         try:
-            result = await getattr(self._worker, method)(*self._connection.loads(arguments))
+            answer = number, False, await getattr(self._worker, method)(*self._connection.loads(arguments))
         except asyncio.CancelledError:
             return
         except BaseException as error:
-            result = error
+            answer = number, True, describe_error(error)
         with contextlib.suppress(OSError):  # the controller is gone
             try:
-                self._answer(number, result)
+                self._send(answer)
             except (TypeError, AttributeError, pickle.PicklingError) as error:  # the result can't be serialized
-                self._answer(number, error)
-
-    def _answer(self, number: int, result: Any) -> None:
-        """Send a result, or an exception as its message, class name, traceback, and whether it is written for users."""
-        if isinstance(result, BaseException):
-            details = "".join(traceback.format_exception(result))
-            with contextlib.suppress(OSError):  # the disk of the log may be full
-                print(details, file=sys.stderr, flush=True)
-            self._send((number, True, (str(result), type(result).__name__, details, isinstance(result, UserError))))
-        else:
-            self._send((number, False, result))
+                self._send((number, True, describe_error(error)))
 
     def _send(self, message: tuple[int, bool, Any]) -> None:
         with self._sending:
@@ -145,6 +138,14 @@ class WorkerServer:
                 progress = self._count + getattr(self._worker, "progress", 0)
                 self._send((HEARTBEAT, False, (progress, resident_bytes(children=True))))
                 time.sleep(interval_s)
+
+
+def describe_error(error: BaseException) -> tuple[str, str, str, bool]:
+    """The message, class name and traceback of an error, and whether it is written for users. Prints the traceback."""
+    details = "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError):  # the disk of the log may be full
+        print(details, file=sys.stderr, flush=True)
+    return str(error), type(error).__name__, details, isinstance(error, UserError)
 
 
 def import_class(reference: str) -> Any:

@@ -93,7 +93,13 @@ class NcclReceiver:
         return self._layout.views(self._staging)
 
     def close(self) -> None:
-        self._group = None
+        """Abort a transfer that still runs.
+
+        gloo can't abort. The thread that receives then ends after its time limit and frees the group: freeing it here
+        would wait for that thread.
+        """
+        if self._group is not None:
+            self._group.abort()
 
 
 class Nccl:
