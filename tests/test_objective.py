@@ -112,7 +112,7 @@ def test_every_aggregation(function: Any) -> None:
         (["loss=torch:sum"], "is not a function in Python"),
         (
             [f"loss={DISTILL}"],
-            "algorithm.loss: the tokens have no log-probabilities under a teacher; set teacher.path",
+            "algorithm.loss: the tokens have no log-probabilities under a teacher; set teacher.path or teacher.lag",
         ),
         (["loss=nowhere:loss"], "can't be loaded: No module named 'nowhere'"),
     ],
@@ -237,7 +237,7 @@ def test_custom_loss_with_rewards_and_teacher(tmp_path: Path, monkeypatch: pytes
     (text,) = blocks("python", DOCS.with_name("scoring.md"))
     (tmp_path / "both.py").write_text(text)
     monkeypatch.chdir(tmp_path)
-    rule = load_objective(configure("loss=both.py:both", "loss.weight=0.5", "--teacher.path=x"))
+    rule = load_objective(configure("loss=both.py:both", "loss.weight=0.5", "--teacher.lag=1"))
     drawn = [[-1.0, -2.0]]
     tokens = Case(drawn, drawn, [[1.0, 0.0]], [[0, 0]], drawn).tokens()
     rule.loss(dataclasses.replace(tokens, teacher=torch.tensor([-2.0, -3.0]))).sum().backward()

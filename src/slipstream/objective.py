@@ -185,7 +185,7 @@ def _on_policy_tokens(config: Config, advantages: Sequence[float]) -> Tokens:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     behaviour, zeros = logprobs.detach(), torch.zeros(2, dtype=torch.long)
     reference = behaviour - 1 if config.algorithm.kl_coef else None
-    teacher = behaviour - 1 if config.teacher.path else None
+    teacher = behaviour - 1 if config.teacher.path or config.teacher.lag else None
     return Tokens(logprobs, behaviour, torch.tensor(advantages), zeros, zeros, behaviour, reference, teacher)
 
 

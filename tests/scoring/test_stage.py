@@ -181,8 +181,9 @@ def test_an_invalid_scorer_raises(scorers: str, name: str) -> None:
 
 def test_unused_options_raise() -> None:
     for flags in (
-        ["--scoring.kind=judge"], ["--scoring.weights={score = 1}"],
+        ["--scoring.kind=judge"], ["--scoring.weights={score = 1}"], ["--teacher.path=x", "--teacher.lag=1"],
         ["--teacher.path=x", "--teacher.engine=vllm", "--sampling.temperature=0.5"],
+        ["--teacher.lag=1", "--teacher.engine=vllm"],
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=r"scoring\.|teacher\."):
             load_config(None, ["--model.path=x", "--environment.name=addition", *flags])

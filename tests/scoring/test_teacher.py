@@ -18,7 +18,7 @@ from slipstream.model.packing import group_by_prefix, pack
 from slipstream.rollout import Batch, Completion, Group, Rollout, StepReward, VersionSpan, build_samples, float32_array
 from slipstream.runtime.serialization import dumps, loads
 from slipstream.scoring.stage import ScoringStage
-from slipstream.scoring.teacher import Teacher, TeacherWorker, visible_device_env
+from slipstream.scoring.teacher import Teacher, TeacherWorker, rotate_snapshots, visible_device_env
 from tests.conftest import build_tokenizer, random_prompts, save_model
 from tests.runtime.test_faults import pid_of
 
@@ -89,13 +89,14 @@ def test_teacher_log_probabilities_are_those_of_the_sampling_distribution(tiny: 
         assert row == pytest.approx(expected(other, one), abs=1e-4)
 
 
-def test_a_dead_teacher_is_restarted(tiny: Path, other: Path) -> None:
+def test_a_dead_teacher_is_restarted_with_the_model_that_it_had_loaded(tiny: Path, other: Path) -> None:
     one = completion([3, 4, 5], [6, 7])
 
     async def main() -> list[Any]:
-        teacher = Teacher(config(tiny, other), None)
+        teacher = Teacher(config(tiny, tiny), None)
         await teacher.start()
         try:
+            await teacher.load(other)
             os.kill(pid_of(teacher.process), signal.SIGKILL)
             return [rows[0] for rows in await asyncio.gather(teacher.score([one]), teacher.score([one]))]
         finally:
@@ -103,6 +104,23 @@ def test_a_dead_teacher_is_restarted(tiny: Path, other: Path) -> None:
 
     for row in asyncio.run(main()):
         assert row == pytest.approx(expected(other, one), abs=1e-4)
+
+
+def test_loading_a_teacher_first_scores_earlier_requests(tiny: Path, other: Path) -> None:
+    one = completion([3, 4, 5], [6, 7])
+
+    async def main() -> list[Any]:
+        teacher = Teacher(config(tiny, other), None)
+        await teacher.start()
+        try:
+            before, _, after = await asyncio.gather(teacher.score([one]), teacher.load(tiny), teacher.score([one]))
+            return [before[0], after[0]]
+        finally:
+            await teacher.close()
+
+    before, after = asyncio.run(main())
+    assert before == pytest.approx(expected(other, one), abs=1e-4)
+    assert after == pytest.approx(expected(tiny, one), abs=1e-4)
 
 
 def test_process_rewards_and_teacher_reach_the_trainer_and_survive_a_checkpoint() -> None:
@@ -189,3 +207,14 @@ def test_vllm_start_errors_are_one_line(tmp_path: Path) -> None:
     config = load_config(None, [f"--model.path={tmp_path}", f"--teacher.path={tmp_path}", *flags])
     with pytest.raises(ConfigError, match=r"^vLLM does not start: .*100000"):
         TeacherWorker(config, None)
+
+
+def test_snapshots_keep_lag_plus_one_versions(tmp_path: Path) -> None:
+    def publish(version: int) -> int:
+        _, behind = rotate_snapshots(tmp_path, 2, version)
+        return int(behind.name.removeprefix("version_"))
+
+    assert [publish(v) for v in range(6)] == [0, 0, 0, 1, 2, 3]
+    assert len(list(tmp_path.iterdir())) == 3
+    assert publish(4) == 3  # a resumed run takes the versions after its checkpoint back
+    assert [publish(v) for v in (5, 6, 7)] == [3, 4, 5]

@@ -31,6 +31,6 @@ def reverse_kl(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2,
     tokens drive the policy past the teacher. It ignores the reward. Raises `ValueError` for tokens without a teacher.
     """
     if tokens.teacher is None:
-        raise ValueError("the tokens have no log-probabilities under a teacher; set teacher.path")
+        raise ValueError("the tokens have no log-probabilities under a teacher; set teacher.path or teacher.lag")
     gap = advantages(tokens.logprobs, tokens.teacher).detach()
     return grpo(dataclasses.replace(tokens, advantages=gap), clip_low=clip_low, clip_high=clip_high, truncate=truncate)

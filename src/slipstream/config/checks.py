@@ -158,6 +158,10 @@ def _in_flight_at_swap(config: Config) -> bool:
     return bool(config.loop.max_lag or not drains)
 
 
+def _has_teacher(config: Config) -> bool:
+    return bool(config.teacher.path or config.teacher.lag)
+
+
 def _truncates(config: Config) -> bool:
     return bool(config.sampling.top_k or config.sampling.top_p < 1)
 
@@ -318,14 +322,17 @@ CHECKS: tuple[Check, ...] = (
     ),
     (lambda c: c.scoring.kind == "model" and not DEVICE.fullmatch(str(c.scoring.options.get("device", "auto"))),
      f"{{scoring.options.device}}: {NO_DEVICE}"),
-    (lambda c: c.teacher.path and c.teacher.engine == "vllm" and (c.sampling.temperature != 1 or _truncates(c)),
+    (lambda c: c.teacher.path and c.teacher.lag,
+     "{teacher.lag} makes the policy its own teacher; leave teacher.path out"),
+    (lambda c: _has_teacher(c) and c.teacher.engine == "vllm" and (c.sampling.temperature != 1 or _truncates(c)),
      "{teacher.engine} scores the unmodified distribution alone, and sampling.temperature, top_k or top_p change it; "
      'leave them out, or use teacher.engine = "torch"'),
+    (lambda c: c.teacher.lag and c.teacher.engine == "vllm", 'teacher.lag needs teacher.engine = "torch"'),
     # options without effect
     *_idle(lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.targets", "lora.experts"),
     *_idle(lambda c: c.scoring.kind, "scoring.kind",
            "scoring.options", "scoring.weights", "scoring.concurrency", "scoring.timeout"),
-    *_idle(lambda c: c.teacher.path, "teacher.path", *(f"teacher.{name}" for name in TeacherConfig.model_fields)),
+    *_idle(_has_teacher, "teacher.path or teacher.lag", *(f"teacher.{name}" for name in TeacherConfig.model_fields)),
     *_idle(lambda c: c.teacher.engine == "vllm", 'teacher.engine = "vllm"',
            "teacher.gpu_memory_utilization", "teacher.engine_args"),
     *_idle(_rewards_steps, "scoring.kind, a scorer that rewards steps", "algorithm.process_reward_coef"),

@@ -117,7 +117,8 @@ class ScoringConfig(Section):
 class TeacherConfig(Section):
     """A model whose log-probabilities of the sampled tokens are added to every rollout, for distillation."""
 
-    path: str = option("", "Hugging Face model with the policy's vocabulary; empty means no teacher.")
+    path: str = option("", "Hugging Face model with the policy's vocabulary; empty means no fixed teacher.")
+    lag: int = option(0, "Use the policy of this many versions ago as teacher; 0 uses the model at path.", ge=0)
     engine: Literal["torch", "vllm"] = option("torch", "Engine of the teacher.")
     gpu_memory_utilization: float = option(
         0.0,

@@ -8,6 +8,7 @@ from slipstream.controller.rollouts import admit_groups
 from slipstream.controller.run_context import RunContext
 from slipstream.observe.events import CONTROLLER
 from slipstream.runtime.worker import WorkerDied, succeeded
+from slipstream.scoring.teacher import rotate_snapshots
 from slipstream.sync.link import PublishStats
 
 
@@ -23,8 +24,8 @@ async def publish(run: RunContext) -> None:
     freed = asyncio.ensure_future(trainer_free.wait())
     await asyncio.wait((run.publishing, freed), return_when=asyncio.FIRST_COMPLETED)
     freed.cancel()
-    loop, sync = run.config.loop, run.config.sync
-    if not loop.max_lag or loop.force_max_lag or sync.placement == "colocated":
+    loop, sync, teacher = run.config.loop, run.config.sync, run.config.teacher
+    if not loop.max_lag or loop.force_max_lag or teacher.lag or sync.placement == "colocated":
         await wait_published(run)
 
 
@@ -51,6 +52,7 @@ async def publish_version(run: RunContext, trainer_free: asyncio.Event) -> None:
     run.state.publish(step)
     run.totals.pauses.append(stats.pause_s)
     record_publish(run, stats)
+    await refresh_teacher(run)
     if run.config.loop.max_lag:  # a synchronous run admits groups after the step is recorded
         admit_groups(run)
     run.changed.set()
@@ -100,3 +102,12 @@ def enough_engines(run: RunContext) -> bool:
         )
     run.waits_for_engines = not enough
     return enough
+
+
+async def refresh_teacher(run: RunContext) -> None:
+    """Load the policy of `teacher.lag` publishes ago into the teacher, if the policy is its own teacher."""
+    lag = run.config.teacher.lag
+    if lag and run.scoring and run.scoring.teacher:
+        new, behind = rotate_snapshots(run.directory.path / "teacher", lag, run.state.version)
+        await run.cluster.trainer.export(new)
+        await run.scoring.teacher.load(behind)

@@ -18,7 +18,7 @@ from slipstream.controller.evaluation import evaluate_run
 from slipstream.controller.launch import Cluster
 from slipstream.controller.metrics import pool_state
 from slipstream.controller.node_checks import check_nodes
-from slipstream.controller.publishing import publish_to_new_engines, record_publish
+from slipstream.controller.publishing import publish_to_new_engines, record_publish, refresh_teacher
 from slipstream.controller.rollouts import report_slow_episodes
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Policy
@@ -116,6 +116,7 @@ async def continue_from(run: RunContext, checkpoint: Path | None, state: dict[st
     run.cluster.generator.use_clock(run.events.now)
     record_publish(run, await run.cluster.link.connect(run.state.version))
     supervise_engines(run)
+    await refresh_teacher(run)
     if run.scoring:
         run.state.ready = [await run.scoring.add_teacher(group) for group in run.state.ready]
     await probe(run)

@@ -127,6 +127,6 @@ def parse_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
         return kind.model_validate(options)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        known = ", ".join(kind.model_fields)
-        raise ConfigError(f"scoring.options.{name}: {first['msg']}; the options are {known}") from None
+        name = ".".join(("scoring", "options", *map(str, first["loc"])))
+        problem = " is not set" if first["type"] == "missing" else f" = {first['input']!r:.60}: {first['msg']}"
+        raise ConfigError(f"{name}{problem}; the options are {', '.join(kind.model_fields)}") from None

@@ -1,11 +1,13 @@
 """A teacher: a model that computes log-probabilities of the policy's sampled tokens.
 
-It runs in a worker process and scores all waiting rollouts in one batch, without sampling.
+It runs in a worker process and scores all waiting rollouts in one batch, without sampling. The teacher is a fixed model
+or an earlier version of the policy.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,6 +47,16 @@ class Teacher(ScoringProcess):
         """
         return await self.repeat(lambda: handle(TeacherWorker, self.process).score(tuple(completions)))
 
+    async def load(self, path: Path) -> None:
+        """Replace the teacher by the model at `path`. Raises `WorkerError` or `WorkerDied`."""
+        self._config = replace_teacher(self._config, path)  # a process that is restarted starts with it
+        await self.repeat(lambda: handle(TeacherWorker, self.process).load(str(path)))
+
+
+def replace_teacher(config: Config, path: Path) -> Config:
+    """The configuration with another `teacher.path`."""
+    return config.model_copy(update={"teacher": config.teacher.model_copy(update={"path": str(path)})})
+
 
 def visible_device_env(device: str, visible: str | None) -> dict[str, str]:
     """Environment of a process that uses its first visible GPU: restricts it to `device` of the `visible` GPUs."""
@@ -54,15 +66,25 @@ def visible_device_env(device: str, visible: str | None) -> dict[str, str]:
     return {VISIBLE: visible.split(",")[int(number)] if visible else number}
 
 
+def rotate_snapshots(path: Path, lag: int, version: int) -> tuple[Path, Path]:
+    """Create the directory of a version. Returns it and that of the version `lag` versions behind, or of the oldest.
+
+    Removes versions that are too old, or newer than a resumed run.
+    """
+    for directory in list(path.glob("version_*")):
+        if not version - lag <= int(directory.name.removeprefix("version_")) < version:
+            shutil.rmtree(directory)
+    new = path / f"version_{version:06d}"
+    new.mkdir(parents=True)
+    return new, min(path.glob("version_*"), key=lambda directory: int(directory.name.removeprefix("version_")))
+
+
 class TeacherWorker(Worker):
     """The teacher's worker process; scores all waiting requests together."""
 
     def __init__(self, config: Config, log: Path | None = None) -> None:
-        kind = VllmTeacher if config.teacher.engine == "vllm" else TorchTeacher
-        try:
-            self._model: TorchTeacher | VllmTeacher = kind(config, config.teacher.path, log)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace("model.path", "teacher.path", 1)) from None
+        self._config, self._log = config, log
+        self._model = self._load(config.teacher.path or config.model.path)
         self._requests = Batched(self._score_all)
 
     @property
@@ -73,6 +95,11 @@ class TeacherWorker(Worker):
         """Log-probabilities of the sampled tokens, one row for each completion."""
         return await self._requests.ask(completions)
 
+    async def load(self, path: str) -> None:
+        """Replace the model, after waiting requests are scored by the current one."""
+        self._requests.flush()
+        self._model = self._load(path)
+
     def close(self) -> None:
         self._model.close()
 
@@ -80,11 +107,19 @@ class TeacherWorker(Worker):
         rows = iter(self._model.score([c for completions in requests for c in completions]))
         return [tuple(float32_array(next(rows)) for _ in completions) for completions in requests]
 
+    def _load(self, path: str) -> TorchTeacher | VllmTeacher:
+        try:
+            if self._config.teacher.engine == "vllm":
+                return VllmTeacher(self._config, path, self._log)
+            return TorchTeacher(self._config, path)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("model.path", "teacher.path", 1)) from None
+
 
 class TorchTeacher:
     """A transformers model. Tokens that top-k or top-p removed at sampling have probability 0 here, too."""
 
-    def __init__(self, config: Config, path: str, log: Path | None) -> None:
+    def __init__(self, config: Config, path: str) -> None:
         import torch
 
         from slipstream.model.device import dtype_of, pick_device
