@@ -102,20 +102,6 @@ def test_a_client_that_leaves_cancels_its_request(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_several_requests_on_a_connection_are_answered_in_order(tmp_path: Path) -> None:
-    def several() -> list[bytes]:
-        with connect(tmp_path) as client:
-            client.sendall(b"1\n2\n3\n")
-            file = client.makefile("rb")
-            return [file.readline() for _ in range(3)]
-
-    async def main() -> None:
-        async with serve_socket(tmp_path, echo):
-            assert await asyncio.to_thread(several) == [b"1\n", b"2\n", b"3\n"]
-
-    asyncio.run(main())
-
-
 def test_too_many_clients_are_told_so(tmp_path: Path) -> None:
     async def main() -> None:
         async with serve_socket(tmp_path, echo):

@@ -18,7 +18,7 @@ from slipstream.controller.errors import RunError
 from slipstream.controller.node_checks import Examination, check_nodes, examine
 from slipstream.controller.node_faults import Fault
 from slipstream.runtime.process import Launch, LocalProcess
-from slipstream.runtime.runtime import LocalRuntime, Node
+from slipstream.runtime.runtime import Node, Runtime
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def silent(launch: Launch) -> LocalProcess:
     return process
 
 
-class WithSilent(LocalRuntime):
+class WithSilent(Runtime):
     def nodes(self) -> list[Node]:
         return [*super().nodes(), Node("silent", "127.0.0.1", silent)]
 
@@ -101,10 +101,10 @@ def test_a_node_that_does_not_answer_is_a_fault(tmp_path: Path, monkeypatch: pyt
 
 def test_a_directory_that_a_node_does_not_see_is_a_fault(tmp_path: Path) -> None:
     (other := tmp_path / "other").mkdir()
-    [fault] = asyncio.run(examine(LocalRuntime(), None, tmp_path, elsewhere={gethostname(): other})).faults
+    [fault] = asyncio.run(examine(Runtime(), None, tmp_path, elsewhere={gethostname(): other})).faults
     assert fault.check == "run directory" and "is another directory there" in fault.text
     none = {gethostname(): tmp_path / "none"}
-    [fault] = asyncio.run(examine(LocalRuntime(), None, tmp_path, elsewhere=none)).faults
+    [fault] = asyncio.run(examine(Runtime(), None, tmp_path, elsewhere=none)).faults
     assert "is not there" in fault.text
 
 

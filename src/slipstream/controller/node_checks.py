@@ -25,7 +25,7 @@ from slipstream.errors import UserError
 from slipstream.model.device import dtype_name
 from slipstream.runtime.placement import VISIBLE, place, resolve_auto
 from slipstream.runtime.private_store import private_store
-from slipstream.runtime.runtime import LocalRuntime, Node, Runtime, current_runtime
+from slipstream.runtime.runtime import Node, Runtime, current_runtime
 from slipstream.runtime.worker import describe_death
 from slipstream.runtime.worker_process import WorkerProcess
 
@@ -92,7 +92,7 @@ async def examine(
 
 def _needs(runtime: Runtime, config: Config | None, directory: Path, found: Examination) -> Needs:
     """What the run needs. GPUs that it can't be placed on are a fault."""
-    needs = Needs(str(directory), versions=versions(), ray=not isinstance(runtime, LocalRuntime))
+    needs = Needs(str(directory), versions=versions(), ray=runtime.kind == "ray")
     if not config:
         return needs
     try:

@@ -1,6 +1,6 @@
 """The Unix socket of a run, over which other processes of its user control it: both ends.
 
-Clients send one JSON line per request and get one JSON line per answer. The socket lies in `RUN/control/`, which only
+A client sends one line of JSON, and gets one as the answer. The socket lies in `RUN/control/`, which only
 its owner can enter, and both ends compare the user of their peer with their own.
 """
 
@@ -53,7 +53,8 @@ async def serve_socket(run: Path, answer: Answer) -> AsyncIterator[None]:
         clients.add(task := asyncio.current_task())
         with contextlib.suppress(OSError, asyncio.CancelledError):  # the client is gone, or the run ends
             if _peer_user(writer.get_extra_info("socket")) == os.getuid():
-                await _serve_client(reader, writer, answer_if_free)
+                writer.write(await _serve_client(reader, answer_if_free) + b"\n")
+                await writer.drain()
         clients.discard(task)
         writer.close()
 
@@ -82,24 +83,21 @@ async def _listen(path: Path, serve: Callable[..., Awaitable[None]]) -> asyncio.
     return server
 
 
-async def _serve_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
-    """Answer the requests of a client one by one. An answer is cancelled when its client disconnects."""
-    requests = asyncio.Queue[bytes](1)
-
-    async def answer_all() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                writer.write(await answer(await requests.get()) + b"\n")
-                await writer.drain()
-
-    answering = asyncio.create_task(answer_all())
+async def _serve_client(reader: asyncio.StreamReader, answer: Answer) -> bytes:
+    """The answer to the client's request, which is cancelled when the client disconnects."""
     try:
-        while (line := await reader.readline()).endswith(b"\n"):
-            await requests.put(line)
+        line = await reader.readline()
     except ValueError:  # longer than the limit
-        writer.write(_error(TOO_LONG) + b"\n")
+        return _error(TOO_LONG)
+    if not line.endswith(b"\n"):
+        return b""
+    answering, leaving = asyncio.ensure_future(answer(line)), asyncio.ensure_future(reader.read(1))
+    try:
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return answering.result() if answering.done() else b""
     finally:
         answering.cancel()
+        leaving.cancel()
 
 
 def _error(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Where the workers of a run are started: on this host (`LocalRuntime`), or on a Ray cluster (`RayRuntime`)."""
+"""Where the workers of a run are started: on this host (`Runtime`), or on a Ray cluster (`RayRuntime`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from socket import gethostname
-from typing import Protocol
 
 from slipstream.config.schema import Config, ConfigError, RuntimeConfig
 from slipstream.runtime.placement import Placement, gpus_here, visible
@@ -25,74 +24,52 @@ class Node:
     gpus: int | None = None
 
 
-class Runtime(Protocol):
-    """Starts processes of workers. A role is the name of a worker that no other worker of the run has."""
+class Runtime:
+    """Starts workers as child processes of the controller; `RayRuntime` starts them on a cluster.
 
-    gpus: int
-    """GPUs that the workers of a run may use."""
-    hosts: int
+    A role is the name of a worker that no other worker of the run has.
+    """
+
+    kind = "local"
+    """As `runtime.kind` of the configuration."""
+    hosts = 1
     """Hosts that workers may be on."""
-    address: str
+    address = "127.0.0.1"
     """Address of this process for workers: the loopback address if all of them are on this host."""
 
-    def reserve(self, config: Config, placement: Placement) -> None:
-        """Reserve resources for trainer ranks and engines. Raises `ConfigError` if the placement can't be reserved."""
-        ...
-
-    def launcher(self, role: str, gpus: Sequence[int] = ()) -> Launcher:
-        """The launcher of a trainer rank (`trainer 0`) or an engine (`generator 0`) on these GPUs of the placement."""
-        ...
-
-    def release(self, role: str) -> None:
-        """Give back what is reserved for an engine that has ended."""
-        ...
-
-    def nodes(self) -> Sequence[Node]:
-        """The hosts that workers may be on, each with the launcher of workers there that reserve nothing."""
-        ...
-
-    def service(self, role: str, device: str) -> Launcher:
-        """The launcher of another worker that computes on this device: "cpu", "auto" or a GPU."""
-        ...
-
-    def forward(self, run: Path) -> AbstractAsyncContextManager[None]:
-        """Context in which clients on other hosts reach the socket in this run directory by the run's name."""
-        ...
-
-
-class LocalRuntime(Runtime):
-    """Child processes of the controller."""
-
-    hosts, address = 1, "127.0.0.1"
-
     @property
-    def gpus(self) -> int:  # type: ignore[override]
+    def gpus(self) -> int:
+        """GPUs that the workers of a run may use."""
         return gpus_here()
 
     def reserve(self, config: Config, placement: Placement) -> None:
-        """Child processes need no reservation."""
+        """Reserve resources for trainer ranks and engines. Raises `ConfigError` if the placement can't be reserved."""
 
     def launcher(self, role: str, gpus: Sequence[int] = ()) -> Launcher:
+        """The launcher of a trainer rank (`trainer 0`) or an engine (`generator 0`) on these GPUs of the placement."""
         return partial(_start, visible(tuple(gpus)))
 
     def release(self, role: str) -> None:
-        """Child processes have no reservation."""
+        """Give back what is reserved for an engine that has ended."""
+
+    def nodes(self) -> Sequence[Node]:
+        """The hosts that workers may be on, each with the launcher of workers there that reserve nothing."""
+        return [Node(gethostname(), self.address, LocalProcess)]
 
     def service(self, role: str, device: str) -> Launcher:
+        """The launcher of another worker that computes on this device: "cpu", "auto" or a GPU."""
         return LocalProcess
 
     def forward(self, run: Path) -> AbstractAsyncContextManager[None]:
+        """Context in which clients on other hosts reach the socket in this run directory by the run's name."""
         return nullcontext()
-
-    def nodes(self) -> Sequence[Node]:
-        return [Node(gethostname(), self.address, LocalProcess)]
 
 
 def _start(environment: dict[str, str], launch: Launch) -> LocalProcess:
     return LocalProcess(replace(launch, environment=environment | dict(launch.environment)))
 
 
-_current: Runtime = LocalRuntime()
+_current = Runtime()
 
 
 def current_runtime() -> Runtime:
@@ -120,4 +97,4 @@ def open_runtime(options: RuntimeConfig) -> Iterator[None]:
         try:
             yield
         finally:
-            _current = LocalRuntime()
+            _current = Runtime()

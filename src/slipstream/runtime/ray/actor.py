@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -84,28 +84,9 @@ class WorkerActor:
         return messages
 
     @ray.method(concurrency_group="control")
-    def disconnect(self) -> None:
-        if not self._failed():
-            self._process.result().disconnect()
-
-    @ray.method(concurrency_group="control")
-    def was_killed(self) -> bool:
-        return not self._failed() and self._process.result().was_killed()
-
-    @ray.method(concurrency_group="control")
-    def wait(self, seconds: float) -> None:
-        if not self._failed():
-            self._process.result().wait(seconds)
-
-    @ray.method(concurrency_group="control")
-    def terminate(self) -> None:
-        if not self._failed():
-            self._process.result().terminate()
-
-    @ray.method(concurrency_group="control")
-    def kill(self) -> None:
-        if not self._failed():
-            self._process.result().kill()
+    def control(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of this method of the worker's process; None if its start failed."""
+        return None if self._failed() else method(self._process.result(), *arguments)
 
     def _failed(self) -> bool:
         """Wait for the start. Returns whether it failed."""

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from slipstream.runtime.pipe import Pipe
-from slipstream.runtime.process import NOT_PLACED, TERMINATION_GRACE_S, Launch, Process
+from slipstream.runtime.process import NOT_PLACED, TERMINATION_GRACE_S, Launch, LocalProcess, Process
 
 SMALL = 2**15  # bytes of a message; longer ones are pieces of a batch
 PIECES_IN_FLIGHT = 8
@@ -81,32 +81,31 @@ class RayProcess(Process):
         return pid
 
     def disconnect(self) -> None:
-        self._actor.disconnect.remote()
+        self._actor.control.remote(LocalProcess.disconnect)
 
     def was_killed(self) -> bool:
-        return bool(self._call(self._actor.was_killed))
+        return bool(self._call(LocalProcess.was_killed))
 
     def wait(self, seconds: float) -> None:
-        self._call(self._actor.wait, seconds)
+        self._call(LocalProcess.wait, seconds)
 
     def terminate(self) -> None:
-        self._call(self._actor.terminate)
-        self._end()
+        self._end(LocalProcess.terminate)
 
     def kill(self) -> None:
-        self._call(self._actor.kill)
-        self._end()
+        self._end(LocalProcess.kill)
 
-    def _end(self) -> None:
+    def _end(self, method: Callable[..., None]) -> None:
+        self._call(method)
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
 
-    def _call(self, method: Any, *arguments: Any) -> Any:
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Result of a call, or None if the node does not answer, or no process was started yet, or its start failed."""
         if not ray.wait([self._started], timeout=0)[0]:
             return None
         with contextlib.suppress(RayError):
             ray.get(self._started)  # a call to an actor that was killed before its start can wait for its whole limit
             waited = arguments[0] if arguments else TERMINATION_GRACE_S
-            return ray.get(method.remote(*arguments), timeout=CONTROL_TIMEOUT_S + waited)
+            return ray.get(self._actor.control.remote(method, *arguments), timeout=CONTROL_TIMEOUT_S + waited)
         return None

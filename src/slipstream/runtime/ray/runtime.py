@@ -31,6 +31,8 @@ STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "one_node": "STRICT_PACK"}
 class RayRuntime(Runtime):
     """A context in which this process is a driver of the cluster at `runtime.address`."""
 
+    kind = "ray"
+
     def __init__(self, options: RuntimeConfig) -> None:
         self._options = options
         self._groups: dict[str, PlacementGroup] = {}
@@ -50,7 +52,7 @@ class RayRuntime(Runtime):
         ray.shutdown()
 
     @property
-    def gpus(self) -> int:  # type: ignore[override]
+    def gpus(self) -> int:
         return int(ray.cluster_resources().get("GPU", 0))
 
     @property
