@@ -1,8 +1,7 @@
-"""The training loop.
+"""The training loop: the order of events; `controller/` implements each of them.
 
-The rollouts of a task form a group, groups form a batch, a batch is one optimizer step, and the weights of that step
-are published to the engines that sample the next rollouts. Generation and training run concurrently: this module
-gives the order of events, and `controller/` implements each of them.
+The rollouts of a task form a group, groups form a batch, a batch is one optimizer step, and its weights are published
+to the engines. Generation and training run concurrently.
 """
 
 from __future__ import annotations

@@ -1,17 +1,6 @@
-"""Placement `colocated`: engines and trainer alternate on the same GPUs.
+"""Placement `colocated`: engines and trainer alternate on the same GPUs; ARCHITECTURE.md has the order of events.
 
-    engines sample until a batch is ready
-    sleep            engines    sequences in flight are finished, or kept to be recomputed; GPU memory is freed
-    onload           trainer    parameters and optimizer state return from host memory
-    step             trainer    one step, or `sync.every` steps
-    stage            trainer    the new version is copied to host memory
-    offload          trainer    GPU memory is freed
-    wake weights     engines    memory for the weights is allocated
-    prepare, swap    engines    the new version is loaded
-    wake kv_cache    engines    sampling continues
-
-Requests wait in the pool while engines sleep; an engine that receives one during sleep rejects it. The clocks of
-episodes are paused (`generators.pausable_clock`).
+Requests wait in the pool while engines sleep, and the clocks of episodes are paused (`generators.pausable_clock`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Commands to a run from other processes: over the socket in its directory, and on Ray through its mailbox.
 
-A request is a line of JSON with a command and its arguments, the answer a line with a result or an error. No request
-ends the run by an error of its own.
+A request is a line of JSON with a command and its arguments. No request ends the run by an error of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The `checkpoint` link with `sync.restart`: write each version as a model directory, and restart all engines on it.
 
-For engines that can only load files. Generation pauses until the engines have started. Checksums are not compared: an
-engine serves the files that it loads. Engines that died since the last publish are restarted with the others.
+For engines that can only load files. Generation pauses meanwhile, and checksums are not compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Replaces engines that die, and adds or removes engines of a running run.
+"""Replaces engines that die, and adds or removes engines of a running run, while the other engines continue.
 
-One task watches each engine. After a death the task starts a successor, which joins the pool once a publish has brought
-it to the current version with equal checksums. Meanwhile the other engines continue.
+A new engine joins the pool once a publish has brought it to the current version with equal checksums.
 """
 
 from __future__ import annotations

@@ -1,15 +1,6 @@
-"""Restart a dead trainer from the last checkpoint, while engines continue to run.
+"""Restart a dead trainer from the last whole checkpoint, as `--resume` does, while engines continue to run.
 
-    a rank dies or hangs    the call to the trainer raises; groups, publish, evaluation and checkpoint in flight are
-                            cancelled (`run.train_steps`)
-    stop                    the other ranks end
-    rewind                  ledger, buffer, totals and records go back to the newest whole checkpoint, as by `--resume`
-    start                   new ranks start and load it
-    connect                 engines connect to the new trainer; its version is published to them and verified
-
-Versions are counted from the checkpoint's version again. All requests are cancelled before and no request is sent until
-the version is verified, so no rollout has tokens of a lost version. Engines are restarted, too, if their weight link is
-for one trainer, or if they fail to connect.
+ARCHITECTURE.md says why that is sound. Engines are restarted, too, if they can't connect to another trainer.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Publishes: bring one version of the weights from the trainer to every engine of the pool.
 
 An engine that fails to load a version, or serves different weights than were published, is removed from the pool, so
-that no token is sampled from a mixture of versions. A publish raises only if no engine is left.
-
-Engines continue to sample while checksums are compared. Completions of the new version are held back until its
-checksums match. On a mismatch they are discarded with the engine, and other engines sample them again.
-
-An engine that replaces a dead one, or is added to the pool, takes part from the next publish on. It gets requests once
-that publish has verified its checksums.
+that no token is sampled from a mixture of versions. Engines sample while checksums are compared; completions of the new
+version are withheld until then.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from typing import Any
 from slipstream.config.schema import Config, SyncConfig
 from slipstream.errors import UserError
 from slipstream.generators.pool import EngineReplica, GeneratorPool
-from slipstream.runtime.rank_group import RankGroup
+from slipstream.runtime.rank_group import RankGroup, detect_death
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.sync.checksum import chosen
@@ -31,7 +26,6 @@ from slipstream.sync.link import PublishStats, find_link
 from slipstream.trainers.base import TrainerWorker
 
 PROGRESS_TIMEOUT_S = 15.0  # for engines to respond or make progress after a failed transfer
-DEATH_DETECTION_S = 1.0  # after a failed publish, until a process that caused it by dying is known to be dead
 CONNECT_POLL_S = 1.0  # interval at which the trainer reports errors while engines connect
 
 # Time limits of calls to engines. They end a call that hangs and must not end one that is slow; an engine whose process
@@ -321,9 +315,7 @@ class WeightPublisher:
         An error at one end may be caused by a peer that died; wait briefly to find out which. A transfer directly into
         served weights can't be tried again: the members that took part hold parts of two versions.
         """
-        last = time.perf_counter() + DEATH_DETECTION_S
-        while not (self._process.dead or any(g.process.dead for g in self._members)) and time.perf_counter() < last:
-            await asyncio.sleep(DEATH_DETECTION_S / 20)
+        await detect_death([self._process, *(g.process for g in self._members)])
         if self._collective and not (self._process.dead or self._failed or self._receives_in_place):
             # In the trainer, a hung peer appears as an error of the trainer.
             await asyncio.gather(*(g.probe(PROGRESS_TIMEOUT_S, "in a transfer, which failed") for g in self._members))

@@ -1,7 +1,6 @@
 """The Unix socket of a run, over which other processes of its user control it: both ends.
 
-A client sends one line of JSON, and gets one as the answer. The socket lies in `RUN/control/`, which only
-its owner can enter, and both ends compare the user of their peer with their own.
+A client sends one line of JSON, and gets one as the answer. Both ends compare the user of their peer with their own.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,7 +55,8 @@ class RankGroup:
             return (await asyncio.gather(*calls))[0]
         except (WorkerDied, WorkerError) as error:
             self._broken = True
-            await raise_if_dead(self.processes)
+            if dead := await detect_death(self.processes):
+                raise dead from None
             if LOST_CONNECTION.search(f"{getattr(error, 'kind', '')}: {error}"):
                 raise self.processes[0].terminate(f"{self.name} lost the connection to another rank: {error}") from None
             raise
@@ -67,13 +69,12 @@ class RankGroup:
         await asyncio.gather(*(process.stop(grace) for process in self.processes))
 
 
-async def raise_if_dead(ends: Sequence[Any]) -> None:
-    """Raise `WorkerDied` if a worker has died or dies soon: its death may have caused the failure of another worker."""
-    last = asyncio.get_running_loop().time() + DEATH_DETECTION_S
-    while asyncio.get_running_loop().time() < last:
-        if dead := next((end.dead for end in ends if end.dead), None):
-            raise dead from None
+async def detect_death(ends: Sequence[Any]) -> WorkerDied | None:
+    """The death of a worker that has died or dies soon: it may have caused the failure of another worker."""
+    last = time.monotonic() + DEATH_DETECTION_S
+    while not (dead := next((end.dead for end in ends if end.dead), None)) and time.monotonic() < last:
         await asyncio.sleep(DEATH_DETECTION_S / 20)
+    return dead
 
 
 def trainer_process(

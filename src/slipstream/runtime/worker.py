@@ -1,14 +1,7 @@
-"""Workers: objects in separate processes, called through typed handles.
+"""Workers: objects in separate processes, called through typed handles: `await handle(Trainer, process).step(batch)`.
 
-    class Trainer(Worker):
-        async def step(self, batch: Batch) -> StepStats: ...
-
-    trainer = handle(Trainer, process)  # in the controller
-    stats = await trainer.step(batch)
-
-A call through a handle returns a future. Calls reach the worker in the order in which they are made, awaited or not.
-Cancelling the future cancels the method in the worker. Arguments are positional. What a method raises is raised here
-as `WorkerError`; a call to a process that ended raises `WorkerDied`.
+Calls reach the worker in the order in which they are made, awaited or not. Cancelling the future cancels the method in
+the worker. What a method raises is raised here as `WorkerError`; a call to a process that ended raises `WorkerDied`.
 """
 
 from __future__ import annotations

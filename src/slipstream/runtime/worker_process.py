@@ -1,8 +1,7 @@
 """The controller's end of a worker: starts its process, carries calls, and detects death and hangs.
 
-Calls made in one iteration of the event loop travel in one message. A process that dies fails every pending call, with
-the end of its log. Processes send heartbeats with a count of progress; a process with pending calls that is silent for
-too long, or makes no progress, is hung: it is terminated and counts as dead.
+Processes send heartbeats with a count of progress. A process with pending calls that is silent for too long, or makes
+no progress, is hung: it is terminated and counts as dead. A death fails every pending call, with the end of its log.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """`slipstream verify`: compare an engine with fresh engines before and after a publish.
 
-1. A batch is generated greedily by policy A. Policy B is published while the batch runs.
-2. A fresh engine that loaded A's files generates the tokens before the swap again, from the same prefixes.
-3. A fresh engine that loaded B's files generates the tokens after the swap again.
-
-The link under test has no part in 2 and 3, so a difference is a fault of the engine or of the link.
+A batch is generated greedily by policy A, and B is published meanwhile. Fresh engines that loaded the files of A and B
+generate each token again. The link under test has no part in that, so a difference is a fault of engine or link.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The Ray actor of a worker: starts the worker's process on its node, and relays messages to and from it.
 
-The worker's process is the same as in a local run. It is not the actor's own process, so that its CUDA devices, signals
-and end are ours, and a worker that computes or hangs does not block the actor.
+The worker is a process of its own, so that a worker that computes or hangs does not block the actor.
 """
 
 from __future__ import annotations

@@ -1,5 +1,1 @@
-"""`slipstream study lag`: compare training on stale data by lag and off-policy correction.
-
-Consumes a configuration; starts `slipstream train` once per lag, correction and seed and waits for all runs.
-Produces `lag.json` (all results), `lag.md` (table) and two plots.
-"""
+"""`slipstream study lag`: `slipstream train` for each lag, correction and seed, and a comparison of the results."""
