@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -173,7 +173,7 @@ async def start_generators(
     kind = service or WORKER_CLASSES.get(config.generator.engine, config.generator.engine)
     locks = locks or GpuLocks()
 
-    def new_replica(number: int, config: Config) -> tuple[WorkerProcess, Callable[[], Coroutine[Any, Any, None]]]:
+    def new_process(number: int, config: Config) -> tuple[WorkerProcess, Start]:
         role, log = f"generator {number}", directory / "logs" / f"generator_{number}.log"
         gpus = gpus_of_engine(placement, number, gpus_to_plan(config, number))
         launcher = current_runtime().launcher(role, gpus)
@@ -185,20 +185,19 @@ async def start_generators(
 
         return process, start
 
-    replicas = [new_replica(number, config) for number in range(len(placement.generators))]
-    await _start([(process, start()) for process, start in replicas], f'generator.engine = "{kind}"')
     ranks = config.generator.tensor_parallel_size
     slots: int = config.generator.engine_args.get("max_num_seqs", config.generator.max_num_seqs)
 
     def begin(number: int, config: Config) -> tuple[EngineReplica, Start]:
-        process, start = new_replica(number, config)
-        return EngineReplica(process, ranks, partial(new_replica, number), slots, started=False), start
+        process, start = new_process(number, config)
+        return EngineReplica(process, ranks, partial(new_process, number), slots, started=False), start
 
-    first = [
-        EngineReplica(process, ranks, partial(new_replica, number), slots)
-        for number, (process, _) in enumerate(replicas)
-    ]
-    return GeneratorPool(first, begin)
+    first = [begin(number, config) for number in range(len(placement.generators))]
+    await _start([(engine.process, start()) for engine, start in first], f'generator.engine = "{kind}"')
+    for engine, _ in first:
+        engine.started = True
+        engine.serving.set()
+    return GeneratorPool([engine for engine, _ in first], begin)
 
 
 async def _connect_servers(config: Config) -> GeneratorPool:

@@ -60,17 +60,12 @@ class WeightPublisher:
     ) -> None:
         self._process, self._pool, self._sync, self._hand_over = trainer, pool, sync, hand_over
         self._trainer = handle(TrainerWorker, trainer)
-        sender = find_link(sync.link)[0]
-        self._collective: bool = getattr(sender, "collective", False)
-        self._receives_in_place: bool = getattr(sender, "receives_in_place", False)
-        self._trainer_free_after_send: bool = getattr(sender, "trainer_free_after_send", False)
-        self._independent_receivers: bool = getattr(sender, "independent_receivers", False)
+        self._sender = find_link(sync.link)[0]
         self._lock = asyncio.Lock()  # one publish at a time
         self._released: asyncio.Future[None] | None = None
         self._names: list[str] = []
         self._travel = 0.0  # seconds that the transfer of a version may take
         self._drain = sequence if sync.in_flight == "drain" else 0.0
-        self._one_trainer: bool = getattr(sender, "one_trainer", False)
         self._in_transfer = False  # the last transfer, or the connection before it, is unfinished
         self._members = pool.running
         self._joined: list[EngineReplica] = []  # engines connected to the sender; empty after a failure
@@ -130,7 +125,7 @@ class WeightPublisher:
             if not (self._joining and self._connected):  # the first publish brings all
                 return None
             others, new = list(self._members), list(self._joining)
-            if self._independent_receivers:
+            if self._sender.independent_receivers:
                 self._members = []
             try:
                 return await self._publish(version, "", asyncio.Event())
@@ -141,7 +136,7 @@ class WeightPublisher:
                     generator.terminate(f"{generator.process.name} did not receive version {version}: {error}")
                 return None
             finally:
-                if self._independent_receivers:
+                if self._sender.independent_receivers:
                     self._members = others + self._members
 
     async def _publish(self, version: int, verify: str, free: asyncio.Event) -> PublishStats:
@@ -153,7 +148,7 @@ class WeightPublisher:
         except Exception as error:
             for generator in self._members:
                 # It may serve a mixture of versions. A dead trainer's staged version is whole, and is replaced.
-                if generator.quarantined is not None and (self._receives_in_place or not self._process.dead):
+                if generator.quarantined is not None and (self._sender.receives_in_place or not self._process.dead):
                     generator.terminate(f"{generator.process.name} was removed from the pool: {error}")
             raise
         lost, self._lost = tuple(self._lost), []
@@ -166,8 +161,8 @@ class WeightPublisher:
         False if the link is for one trainer, or if engines may be in a transfer that waits for this trainer (NCCL), or
         that has left them with a part of a version.
         """
-        interrupted = self._in_transfer and (self._receives_in_place or (self._collective and on_gpus))
-        return not (self._one_trainer or interrupted)
+        interrupted = self._in_transfer and (self._sender.receives_in_place or (self._sender.collective and on_gpus))
+        return not (self._sender.one_trainer or interrupted)
 
     async def close(self) -> None:
         """Do nothing: both ends close with their processes."""
@@ -185,7 +180,7 @@ class WeightPublisher:
         connecting = asyncio.gather(*map(self._connect, self._members, calls))
         connecting.add_done_callback(succeeded)  # an error of the trainer takes precedence
         try:
-            while self._collective and not (await asyncio.wait((connecting,), timeout=CONNECT_POLL_S))[0]:
+            while self._sender.collective and not (await asyncio.wait((connecting,), timeout=CONNECT_POLL_S))[0]:
                 await self._trainer.check_connection()
             await connecting
         finally:
@@ -193,8 +188,12 @@ class WeightPublisher:
         self._joined, self._in_transfer = list(self._members), False
 
     async def _connect(self, generator: EngineReplica, call: Awaitable[None]) -> None:
+        await self._wait_for(generator, call, "connect", CONNECT_TIMEOUT_S)
+
+    async def _wait_for(self, generator: EngineReplica, call: Awaitable[Any], doing: str, limit: float) -> Any:
+        """The reply of a member. Records its failure, and raises it."""
         try:
-            await generator.wait_for(call, "connect", CONNECT_TIMEOUT_S)
+            return await generator.wait_for(call, doing, limit)
         except (WorkerError, WorkerDied) as error:
             self._failed[generator] = error
             raise
@@ -206,7 +205,7 @@ class WeightPublisher:
         """
         new, self._joining, self._failed = [g for g in self._joining if not g.process.dead], [], {}
         self._members += new
-        if not self._collective:
+        if not self._sender.collective:
             firsts = itertools.accumulate((g.ranks for g in new), initial=self._next_rank)
             calls = [g.worker.connect(self._connection_info, first) for g, first in zip(new, firsts, strict=False)]
             self._next_rank += sum(g.ranks for g in new)
@@ -229,7 +228,7 @@ class WeightPublisher:
                 raise self._pool.dead or WorkerDied("no engine is alive")
             self._failed = {}
             try:
-                if self._collective and self._joined != self._members:  # it waits for all connected engines
+                if self._sender.collective and self._joined != self._members:  # it waits for all connected engines
                     await self._connect_ends()
                 return await self._try_publish(version, verify, free)
             except (WorkerError, WorkerDied) as error:
@@ -245,23 +244,24 @@ class WeightPublisher:
         if self._hand_over:
             await self._hand_over()
         sent = asyncio.ensure_future(_duration(self._trainer.send(publish_handle)))
-        sent.add_done_callback(lambda done: free.set() if succeeded(done) and self._trainer_free_after_send else None)
+        if self._sender.trainer_free_after_send:
+            sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
         # Called before any further step, so the trainer computes it on the published weights.
         wanted = asyncio.ensure_future(self._trainer.checksums(names)) if names else None
         if wanted:
             wanted.add_done_callback(succeeded)  # another error may take precedence
         # Every member has received the whole version before the first one swaps.
         try:
-            self._sending, self._in_transfer = self._collective, True
+            self._sending, self._in_transfer = self._sender.collective, True
             prepares = [g.worker.prepare(publish_handle) for g in self._members]
             receive = f"receive version {version}"
             await _receive_while_sending(
-                sent, self._call_members(prepares, receive, lambda: self._collective and not free.is_set())
+                sent, self._call_members(prepares, receive, lambda: self._sender.collective and not free.is_set())
             )
             swaps = [self._swap(g, version) for g in self._members]
             swap = f"swap in version {version}"
             pauses = await _receive_while_sending(
-                sent, self._call_members(swaps, swap, lambda: self._receives_in_place, self._drain)
+                sent, self._call_members(swaps, swap, lambda: self._sender.receives_in_place, self._drain)
             )
             ready, self._sending = self._pool.now(), False
             sending, self._in_transfer = await sent, False
@@ -293,12 +293,11 @@ class WeightPublisher:
 
         async def reply(generator: EngineReplica, call: Awaitable[Any]) -> Any:
             try:
-                return await generator.wait_for(call, doing, CALL_TIMEOUT_S + self._travel + more)
-            except (WorkerError, WorkerDied) as error:
-                self._failed[generator] = error
+                return await self._wait_for(generator, call, doing, CALL_TIMEOUT_S + self._travel + more)
+            except (WorkerError, WorkerDied):
                 if together():
                     raise
-                return error
+                return None
 
         self._failed = {}
         pairs = list(zip(self._members, calls, strict=True))
@@ -316,13 +315,13 @@ class WeightPublisher:
         served weights can't be tried again: the members that took part hold parts of two versions.
         """
         await detect_death([self._process, *(g.process for g in self._members)])
-        if self._collective and not (self._process.dead or self._failed or self._receives_in_place):
+        if self._sender.collective and not (self._process.dead or self._failed or self._sender.receives_in_place):
             # In the trainer, a hung peer appears as an error of the trainer.
             await asyncio.gather(*(g.probe(PROGRESS_TIMEOUT_S, "in a transfer, which failed") for g in self._members))
         dead = [g for g in self._members if g.process.dead]
         failed = dead or list(self._failed)
-        others = self._connected and self._collective and 0 < len(failed) < len(self._members)
-        halfway = self._receives_in_place and any(g.quarantined is not None for g in self._members)
+        others = self._connected and self._sender.collective and 0 < len(failed) < len(self._members)
+        halfway = self._sender.receives_in_place and any(g.quarantined is not None for g in self._members)
         if self._process.dead or halfway or not others:
             raise self._process.dead or (dead[0].process.dead if dead else None) or error
         return failed

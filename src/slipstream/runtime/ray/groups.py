@@ -32,25 +32,29 @@ def plan_groups(placement: Placement, ranks: int, strategy: str) -> tuple[list[G
     """The placement groups of trainer ranks and engines, and the slot of each by role.
 
     The trainer's ranks are one group with a bundle for each. An engine has its own group, so that one that is
-    pending blocks no other, unless it shares GPUs with the trainer. Raises `ConfigError` for an engine of several GPUs
-    that shares them.
+    pending blocks no other, unless it shares GPUs with the trainer, or all are on one node. Raises `ConfigError` for an
+    engine of several GPUs that shares them.
     """
     users = [*(placement.trainer[r : r + 1] for r in range(ranks)), *placement.generators]
-    groups = [Group("trainer", tuple(len(gpus) for gpus in users[:ranks]), strategy)]
+    together = [len(gpus) for gpus in users[:ranks]]  # bundles of the trainer's group
     slots = {f"trainer {r}": Slot("trainer", r, _share(users[r], users)) for r in range(ranks)}
+    groups = []
     for number, gpus in enumerate(placement.generators):
         role, shared = f"generator {number}", set(gpus) & set(placement.trainer)
-        if not shared:
-            groups.append(Group(role, (len(gpus),), "STRICT_PACK"))
-            slots[role] = Slot(role, 0, len(gpus))
-        elif len(gpus) > 1:
+        if shared and len(gpus) > 1:
             raise ConfigError(
                 f"generator {number} shares GPUs with the trainer and has {len(gpus)}; on Ray such an engine has one: "
                 'set generator.tensor_parallel_size = 1, or runtime.kind = "local"'
             )
-        else:
+        if shared:
             slots[role] = Slot("trainer", placement.trainer.index(gpus[0]), _share(gpus, users))
-    return groups, slots
+        elif strategy == "STRICT_PACK":
+            slots[role] = Slot("trainer", len(together), len(gpus))
+            together.append(len(gpus))
+        else:
+            groups.append(Group(role, (len(gpus),), "STRICT_PACK"))
+            slots[role] = Slot(role, 0, len(gpus))
+    return [Group("trainer", tuple(together), strategy), *groups], slots
 
 
 def _share(gpus: tuple[int, ...], users: list[tuple[int, ...]]) -> float:

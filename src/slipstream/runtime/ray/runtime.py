@@ -66,8 +66,6 @@ class RayRuntime(Runtime):
         workers = sum(len(group.bundles) for group in groups)
         total = ray.cluster_resources().get("CPU", 1.0)
         self._cpus = min(CPUS, math.floor(100 * total / workers) / 100)
-        if strategy == "STRICT_PACK":
-            groups, self._slots = _merge(groups, self._slots)
         for group in groups:
             self._reserve(group)
 
@@ -129,14 +127,3 @@ class RayRuntime(Runtime):
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _merge(groups: list[Group], slots: dict[str, Slot]) -> tuple[list[Group], dict[str, Slot]]:
-    """All groups as one, whose bundles are on one node."""
-    firsts: dict[str, int] = {}
-    bundles: list[int] = []
-    for group in groups:
-        firsts[group.name] = len(bundles)
-        bundles += group.bundles
-    merged = {role: Slot("run", firsts[slot.group] + slot.bundle, slot.gpus) for role, slot in slots.items()}
-    return [Group("run", tuple(bundles), "STRICT_PACK")], merged
