@@ -5,6 +5,7 @@ Every case is a command line, and a part of its error message.
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -172,6 +173,8 @@ CORPUS = {
     TRAIN + "--model.path=cut": "model.path = 'cut' has damaged files (model.safetensors: ",
     TRAIN
     + "--teacher.path=lacks": "teacher.path = 'lacks' has no b.safetensors, which model.safetensors.index.json names",
+    TRAIN + "--model.path=bits": 'bits/config.json: quantization_config = {"bits": 4} names no quant_method; remove it',
+    TRAIN + "--model.path=four": "which can't be trained; train adapters (lora.rank = 16)",
     TRAIN + "--model.path=torn": "model.safetensors.index.json is damaged: it has no table weight_map of file names",
     TRAIN + "--teacher.path=/gone": "teacher.path = '/gone': no such directory",
     TRAIN + "--algorithm.kl_coef=0.1 --algorithm.reference=gone": "algorithm.reference = 'gone': no such directory",
@@ -290,6 +293,10 @@ def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder, index in (("lacks", '{"weight_map": {"a": "b.safetensors"}}'), ("torn", "{}")):
         shutil.copytree(tiny, path / folder)
         (path / folder / "model.safetensors.index.json").write_text(index)
+    for name, found in {"bits": {"bits": 4}, "four": {"quant_method": "bitsandbytes", "load_in_4bit": True}}.items():
+        shutil.copytree(tiny, path / name)
+        described = json.loads((tiny / "config.json").read_text()) | {"quantization_config": found}
+        (path / name / "config.json").write_text(json.dumps(described))
     shutil.copytree(tiny, path / "cut")
     (path / "cut" / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:2000])
     return path

@@ -22,6 +22,7 @@ def check_paths(config: Config) -> None:
     """Raise `ConfigError` if a model path of the configuration can't be a model."""
     check_path(config.model.path)
     validate_adapter(config.model.path)
+    validate_quantization(config.model.path, config.lora.rank)
     if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")
     if config.teacher.path:
@@ -101,6 +102,28 @@ def validate_adapter(path: str) -> None:
         raise ConfigError(
             f"model.path = {path!r} is an adapter of {adapter.get('base_model_name_or_path')!r}; merge it into that "
             "(peft's merge_and_unload) and give the directory of the merged model"
+        )
+
+
+def validate_quantization(path: str, adapters: int) -> None:
+    """Raise `ConfigError` for a malformed `quantization_config`, or if quantized weights would be trained."""
+    file = Path(path) / "config.json"
+    try:
+        quantization = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError):  # a Hub name, or a damaged file, which transformers explains
+        return
+    if quantization is None:
+        return
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if not isinstance(method, str):
+        raise ConfigError(
+            f"{file}: quantization_config = {json.dumps(quantization):.60} names no quant_method; remove it if the "
+            "weights are whole, or save the model again"
+        )
+    if method == "bitsandbytes" and not adapters:
+        raise ConfigError(
+            f"model.path = {path!r} has weights in the format of bitsandbytes, which can't be trained; train adapters "
+            "(lora.rank = 16), or give the model with whole weights"
         )
 
 
