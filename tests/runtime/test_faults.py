@@ -676,6 +676,34 @@ def test_the_next_publish_reconnects_a_broken_group(monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
 
 
+def test_a_late_error_of_an_interrupted_transfer_does_not_fail_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transfer to the survivor may fail while the next one runs, after the trainer has closed the connection."""
+    monkeypatch.setattr(publish, "find_link", lambda name: (NcclSender, None))
+
+    async def main() -> None:
+        called: list[str] = []
+        sending, receiving = (asyncio.get_running_loop().create_future() for _ in range(2))  # of the first try
+
+        def trainer(method: str) -> Any:
+            first = called.count("trainer send") == 1
+            return {"open_link": {"shapes": {}}, "send": sending if first else None}.get(method)
+
+        def one(method: str) -> Any:
+            if method != "prepare" or called.count("one prepare") == 1:
+                return receiving if method == "prepare" else None
+            if not receiving.done():
+                receiving.set_exception(WorkerError("Connection closed by peer", "RuntimeError", ""))
+            return None
+
+        two = Recorded("two", called, lambda method: two.terminate("two died") if method == "prepare" else None)
+        link, _ = link_of(Recorded("trainer", called, trainer), Recorded("one", called, one), two)
+        link._connected = True
+        stats = await link.publish(1)
+        assert called.count("one prepare") == 2 and [lost.split(";")[0] for lost in stats.engines_lost] == ["two died"]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 @pytest.mark.parametrize("sender", [NcclDirectSender, NcclSender])
 def test_generators_do_not_wait_for_a_trainer_that_fails_to_connect(
     monkeypatch: pytest.MonkeyPatch, sender: type[Any]

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -177,7 +177,7 @@ class WeightPublisher:
         self._travel = sum(map(math.prod, shapes.values())) * BYTES_PER_PARAMETER / MIN_BYTES_PER_S
         firsts = itertools.accumulate(ranks, initial=1)
         calls = [g.worker.connect(connection_info, first) for g, first in zip(self._members, firsts, strict=False)]
-        connecting = asyncio.gather(*map(self._connect, self._members, calls))
+        connecting = asyncio.ensure_future(_all_results(map(self._connect, self._members, calls)))
         connecting.add_done_callback(succeeded)  # an error of the trainer takes precedence
         try:
             while self._sender.collective and not (await asyncio.wait((connecting,), timeout=CONNECT_POLL_S))[0]:
@@ -301,7 +301,7 @@ class WeightPublisher:
 
         self._failed = {}
         pairs = list(zip(self._members, calls, strict=True))
-        replies = await asyncio.gather(*(reply(*pair) for pair in pairs))
+        replies = await _all_results(reply(*pair) for pair in pairs)
         if len(self._failed) == len(pairs):
             raise next(iter(self._failed.values()))
         replied = {g: r for (g, _), r in zip(pairs, replies, strict=True) if g not in self._failed}
@@ -378,6 +378,16 @@ async def _receive_while_sending(sent: asyncio.Future[float], receiving: Awaitab
         return await received
     finally:
         received.cancel()
+
+
+async def _all_results(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of concurrent calls. An error cancels the others, whose errors would count in the next try."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _duration(call: Awaitable[Any]) -> float:
