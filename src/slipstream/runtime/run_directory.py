@@ -10,11 +10,11 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 from slipstream.config.loading import dump
 from slipstream.config.schema import NO_SYSTEM, Config, ConfigError
@@ -29,7 +29,6 @@ except ImportError:  # on Windows
     raise ConfigError(NO_SYSTEM) from None
 
 PARTIAL, DAMAGED = ".partial", ".damaged"
-REMOVALS = 50  # tries to remove a directory that a process may still write to, 0.1 s apart
 READY = "ready"  # key of the state that names the file of ready groups
 STEP = re.compile(r"step_\d+")  # name of a complete checkpoint
 
@@ -80,16 +79,10 @@ class RunDirectory:
     def remove_partial(self) -> None:
         """Remove checkpoints whose writing was interrupted.
 
-        Retries: after a kill of the controller, its trainer may write for a moment longer.
+        They are renamed first: the trainer of a killed controller may write files for a moment longer.
         """
-        for partial in self._checkpoints.glob(f"*{PARTIAL}"):
-            for _ in range(REMOVALS):
-                shutil.rmtree(partial, ignore_errors=True)
-                if not partial.exists():
-                    break
-                time.sleep(0.1)
-            else:
-                shutil.rmtree(partial)
+        for partial in list(self._checkpoints.glob(f"*{PARTIAL}")):
+            shutil.rmtree(partial.rename(partial.with_name(uuid4().hex + PARTIAL)))
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first."""

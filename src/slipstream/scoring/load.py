@@ -24,7 +24,7 @@ PARAMETERS = ("rollout", "completion")
 def load_scoring(config: Config, tokenizer: ChatTokenizer, logs: Path | None = None) -> ScoringStage | None:
     """The stage of this configuration, not started; None without scorer and teacher. Raises `ConfigError`."""
     scorer = make_scorer(config, tokenizer, logs)
-    teacher = Teacher(config, logs and logs / "teacher.log") if config.teacher.path else None
+    teacher = Teacher(config, logs and logs / "teacher.log") if config.teacher.path or config.teacher.lag else None
     return ScoringStage(config.scoring, scorer, teacher) if scorer or teacher else None
 
 
