@@ -17,7 +17,6 @@ from slipstream.environments.episode import (
     RolloutFailed,
     Scoring,
     episode_limits,
-    gather_all,
     reward_error_counter,
     run_episode,
 )
@@ -26,6 +25,7 @@ from slipstream.generators.base import Generator
 from slipstream.observe.events import CONTROLLER
 from slipstream.observe.run_totals import metric_means
 from slipstream.rollout import Rollout, Sampling, build_samples, mean
+from slipstream.runtime.closing import gather_all
 from slipstream.runtime.event_loop import throttle
 
 RECORDED_TASKS = 200  # tasks whose outcomes are recorded

@@ -10,10 +10,11 @@ from functools import partial
 from slipstream.controller.errors import RunError
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Policy, Task
-from slipstream.environments.episode import EpisodeOptions, RolloutFailed, episode_limits, gather_all, run_episode
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, episode_limits, run_episode
 from slipstream.objective import has_signal
 from slipstream.observe.events import CONTROLLER, SCORING
 from slipstream.rollout import Group, Rollout
+from slipstream.runtime.closing import gather_all
 from slipstream.scheduling.ledger import State, Visit
 
 STARTS_PER_ITERATION = 8  # rollouts started in one iteration of the event loop

@@ -11,13 +11,14 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 from slipstream.config.schema import Config, SyncConfig
 from slipstream.errors import UserError
 from slipstream.generators.pool import EngineReplica, GeneratorPool
+from slipstream.runtime.closing import gather_all
 from slipstream.runtime.rank_group import RankGroup, detect_death
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
@@ -177,7 +178,7 @@ class WeightPublisher:
         self._travel = sum(map(math.prod, shapes.values())) * BYTES_PER_PARAMETER / MIN_BYTES_PER_S
         firsts = itertools.accumulate(ranks, initial=1)
         calls = [g.worker.connect(connection_info, first) for g, first in zip(self._members, firsts, strict=False)]
-        connecting = asyncio.ensure_future(_all_results(map(self._connect, self._members, calls)))
+        connecting = asyncio.ensure_future(gather_all(map(self._connect, self._members, calls)))
         connecting.add_done_callback(succeeded)  # an error of the trainer takes precedence
         try:
             while self._sender.collective and not (await asyncio.wait((connecting,), timeout=CONNECT_POLL_S))[0]:
@@ -301,7 +302,8 @@ class WeightPublisher:
 
         self._failed = {}
         pairs = list(zip(self._members, calls, strict=True))
-        replies = await _all_results(reply(*pair) for pair in pairs)
+        # An error cancels the other calls: a later error of theirs would count as one of the next try.
+        replies = await gather_all(reply(*pair) for pair in pairs)
         if len(self._failed) == len(pairs):
             raise next(iter(self._failed.values()))
         replied = {g: r for (g, _), r in zip(pairs, replies, strict=True) if g not in self._failed}
@@ -378,16 +380,6 @@ async def _receive_while_sending(sent: asyncio.Future[float], receiving: Awaitab
         return await received
     finally:
         received.cancel()
-
-
-async def _all_results(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of concurrent calls. An error cancels the others, whose errors would count in the next try."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _duration(call: Awaitable[Any]) -> float:

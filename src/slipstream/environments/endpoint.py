@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import ChatTokenizer, Policy
-from slipstream.environments.episode import gather_all
 from slipstream.environments.openai_api import JSON, ROUTES, RequestError, SamplingRequest, answer_text, parse_request
 from slipstream.environments.text_limits import run_in_thread
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion
+from slipstream.runtime.closing import gather_all
 
 if TYPE_CHECKING:
     from aiohttp import web

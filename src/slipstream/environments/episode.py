@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from slipstream.environments.reward_workers import CURRENT_EPISODE, EpisodeConte
 from slipstream.environments.rollout_checks import InvalidRollout
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Rollout
-from slipstream.runtime.closing import abandon
+from slipstream.runtime.closing import abandon, gather_all
 from slipstream.runtime.worker import succeeded
 
 MAX_REWARD = 1e12  # absolute value; float32 has to hold the squares of advantages
@@ -192,16 +192,6 @@ def _as_rollout_failed(error: BaseException, task: Task, policy: Policy) -> Roll
             refused = f"\nIts URL had answered: {policy.last_refusal}" if policy.last_refusal else ""
             return RolloutFailed(reason, f"task {task.id}:\n{_tail(leaf)}{refused}")
     return RolloutFailed(reason, f"task {task.id}: {error}")
-
-
-async def gather_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results of all coroutines, in order. Raises the first error, and cancels the others."""
-    tasks = [asyncio.ensure_future(one) for one in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def validate_numbers(rollout: Rollout) -> Rollout:

@@ -1,11 +1,11 @@
-"""Close several resources although one fails to close; end a program although tasks swallow their cancellation."""
+"""End concurrent work: close several resources although one fails, cancel tasks that others make useless."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -37,6 +37,16 @@ async def close_at_once(*closers: Callable[[], Awaitable[Any]]) -> None:
     for answer in await asyncio.gather(*(close() for close in closers), return_exceptions=True):
         if isinstance(answer, BaseException):
             raise answer
+
+
+async def gather_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results of all coroutines, in order. Raises the first error, and cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def finish_in_thread(function: Callable[..., Result], *arguments: Any) -> Result:
