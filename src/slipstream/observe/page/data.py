@@ -16,7 +16,7 @@ from slipstream.observe.formatting import is_finite
 from slipstream.observe.page.rollouts import TokenTexts, describe_rollouts
 from slipstream.observe.run_data import Record, Run
 from slipstream.observe.score import compare_scores
-from slipstream.observe.timeline import measure
+from slipstream.observe.timeline import Shares, measure
 
 MAX_ROLLOUTS = 200_000  # of a run in a file; of more, evenly spaced steps and groups
 MAX_RANKS = 8  # of more, only the first has a track
@@ -51,7 +51,8 @@ class RunData:
         self.rollouts: list[dict[str, list[Any]]] = []  # by step
         self.unread: list[int] = []  # steps whose rollouts were not read
         self._last_step = -1  # whose rollouts are read or in `unread`
-        self._shares, self._measure_at, self._is_measured = measure(self.run), 0.0, True
+        self._shares: Shares | None = None
+        self._measure_at, self._is_measured = 0.0, False
 
     @property
     def texts(self) -> TokenTexts:
@@ -147,7 +148,7 @@ def _items(part: Any) -> Iterator[tuple[str, Any]]:
 
 
 def columns(records: Sequence[Record]) -> dict[str, list[float | None]]:
-    """Numbers by metric, one for each record, with 7 significant digits; None for what is not finite."""
+    """Numbers by metric, one for each record, with 7 significant digits; None for NaN, infinities and other types."""
     names = dict.fromkeys(name for record in records for name, value in record.items() if is_finite(value))
     return {name: [_short(record.get(name)) for record in records] for name in names}
 
