@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.platform == "win32":
             raise ConfigError(NO_SYSTEM)
         list(parse_flags(flags))  # report malformed flags before anything else
-        if options.command is not _train:  # which ends its run after the current step; others remove what they have
+        if options.command is not _train:  # `train` sets a handler that ends the run after its step
             with contextlib.suppress(ValueError):  # not the main thread: no signals here
                 signal.signal(signal.SIGINT, signal.default_int_handler)
         if flags and options.command in (_report, _watch, _rollouts, _compare, _control, _trace, _runs, _track):

@@ -1,6 +1,6 @@
 """Commands to a run from other processes: over the socket in its directory, and on Ray through its mailbox.
 
-A request is a line of JSON with a command and its arguments. No request ends the run by an error of its own.
+A request is a line of JSON with a command and its arguments. An error of a request never ends the run.
 """
 
 from __future__ import annotations

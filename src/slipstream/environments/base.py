@@ -201,7 +201,7 @@ class ChatTokenizer:
 
     @functools.cached_property
     def _has_decode_batch(self) -> bool:
-        """Whether the tokenizer decodes as the `tokenizers` library does, without code of its own."""
+        """Whether the tokenizer decodes by the `tokenizers` library alone: its class overrides nothing."""
         from transformers import PreTrainedTokenizerFast as Fast
 
         kind = type(self._tokenizer)

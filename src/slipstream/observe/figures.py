@@ -18,7 +18,7 @@ FATES = (("trained", "trained on"), ("filtered", "filtered"), ("dropped_stale", 
 
 
 def figures(run: Run) -> dict[str, str]:
-    """What a run reached, in words, from its records; "–" for what is not recorded."""
+    """The figures of a run as texts by label, from its records; "–" means not recorded."""
     score, warned = compare_scores(run.evaluations) or {}, warnings(run)
     scores = [_interval(score[when]) for when in ("before", "after") if score.get(when)]
     return {
@@ -36,7 +36,7 @@ def _interval(score: Sequence[float | None]) -> str:
 
 
 def facts(run: Run, shares: Shares | None) -> Iterator[tuple[str, str, str]]:
-    """Label, value and note of what the run did; "–" for what is not recorded. `shares` are those of its timeline."""
+    """Label, value and note of each figure; "–" means not recorded. `shares` are those of the timeline."""
     last: Mapping[str, Any] = run.metrics[-1] if run.metrics else {}
     rewards, window = run.values("reward/mean"), last.get("time/window_s") or 0
     tenth = max(1, len(rewards) // 10)
@@ -88,7 +88,8 @@ def _count(value: Any) -> str:
 def warnings(run: Run) -> list[Record]:
     """The health warnings that the run recorded, or those of its metrics if it recorded no events.
 
-    The worst come first, then those that `follows` explains: a rule of another warning. `detail` are further lines.
+    Most severe first; consequences of another warning come last, and `follows` is the rule of that warning. `detail`
+    has further lines.
     """
     found = [event for event in run.events if event.get("kind") == "warning"]
     if not run.events:

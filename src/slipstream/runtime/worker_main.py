@@ -112,7 +112,7 @@ class WorkerServer:
         del self._calls[number]
 
     async def _call(self, number: int, method: str, arguments: bytes) -> None:
-        """Run a method and send what it returns or raises.
+        """Run a method and send its result or its error.
 
         No variable refers to the exception afterwards: its frames would keep connections of a failed transfer open.
         """

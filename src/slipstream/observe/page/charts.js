@@ -50,7 +50,7 @@ function curveTools() {
     zoom, el("span", { class: "hint" }, "Drag to zoom; double-click to reset."));
 }
 
-// Metrics of any run that vary, in order, each with others of the same values; and those that never vary.
+// Names of the metrics of all runs: those that vary, each grouped with metrics of equal values, and constant ones.
 function metricNames(runs) {
   const ranges = new Map();
   for (const [name, column] of runs.flatMap((run) => Object.entries({ ...run.evaluations, ...run.metrics }))) {

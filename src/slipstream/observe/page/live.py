@@ -1,4 +1,4 @@
-"""The data of a live page: all of it at first, then the records after those that the page has."""
+"""The data of a live page: first all records, then only records that are new to the page."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The Ray actor of a worker: starts the worker's process on its node, and relays messages to and from it.
 
-The worker is a process of its own, so that a worker that computes or hangs does not block the actor.
+The worker runs in a child process of the actor, so that a worker that computes or hangs does not block the actor.
 """
 
 from __future__ import annotations
