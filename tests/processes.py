@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,22 @@ def descendants(process: int) -> set[int]:
     """The processes that `process` started, and that those did."""
     children = set(kill.children(process))
     return children.union(*(descendants(child) for child in children))
+
+
+def command_line(process: int) -> bytes:
+    """Empty if the process has ended."""
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def output(process: int) -> str:
+    """The path of a process's standard output; empty if the process has ended."""
+    try:
+        return os.readlink(f"/proc/{process}/fd/1")
+    except OSError:
+        return ""
 
 
 def workers(command: int) -> list[int]:

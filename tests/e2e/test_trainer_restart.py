@@ -19,7 +19,7 @@ from slipstream.observe.run_data import load_run
 from slipstream.observe.timeline import timeline
 from tests import warm
 from tests.e2e.test_runs import end, kill, model
-from tests.processes import descendants
+from tests.processes import descendants, output
 
 pytestmark = pytest.mark.e2e
 __all__ = ["model"]  # the fixture
@@ -73,14 +73,7 @@ def start(model: Path, directory: Path, max_lag: int, *flags: str, path: Path | 
 
 def processes(run: subprocess.Popen[str], log: str) -> list[int]:
     """Processes of a run that write this log."""
-    found = []
-    for process in descendants(run.pid):
-        try:
-            if Path(f"/proc/{process}/fd/1").readlink().name == log:
-                found.append(process)
-        except OSError:
-            continue
-    return found
+    return [process for process in descendants(run.pid) if Path(output(process)).name == log]
 
 
 def when(condition: Callable[[], Any], run: subprocess.Popen[str], seconds: float = 100.0) -> Any:

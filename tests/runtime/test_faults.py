@@ -39,7 +39,15 @@ from slipstream.sync.shared import SharedSender
 from slipstream.trainers.base import TrainerWorker
 from tests import warm
 from tests.conftest import in_flight
-from tests.processes import ENDLESS, changing, descendants, lives, module_for_processes
+from tests.processes import (
+    ENDLESS,
+    changing,
+    command_line,
+    descendants,
+    lives,
+    module_for_processes,
+    output,
+)
 
 LIMIT = 120.0  # seconds in which every test must end
 TRAINER = "slipstream.tools.verify:PerturbingTrainer"
@@ -486,9 +494,7 @@ def test_a_generator_ends_when_its_vllm_core_dies(
 
             drawing = asyncio.ensure_future(on_and_on())
             await asyncio.wait([drawing], timeout=1.0)
-            cores = {
-                p for p in descendants(pid_of(process)) if b"EngineCore" in Path(f"/proc/{p}/cmdline").read_bytes()
-            }
+            cores = {p for p in descendants(pid_of(process)) if b"EngineCore" in command_line(p)}
             began = time.monotonic()
             for core in cores:
                 os.kill(core, signal.SIGKILL)
@@ -864,9 +870,7 @@ def test_a_run_whose_only_generator_dies_ends_with_its_name(tiny: Path, tmp_path
         assert time.monotonic() < last, "no step is taken"
         time.sleep(0.05)
     processes = descendants(process.pid)
-    (generator,) = {
-        p for p in processes if f"{directory}/logs/generator_0.log" == str(Path(f"/proc/{p}/fd/1").readlink())
-    }
+    (generator,) = {p for p in processes if output(p) == f"{directory}/logs/generator_0.log"}
     os.kill(generator, signal.SIGKILL)
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 1, out + err
@@ -894,7 +898,7 @@ def test_a_run_continues_while_one_generator_is_alive(tiny: Path, tmp_path: Path
         assert time.monotonic() < last, "no step is taken"
         time.sleep(0.02)
     log = directory / "logs" / "generator_1.log"
-    (victim,) = {p for p in descendants(process.pid) if Path(f"/proc/{p}/fd/1").readlink() == log}
+    (victim,) = {p for p in descendants(process.pid) if output(p) == str(log)}
     os.kill(victim, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err
