@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +58,7 @@ def command_line(process: int) -> bytes:
 def output(process: int) -> str:
     """The path of a process's standard output; empty if the process has ended."""
     try:
-        return os.readlink(f"/proc/{process}/fd/1")
+        return str(Path(f"/proc/{process}/fd/1").readlink())
     except OSError:
         return ""
 
