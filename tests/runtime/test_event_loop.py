@@ -1,14 +1,15 @@
-"""At most a few ready coroutines continue in one iteration of the event loop."""
+"""A few ready coroutines continue in one iteration of the event loop, and its thread runs before others."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +18,7 @@ import pytest
 
 from slipstream import run as run_module
 from slipstream.environments import text_limits
-from slipstream.runtime.event_loop import PER_ITERATION, call_throttled, throttle
+from slipstream.runtime.event_loop import NICENESS, PER_ITERATION, call_throttled, lower_priority, throttle
 from slipstream.runtime.process import Launch, Launcher
 from slipstream.runtime.worker import Worker
 from slipstream.runtime.worker_main import START
@@ -179,3 +180,14 @@ assert not (late := set(sys.modules) - before), late
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_threads_with_lower_priority_leave_the_process_as_it_is() -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = niceness()
+    with ThreadPoolExecutor(1, initializer=lower_priority) as threads:
+        assert threads.submit(niceness).result() == min(19, before + NICENESS)
+    assert niceness() == before

@@ -15,9 +15,9 @@ from slipstream.objective import has_signal
 from slipstream.observe.events import CONTROLLER, SCORING
 from slipstream.rollout import Group, Rollout
 from slipstream.runtime.closing import gather_all
+from slipstream.runtime.event_loop import throttle
 from slipstream.scheduling.ledger import State, Visit
 
-STARTS_PER_ITERATION = 8  # rollouts started in one iteration of the event loop
 FILTERED_STEPS = 20  # steps' worth of filtered groups in a row: the default limit, and the number that causes a warning
 SLOW_EPISODE_S = 10.0  # age at which an episode is first reported as slow
 
@@ -37,9 +37,8 @@ def admit_groups(run: RunContext) -> None:
 
 async def admit_gradually(run: RunContext) -> None:
     """Start a few groups per iteration of the event loop: starting hundreds of rollouts at once blocks it for 0.1 s."""
-    few = max(1, STARTS_PER_ITERATION // run.config.loop.group_size)
-    while start_groups(run, min(few, run.state.startable())):
-        await asyncio.sleep(0)
+    while start_groups(run, min(1, run.state.startable())):
+        await throttle()
 
 
 def start_groups(run: RunContext, count: int) -> int:
@@ -72,6 +71,8 @@ async def play_rollout(run: RunContext, task: Task, visit: Visit, member: int) -
 
     Raises `RunError` after too many failures in a row, and `WorkerDied` if all engines or a scoring process died.
     """
+    if run.config.loop.max_lag:  # a synchronous run's requests reach an engine as one message
+        await throttle()
     seed = f"{run.config.loop.seed}/{visit.id}/{visit.attempt}/{member}"
     options, began = run.config.environment, run.events.now()
     policy = Policy(

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from slipstream.generators.base import validate_length
-from slipstream.runtime.event_loop import throttle
+from slipstream.runtime.event_loop import lower_priority, throttle
 
 MAX_INLINE = 8192  # characters that are tokenized in the event loop, in about 10 ms
 MIN_BOUND = 65_536  # characters, about 100 ms: shorter text is tokenized whatever the context
 CHARACTERS_PER_TOKEN = 8  # upper bound for almost all text
 SLACK = 64  # tokens by which a text's start, tokenized alone, may differ
-THREADS = ThreadPoolExecutor(2, "tokenizer")
+THREADS = ThreadPoolExecutor(2, "tokenizer", lower_priority)
 
 Result = TypeVar("Result")
 

@@ -24,6 +24,7 @@ from slipstream.errors import UserError
 from slipstream.observe.events import EventLog, json_line, truncate_lines
 from slipstream.rollout import Batch, Group, float32_array, mean
 from slipstream.runtime.disk import describe_full_disk, free_bytes
+from slipstream.runtime.event_loop import lower_priority
 from slipstream.runtime.run_directory import PARTIAL
 
 Decode = Callable[[Sequence[int]], str]
@@ -59,7 +60,7 @@ class Recorder:
         self._rollouts = directory / "rollouts"
         self.events = EventLog(directory / "events.jsonl")
         self._decode = decode
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+        self._thread = ThreadPoolExecutor(1, "recorder", lower_priority)
         self._jobs: list[tuple[Callable[[], None], int]] = []  # with the tokens of each
         self._written: list[tuple[Future[None], int]] = []  # in order, with completed ones until the next `room`
         self._warned = False

@@ -1,14 +1,18 @@
-"""A bound on the work of one iteration of the event loop, so that timers and sockets are served in between."""
+"""Keeps the event loop responsive: a bound on the work of each iteration, and threads with a lower priority than it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+NICENESS = 10  # of threads, relative to the process; a processor that both want is then given to the event loop 9:1
 PER_ITERATION = 4  # calls and coroutines for each iteration; each takes some tenths of a millisecond
 
 
@@ -66,3 +70,13 @@ async def throttle() -> None:
 
     call_throttled(admit)
     await admitted
+
+
+def lower_priority() -> None:
+    """Let the event loop's thread run before this one if both wait for a processor, on Linux.
+
+    For threads that serialize, decode and write: on a host with few free cores they delay the event loop otherwise.
+    """
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS)
