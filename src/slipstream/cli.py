@@ -153,7 +153,7 @@ def _add_lag_study(commands: Subparsers) -> None:
     lag = study.add_subparsers(metavar="STUDY", required=True).add_parser(
         "lag", help="cost of stale data in accuracy, and its gain in time"
     )
-    sets = "none, default, or your own as NAME:option=value,option=value (default: none,default)"
+    sets = "none, default, importance, or your own as NAME:option=value,option=value (default: none,default)"
     length = "the task; loop.max_tokens is the length of each run"
     lag.add_argument("config", nargs="?", metavar="CONFIG.toml", help=length)
     lag.add_argument("--lags", default="0,1,4,16", metavar="N,N", help="values of loop.max_lag (default: 0,1,4,16)")

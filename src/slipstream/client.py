@@ -26,10 +26,10 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
 def attach(run: str | Path, address: str = "", timeout: float = 30.0) -> RunHandle:
-    """The handle of a running run: its directory, or with the `address` of a Ray cluster ("auto") its name there.
+    """The handle of a running run. `run` is its directory, or its name on the Ray cluster at `address` ("auto": found).
 
-    `timeout` is in seconds, for answers that need no work of an engine or the trainer. Raises `ConfigError` if the run
-    is over, was killed, or can't be reached.
+    `timeout` (seconds) limits commands that the controller alone answers: `generate` and `checkpoint` have no limit.
+    Raises `ConfigError` if the run is over, was killed, or can't be reached.
     """
     handle = RunHandle(str(run) if address else str(Path(run).absolute()), address, timeout)
     handle.status()

@@ -13,6 +13,7 @@ import pytest
 
 from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
+from slipstream.environments.rollout_checks import copy_arrays
 from slipstream.generators.torch.engine import Engine
 from slipstream.generators.torch.generator import TorchGenerator
 from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan
@@ -119,6 +120,15 @@ def extended(name: str, value: float) -> Build:
 def test_a_completion_changed_in_place_fails_its_rollout(name: str, value: float) -> None:
     failure, _ = play(extended(name, value))
     assert isinstance(failure, RolloutFailed) and failure.reason == f"invalid rollout: completions.{name}"
+
+
+def test_the_record_has_its_own_routing_and_masks() -> None:
+    """An environment may reorder the experts or the kept tokens of its completion."""
+    experts, kept = np.zeros((3, 1, 2), np.int32), np.array([5, 6], np.int32)
+    recorded = copy_arrays(dataclasses.replace(ELSEWHERE, sampling_mask=(kept,), experts=experts))
+    experts[:] = 9
+    kept[:] = 9
+    assert recorded.experts.max() == 0 and recorded.sampling_mask and list(recorded.sampling_mask[0]) == [5, 6]
 
 
 @pytest.mark.parametrize("reward", [1e308, -1e39, 1e13, float("nan"), float("inf")])

@@ -12,6 +12,7 @@ import pytest
 
 from slipstream import cli, load_run
 from slipstream.config.schema import AlgorithmConfig
+from slipstream.observe.figures import count
 from slipstream.observe.formatting import shorten
 from slipstream.observe.notebook import smooth, sparkline_svg
 from slipstream.observe.recorder import SCHEMA
@@ -95,6 +96,11 @@ def test_a_run_without_rollouts_is_one_line(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "config.toml").write_text("")
     assert run_cli("rollouts", tmp_path) == 2
     assert "has no rollouts yet" in capsys.readouterr().err
+
+
+def test_counts_are_rounded_before_their_unit_is_chosen() -> None:
+    said = {9_999: "9,999", 12_345: "12.3 k", 999_999: "1 M", 999_600_000: "1 G", 2_500_000_000_000: "2.5 T"}
+    assert [count(value) for value in said] == list(said.values()) and count(None) == "–"
 
 
 def test_runs_are_compared(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

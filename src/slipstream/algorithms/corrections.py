@@ -1,8 +1,8 @@
 """Weights of off-policy tokens: pure functions from tokens to one weight per token, without a gradient.
 
 A weight of 0 is a mask. The loss of a token is multiplied by the product of all corrections. r = policy / behaviour at
-a token. Importance weights (`truncate_tokens`, `truncate_sequences`, `icepop`) are for `reinforce`, whose loss has no
-ratio; masks and weights by lag go with any loss.
+a token; its lag is the trainer's version minus the version that sampled it. Importance weights (`truncate_tokens`,
+`truncate_sequences`, `icepop`) are for `reinforce`, whose loss has no ratio; masks and weights by lag go with any loss.
 """
 
 from __future__ import annotations

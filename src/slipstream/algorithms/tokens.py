@@ -41,7 +41,7 @@ class Tokens:
 
     @property
     def divergence(self) -> Tensor:
-        """k3 estimate of KL(behaviour ‖ policy) at each token, detached: r - 1 - log r, 0 or more."""
+        """k3 estimate of KL(behaviour ‖ policy) at each token, detached: r - 1 - log r, r = policy / behaviour."""
         log_ratio = (self.logprobs - self.behaviour).detach()
         return ratio(log_ratio) - 1 - log_ratio
 

@@ -40,7 +40,7 @@ def spares_copy(config: Config) -> bool:
 
 
 def to_toml(value: Any) -> str:
-    """A value in TOML, on one line."""
+    """A value in TOML, on one line, if `is_writable`: None, NaN and infinities give invalid TOML."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{to_toml(k)} = {to_toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

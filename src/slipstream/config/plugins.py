@@ -52,13 +52,16 @@ def load_object(reference: str, kind: str = "function", known: Sequence[str] = (
     return getattr(module, name)
 
 
-def build(kind: Callable[..., Any], arguments: Sequence[Any], needed: Sequence[str]) -> Any:
-    """`kind(*arguments)`. Raises `LoadError` if the arguments don't fit, or a `needed` attribute is missing."""
+def build(factory: Callable[..., Any], arguments: Sequence[Any], needed: Sequence[str]) -> Any:
+    """`factory(*arguments)`, whose exceptions pass.
+
+    Raises `LoadError` if the arguments don't fit, or the result lacks a `needed` attribute.
+    """
     try:
-        inspect.signature(kind).bind(*arguments)
+        inspect.signature(factory).bind(*arguments)
     except TypeError as error:
         raise LoadError(f"it can't be called with {len(arguments)} arguments ({error}); {SEE}") from None
-    built = kind(*arguments)
+    built = factory(*arguments)
     for name in needed:
         if not hasattr(built, name):
             raise LoadError(f"it has no attribute {name!r}; {SEE}")

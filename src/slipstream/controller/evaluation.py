@@ -33,7 +33,10 @@ RECORDED_CHARACTERS = 500  # of a prompt or a completion
 
 
 async def evaluate_if_due(run: RunContext, tokens: int) -> None:
-    """Start an evaluation every `evaluation.every` steps or `every_tokens` tokens, after a step on `tokens` tokens."""
+    """Start an evaluation if one is due, by steps or tokens. `tokens` is the number of tokens of the last step.
+
+    Skips it, with a warning, while the one before is running. Waits for its end if `loop.max_lag` is 0.
+    """
     step, total = run.state.step, run.totals.tokens_trained
     every, every_tokens = run.config.evaluation.every, run.config.evaluation.every_tokens
     by_steps = every and step % every == 0
@@ -135,7 +138,7 @@ def evaluation_sampling(config: Config) -> Sampling:
 
 
 def describe_failures(result: Mapping[str, Any], when: str = "") -> str:
-    """One line on the held-out tasks that failed; `when` names the evaluation."""
+    """One line on the held-out tasks that failed, at least one. `when`, such as " after step 5", follows the count."""
     failed, tasks = result["eval/failed"], result["eval/tasks"]
     count = f"all {tasks}" if failed == tasks else f"{failed} of {tasks}"
     return f"{count} held-out tasks failed{when}, the last with: {result['last_failure']}"

@@ -134,7 +134,7 @@ class Cluster:
             )
         if engines < generator.min_replicas:
             raise ConfigError(f"engines = {engines} is less than generator.min_replicas = {generator.min_replicas}")
-        gpus_of_engine(self._placement, engines - 1, gpus_to_plan(self._config, engines))
+        gpus_of_engine(self._placement, engines - 1, assignable_gpus(self._config, engines))
         await self.supervisor.scale(engines)
 
     def _engine_start(self) -> AbstractAsyncContextManager[object]:
@@ -175,7 +175,7 @@ async def start_generators(
 
     def new_process(number: int, config: Config) -> tuple[WorkerProcess, Start]:
         role, log = f"generator {number}", directory / "logs" / f"generator_{number}.log"
-        gpus = gpus_of_engine(placement, number, gpus_to_plan(config, number))
+        gpus = gpus_of_engine(placement, number, assignable_gpus(config, number))
         launcher = current_runtime().launcher(role, gpus)
         process = WorkerProcess(role, log, launcher, progress_timeout=config.runtime.progress_timeout)
 
@@ -207,8 +207,11 @@ async def _connect_servers(config: Config) -> GeneratorPool:
     return GeneratorPool([EngineReplica(s, s.ranks, max_num_seqs=s.max_num_seqs) for s in servers])
 
 
-def gpus_to_plan(config: Config, engines: int) -> int:
-    """GPUs for further engines. A Ray cluster may get more nodes, so engines there may wait for GPUs."""
+def assignable_gpus(config: Config, engines: int) -> int:
+    """Number of GPUs that engines can be assigned to, used ones included.
+
+    On Ray with room for `engines` more: the cluster may get nodes, and such an engine waits for its GPUs.
+    """
     later = engines * config.generator.tensor_parallel_size if config.runtime.kind == "ray" else 0
     return current_runtime().gpus + later
 

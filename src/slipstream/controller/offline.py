@@ -54,7 +54,10 @@ async def evaluate_model(config: Config) -> dict[str, Any]:
 
 
 async def generate_texts(config: Config, prompts: Sequence[str]) -> list[Completion]:
-    """Complete each prompt with the sampling of evaluations, and with the chat template if the tokenizer has one."""
+    """Complete each prompt with the embedded engine in this process, sampling as evaluations do.
+
+    Uses the chat template if the tokenizer has one. Raises `ConfigError`.
+    """
     generator, tokenizer = load_generator(config)
     policy = Policy(generator, ChatTokenizer(tokenizer, max_model_len(config)), evaluation_sampling(config), "")
     seed = config.loop.seed

@@ -105,7 +105,8 @@ async def score(run: RunContext, visit: Visit, task: Task, rollout: Rollout) -> 
 
 
 def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None:
-    """Count a failed rollout, or raise the error that ends the run if one caused it; see `play_rollout`."""
+    """Count a failed rollout. Raises `WorkerDied` if all engines or a scoring process died, and `RunError` after too
+    many failures in a row."""
     if dead := run.cluster.generator.dead or (run.scoring and run.scoring.dead):
         raise dead from None
     run.state.ledger.reasons[failure.reason] += 1

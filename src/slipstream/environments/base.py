@@ -1,7 +1,7 @@
 """The interface between a user's environment and the run: `Environment`, `Task`, and `Policy`.
 
-An episode is one async function, which samples completions from the policy and returns a reward. `Policy` records
-tokens, log-probabilities and versions, and derives seeds.
+An episode is one call of `Environment.rollout`, which samples completions from the policy and returns a reward or
+rollouts. `Policy` records tokens, log-probabilities and versions, and derives seeds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class InvalidReward(UserError):
 
 
 def as_reward(value: Any) -> float:
-    """A reward as a float. Raises `InvalidReward`, also for text."""
+    """A reward as a float, which may be NaN. Raises `InvalidReward` for what is no number, such as the text "1.0"."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise InvalidReward(f"the reward is {value!r:.80}, of type {type(value).__name__}: return a number")
     return float(value)
@@ -201,7 +201,7 @@ class ChatTokenizer:
 
     @functools.cached_property
     def _has_decode_batch(self) -> bool:
-        """Whether the tokenizer decodes by the `tokenizers` library alone: its class overrides nothing."""
+        """Whether the `tokenizers` library alone decodes: the tokenizer's class overrides neither of its methods."""
         from transformers import PreTrainedTokenizerFast as Fast
 
         kind = type(self._tokenizer)
@@ -213,6 +213,7 @@ class ChatTokenizer:
         return self._tokenize(text)
 
     def _tokenize(self, text: str, **options: Any) -> array[int]:
+        """Encode text without a chat template. Raises `ContextFull`, or `GenerationError` for half a surrogate pair."""
         self.limits.validate_text(text)
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
             raise GenerationError("the prompt holds half of a surrogate pair, which is no text; remove it")

@@ -97,8 +97,8 @@ async def run_episode(
 ) -> tuple[Rollout, ...]:
     """Play and score one episode: one rollout, or one for each role.
 
-    Raises `RolloutFailed` for an exception, a timeout, or a reward that is not a finite number. Raises `ConfigError`,
-    such as for a missing package, unchanged: every other episode would fail alike.
+    Raises `RolloutFailed` for an exception, a timeout, no completion, or a reward that is not a finite number. Raises
+    `ConfigError`, such as for a missing package, unchanged: every other episode would fail alike.
     """
     token = CURRENT_EPISODE.set(EpisodeContext(policy.clock, options.reward_errors))
     try:

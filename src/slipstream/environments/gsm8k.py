@@ -99,7 +99,10 @@ def gold(answer: str) -> str:
 
 
 def _read(data: str, skip_malformed: bool) -> Sequence[list[dict[str, str]]]:
-    """Rows of the training and the test split."""
+    """Rows of the training and the test split, of a directory, a .jsonl file (a tenth is held out) or a Hub name.
+
+    Raises `ConfigError` for missing data, for malformed rows unless they are skipped, and if no row is left.
+    """
     path = Path(data)
     if path.is_dir():
         files = (path / "train.jsonl", path / "test.jsonl")

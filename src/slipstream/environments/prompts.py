@@ -12,7 +12,7 @@ MAX_EXACT_BYTES = 2**20  # longer prompts are bounded instead of tokenized
 
 
 def find_overlong_prompts(tasks: Sequence[Task], tokenizer: ChatTokenizer, context: int) -> dict[int, str]:
-    """Indices of tasks whose prompt leaves no room in `context` tokens, with the length of each.
+    """Indices of tasks whose prompt has at least `context` tokens, with the length of each as text.
 
     A prompt with fewer bytes than the context is not tokenized: a token has at least one byte.
     """

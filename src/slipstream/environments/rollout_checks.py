@@ -6,6 +6,7 @@ Consumes rollouts and copies of the episode's completions, which reveal arrays c
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from array import array
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,9 @@ class InvalidRollout(InvalidInput):
 
 
 def copy_arrays(completion: Completion) -> Completion:
-    """The completion with copies of its arrays: an environment may change the original ones."""
-    arrays = {name: getattr(completion, name)[:] for name in ("prompt_ids", "token_ids", "logprobs")}
+    """A copy for the record. The environment keeps the original, and may change its arrays."""
+    names = ("prompt_ids", "token_ids", "logprobs", "sampling_mask", "experts")
+    arrays = {name: copy.deepcopy(getattr(completion, name)) for name in names}
     return dataclasses.replace(completion, **arrays)
 
 

@@ -1,6 +1,7 @@
 """Limits on the text to tokenize, since long text takes seconds and gigabytes.
 
-Text too long for the context raises `ContextFull` before it is tokenized. Other long text is tokenized in a thread.
+Text that is certainly too long for the context raises `ContextFull` before all of it is tokenized: by its size, from
+`MIN_BOUND` characters on, or by the tokens of its start. Other long text is tokenized in a thread.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ async def run_in_thread(size: int, function: Callable[..., Result], *arguments: 
 
 
 def count_characters(value: Any) -> int:
-    """Characters of all text in a prompt; any other value counts as one."""
+    """Size of a prompt: the characters of its text and keys, and one for each list element and other value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -48,7 +49,7 @@ def count_characters(value: Any) -> int:
 
 
 class PromptLimits:
-    """Bounds a tokenizer's prompts by a context of so many tokens; 0: unbounded."""
+    """Refuses prompts that can't fit a context of `context` tokens. 0: no limit."""
 
     def __init__(self, tokenizer: Any, context: int = 0) -> None:
         self._tokenizer, self.context = tokenizer, context
@@ -59,7 +60,7 @@ class PromptLimits:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def validate_tokens(self, found: str, tokens: int) -> None:
-        """Raise `ContextFull`, with `found` in its message, if `tokens`, a lower bound, exceed the context."""
+        """Raise `ContextFull`, with `found` in its message, if `tokens`, a lower bound, fill the context."""
         if self.context:
             validate_length(found, tokens, self.context)
 

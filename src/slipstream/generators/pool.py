@@ -167,7 +167,7 @@ class EngineReplica:
         return self.count(await self.wait_for(self.worker.stats(), "return its statistics", STATS_TIMEOUT_S))
 
     def count(self, stats: dict[str, float]) -> dict[str, float]:
-        """Totals with these statistics of the present process."""
+        """Set and return the totals over all processes of this engine. `stats` are those of the current process."""
         self.totals = {name: value + self._previous_totals.get(name, 0.0) for name, value in stats.items()}
         return self.totals
 
@@ -302,7 +302,7 @@ class GeneratorPool:
         self._changed.set()
 
     def serve(self, generator: EngineReplica) -> None:
-        """Send requests to this engine."""
+        """Mark an engine of the pool as serving: from now on it gets requests."""
         generator.serving.set()
         self._changed.set()
 

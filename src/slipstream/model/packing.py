@@ -159,7 +159,7 @@ def forward_length(sample: Sample) -> int:
 
 
 def prefix_group_length(samples: Sequence[Sample], members: PrefixGroup) -> int:
-    """Tokens of a prefix group in the forward pass."""
+    """Tokens of a prefix group in the forward pass: its prompt once, and completions without their last token."""
     prompt = len(samples[members[0]].prompt_ids)
     return prompt + sum(forward_length(samples[i]) - prompt for i in members)
 

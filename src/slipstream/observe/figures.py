@@ -1,4 +1,4 @@
-"""What a run reached, from its records: the figures of the terminal report, of the page and of comparisons."""
+"""Summary values of a run from its records: for the terminal report, the page and comparisons of runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def facts(run: Run, shares: Shares | None) -> Iterator[tuple[str, str, str]]:
         tokens = last.get(f"{total}/total_tokens")
         rate = number(tokens / window) if tokens and window else "–"
         used = f", {side} busy {getattr(shares, side)['busy']:.0%}" if shares and window else ""
-        yield label, f"{_count(tokens)} tokens", f"{rate} tokens/s{used} of the time since the first rollout"
+        yield label, f"{count(tokens)} tokens", f"{rate} tokens/s{used} of the time since the first rollout"
     most, pauses = max(run.values("lag/max"), default=None), run.values("sync/pause_ms")
     paused = f"; {number(last.get('version'))} publishes paused engines {median(pauses):,.2f} ms each" if pauses else ""
     lag = f"on average, at most {number(most)}{paused}"
@@ -78,15 +78,17 @@ def arrow(first: Any, last: Any) -> str:
     return f"{number(first, 3)} → {number(last, 3)}{gain}"
 
 
-def _count(value: Any) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if is_finite(value) and value >= size:
-            return f"{value / (1000 if unit == 'k' else size):.3g} {unit}"
-    return number(value)
+def count(value: Any) -> str:
+    """A count with three digits and k, M, G or T from 10,000 on; "–" if it is not recorded."""
+    if not is_finite(value) or value < 1e4:
+        return number(value)
+    value = float(f"{value:.3g}")  # before the choice of the unit: 999,999 is 1 M
+    size, unit = next((size, unit) for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= size)
+    return f"{value / size:.3g} {unit}"
 
 
 def warnings(run: Run) -> list[Record]:
-    """The health warnings that the run recorded, or those of its metrics if it recorded no events.
+    """The health warnings that the run recorded, or those computed from its metrics if it recorded no events.
 
     Most severe first; consequences of another warning come last, and `follows` is the rule of that warning. `detail`
     has further lines.

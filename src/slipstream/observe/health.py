@@ -92,7 +92,7 @@ def _reward_collapse(h: History) -> Measure:
 
 
 def _score_falls(h: History) -> Measure:
-    """Fall of the held-out score below its best, in units of three standard errors, while the reward rises."""
+    """Fall of the held-out score below its best, divided by three standard errors; 0 unless the reward has risen."""
     scores = [(e["eval/score"], e.get("eval/tasks") or 1) for e in h.evaluations if is_finite(e.get("eval/score"))]
     before = max(h.start("reward/mean"), h.start("reward/mean", 3))  # a first step too large lowers both at once
     gain = h.mean("reward/mean") - before

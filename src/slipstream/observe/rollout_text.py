@@ -40,7 +40,10 @@ def print_rollouts(run: Run, step: int | None, group: int | None, as_json: bool)
 
 
 def read_rollouts(run: Run, step: int | None, group: int | None) -> list[Rollout]:
-    """The rollouts of a step, the highest reward first. Raises `ConfigError` if there are none."""
+    """The rollouts of a step (None: the last), the highest reward first; `group` None: of all groups.
+
+    Raises `ConfigError` if there are none.
+    """
     steps = run.rollout_steps
     if not steps:
         raise ConfigError(f"{run.path} has no rollouts yet: rollouts/ has no step_N.parquet")

@@ -47,6 +47,7 @@ def _outcomes(evaluation: Mapping[str, Any]) -> dict[str, float] | None:
 
 
 def _with_interval(evaluation: Mapping[str, Any], outcomes: dict[str, float] | None) -> tuple[list[float | None], str]:
+    """Score, lower and upper bound (None if unknown) at 95%, and the method. `outcomes` are scores by task."""
     score, tasks = evaluation["eval/score"], evaluation.get("eval/tasks") or 0
     if outcomes and set(outcomes.values()) - {0.0, 1.0}:
         return _mean(list(outcomes.values())), "mean of per-task outcomes, normal approximation"

@@ -94,7 +94,11 @@ class Timeline:
         return self.tracks[SCORING].busy if SCORING in self.tracks else []
 
     def _remedy(self, trainers: dict[str, float], engines: dict[str, float], scored: float) -> str:
-        """`scored` is the fraction in which engines were idle while rollouts were scored."""
+        """The cause of the idle time, and the remedy if there is one.
+
+        `trainers` and `engines` are fractions of time by state. `scored` is the fraction of the engines' time in which
+        they were idle while rollouts were scored.
+        """
         trainer, idle = trainers["waiting"], engines["waiting"]
         if self.colocated:
             return "they share GPUs, so one waits while the other works; separate GPUs would let both work at once"

@@ -1,6 +1,7 @@
 """The layout of a run directory, and atomic checkpoints in it.
 
-config.toml  metrics.jsonl  evaluations.jsonl  rollouts/  checkpoints/step_N/  policy/  summary.json  logs/
+config.toml  metrics.jsonl  evaluations.jsonl  events.jsonl  rollouts/  checkpoints/step_N/  policy/  summary.json
+logs/
 """
 
 from __future__ import annotations
@@ -187,7 +188,10 @@ def write_state(checkpoint: Path, state: dict[str, Any], ready: Sequence[Group])
 
 
 def read_ready(checkpoint: Path, state: dict[str, Any]) -> list[Group]:
-    """The ready groups of a checkpoint. Raises `ValueError` or `OSError` for a file not written by `write_state`."""
+    """The ready groups (sampled, not trained on) of a checkpoint. Digests are checked by `newest_whole` alone.
+
+    Raises `ValueError` or `OSError` for a file not written by `write_state`.
+    """
     return read_lines(checkpoint / state[READY])
 
 

@@ -16,7 +16,7 @@ from slipstream.runtime.process import Launch, Launcher, LocalProcess
 
 @dataclass(frozen=True)
 class Node:
-    """A host of workers. `gpus` is how many Ray schedules there, None without Ray."""
+    """A host that can run workers. `gpus`: the number of GPUs that Ray can allocate on it; None without Ray."""
 
     name: str
     address: str

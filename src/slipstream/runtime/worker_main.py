@@ -149,9 +149,9 @@ def describe_error(error: BaseException) -> tuple[str, str, str, bool]:
 
 
 def import_class(reference: str) -> Any:
-    """The class or function that "module:attribute" or "file.py:attribute" names.
+    """The class or function that "module:attribute" or "file.py:attribute" names. Raises `LoadError`.
 
-    The garbage collector is off during imports, where it takes a fifth of the time.
+    The garbage collector is off during imports, where it takes a fifth of the time, and ignores their objects later.
     """
     gc.disable()
     try:

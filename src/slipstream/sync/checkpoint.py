@@ -23,7 +23,7 @@ from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Rece
 
 
 class CheckpointSender(Sender):
-    """The trainer's end. `release` removes older files, except the newest `sync.keep_versions`."""
+    """The trainer's end. `release` keeps the served file and the newest older ones, `sync.keep_versions` in total."""
 
     trainer_free_after_send = independent_receivers = True
 
@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 def version_of(path: Path) -> int:
-    """Version of a published file or (`sync.restart`) model directory; -1 for an unfinished file."""
+    """Version in the name of a published file or (`sync.restart`) model directory; -1 for any other name."""
     number = path.name.removeprefix("version_").removesuffix(".safetensors")
     return int(number) if number.isdecimal() else -1
 

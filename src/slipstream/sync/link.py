@@ -82,7 +82,7 @@ class Sender(Protocol):
         """Transfer the staged version, while engines run `Receiver.prepare`."""
 
     def release(self, handle: PublishHandle) -> None:
-        """Free what was staged. Called when every engine has swapped."""
+        """Free what no engine needs once every engine serves this version."""
 
     def close(self) -> None: ...
 

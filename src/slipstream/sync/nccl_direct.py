@@ -1,7 +1,7 @@
 """The `nccl_direct` link: vLLM's weight transfer engine, which pauses an engine during the whole transfer.
 
-It needs no staging memory: use it if GPU memory is too small for `nccl`. The model needs a weight mapping as for other
-links, since checksums of the served weights are compared.
+It needs no staging memory: use it if GPU memory is too small for `nccl`. Trainer and engines are on one host, and the
+trainer needs vLLM. The model needs a mapping from the trainer's to vLLM's names, since checksums are compared.
 """
 
 from __future__ import annotations

@@ -67,5 +67,5 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor`, full on every rank, sharded as `like` is."""
+    """The shard of a full tensor, laid out as `like` is. A collective call: rank 0's values are used."""
     return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor

@@ -196,7 +196,7 @@ class VllmEngine:
         return pause_s
 
     def _swap_weights(self, version: int, apply: Callable[[], CountsBeforeSwap], recompute: bool) -> CountsBeforeSwap:
-        """Call `apply` and serve `version`; with `recompute`, drop all keys and values. Returns the counts."""
+        """Call `apply`, then serve `version`; with `recompute`, reset the KV cache. Returns what `apply` returns."""
         core = self._llm.engine_core
         pause = recompute and self._parallel_core  # a core in this process is paused between two steps
         if pause:

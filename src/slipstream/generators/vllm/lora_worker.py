@@ -1,4 +1,4 @@
-"""A worker's end of the `lora` link: loads an adapter into a free slot, in a background thread and CUDA stream.
+"""The `lora` link in a vLLM worker: loads an adapter into a free LoRA slot, in a background thread and CUDA stream.
 
 Every use of vLLM's private fields for adapters is in this file.
 """
@@ -38,7 +38,7 @@ class AdapterLoader:
         self._sums: Future[dict[str, int]] | None = None
 
     def prepare(self, handle: PublishHandle) -> None:
-        """Start to load a version."""
+        """Start to load a version. Raises `UserError` if no slot is free."""
         request = request_of(handle)
         self._slots.remove_adapter(request.lora_int_id)  # left by a publish that failed in another engine
         if None not in self._slots.lora_index_to_id:
@@ -48,7 +48,7 @@ class AdapterLoader:
         self._loading = (self._background.submit(lambda: self._load(request, slot)), slot)
 
     def prepared(self) -> float | None:
-        """Register the adapter once it is in its slot. Returns the seconds this took; None while it loads.
+        """Register the adapter with vLLM if it is loaded. Returns the seconds of the registration; None while it loads.
 
         Raises the error of a failed load.
         """

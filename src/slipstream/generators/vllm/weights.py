@@ -16,7 +16,7 @@ from slipstream.sync.link import ConnectionInfo, PublishHandle
 
 R = TypeVar("R")
 POLL_INTERVAL_S = 0.002
-CountsBeforeSwap = Callable[[], TokenCounts | None]  # None until the workers have swapped
+CountsBeforeSwap = Callable[[], TokenCounts | None]  # returns None until the workers have swapped
 
 
 class PolledCall(Generic[R]):

@@ -37,9 +37,10 @@ class LivePage:
         self._polled = time.monotonic()
 
     def changes(self, since: str) -> dict[str, Any]:
-        """What is new since a cursor: {} if nothing is, and all data (`whole`) if its records were replaced.
+        """What is newer than the cursor `since`, with the next cursor: {} if nothing is.
 
-        `more` tells that rollouts of earlier steps are still unread.
+        All data (`whole`) for an unknown cursor, or after a resume replaced records. `more`: rollouts of some steps are
+        not read yet, so ask again.
         """
         self.poll()
         sizes = [data.sizes for data in self.runs]

@@ -1,4 +1,4 @@
-"""The page as one HTML file: data compressed in it, scripts and styles inline, and a policy that forbids all else."""
+"""The page as one HTML file: compressed data, inline scripts and styles; its Content-Security-Policy forbids others."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _rounded(values: Sequence[float | None]) -> list[float | None]:
 
 
 def find_text(run: Run, words: str) -> list[str]:
-    """The rollouts whose prompts or completions contain `words` in any case, each as "STEP VISIT ROLLOUT"."""
+    """The rollouts whose prompt or completion contains this text in any case, each as "STEP VISIT_ID ROLLOUT"."""
     found: dict[str, None] = {}
     for step in run.rollout_steps:
         if (table := run.table(step, ["visit_id", "rollout", "prompt", "completion"])) is not None:
@@ -148,7 +148,7 @@ def step_texts(
 
 
 def _groups(table: pa.Table) -> Iterator[list[Record]]:
-    """Rows by group: those with the lowest and the highest reward first, then in order."""
+    """The rows of each group: first the groups with the lowest and the highest reward, then the others in order."""
     visits, rewards = np.asarray(table["visit_id"]), np.nan_to_num(table["reward"].to_numpy())
     order = dict.fromkeys([int(visits[rewards.argmin()]), int(visits[rewards.argmax()]), *map(int, visits)])
     for visit in order:
@@ -181,9 +181,12 @@ def _turn(row: Record, before: Record | None, texts: TokenTexts, pieces: dict[st
     return found | {"tokens": tokens, "logprobs": scores, "spans": spans, "cut": max(0, len(ids) - MAX_TOKENS)}
 
 
-def _environment_text(row: Record, before: Record, texts: TokenTexts) -> str:
-    """What the environment added after the last turn; the whole prompt if it does not continue that turn."""
-    context, ids = [*before["prompt_ids"], *before["completion_ids"]], row["prompt_ids"] or []
+def _environment_text(row: Record, previous: Record, texts: TokenTexts) -> str:
+    """Text that the environment added between the previous turn and this one.
+
+    The whole prompt if it does not continue the previous turn, or without a tokenizer.
+    """
+    context, ids = [*previous["prompt_ids"], *previous["completion_ids"]], row["prompt_ids"] or []
     if texts.tokenizer and ids[: len(context)] == context:
         return texts.decode(ids[len(context) :])
     return row["prompt"] or ""

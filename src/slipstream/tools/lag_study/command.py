@@ -21,7 +21,10 @@ DATA = "lag.json"
 
 
 def study_lag(plan: Plan, *, jobs: int, target: float | None, command: Sequence[str]) -> list[str]:
-    """Finish the runs of the study and write its results. Returns a line for each failed run.
+    """Run or resume the runs that have not ended, `jobs` at a time, then write the results.
+
+    Returns a line for each failed run, or one if runs are left after an interrupt. `command` is recorded with the
+    results. `target` is the accuracy to reach; None: 0.9 of the mean gain at the smallest lag.
 
     Raises `ConfigError` before the first run starts if an argument or the configuration of any run is invalid, or
     another study uses the directory.

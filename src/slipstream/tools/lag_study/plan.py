@@ -113,9 +113,10 @@ def parse_lags(text: str) -> tuple[int, ...]:
 
 
 def parse_corrections(text: str) -> dict[str, tuple[str, ...]]:
-    """Flags by correction in "none,tight:algorithm.loss.clip_high=0.1,algorithm.loss.clip_low=0.1".
+    """Option presets by name in "none,tight:algorithm.loss.clip_high=0.1,algorithm.loss.clip_low=0.1".
 
-    A part with "=" and without a name belongs to the correction before it. Raises `ConfigError`.
+    A name is one of `CORRECTIONS`, or is followed by a colon. Further options belong to the name before them. Raises
+    `ConfigError`.
     """
     found: dict[str, tuple[str, ...]] = {}
     for part in text.split(","):
