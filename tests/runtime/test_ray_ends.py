@@ -161,3 +161,24 @@ def test_a_killed_run_that_is_started_again_resumes(cluster: tuple[str, str], ti
         assert process.returncode == 0 and "resumed after step" in printed, printed
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1))
+
+
+@pytest.mark.e2e
+def test_a_node_lost_in_the_start_is_named(tiny: Path, tmp_path: Path) -> None:
+    """Ray's own report of a lost node, a hundred lines of its log, is not printed."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": MEMORY}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    node = cluster.add_node(num_cpus=3, object_store_memory=MEMORY)
+    try:
+        with run(tiny, tmp_path, uuid.uuid4().hex, f"--runtime.address={cluster.address}") as process:
+            while not list(tmp_path.glob("run/logs/*.log")):
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.05)
+            cluster.remove_node(node, allow_graceful=False)
+            printed = process.communicate(timeout=120)[0]
+        assert process.returncode == 1 and "Its node was lost" in printed, printed
+        assert lines_of_ray(printed) == [line for line in printed.splitlines() if "Its node was lost" in line], printed
+    finally:
+        cluster.shutdown()

@@ -50,7 +50,10 @@ class RayConnection:
         except RayTaskError as error:
             raise EOFError(f"{error.cause}\n") from None
         except RayActorError as error:  # whose last line may be that of an import that failed
-            raise EOFError(f"Its node was lost, or its actor ended: {str(error).strip().splitlines()[-1]}\n") from None
+            reason = str(error).strip().splitlines()[-1]
+            raise EOFError(
+                f"Its node was lost, or its actor ended (`ray status` shows the nodes): {reason}\n"
+            ) from None
         if not self._messages:
             raise EOFError
         return Pipe.loads(self._messages.popleft())

@@ -83,6 +83,7 @@ class RayRuntime(Runtime):
             remove_placement_group(self._groups.pop(role))
 
     def service(self, role: str, device: str) -> Launcher:
+        """As `Runtime.service`. Ray chooses node and GPU: one GPU, unless `device` is "cpu" or there are none."""
         gpus = 0 if device == "cpu" or not self.gpus else 1
         return partial(self._start, {"num_gpus": gpus, "scheduling_strategy": "SPREAD"})
 
