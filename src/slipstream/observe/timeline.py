@@ -103,7 +103,7 @@ class Timeline:
         if self.colocated:
             return "they share GPUs, so one waits while the other works; separate GPUs would let both work at once"
         if min(trainer, scored) >= NOTABLE and scored > idle / 2:
-            return "both wait for scores; raise scoring.concurrency or use a faster scorer"
+            return "both wait for scores; use a faster scorer, or raise scoring.concurrency if scores are queued"
         if self.max_lag == 0 and max(trainer, idle) >= NOTABLE:
             return "with loop.max_lag = 0 they take turns; raise it to let both work at the same time"
         if min(trainer, idle) >= NOTABLE:

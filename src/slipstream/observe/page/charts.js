@@ -133,6 +133,10 @@ function chartData(name) {
   return tables.some(([x]) => x.length) ? uPlot.join(tables) : [[], ...tables.map(() => [])];
 }
 
+// uPlot itself draws a constant 0 from 0 to 100.
+const yRange = (chart, low, high) => (low < high ? uPlot.rangeNum(low, high, 0.1, true)
+  : [Math.min(low, 0), Math.max(low, 0) || 1]);
+
 function drawChart(node, name) {
   const grid = { stroke: cssColour("grid"), width: 1 };
   const axis = { stroke: cssColour("muted"), grid, ticks: { show: false }, font: "11px system-ui" };
@@ -144,7 +148,7 @@ function drawChart(node, name) {
   });
   const chart = new uPlot({
     width: innerWidthOf(node), height: 168, legend: { show: false }, padding: [8, 16, 0, 0],
-    scales: { x: { time: false } }, series: [{}, ...series],
+    scales: { x: { time: false }, y: { range: yRange } }, series: [{}, ...series],
     axes: [{ ...axis, size: 26, space: 60, values: tickLabels },
       { ...axis, size: 48, space: 28, values: tickLabels }],
     cursor: { sync: { key: "curves", setSeries: false }, drag: { setScale: false, x: true, y: false },
