@@ -16,13 +16,17 @@ sys.meta_path.insert(0, Finder())
 import runpy
 sys.modules.pop({at!r}, None)
 sys.argv = ["slipstream", "config"]
-runpy.run_module("slipstream", run_name="__main__")
+runpy.run_module({module!r}, run_name="__main__")
 """
 
 
 def test_an_interrupt_during_imports_is_one_line(tmp_path: Path) -> None:
-    for at in ("typing", "enum", "signal", "slipstream.cli", "pydantic", "slipstream.config.schema"):
-        program = SENDS.format(at=at)
+    places = ("typing", "enum", "signal", "slipstream.cli", "pydantic", "slipstream.config.schema")
+    for module, at in [
+        *(("slipstream", at) for at in places),
+        *(("slipstream.cli", at) for at in ("signal", "pydantic")),
+    ]:
+        program = SENDS.format(module=module, at=at)
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import slipstream.__main__  # noqa: F401  # answers Ctrl-C during the other imports
+
 import argparse
 import asyncio
 import contextlib
