@@ -12,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slipstream.cli import main
+from tests.conftest import build_model, build_tokenizer
 
 BASE = '[model]\npath = "MODEL"\n[environment]\nname = "addition"\n'
 FILES: dict[str, str | bytes] = {
@@ -173,7 +175,7 @@ CORPUS = {
     TRAIN + "--model.path=cut": "model.path = 'cut' has damaged files (model.safetensors: ",
     TRAIN
     + "--teacher.path=lacks": "teacher.path = 'lacks' has no b.safetensors, which model.safetensors.index.json names",
-    TRAIN + "--model.path=bits": 'bits/config.json: quantization_config = {"bits": 4} names no quant_method; remove it',
+    TRAIN + "--model.path=bits": '{"bits": 4} of its config.json names no quant_method that transformers has; remove',
     TRAIN + "--model.path=four": "which can't be trained; train adapters (lora.rank = 16)",
     TRAIN + "--model.path=torn": "model.safetensors.index.json is damaged: it has no table weight_map of file names",
     TRAIN + "--teacher.path=/gone": "teacher.path = '/gone': no such directory",
@@ -280,6 +282,53 @@ CORPUS = {
 }
 
 
+FEWER: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+MORE: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+MODELS: dict[str, dict[str, Any]] = {  # changes of the tiny model's config.json
+    "bits": {"quantization_config": {"bits": 4}},
+    "four": {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    "unknown_quant": {"quantization_config": {"quant_method": "marlinn"}},
+    "broad": {"intermediate_size": 128}, "fewer": FEWER, "more": MORE, "untied": {"tie_word_embeddings": False},
+    "no_type": {"model_type": "qwen9"}, "t5": {"model_type": "t5"},
+    "custom": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}},
+    "headless": {"architectures": ["Qwen3ForSequenceClassification"]}, "bare": {}, "eos": {}, "generation": {},
+}  # fmt: skip
+KL, TEACHER = TRAIN + "--algorithm.kl_coef=0.1 --algorithm.reference=", TRAIN + "--teacher.path="
+REWARD_MODEL, MODEL = TRAIN + "--scoring.kind=model --scoring.options.path=", TRAIN + "--model.path="
+ADAPTERS, RANKS = TRAIN + "--lora.rank=2 --lora.", TRAIN + "--trainer.ranks="
+VLLM = TRAIN + "--generator.engine=vllm --generator.servers='[\"http://a:1\"]' "
+REFUSED = {  # without a worker
+    MODEL + "bare": "bare': it has no weights (model.safetensors); fetch or save the model again",
+    TEACHER + "bare": "bare': it has no weights",
+    MODEL + "broad": "(and 8 more) is [32, 64] in the files and [32, 128] by its configuration",
+    MODEL + "fewer": "fewer': the files hold model.layers.2.",
+    MODEL + "more": "more': the files lack model.layers.3.",
+    MODEL + "untied": "the files lack lm_head.weight, which its configuration asks for; fetch or save",
+    KL + "more": "more': the files lack model.layers.3.",
+    TEACHER + "more": "more': the files lack model.layers.3.",
+    REWARD_MODEL + "headless": "scoring.options.path = 'headless': the files lack score.weight",
+    MODEL + "no_type": "has model type `qwen9` but Transformers does not recognize this architecture",
+    MODEL + "custom": "config.json names custom code (auto_map), which Slipstream does not run; give a model of a type",
+    MODEL + "t5": "AutoModelForCausalLM can't load model_type = 't5' of its config.json; give a model with a decoder",
+    TEACHER + "t5": "t5': AutoModelForCausalLM can't load model_type = 't5'",
+    KL + "letters": "letters' has another vocabulary (60 tokens) than the policy (42 tokens)",
+    TEACHER + "letters": "letters' has another vocabulary (60 tokens) than the policy (42 tokens)",
+    TEACHER + "mute_letters": "mute_letters' has another vocabulary (60 tokens) than the policy",
+    REWARD_MODEL + "more": "'more' is a Qwen3ForCausalLM, no classifier of sequences or tokens; give a reward model",
+    ADAPTERS + "targets='[\"nope\"]'": "lora.targets = ['nope']: Target modules {'nope'} not found",
+    ADAPTERS + "targets='[\"lm_head\"]'": "lora.targets = ['lm_head'] adapts the language-model head, which can't",
+    ADAPTERS + "experts=true": "lora.experts = true, but the model has no experts that can be adapted; set it to",
+    RANKS + "2 --trainer.expert_parallel=2": "trainer.expert_parallel = 2, but the model has no experts; set it to 1",
+    RANKS + "3 --trainer.parallel=tensor": "can't share num_attention_heads = 4 between 3 ranks; use fsdp",
+    VLLM + "--generator.threads=2": "generator.servers does not go with generator.threads; give it to `vllm serve`",
+    VLLM + "--generator.max_restarts=2": "does not go with generator.max_restarts: the run does not start them; leave",
+    MODEL + "unknown_quant": '{"quant_method": "marlinn"} of its config.json names no quant_method that transformers',
+    MODEL + "generation": "generation/generation_config.json is no table of JSON (Expecting",
+    MODEL + "eos": 'eos/generation_config.json: eos_token_id = "</s>" must be a token id or a list of these; change it',
+    TRAIN + "--sampling.max_tokens=256": "sampling.max_tokens = 256 leaves no room for a prompt in the model's context",
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("errors")
@@ -293,10 +342,18 @@ def folder(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder, index in (("lacks", '{"weight_map": {"a": "b.safetensors"}}'), ("torn", "{}")):
         shutil.copytree(tiny, path / folder)
         (path / folder / "model.safetensors.index.json").write_text(index)
-    for name, found in {"bits": {"bits": 4}, "four": {"quant_method": "bitsandbytes", "load_in_4bit": True}}.items():
+    for name, changes in MODELS.items():
         shutil.copytree(tiny, path / name)
-        described = json.loads((tiny / "config.json").read_text()) | {"quantization_config": found}
+        described = json.loads((tiny / "config.json").read_text()) | changes
         (path / name / "config.json").write_text(json.dumps(described))
+    (path / "bare" / "model.safetensors").unlink()
+    (path / "eos" / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    (path / "generation" / "generation_config.json").write_text("{")
+    for name in ("letters", "mute_letters"):
+        build_model(vocab_size=60, eos_token_id=1, pad_token_id=0).save_pretrained(path / name)
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["!"])
+    tokenizer.save_pretrained(path / "letters")
     shutil.copytree(tiny, path / "cut")
     (path / "cut" / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:2000])
     return path
@@ -323,6 +380,14 @@ def test_an_error_is_one_line(command: str, said: str, tiny: Path, capsys: pytes
     assert status in (1, 2) and said in answer, answer
     assert answer.startswith("slipstream: ") and answer.count("\n") == 1 and "Traceback" not in answer, answer
     assert not (Path.cwd() / "out" / "config.toml").exists(), "a refused run left its directory"
+
+
+@pytest.mark.parametrize(("command", "said"), REFUSED.items(), ids=lambda text: text[:60])
+def test_a_model_that_cannot_be_used_is_refused_before_workers_start(
+    command: str, said: str, tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("slipstream.runtime.worker_process.WorkerProcess.start")
+    test_an_error_is_one_line(command, said, tiny, capsys)
 
 
 @pytest.mark.parametrize(

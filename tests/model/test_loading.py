@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from slipstream.config.loading import load_config
-from slipstream.config.schema import ConfigError
+from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
 from slipstream.model import paths as model_paths
 from slipstream.model.device import dtype_of
 from slipstream.model.inspection import first_not_finite
-from slipstream.model.loading import load_causal_lm, load_tokenizer, stored_dtype
+from slipstream.model.loading import load_causal_lm, load_model, load_tokenizer, stored_dtype, validate_same_vocabulary
 from slipstream.model.policy import PackedPolicy
 from slipstream.runtime.placement import resolve_auto
 from slipstream.scoring.model import load_classifier
 from tests.conftest import build_model, build_tokenizer, save_model
 from tests.trainers.test_trainer import make_trainer
 
+CPU, META = torch.device("cpu"), torch.device("meta")
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -131,12 +133,14 @@ def test_a_damaged_model_is_refused_with_the_name_of_a_tensor(
     tmp_path: Path, family: str, damage: Any, said: str, dtype: torch.dtype
 ) -> None:
     save_model(tmp_path, family=family)
-    device = torch.device("cpu")
-    load_causal_lm(str(tmp_path), device=device, dtype=dtype)
+    devices = [CPU, META]
+    for device in devices:
+        assert load_causal_lm(str(tmp_path), device=device, dtype=dtype).device == device
     damage(tmp_path)
-    with pytest.raises(ConfigError, match=said) as refused:
-        load_causal_lm(str(tmp_path), device=device, dtype=dtype)
-    assert str(refused.value).startswith(f"model.path = '{tmp_path}'") and "\n" not in str(refused.value)
+    for device in devices[: 1 if "finite" in said else 2]:  # no values are read on the meta device
+        with pytest.raises(ConfigError, match=said) as refused:
+            load_causal_lm(str(tmp_path), device=device, dtype=dtype)
+        assert str(refused.value).startswith(f"model.path = '{tmp_path}'") and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +167,8 @@ def test_remote_code_is_refused_without_a_prompt(tmp_path: Path, monkeypatch: py
     save_model(tmp_path)
     configured(tmp_path, model_type="mine", auto_map={"AutoConfig": "mine.Config"})
     load_tokenizer(str(tmp_path))
-    with pytest.raises(ConfigError, match="contains custom code"):
-        load_causal_lm(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32)
+    with pytest.raises(ConfigError, match=r"names custom code \(auto_map\), which Slipstream does not run"):
+        load_causal_lm(str(tmp_path), device=CPU, dtype=torch.float32)
     assert not asked
 
 
@@ -176,7 +180,7 @@ def test_damaged_pickles_are_reported(tmp_path: Path, keep: int) -> None:
     torch.save(tensors, file := tmp_path / "pytorch_model.bin")
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(ConfigError, match=r"^model.path = '.*': its pytorch_model.bin is damaged, or holds more"):
-        load_causal_lm(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32)
+        load_causal_lm(str(tmp_path), device=CPU, dtype=torch.float32)
 
 
 def test_a_damaged_adapter_or_base_is_refused(tmp_path: Path) -> None:
@@ -185,23 +189,44 @@ def test_a_damaged_adapter_or_base_is_refused(tmp_path: Path) -> None:
     save_model(base := tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base)
     get_peft_model(model, LoraConfig(r=2, target_modules=["up_proj"])).save_pretrained(adapter := tmp_path / "adapter")
-    load_causal_lm(str(adapter), device=torch.device("cpu"), dtype=torch.float32)
+    for device in (CPU, META):
+        load_causal_lm(str(adapter), device=device, dtype=torch.float32)
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file({n: t for n, t in tensors.items() if ".1.mlp.up_proj.lora_B" not in n}, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"files lack model.layers.1.mlp.up_proj.lora_B"):
-        load_causal_lm(str(adapter), device=torch.device("cpu"), dtype=torch.float32)
+        load_causal_lm(str(adapter), device=CPU, dtype=torch.float32)
     save_file(tensors, file, {"format": "pt"})
     without(base, UP)
-    with pytest.raises(ConfigError, match=rf"files lack {UP}"):
-        load_causal_lm(str(adapter), device=torch.device("cpu"), dtype=torch.float32)
+    for device in (CPU, META):
+        with pytest.raises(ConfigError, match=rf"files lack {UP}"):
+            load_causal_lm(str(adapter), device=device, dtype=torch.float32)
+
+
+def test_quantized_weights_need_no_library_on_the_meta_device(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    configured(tmp_path, quantization_config={"quant_method": "awq", "bits": 4})
+    model = load_model(ModelConfig(path=str(tmp_path)), LoraConfig(rank=2), device=META, dtype=torch.float32)
+    assert model.get_parameter("base_model.model.model.layers.1.mlp.up_proj.lora_A.default.weight").is_meta
+
+
+@pytest.mark.parametrize(("size", "tokenizer", "same"), [(42, True, True), (42, False, True), (50, True, True),
+                                                         (50, False, False), (41, False, False)])  # fmt: skip
+def test_a_larger_embedding_of_the_same_tokenizer_is_the_same_vocabulary(
+    tiny: Path, tmp_path: Path, size: int, tokenizer: bool, same: bool
+) -> None:
+    build_model(vocab_size=size).save_pretrained(tmp_path)
+    if tokenizer:
+        build_tokenizer().save_pretrained(tmp_path)
+    with nullcontext() if same else pytest.raises(ConfigError, match=rf"teacher.path .* vocabulary \({size} tokens"):
+        validate_same_vocabulary(str(tmp_path), "teacher.path", str(tiny))
 
 
 def test_a_reward_model_without_its_head_is_refused(tmp_path: Path) -> None:
     build_model().save_pretrained(tmp_path)
     configured(tmp_path, architectures=["Qwen3ForSequenceClassification"])
     with pytest.raises(ConfigError, match=r"^scoring.options.path = '.*': the files lack score.weight"):
-        load_classifier(str(tmp_path), torch.device("cpu"), torch.float32)
+        load_classifier(str(tmp_path), CPU, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

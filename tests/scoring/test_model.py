@@ -177,7 +177,7 @@ def test_a_model_that_is_not_a_classifier_raises(tmp_path: Path, tiny: Path) -> 
         scores(tmp_path / "gone", tiny)
     save(tmp_path, "TokenClassification", other=True)
     with pytest.raises(ConfigError, match=r"scoring.options.path = .* has another vocabulary"):
-        scores(tmp_path, tiny)
+        RewardModel({"path": str(tmp_path)}, str(tiny), None)
     for wrong in ({}, {"path": "x", "reduce": "max"}, {"path": "x", "batch": 3}, {"path": 3}):
         with pytest.raises(ConfigError, match=r"scoring.options\.\w+"):
             RewardModel(wrong, str(tiny), None)

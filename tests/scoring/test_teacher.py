@@ -166,15 +166,6 @@ def test_buffered_groups_get_log_probabilities_of_a_new_teacher(tiny: Path, othe
     assert asyncio.run(main(None)).rollouts == (known, new)
 
 
-def test_a_different_vocabulary_raises(tiny: Path, tmp_path: Path) -> None:
-    save_model(tmp_path, vocab_size=SIZE + 1)
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["!"])
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"teacher.path = .* has another vocabulary"):
-        TeacherWorker(config(tiny, tmp_path))
-
-
 def test_a_missing_teacher_is_named(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^teacher.path = .*no such directory"):
         TeacherWorker(config(tiny, tmp_path / "gone"))

@@ -13,7 +13,6 @@ import torch
 from slipstream.algorithms.corrections import combine
 from slipstream.algorithms.kl import kl_to_reference
 from slipstream.algorithms.tokens import Tokens
-from slipstream.config.schema import ConfigError
 from slipstream.rollout import Batch, Group, Rollout, VersionSpan
 from slipstream.trainers.trainer import Trainer
 from tests.conftest import save_model
@@ -191,9 +190,6 @@ def test_another_model_as_reference(tiny: Path, tmp_path: Path, rank: int) -> No
     trainer = make_trainer(
         tiny, "--algorithm.kl_coef=0.1", f"--algorithm.reference={tmp_path / 'other'}", f"--lora.rank={rank}"
     )
-    with pytest.raises(ConfigError, match=r"algorithm\.reference = .* has 20 tokens and the policy"):
-        save_model(tmp_path / "small", vocab_size=20)
-        make_trainer(tiny, "--algorithm.kl_coef=0.1", f"--algorithm.reference={tmp_path / 'small'}")
     start = make_trainer(tiny, "--algorithm.kl_coef=0.1", f"--lora.rank={rank}")
     batch = aged_batch(trainer)
     assert start.step(batch).kl == pytest.approx(0, abs=1e-6)

@@ -8,7 +8,7 @@ import pytest
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from slipstream.config.schema import ConfigError
-from slipstream.trainers.tensor_parallel import _styles, _validate_divisible_heads
+from slipstream.trainers.tensor_parallel import _styles, plan_shards
 from tests.conftest import build_model
 
 
@@ -26,7 +26,7 @@ def test_layers_follow_the_models_plan_except_embedding_and_head() -> None:
 def test_models_that_cannot_be_sharded_are_refused_by_name() -> None:
     model: Any = build_model()
     with pytest.raises(ConfigError, match="can't share num_key_value_heads = 2 between 4 ranks; use fsdp"):
-        _validate_divisible_heads(model, 4)
+        plan_shards(model, 4)
     model.config.base_model_tp_plan = None
     with pytest.raises(ConfigError, match="needs a plan, and a qwen3 brings none along"):
         _styles(model)

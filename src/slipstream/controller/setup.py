@@ -17,6 +17,7 @@ from slipstream.controller.errors import RunError
 from slipstream.controller.evaluation import evaluate_run
 from slipstream.controller.launch import Cluster
 from slipstream.controller.metrics import pool_state
+from slipstream.controller.model_checks import validate_models
 from slipstream.controller.node_checks import check_nodes
 from slipstream.controller.publishing import publish_to_new_engines, record_publish, refresh_teacher
 from slipstream.controller.rollouts import report_slow_episodes
@@ -53,6 +54,7 @@ def resolve_config(config: Config) -> Config:
     runtime = current_runtime()
     config = resolve_auto(config, runtime.gpus, runtime.hosts)
     find_link(config.sync.link)
+    validate_models(config)
     return config
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,28 +15,26 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
 from slipstream.model.inspection import INVALID_CONFIG, expert_parameters, first_not_finite, model_sizes
-from slipstream.model.paths import adapter_config, check_path
+from slipstream.model.paths import AGAIN, adapter_config, check_path, safetensors_files
 
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
-HALF_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
-AGAIN = "fetch or save the model again"
+HALF_DTYPES = {torch.bfloat16, torch.float16}
+# transformers accepts misshapen tensors, so that `_validate_loaded_tensors` names them.
+COMPARED: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
 BAD_PICKLE = "its pytorch_model.bin is damaged, or holds more than tensors; fetch it again, or save it as safetensors"
 
 
 def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> Any:
     """The causal language model at `model.path`, with new adapters if `lora.rank` is set. Raises `ConfigError`."""
     options = _quantized_loading(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
-    loaded = load_causal_lm(model.path, device=device, dtype=dtype, **options)
+    loaded = load_causal_lm(model.path, device=device, dtype=dtype, **({} if device.type == "meta" else options))
     if lora.rank == 0:
         return loaded
-    from peft import LoraConfig as PeftLora
-    from peft import get_peft_model
-
     targets: Any = lora.targets or "all-linear"
     head = loaded.get_output_embeddings()
     experts = expert_parameters(loaded)
@@ -42,12 +42,16 @@ def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dt
         targets = [name for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head]
     if lora.experts and not experts:
         raise ConfigError("lora.experts = true, but the model has no experts that can be adapted; set it to false")
+    from peft import LoraConfig as PeftLora
+    from peft import get_peft_model
+
     adapters = PeftLora(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM",
         target_parameters=experts if lora.experts else [],
     )  # fmt: skip
     try:
-        adapted = get_peft_model(loaded, adapters)
+        with warnings.catch_warnings(action="ignore"):  # of a tied head, which is refused below
+            adapted = get_peft_model(loaded, adapters)
     except ValueError as error:
         raise ConfigError(f"lora.targets = {lora.targets}: {_first_line(error)}") from None
     if loaded.get_output_embeddings() is not head:
@@ -85,17 +89,20 @@ def load_pretrained(
 ) -> Any:
     """The model at `path`, loaded by the transformers class `kind`; every tensor comes from the files.
 
-    Raises `ConfigError`, naming `option`, also for missing, unexpected and misshapen tensors, and for values that are
-    not finite.
+    On the meta device as `_load_headers`. Raises `ConfigError`, naming `option`, also for missing, unexpected and
+    misshapen tensors, and for values that are not finite.
     """
     _silence_libraries()
     check_path(path, option)
     adapter = adapter_config(path)
     base = adapter["base_model_name_or_path"] if adapter else path
     with explain_damaged_files(path, option):
-        # transformers accepts misshapen tensors here, so that `_validate_loaded_tensors` names them.
-        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
-        model, loading_info = kind.from_pretrained(base, dtype=dtype, **options)
+        config, folder = _load_config(kind, base), Path(base)
+        if folder.is_dir() and not any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir()):
+            raise ValueError(f"it has no weights (model.safetensors); {AGAIN}")
+        if device.type == "meta":
+            return _load_headers(kind, config, folder, option)
+        model, loading_info = kind.from_pretrained(base, dtype=dtype, **COMPARED, **options)
         _validate_loaded_tensors(loading_info)
         if adapter:
             _validate_loaded_tensors(model.load_adapter(path).to_dict())
@@ -103,6 +110,50 @@ def load_pretrained(
         if name := first_not_finite(model.state_dict()):
             raise ValueError(f"{name} holds values that are not finite; {AGAIN}")
     return model
+
+
+def _load_headers(kind: Any, config: Any, folder: Path, option: str) -> Any:
+    """The model of `config` on the meta device, compared with the headers of its safetensors files.
+
+    Quantized weights, weights on a Hub, and adapters are not compared. Raises `ValueError`, naming a tensor.
+    """
+    from transformers.modeling_utils import load_state_dict
+
+    device = torch.device("meta")
+    headers: dict[str, torch.Tensor] = {}
+    with device:
+        model = kind.from_config(config, trust_remote_code=False)
+    if getattr(config, "quantization_config", None) is None:
+        for file in filter(Path.exists, safetensors_files(folder, option)):
+            headers |= load_state_dict(file, map_location=device.type)
+    if headers:
+        source = {"config": model.config, "state_dict": headers, "device_map": {"": device}}
+        model, loading_info = type(model).from_pretrained(None, **source, **COMPARED)
+        _validate_loaded_tensors(loading_info)
+    return model
+
+
+def _load_config(kind: Any, path: str) -> Any:
+    """The configuration at `path` of a model that the transformers class `kind` loads. Raises `ValueError`."""
+    from transformers import AutoConfig
+    from transformers.quantizers import AutoHfQuantizer
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        if "custom code" in str(error):
+            remedy = "which Slipstream does not run; give a model of a type that transformers has"
+            raise ValueError(f"its config.json names custom code (auto_map), {remedy}") from None
+        raise
+    if type(config) not in kind._model_mapping:
+        found = f"{kind.__name__} can't load model_type = {config.model_type!r} of its config.json"
+        raise ValueError(f"{found}; give a model with a decoder only")
+    quantization = getattr(config, "quantization_config", None)
+    known = isinstance(quantization, dict) and "quant_method" in quantization
+    if quantization is not None and not (known and AutoHfQuantizer.supports_quant_method(quantization)):
+        found = f"quantization_config = {json.dumps(quantization):.60} of its config.json names no quant_method"
+        raise ValueError(f"{found} that transformers has; remove it if the weights are whole, or give another model")
+    return config
 
 
 @contextmanager
@@ -167,47 +218,65 @@ def stored_dtype(path: str) -> torch.dtype:
 
     Weights that are loaded in their stored dtype are memory-mapped: all processes of a host share those pages.
     """
+    from transformers.modeling_utils import load_state_dict
+
     try:
         folder = Path(path)
         if not folder.is_dir():
             folder = Path(snapshot_download(path, allow_patterns=[*WEIGHT_FILES]))
-        names: set[str] = set()
-        for file in (file for pattern in WEIGHT_FILES for file in folder.glob(pattern)):
-            with safe_open(file, "pt") as tensors:
-                names |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118 (not a mapping)
+        files = (file for pattern in WEIGHT_FILES for file in folder.glob(pattern))
+        dtypes = {tensor.dtype for file in files for tensor in load_state_dict(file, map_location="meta").values()}
     except (OSError, ValueError, SafetensorError):  # `load_model` reports the reason
         return torch.float32
-    return HALF_DTYPES.get(names.pop(), torch.float32) if len(names) == 1 else torch.float32
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= HALF_DTYPES else torch.float32
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of the model at `path`. Raises `ConfigError`."""
+def load_tokenizer(path: str, option: str = "model.path") -> Any:
+    """The tokenizer of the model at `path`. Raises `ConfigError`, naming `option`."""
     from transformers import AutoTokenizer
 
     _silence_libraries()
-    check_path(path)
-    with explain_damaged_files(path, "model.path"):
+    check_path(path, option)
+    with explain_damaged_files(path, option):
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would prompt the user
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model.path = {path!r}: no tokenizer can be loaded: {_first_line(error)}") from None
+            raise ConfigError(f"{option} = {path!r}: no tokenizer can be loaded: {_first_line(error)}") from None
     # transformers returns an empty tokenizer if files are missing.
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         remedy = "save the model's tokenizer there, too"
-        raise ConfigError(f"model.path = {path!r} has no tokenizer files (tokenizer.json); {remedy}")
-    _validate_vocabulary(tokenizer, path)
+        raise ConfigError(f"{option} = {path!r} has no tokenizer files (tokenizer.json); {remedy}")
+    _validate_vocabulary(tokenizer, path, option)
     return tokenizer
 
 
-def _validate_vocabulary(tokenizer: Any, path: str) -> None:
+def _validate_vocabulary(tokenizer: Any, path: str, option: str) -> None:
     """Raise `ConfigError` if the tokenizer has more tokens than the model at `path`.
 
     Added tokens are not counted: Gemma's tokenizer adds an image token to text-only models.
     """
     if (size := model_sizes(path).get("vocab_size")) and tokenizer.vocab_size > size:
         raise ConfigError(
-            f"model.path = {path!r}: the tokenizer has {tokenizer.vocab_size} tokens and the model {size}; save the "
+            f"{option} = {path!r}: the tokenizer has {tokenizer.vocab_size} tokens and the model {size}; save the "
             "model's own tokenizer there"
+        )
+
+
+def validate_same_vocabulary(path: str, option: str, policy: str) -> None:
+    """Raise `ConfigError`, naming `option`, unless the model at `path` reads the tokens of the model at `policy`.
+
+    Its embedding may have more rows, which are padding, unless it was saved without a tokenizer.
+    """
+    ours = model_sizes(policy).get("vocab_size") or 0
+    theirs = model_sizes(path).get("vocab_size") or ours  # transformers may not know the type of vLLM's teacher
+    if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
+        same = theirs == ours
+    else:
+        same = theirs >= ours and load_tokenizer(path, option).get_vocab() == load_tokenizer(policy).get_vocab()
+    if not same:
+        raise ConfigError(
+            f"{option} = {path!r} has another vocabulary ({theirs} tokens) than the policy ({ours} tokens), whose own "
+            "tokens it reads; give a model of the same family"
         )
 
 

@@ -14,15 +14,15 @@ from safetensors import SafetensorError, safe_open
 
 from slipstream.config.schema import Config, ConfigError
 
-ADAPTER = "adapter_config.json"
+ADAPTER, INDEX = "adapter_config.json", "model.safetensors.index.json"
 HUB_TIMEOUT_S = 5.0
+AGAIN = "fetch or save the model again"
 
 
 def check_paths(config: Config) -> None:
     """Raise `ConfigError` if a model path of the configuration can't be a model."""
     check_path(config.model.path)
     validate_adapter(config.model.path)
-    validate_quantization(config.model.path, config.lora.rank)
     if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")
     if config.teacher.path:
@@ -38,6 +38,7 @@ def check_path(path: str, option: str = "model.path") -> None:
         if not (local / "config.json").exists() and not (local / ADAPTER).exists():
             raise ConfigError(f"{option} = {path!r} has no config.json; give a directory that a model was saved to")
         _check_weights(local, f"{option} = {path!r}")
+        _check_generation_config(local / "generation_config.json")
     elif local.exists():
         raise ConfigError(f"{option} = {path!r} is a file; give the directory that the model was saved to")
     elif path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
@@ -59,11 +60,9 @@ def check_path(path: str, option: str = "model.path") -> None:
 
 def _check_weights(folder: Path, setting: str) -> None:
     """Raise `ConfigError` for a truncated or missing safetensors file. Reads headers only."""
-    index = folder / "model.safetensors.index.json"
-    shards = _shards(index, setting) if index.exists() else ["model.safetensors"]
-    for file in (folder / name for name in shards):
-        if index.exists() and not file.exists():
-            raise ConfigError(f"{setting} has no {file.name}, which {index.name} names; fetch or save the model again")
+    for file in safetensors_files(folder, setting):
+        if (folder / INDEX).exists() and not file.exists():
+            raise ConfigError(f"{setting} has no {file.name}, which {INDEX} names; {AGAIN}")
         try:
             if file.exists():
                 with safe_open(file, "np"):
@@ -72,13 +71,27 @@ def _check_weights(folder: Path, setting: str) -> None:
             raise ConfigError(f"{setting} has damaged files ({file.name}: {error}); fetch or save them again") from None
 
 
-def _shards(index: Path, setting: str) -> list[str]:
-    """The files that an index names, sorted. Raises `ConfigError`."""
+def safetensors_files(folder: Path, setting: str) -> list[Path]:
+    """The files that a model's index names, sorted, or `model.safetensors`. Raises `ConfigError`."""
+    if not (index := folder / INDEX).exists():
+        return [folder / "model.safetensors"]
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        found = f"{index.name} is damaged: it has no table weight_map of file names"
-        raise ConfigError(f"{setting}: {found}; fetch or save the model again") from None
+        found = f"{INDEX} is damaged: it has no table weight_map of file names"
+        raise ConfigError(f"{setting}: {found}; {AGAIN}") from None
+
+
+def _check_generation_config(file: Path) -> None:
+    """Raise `ConfigError` for a malformed `generation_config.json`, of which transformers would use the defaults."""
+    try:
+        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is no table of JSON ({error}); fetch or save it again, or remove it") from None
+    if not all(isinstance(token, int) for token in (ids if isinstance(ids, list) else [ids or 0])):
+        raise ConfigError(
+            f"{file}: eos_token_id = {json.dumps(ids):.60} must be a token id or a list of these; change it"
+        )
 
 
 @cache
@@ -102,28 +115,6 @@ def validate_adapter(path: str) -> None:
         raise ConfigError(
             f"model.path = {path!r} is an adapter of {adapter.get('base_model_name_or_path')!r}; merge it into that "
             "(peft's merge_and_unload) and give the directory of the merged model"
-        )
-
-
-def validate_quantization(path: str, adapters: int) -> None:
-    """Raise `ConfigError` for a malformed `quantization_config`, or if quantized weights would be trained."""
-    file = Path(path) / "config.json"
-    try:
-        quantization = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError):  # a Hub name, or a damaged file, which transformers explains
-        return
-    if quantization is None:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if not isinstance(method, str):
-        raise ConfigError(
-            f"{file}: quantization_config = {json.dumps(quantization):.60} names no quant_method; remove it if the "
-            "weights are whole, or save the model again"
-        )
-    if method == "bitsandbytes" and not adapters:
-        raise ConfigError(
-            f"model.path = {path!r} has weights in the format of bitsandbytes, which can't be trained; train adapters "
-            "(lora.rank = 16), or give the model with whole weights"
         )
 
 

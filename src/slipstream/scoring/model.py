@@ -33,6 +33,7 @@ REDUCE: dict[str, Callable[[list[float]], float]] = {
     "min": min,
     "mean": lambda values: math.fsum(values) / len(values),
 }
+OPTION = "scoring.options.path"
 KINDS = ("SequenceClassification", "TokenClassification")
 
 
@@ -50,13 +51,14 @@ class RewardModelOptions(Section):
 
 
 class RewardModel(ScoringProcess):
-    """The controller's handle of the worker. Raises `ConfigError` for invalid options."""
+    """The controller's handle of the worker. Raises `ConfigError` for invalid options, or a model that can't score."""
 
     def __init__(
         self, options: Mapping[str, Any], policy: str, log: Path | None, progress_timeout: float | None = None,
         max_restarts: int = 0,
     ) -> None:  # fmt: skip
         self._options, self._policy = parse_options(RewardModelOptions, options), policy
+        _validate_model(self._options.path, policy)
         launcher = current_runtime().service("reward model", self._options.device)
         super().__init__(
             lambda: WorkerProcess("reward model", log, launcher, progress_timeout=progress_timeout), max_restarts
@@ -101,13 +103,8 @@ class RewardModelWorker(Worker):
         self._label, self._budget = options.label, options.tokens
         self._separator, self._reduce = options.separator, REDUCE[options.reduce]
         self._policy_tokenizer = load_tokenizer(policy)
-        self._tokenizer = load_tokenizer(options.path)
+        self._tokenizer = load_tokenizer(options.path, OPTION)
         self._same = self._tokenizer.get_vocab() == self._policy_tokenizer.get_vocab()
-        if self._per_token and not self._same:
-            raise ConfigError(
-                f"scoring.options.path = {options.path!r} scores tokens, and has another vocabulary than the policy; "
-                'give a process-reward model of the same family, or write a scorer: scoring.kind = "module:Class"'
-            )
         self._requests = Batched(self._score_all)
 
     async def score(self, prompt: Any, completions: Sequence[Completion]) -> Any:
@@ -218,15 +215,26 @@ def load_classifier(path: str, device: Any, dtype: Any) -> Any:
     from slipstream.model.loading import explain_damaged_files, load_pretrained
     from slipstream.model.paths import check_path
 
-    option = "scoring.options.path"
-    check_path(path, option)
-    with explain_damaged_files(path, option):
+    check_path(path, OPTION)
+    with explain_damaged_files(path, OPTION):
         config = transformers.AutoConfig.from_pretrained(path)
     named = (config.architectures or [""])[0]
     kind = next((k for k in KINDS if named.endswith(f"For{k}")), None)
     if kind is None:
         raise ConfigError(
-            f"{option} = {path!r} is a {named or 'model of no kind'}, no classifier of sequences or tokens"
+            f"{OPTION} = {path!r} is a {named or 'model of no kind'}, no classifier of sequences or tokens; give a "
+            "reward model, as saved by AutoModelForSequenceClassification or AutoModelForTokenClassification"
         )
     loader = getattr(transformers, f"AutoModelFor{kind}")
-    return load_pretrained(loader, path, device=device, dtype=dtype, option=option).eval()
+    return load_pretrained(loader, path, device=device, dtype=dtype, option=OPTION).eval()
+
+
+def _validate_model(path: str, policy: str) -> None:
+    import torch
+
+    from slipstream.model.loading import load_tokenizer, validate_same_vocabulary
+
+    model = load_classifier(path, torch.device("meta"), torch.float32)
+    if type(model).__name__.endswith(KINDS[1]):
+        validate_same_vocabulary(path, OPTION, policy)
+    load_tokenizer(path, OPTION)

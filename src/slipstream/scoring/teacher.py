@@ -131,7 +131,6 @@ class TorchTeacher:
         torch.set_num_threads(teacher.threads or max(1, cores // (config.generator.engines + 2)))
         self._device = pick_device(teacher.device, "teacher.device")
         model = load_causal_lm(path, device=self._device, dtype=dtype_of(config)).eval()
-        validate_other_vocabulary(config, path, model.config.vocab_size)
         self._model = PackedPolicy(model)
         self.progress = 0
         self._budget = config.trainer.tokens_per_microbatch
@@ -171,7 +170,6 @@ class VllmTeacher:
 
         self._llm: Any = start_vllm("teacher", lambda: _new_engine(config, path), log)
         self._closing = exit_when_core_dies(self._llm.llm_engine)
-        validate_other_vocabulary(config, path, self._llm.llm_engine.model_config.get_vocab_size())
 
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
         from vllm import SamplingParams
@@ -211,17 +209,3 @@ def _last_logprobs(positions: Any, token_ids: Sequence[int]) -> list[float]:
     """Log-probabilities of the last tokens of a prompt."""
     last = positions[len(positions) - len(token_ids) :]
     return [p[token].logprob for p, token in zip(last, token_ids, strict=True)]
-
-
-def validate_other_vocabulary(config: Config, path: str, size: int) -> None:
-    """Raise `ConfigError` if the teacher's vocabulary differs from the policy's."""
-    from slipstream.model.loading import load_tokenizer
-
-    own = load_tokenizer(config.model.path).get_vocab()
-    alone = Path(path).is_dir() and not any(Path(path).glob("tokenizer*"))  # saved without its tokenizer
-    theirs = own if alone else load_tokenizer(path).get_vocab()
-    if theirs != own or size <= max(own.values()):
-        raise ConfigError(
-            f"teacher.path = {path!r} has another vocabulary than the policy; a teacher scores the policy's own "
-            "tokens, so give one of the same family"
-        )

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from slipstream.config.loading import with_options
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster, start_generators
+from slipstream.controller.model_checks import validate_models
 from slipstream.generators.generator_worker import Engine, GeneratorWorker, OpenWeights
 from slipstream.generators.vllm.engine import VllmEngine, VllmWorker
 from slipstream.model.device import dtype_name
@@ -183,6 +184,7 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int | None = None
     alike, the next of STRENGTHS is tried. Raises `ConfigError`.
     """
     config = resolve_auto(config)
+    validate_models(config)
     lengths = [tokens] if tokens is not None else [n for n in LENGTHS if n > after] or [LENGTHS[-1] + after]
     strengths = list(STRENGTHS)
     while True:

@@ -24,19 +24,26 @@ from slipstream.model.inspection import expert_parameters
 from slipstream.trainers.master_weights import master_dtype
 
 
-def shard_experts(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -> list[Any]:
-    """Keep this rank's experts of each layer, and dispatch tokens by all-to-all. Returns the modules that hold experts.
-
-    Raises `ConfigError` if the number of experts is not divisible by the size of `mesh`.
-    """
+def expert_modules(model: nn.Module, size: int) -> list[Any]:
+    """The modules that hold experts. Raises `ConfigError` unless `size` ranks can share out the experts of each."""
     names = dict.fromkeys(name.rpartition(".")[0] for name in expert_parameters(model))
+    if not names:
+        raise ConfigError(f"trainer.expert_parallel = {size}, but the model has no experts; set it to 1")
     modules: list[Any] = [model.get_submodule(name) for name in names]
     for experts in modules:
-        count, size = getattr(experts, "num_experts", 0), mesh.size()
-        own = dict(experts.named_parameters(recurse=False))
-        if not count or count % size or any(len(p) != count for p in own.values()):
+        count = getattr(experts, "num_experts", 0)
+        if not count or count % size or any(len(p) != count for p in experts.parameters(recurse=False)):
             raise ConfigError(f"trainer.expert_parallel = {size} can't share out {count} experts; give a divisor")
-        experts.__dict__["local_experts"] = LocalExperts(experts, count // size)  # not a submodule: it has no weights
+    return modules
+
+
+def shard_experts(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -> list[Any]:
+    """Keep this rank's experts of each layer, and dispatch tokens by all-to-all. Returns `expert_modules`."""
+    modules = expert_modules(model, mesh.size())
+    for experts in modules:
+        own = dict(experts.named_parameters(recurse=False))
+        local = LocalExperts(experts, experts.num_experts // mesh.size())
+        experts.__dict__["local_experts"] = local  # not a submodule: it has no weights
         experts.group = mesh.get_group()
         for name, p in own.items():
             shared = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)

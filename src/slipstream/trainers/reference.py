@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slipstream.config.schema import Config, ConfigError
+from slipstream.config.schema import Config
 from slipstream.model.device import dtype_of
 from slipstream.model.loading import load_causal_lm
 from slipstream.model.packing import MicroBatch
@@ -92,13 +92,7 @@ def _frozen(policy: PackedPolicy, compute: torch.dtype) -> PackedPolicy:
 
 
 def _load_other(path: str, policy: PackedPolicy, compute: torch.dtype) -> PackedPolicy:
-    """The model at `path`. Raises `ConfigError` if its vocabulary size differs from the policy's."""
+    """The model at `path`, on the policy's device."""
     device = next(policy.parameters()).device
     model: Any = load_causal_lm(path, device=device, dtype=compute, option="algorithm.reference")
-    own: Any = policy.model
-    theirs, ours = model.config.vocab_size, own.config.vocab_size
-    if theirs != ours:
-        raise ConfigError(
-            f"algorithm.reference = {path!r} has {theirs} tokens and the policy {ours}; give one of the same tokenizer"
-        )
     return PackedPolicy(model, context=policy.context).requires_grad_(False)

@@ -36,22 +36,12 @@ def shard_model(policy: PackedPolicy, mesh: DeviceMesh) -> tuple[dict[str, nn.Pa
     """Add tensor-parallel hooks to `policy`, and shard its weights.
 
     Returns this rank's shards as DTensor parameters by name, and the names of replicated parameters whose gradients
-    must be summed over ranks. Raises `ConfigError` for a model that can't be sharded.
+    must be summed over ranks. Raises `ConfigError` as `plan_shards`.
     """
     model = causal_lm(policy.model)
     group, rank, size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-    styles = _styles(model)
-    _validate_divisible_heads(model, size)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    vocabularies = (id(embedding.weight), id(head.weight))
-    placements: dict[str, Placement] = {}
-    for name, parameter in model.named_parameters():
-        style = styles.get(name.rpartition(".")[0])
-        along = 0 if id(parameter) in vocabularies else SHARD_DIMENSIONS[style] if style else None
-        placements[name] = Replicate() if along is None else Shard(along)
-        if along is not None and (parameter.ndim <= along or parameter.shape[along] % size):
-            shape = list(parameter.shape)  # each rank would add the bias of a row-wise layer
-            raise ConfigError(f"{TENSOR_PARALLEL} can't cut {name}, {shape}, in {size}; use fsdp")
+    styles, placements = plan_shards(model, size)
+    embedding = model.get_input_embeddings()
     enter = {child.rpartition(".")[0] for child, style in styles.items() if style == "colwise"}
     for name, module in model.named_modules():
         if styles.get(name) == "rowwise":
@@ -68,6 +58,24 @@ def shard_model(policy: PackedPolicy, mesh: DeviceMesh) -> tuple[dict[str, nn.Pa
     masters = {name: _shard(p.detach(), placements[name], mesh) for name, p in model.named_parameters()}
     summed = (n for n in masters if styles.get(n.rpartition(".")[0]) == "replicated_with_grad_allreduce")
     return masters, frozenset(summed)
+
+
+def plan_shards(model: Any, size: int) -> tuple[dict[str, str], dict[str, Placement]]:
+    """Sharding style of each module, and placement of each parameter. Raises `ConfigError` if `size` can't share it."""
+    styles, config = _styles(model), model.config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (count := getattr(config, name, size)) % size:
+            raise ConfigError(f"{TENSOR_PARALLEL} can't share {name} = {count} between {size} ranks; use fsdp")
+    vocabularies = [id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    placements: dict[str, Placement] = {}
+    for name, parameter in model.named_parameters():
+        style = styles.get(name.rpartition(".")[0])
+        along = 0 if id(parameter) in vocabularies else SHARD_DIMENSIONS[style] if style else None
+        placements[name] = Replicate() if along is None else Shard(along)
+        if along is not None and (parameter.ndim <= along or parameter.shape[along] % size):
+            shape = list(parameter.shape)  # each rank would add the bias of a row-wise layer
+            raise ConfigError(f"{TENSOR_PARALLEL} can't cut {name}, {shape}, in {size}; use fsdp")
+    return styles, placements
 
 
 def _styles(model: Any) -> dict[str, str]:
@@ -90,13 +98,6 @@ def _styles(model: Any) -> dict[str, str]:
         for pattern, style in patterns.items()
         if pattern.fullmatch(name)
     }
-
-
-def _validate_divisible_heads(model: Any, size: int) -> None:
-    config = model.config.get_text_config()
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (count := getattr(config, name, size)) % size:
-            raise ConfigError(f"{TENSOR_PARALLEL} can't share {name} = {count} between {size} ranks; use fsdp")
 
 
 def _shard(tensor: Tensor, place: Placement, mesh: DeviceMesh) -> nn.Parameter:

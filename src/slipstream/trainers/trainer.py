@@ -71,8 +71,6 @@ class Trainer:
         self._steps, self._tokens = config.loop.steps, config.loop.max_tokens
         compiled = options.compile and self.device.type == "cuda" and compute != torch.float32
         self._policy = PackedPolicy(self.model, compiled, self.ranks.context)
-        if options.expert_parallel > 1 and not self._policy.routing.experts:
-            raise ConfigError(f"trainer.expert_parallel = {options.expert_parallel}, but the model has no experts")
         self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl_coef else None
         self._meter = FlopsMeter(self._policy, self.device)
         if self.ranks.is_fsdp:
