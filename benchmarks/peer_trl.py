@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def ours(options: argparse.Namespace, setting: str) -> dict[str, Any]:
-    """Our trainer on the rollouts of `Ready`, by `benchmarks/trainer.py`."""
+    """Results of Slipstream's trainer on the rollouts of `Ready`, by `benchmarks/trainer.py`."""
     command = [
         sys.executable, str(HERE / "trainer.py"), "--shape", options.shape, "--model", str(options.model), "--lengths",
         str(options.prompt), str(options.completion), "--tokens", str(tokens_a_step(options)),
@@ -136,7 +136,7 @@ def ours(options: argparse.Namespace, setting: str) -> dict[str, Any]:
 
 
 def theirs(options: argparse.Namespace, setting: str, server: Server | None) -> dict[str, Any]:
-    """TRL's trainer with one of its settings, with a server or on the rollouts of `Ready`."""
+    """Results of TRL's trainer with one of its settings, with a server or on the rollouts of `Ready`."""
     passed_on = ("groups", "prompt", "completion", "warmup", "steps", "transfer")
     command = [
         sys.executable, str(HERE / "peer_trl.py"), "one", "--with", setting, "--model", str(options.model),
@@ -177,7 +177,7 @@ def finish(command: list[str], log: Path, seconds: float, environment: dict[str,
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started."""
+    """End a process and its child processes."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -189,7 +189,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 class Server:
-    """A vLLM server as TRL's documentation starts it, and what it says of itself four times a second."""
+    """A vLLM server, started as in TRL's documentation. Its metrics are sampled four times a second."""
 
     def __init__(self, model: Path, log: Path) -> None:
         with socket.socket() as free:
@@ -232,7 +232,7 @@ class Server:
         end(self._process)
 
     def describe(self, began: float, ended: float) -> dict[str, Any]:
-        """What the server did between two times."""
+        """Metrics of the server between two times."""
         seen = [entry for entry in self._seen if began <= entry[0] <= ended]
         if len(seen) < 2:
             return {}
@@ -262,7 +262,7 @@ class Server:
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Train with TRL for the steps asked for, and tell what was measured."""
+    """Train with TRL for the requested steps. Returns the measurements."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -306,7 +306,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def use_varlen_attention() -> None:
-    """Give TRL torch's variable-length attention, under a name of its own, where it asks for a kernel from the Hub."""
+    """Register torch's variable-length attention in place of the kernel that TRL loads from the Hub."""
     from transformers import AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from trl.experimental.async_grpo import async_grpo_trainer
@@ -316,7 +316,7 @@ def use_varlen_attention() -> None:
     known: dict[str, Any] = {}
 
     def segments(positions: torch.Tensor) -> dict[str, Any]:
-        """Where sequences begin and end, found once for all layers of a pass."""
+        """Boundaries of sequences, computed once for all layers of a pass."""
         if known.get("positions") is not positions:
             starts = [*(positions[0] == 0).nonzero().flatten().tolist(), positions.shape[1]]
             runs = [(range(a, b), (range(a, b),)) for a, b in pairwise(starts)]
@@ -368,7 +368,7 @@ def use_transfer(settings: dict[str, Any], default_stream: bool) -> None:
 
 
 def measured_trainer() -> Any:
-    """TRL's trainer, which also notes at the end of each step what it did and for how long it waited."""
+    """TRL's trainer class, extended to record the work and the waits of each step."""
     from transformers import TrainerCallback
     from trl.experimental.async_grpo import AsyncGRPOTrainer
 
@@ -404,7 +404,7 @@ def measured_trainer() -> Any:
             self.syncing += time.perf_counter() - began
 
         def validate_not_finite(self, when: str) -> None:
-            """A step on such weights takes as long as any other, and the server answers nothing any more."""
+            """Raise for weights that are not finite, which change no step's time, but make the server fail."""
             bad = [name for name, p in self.model.named_parameters() if not bool(p.isfinite().all())]
             said = {name: values[-1] for name, values in self._metrics["train"].items() if values}
             assert not bad, f"{len(bad)} weights are not finite {when}, {bad[:3]}; the last step says {said}"
@@ -421,7 +421,7 @@ def measured_trainer() -> Any:
             self.notes.append(note)
 
         def describe(self, warmup: int) -> dict[str, Any]:
-            """From the end of the last step of the warm-up to that of the last one."""
+            """Metrics from the end of the warm-up to the end of the last step."""
             first, last = self.notes[warmup - 1], self.notes[-1]
             done = {name: last[name] - first[name] for name in first}
             self.validate_not_finite("at the end")
@@ -453,7 +453,7 @@ def measured_trainer() -> Any:
 
 
 class Waiting:
-    """A queue that knows for how long it has been waited for."""
+    """A queue that sums the time of waits in `get`."""
 
     def __init__(self, queue: Any) -> None:
         self._queue, self.seconds = queue, 0.0
@@ -470,7 +470,7 @@ class Waiting:
 
 
 class Ready:
-    """A rollout worker for TRL whose queue holds the rollouts of `benchmarks/trainer.py` without end."""
+    """A rollout worker for TRL whose queue repeats the rollouts of `benchmarks/trainer.py` without end."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from transformers import AutoConfig
@@ -511,7 +511,7 @@ class Ready:
 
 
 class Nowhere:
-    """A weight transfer for TRL that has nobody to send to."""
+    """A weight transfer for TRL without receivers."""
 
     def init_weight_transfer(self) -> None: ...
 
@@ -529,14 +529,14 @@ def tokens_a_step(options: argparse.Namespace) -> int:
 
 
 def chat_template() -> str:
-    """One of those that TRL knows how to parse."""
+    """A chat template that TRL can parse."""
     from trl.chat_template_utils import qwen3_chat_template
 
     return str(qwen3_chat_template)
 
 
 def conversations(tokenizer: Any, length: int) -> list[str]:
-    """Prompts that have `length` tokens once the chat template is around them."""
+    """Prompts of `length` tokens, chat template included."""
     around = [{"role": "user", "content": "w1 w2"}]
     added = len(tokenizer.apply_chat_template(around, add_generation_prompt=True, return_dict=False)) - 2
     return prompts(512, length - added)

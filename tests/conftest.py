@@ -73,7 +73,7 @@ def pytest_make_collect_report() -> Any:
 
 @pytest.fixture(autouse=True, scope="session")
 def warm_servers(request: pytest.FixtureRequest) -> None:
-    """Start them before tests, some of which look for processes that they have left."""
+    """Start fork servers before all tests, since some tests search for leftover processes."""
     warm.server_of("")
     if any("vllm" in item.nodeid for item in request.session.items):
         warm.server_of("vllm")
@@ -81,7 +81,7 @@ def warm_servers(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def warm_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generators and trainers need not import anew what all of them need."""
+    """Fork generators and trainers from a process that has imported their libraries."""
     monkeypatch.setattr("slipstream.runtime.process.LocalProcess._start", staticmethod(warm.start))
     monkeypatch.setattr("slipstream.runtime.worker_process.WorkerProcess.start", warm.start_known)
 
@@ -137,7 +137,7 @@ def save_model(path: Path, **changes: Any) -> None:
 async def in_flight(
     pool: GeneratorPool, prompts: Sequence[Sequence[int]], sampling: Sampling, tokens: int = 10
 ) -> list[asyncio.Task[Completion]]:
-    """Sequences of which one was seen to have drawn `tokens`; begun anew if all have ended before anybody looked."""
+    """Sequences in flight, one of which has sampled `tokens`. Starts again if all ended before they were checked."""
     running: list[asyncio.Task[Completion]] = []
     while not running or await pool.longest_in_flight() < tokens:
         if all(one.done() for one in running):
@@ -150,8 +150,8 @@ async def in_flight(
 async def drawn_until(
     done: asyncio.Future[Any], pool: GeneratorPool, prompts: Sequence[Sequence[int]], longest: int
 ) -> list[Completion]:
-    """One completion of each prompt after another: however long what is awaited takes, one is in flight when it
-    happens, since no two prompts' end together."""
+    """Sample completions of each prompt repeatedly until `done` is done, so that one is in flight when it happens:
+    completions of different prompts end at different times."""
 
     async def on_and_on(prompt: Sequence[int], sampling: Sampling) -> list[Completion]:
         drawn = []
@@ -178,7 +178,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that never ends a sequence by itself: they are still drawn when something is done to them."""
+    """A model without an end-of-sequence token, whose sequences stay in flight up to their limit."""
     path = tmp_path_factory.mktemp("patient")
     build_model(head_dim=32, max_position_embeddings=2048).save_pretrained(path)
     build_tokenizer().save_pretrained(path)

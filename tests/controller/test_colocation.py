@@ -1,4 +1,4 @@
-"""Placement `colocated`: one side at a time, and nothing is learnt otherwise than where both work at once."""
+"""Placement `colocated`: trainer and engines alternate, and the trained weights equal those of a usual run."""
 
 from __future__ import annotations
 
@@ -141,11 +141,11 @@ def test_colocation_with_sequences_in_flight(
     drawn = [row for file in (tmp_path / "run" / "rollouts").glob("*.parquet") for row in read_table(file).to_pylist()]
     assert len(drawn) == 4 * 12
     for row in drawn:
-        assert_told_truly(row, tiny, tmp_path / "run" / "weights")
+        assert_exact(row, tiny, tmp_path / "run" / "weights")
     assert any(len(row["spans"]) > 1 for row in drawn) == (how == "recompute")
 
 
-def assert_told_truly(row: dict[str, Any], model: Path, weights: Path) -> None:
+def assert_exact(row: dict[str, Any], model: Path, weights: Path) -> None:
     """Every token has the log-probability of its recorded version in a plain forward pass."""
     first, ids = len(row["prompt_ids"]), torch.tensor([row["prompt_ids"] + row["completion_ids"]])
     for span in row["spans"]:
@@ -158,7 +158,7 @@ def assert_told_truly(row: dict[str, Any], model: Path, weights: Path) -> None:
 
 
 def test_a_sleeping_engine_rejects_calls(tiny: Path, tmp_path: Path) -> None:
-    """With an error if it is called past the pool, in which requests wait; an offloaded trainer does so too."""
+    """A direct call raises an error, while requests wait in the pool. An offloaded trainer rejects calls, too."""
 
     async def main() -> None:
         config = config_of(tiny, COLOCATED, "--sync.in_flight=recompute")

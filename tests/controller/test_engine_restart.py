@@ -31,8 +31,8 @@ TRAINER = "slipstream.tools.verify:PerturbingTrainer"
 
 @pytest.mark.parametrize(("how", "keep"), [("retry", 0), ("drain", 2)])
 def test_engines_restart_on_each_version(how: str, keep: int, patient: Path, tmp_path: Path) -> None:
-    """Sequences in flight are drawn again or finished first, and told as of the version that drew them; the newest
-    files stay, and as many older ones as is wanted."""
+    """Sequences in flight are sampled again or finished first, with the version that sampled them; the newest
+    `sync.keep_versions` versions are kept."""
     from transformers import AutoModelForCausalLM
 
     flags = [f"--sync.in_flight={how}", f"--sync.keep_versions={keep}", "--trainer.threads=1", "--generator.threads=1"]
@@ -70,8 +70,8 @@ def test_engines_restart_on_each_version(how: str, keep: int, patient: Path, tmp
 
 
 def test_kept_versions_remain_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of those before the checkpoint's; none of those that a kill has taken back, and nothing that is not whole.
-    Files of a sitting that did not restart engines are such versions, too."""
+    """Two versions before that of the checkpoint; later versions and incomplete files are removed.
+    Files of a link that does not restart engines count as versions, too."""
     flags = ["--sync.link=checkpoint", "--sync.restart=true", "--sync.in_flight=retry", "--sync.keep_versions=3"]
     config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])
     monkeypatch.setattr(restart, "load_tokenizer", lambda path: SimpleNamespace(save_pretrained=lambda path: None))
@@ -79,7 +79,7 @@ def test_kept_versions_remain_after_a_resume(tmp_path: Path, monkeypatch: pytest
     class Trainer:
         async def export(self, path: Path) -> None:
             path.mkdir(parents=True)
-            (path / "model").write_text(f"of this sitting, {path.name}")
+            (path / "model").write_text(f"of the resumed run, {path.name}")
 
     class Generator:
         process, pending_requests, version, track = SimpleNamespace(), 0, 0, "engine 0"
@@ -101,13 +101,13 @@ def test_kept_versions_remain_after_a_resume(tmp_path: Path, monkeypatch: pytest
         link = RestartPublisher(trainer, pool.GeneratorPool(generators), config, tmp_path)
         for name in ("version_4", "version_9", "version_10", "version_11", "version_12", "version_12.partial"):
             (tmp_path / "weights" / name).mkdir(parents=True)
-            (tmp_path / "weights" / name / "model").write_text("of an earlier sitting")
+            (tmp_path / "weights" / name / "model").write_text("of the earlier run")
         for name in ("version_8.safetensors", "version_11.safetensors", "version_11.partial"):
             (tmp_path / "weights" / name).write_bytes(b"")
         await link.connect(11)
         assert left() == ["version_10", "version_11", "version_9"]
         texts = [(tmp_path / "weights" / name / "model").read_text() for name in left()]
-        assert texts == ["of an earlier sitting", "of this sitting, version_11.partial", "of an earlier sitting"]
+        assert texts == ["of the earlier run", "of the resumed run, version_11.partial", "of the earlier run"]
         await link.publish(12)
         assert left() == ["version_10", "version_11", "version_12"]
         (tmp_path / "weights" / "version_9.safetensors").write_bytes(b"")
@@ -168,7 +168,7 @@ def test_a_hung_engine_is_restarted(patient: Path, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_an_engine_exits_or_is_killed(hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all that it has started, before another takes its place; who waits for it is told at once."""
+    """With its child processes, before its successor starts; pending calls fail at once."""
     monkeypatch.setattr(pool, "STOP_TIMEOUT_S", 1.0 if hangs else 60.0)
 
     async def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run in a process of its own, which other processes control."""
+"""Control of a running run from other processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 
 
 def begin(model: Path, directory: Path, **more: Any) -> subprocess.Popen[str]:  # noqa: F811
-    """A run that does not end by itself."""
+    """Start a run that does not end by itself."""
     config = directory.parent / "empty.toml"
     config.write_text("")
     changes = {
@@ -180,7 +180,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_run_without_progress_ends_and_says_who_waits(model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_without_progress_ends_and_names_the_waiting_calls(model: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "empty.toml").write_text("")
     flags = options(model, tmp_path / "run", runtime__progress_timeout=3, evaluation__tasks=0, evaluation__every=0)
     command = [sys.executable, "-c", STALLED, "train", str(tmp_path / "empty.toml"), *flags]
@@ -217,7 +217,7 @@ def test_episodes_in_flight_have_their_own_time_limit(model: Path, tmp_path: Pat
     slipstream("train", tmp_path / "empty.toml", *flags)
 
 
-def test_what_is_no_run_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_run_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "it is no directory; give that of a run" in refused(capfd, "status", tmp_path / "gone")
     assert "it is no run directory" in refused(capfd, "stop", tmp_path)
     assert slipstream("runs", "--dir", tmp_path).stdout.startswith("no runs in")

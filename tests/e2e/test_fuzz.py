@@ -1,4 +1,4 @@
-"""Whatever a client sends, and whatever an environment hands in, a run goes on.
+"""A run continues after any request of a client and any rollout that an environment returns.
 
 A whole run, with an engine and a trainer in processes of their own: two episodes of four play cases that hypothesis
 drew, the others are ordinary and are trained on. SLIPSTREAM_FUZZ_CASES sets how many cases there are, and has the
@@ -320,7 +320,7 @@ class Fuzzed:
 FUZZED = Fuzzed()
 
 
-def test_a_run_goes_on_whatever_clients_send_and_environments_hand_in(
+def test_a_run_continues_after_any_request_and_any_rollout(
     tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     FUZZED.begin(CASES)

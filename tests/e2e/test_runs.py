@@ -472,7 +472,7 @@ class Agent:
 """
 
 
-def test_an_agent_that_knows_nothing_but_a_url_is_trained(model: Path, tmp_path: Path) -> None:
+def test_an_agent_that_gets_only_a_url_is_trained(model: Path, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     named = {"environment__name": f"{tmp_path / 'agent.py'}:Agent", "environment__options": "{}"}
     directory = tmp_path / "run"
@@ -555,7 +555,7 @@ def test_a_users_mistake_is_one_line(
     assert shown.strip().count("\n") == 0, shown
 
 
-def test_a_mistake_found_late_is_all_that_a_process_says(model: Path, tmp_path: Path) -> None:
+def test_an_error_found_late_is_the_only_output_of_a_process(model: Path, tmp_path: Path) -> None:
     """The error is printed on one line, although all modules are imported by then."""
     (tmp_path / "empty.toml").write_text("")
     done = slipstream(

@@ -1,4 +1,4 @@
-"""Scoring as a user has it: one section of the configuration, whatever the environment does."""
+"""Scoring in whole runs, configured by `[scoring]` and `[teacher]` for any environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def score(task, rollout):
 
 
 def test_a_run_may_be_resumed_with_a_new_teacher(model: Path, tmp_path: Path) -> None:  # noqa: F811
-    """What is in the buffer then has no log-probabilities of one, and the loss needs them."""
+    """Groups of the restored buffer have no teacher log-probabilities, which the loss needs."""
     directory = tmp_path / "run"
     summary = train(model, directory, loop__max_lag=3, loop__force_max_lag="true", loop__steps=40, loop__max_tokens=150)
     ready = read_lines(max((directory / "checkpoints").glob("*/ready_*.jsonl")))
@@ -79,4 +79,4 @@ def test_a_function_scores_and_an_earlier_policy_version_is_the_teacher(model: P
 
     slipstream("train", "--resume", directory, "--loop.steps=7", "--checkpoint.every=1")
     assert json.loads((directory / "summary.json").read_text())["steps"] == 7
-    slipstream("eval", directory)  # where a scorer is needed as much
+    slipstream("eval", directory)  # which needs the scorer, too

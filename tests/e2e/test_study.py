@@ -1,4 +1,4 @@
-"""A study as a user runs it: stopped in the middle, gone on with, and drawn again."""
+"""`slipstream study lag` from the command line: interrupted, resumed, and drawn again from its data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TOKENS, STEP = 4500, 3 * 4 * 6
 SELDOM = {"checkpoint__every": 10, "evaluation__every": 15}
 
 
-def test_a_study_that_is_stopped_goes_on(model: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Stopped in its second run, and killed in what was left of that: the run continues and keeps its lock."""
+def test_an_interrupted_study_resumes(model: Path, tmp_path: Path) -> None:  # noqa: F811
+    """SIGTERM in the second run, then SIGKILL in its rest: that run outlives the study and keeps its lock."""
     directory, config = tmp_path / "study", tmp_path / "task.toml"
     config.write_text("")
     flags = [f for f in options(model, directory, loop__max_tokens=TOKENS, **SELDOM) if not f.startswith(OURS)]
@@ -53,7 +53,7 @@ def test_a_study_that_is_stopped_goes_on(model: Path, tmp_path: Path) -> None:  
         assert TOKENS <= found["tokens"] < TOKENS + STEP
         assert found["evaluations"]["tokens"][0] == 0 and len(found["evaluations"]["tokens"]) > 2
     histogram = json.loads((second / "summary.json").read_text())["lag"]["histogram"]
-    # The first fill is drawn by version 0; after it nothing is fresher than one version less than the bound.
+    # Version 0 samples the first fill of the buffer; later tokens have a lag of the bound or one less.
     assert sum(n for lag, n in histogram.items() if int(lag) < 2) <= 2 * STEP and "4" not in histogram
     assert courses[0]["lag_mean"] == 0 and courses[1]["lag_mean"] > 2
     table = (directory / "lag.md").read_text()
@@ -66,8 +66,8 @@ def test_a_study_that_is_stopped_goes_on(model: Path, tmp_path: Path) -> None:  
     assert all(pictures) or "matplotlib is missing: pip install 'slipstream-rl[study]'" in again.stderr
 
 
-def test_a_run_that_fails_costs_itself_alone(model: Path, tmp_path: Path) -> None:  # noqa: F811
-    """A model that is gone is found out by each run; the study says so and ends with status 1."""
+def test_a_failed_run_leaves_the_others_unaffected(model: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Each run reports the missing model; the study prints these errors and ends with status 1."""
     config = tmp_path / "task.toml"
     config.write_text("")
     flags = [f for f in options(tmp_path / "gone", tmp_path) if not f.startswith(OURS)]

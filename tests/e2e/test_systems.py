@@ -1,4 +1,4 @@
-"""Systems: macOS on the CPU as far as Linux can play it, and Windows, which is refused."""
+"""Operating systems: macOS, simulated on Linux, and Windows, which is refused."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ REWARD = "def reward(task, completion): return float(len(completion.text) % 2)\n
 
 
 @pytest.mark.e2e
-def test_a_run_needs_nothing_that_only_linux_has(tiny: Path, tmp_path: Path) -> None:
-    """Neither /proc nor anonymous memory nor an affinity: all processes, a reward worker too, do without."""
+def test_a_run_works_without_features_of_linux(tiny: Path, tmp_path: Path) -> None:
+    """All processes, reward workers included, work without /proc, anonymous memory files and CPU affinity."""
     (tmp_path / "sitecustomize.py").write_text(MACOS)
     (tmp_path / "mine.py").write_text(REWARD)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+1="}\n' * 3)
@@ -64,7 +64,7 @@ def test_windows_is_refused_in_one_line(
     assert said.err == "slipstream: Slipstream runs on Linux, and on macOS on the CPU; on Windows use WSL 2\n"
 
 
-def test_the_library_says_so_too_where_file_locks_are_missing() -> None:
+def test_the_library_is_refused_if_file_locks_are_missing() -> None:
     code = (
         "import sys; sys.modules['fcntl'] = None\n"
         "import slipstream\n"

@@ -1,4 +1,4 @@
-"""`slipstream verify`, its trainers and engines: exact where it has to be, and a failure where it can't be."""
+"""`slipstream verify` with real trainers and engines: EXACT for exact links and modes, a failure for all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It ends each completion with its first token."""
+    """A model all of whose tokens are end-of-sequence tokens."""
     path = tmp_path_factory.mktemp("verify") / "model"
     build_model(head_dim=32, max_position_embeddings=2048, eos_token_id=[*range(VOCABULARY)]).save_pretrained(path)
     build_tokenizer().save_pretrained(path)
@@ -25,16 +25,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.e2e
-def test_a_command_of_its_own_says_so(model: Path) -> None:
+def test_the_command_prints_exact(model: Path) -> None:
     done = slipstream("verify", model, "--sync.link=shared", popen=subprocess.Popen)
     assert done.stdout.strip().endswith("EXACT") and "NOT EXACT" not in done.stdout
 
 
 @pytest.mark.e2e
-def test_a_model_that_repeats_its_last_token_is_changed_until_it_does_not(tmp_path: Path) -> None:
-    """As an untrained one with tied embeddings."""
+def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path: Path) -> None:
+    """As an untrained model with tied embeddings does."""
     model = build_model(hidden_size=128, eos_token_id=1, pad_token_id=0)
-    for name, parameter in model.named_parameters():  # as they are without `build_model`
+    for name, parameter in model.named_parameters():  # undo the scaling by `build_model`
         if parameter.ndim > 1:
             parameter.data.mul_(1 / 8 if "embed" in name else 1 / 4)
     model.save_pretrained(tmp_path)
@@ -64,7 +64,7 @@ def test_a_model_that_repeats_its_last_token_is_changed_until_it_does_not(tmp_pa
         (["--sync.placement=colocated"], 0, "EXACT"),
         (["--sync.in_flight=retry"], 0, "tokens were discarded"),
         pytest.param(
-            ["--generator.engine=vllm", "--sync.link=lora", "--lora.rank=8"],  # recompute is no way there
+            ["--generator.engine=vllm", "--sync.link=lora", "--lora.rank=8"],  # does not support recompute
             0,
             "EXACT",
             marks=needs_vllm,
@@ -76,7 +76,7 @@ def test_a_model_that_repeats_its_last_token_is_changed_until_it_does_not(tmp_pa
     ],
 )
 def test_verify(flags: list[str], status: int, said: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Sequences that keep old keys under new weights are not what a fresh engine draws: a verifier has to see that."""
+    """With `continue`, sequences keep the keys of old weights, which differs from a fresh engine: the command fails."""
     found = main(["verify", str(model), *flags])
     shown = capfd.readouterr()
     assert found == status, shown.out + shown.err

@@ -62,7 +62,7 @@ def chat_tokenizer(template: str | None) -> Any:
 
 
 class Letters:
-    """A generator that says what it is told, letter by letter, so that tokenizing it again would change it.
+    """A generator that samples given texts letter by letter; tokenizing a text again would give other tokens.
 
     A text is ended by the end of a turn, unless it is cut off by "…" or by `max_tokens`.
     """
@@ -105,7 +105,7 @@ def run(episode: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
 
 def trained_on(policy: Policy) -> list[str]:
-    """What of each sequence the trainer gets to learn, as the packed micro-batch has it."""
+    """The trained tokens of each sequence of the packed micro-batch."""
     samples = build_samples(policy.completions, 1.0)
     batch = pack(samples, group_by_prefix(samples, 10_000), torch.device("cpu"))
     drawn = [i for c in policy.completions for i in c.token_ids]
@@ -326,7 +326,7 @@ def test_a_limit_ends_a_conversation_and_keeps_its_turns(
 )
 @pytest.mark.parametrize("where", ["sample", "base_url"])
 def test_limits_without_a_conversation_raise(limits: ConversationLimits, option: str, where: str) -> None:
-    """And that is no failure of the episode, which would be tried again."""
+    """The error ends the run; a failed episode would be tried again."""
 
     class Samples:
         train = test = (Task("t", "a"),)
@@ -349,7 +349,7 @@ def test_a_first_prompt_longer_than_the_context_fails_the_episode() -> None:
 
 @pytest.mark.parametrize("error", [EngineFailed("no memory"), GenerationError("top_k can't be"), WorkerDied("killed")])
 def test_an_engine_failure_is_raised_in_a_conversation(error: Exception) -> None:
-    """The episode fails: what it has is not what the policy would have come to."""
+    """The episode fails, since its turns so far are not a complete episode of the policy."""
     it = policy(None, "12", "34")
 
     async def episode() -> None:
@@ -439,7 +439,7 @@ def test_the_tiny_tokenizer_holds_conversations() -> None:
 
 
 def test_turn_rewards_become_steps() -> None:
-    """One for each reply, at its last token; another number of them is a mistake that is told."""
+    """One reward for each reply, at its last token; any other number is an error."""
     drawn: list[tuple[int, ...]] = [(5, 6), (), (7,)]
     turns = [Completion((1,), ids, (0.0,) * len(ids), (VersionSpan(0, 0, len(ids)),), "stop") for ids in drawn]
     assert turn_rewards_to_steps(turns, [0.5, 1.0, 2]) == ((StepReward(1, 0.5),), (), (StepReward(0, 2.0),))

@@ -81,7 +81,7 @@ def said(text: str = "12") -> list[dict[str, Any]]:
 
 
 def by_a_full_pass(it: Served, policy: Policy) -> float:
-    """How far the recorded log-probabilities are from what the trainer gives the same tokens."""
+    """Largest difference between recorded log-probabilities and those of the trainer for the same tokens."""
     samples = build_samples(policy.completions, 1.0)
     batch = pack(samples, group_by_prefix(samples, 100), torch.device("cpu"))
     return float((PackedPolicy(copy.deepcopy(it.model))(batch)[0] - batch.behaviour).abs().max().detach())
@@ -360,7 +360,7 @@ def test_an_incomplete_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_failed_completion_cancels_the_others() -> None:
-    """The client is told of the failure alone, so nothing that is drawn after it is trained on."""
+    """The response is the error alone, so tokens sampled after the failure are not trained on."""
 
     class Fails(TorchGenerator):
         count = 0
@@ -400,7 +400,7 @@ def test_a_dead_generator_is_a_server_error() -> None:
 
 
 def test_requests_run_outside_the_context_of_the_episode_that_started_the_server() -> None:
-    """Else the watch over the event loop would interrupt the server, for what an episode does."""
+    """The watchdog of the event loop would otherwise interrupt the server because of an episode."""
     seen = []
 
     class Looks(TorchGenerator):
@@ -516,7 +516,7 @@ def test_an_environment_around_an_agent_is_trained_on() -> None:
 
 
 def test_a_failed_episode_reports_the_last_http_error() -> None:
-    """An agent's client says no more than the status."""
+    """The exception of an agent's client contains only the status."""
 
     async def main() -> None:
         async with served() as it:

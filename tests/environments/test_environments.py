@@ -23,7 +23,7 @@ from tests.conftest import build_tokenizer
 
 
 class Scripted:
-    """A generator that says what it is told."""
+    """A generator that returns given texts."""
 
     version = 3
 

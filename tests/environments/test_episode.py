@@ -189,7 +189,7 @@ def test_cancellation_of_the_run_is_raised() -> None:
 
 
 class Swallows(Episode):
-    """Tries again and again, whatever is raised."""
+    """Retries after any exception, without end."""
 
     async def rollout(self, task: Task, policy: Policy) -> Any:
         while True:
@@ -209,7 +209,7 @@ class Drawing(Scripted):
 
 
 def test_an_episode_that_swallows_its_cancellation_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It draws no more, its place is free, and neither the end of the run nor that of its event loop waits for it."""
+    """It gets no more completions, its slot is free, and the end of the run or event loop does not wait for it."""
     monkeypatch.setattr("slipstream.environments.episode.CLEANUP_S", 0.2)
     generator = Drawing()
 

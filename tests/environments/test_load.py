@@ -189,7 +189,7 @@ def test_a_hung_reward_fails_one_rollout_and_none_in_the_queue(users: Path) -> N
 def played(
     users: Path, thing: str, count: int, limit: float = 60.0, errors: RewardErrorCounter | None = None
 ) -> list[Any]:
-    """What so many episodes come to that a function of the user's rewards: the reward, or the failure."""
+    """Outcomes of `count` episodes with a user's reward function: the reward, or the failure."""
     name, options = f"{users / 'users.py'}:{thing}", {"train": str(users / "tasks.jsonl")}
 
     async def main() -> list[Any]:

@@ -24,7 +24,7 @@ Build = Callable[[Policy, Completion, Completion], Any]
 
 
 def play(build: Build, seed: str = "0") -> tuple[tuple[Rollout, ...] | RolloutFailed, Policy]:
-    """What comes of an episode of two draws that returns what `build` makes of them; and its policy."""
+    """Outcome of an episode that returns `build(completions)` of two completions, and its policy."""
     tokenizer = build_tokenizer()
     engine = Engine(build_model(vocab_size=len(tokenizer)), slots=2, tokenizer=tokenizer, version=3)
     policy = Policy(
@@ -161,7 +161,7 @@ def test_a_rollout_of_an_earlier_episode_is_invalid() -> None:
     ],
 )  # fmt: skip
 def test_any_order_selection_and_role_of_the_completions_is_valid(build: Build) -> None:
-    """With the very values that the engine reported; the text is the environment's, which a scorer may see."""
+    """Values of tokens are those of the engine; the text may be changed by the environment, for a scorer."""
     rollouts, policy = play(build)
     assert isinstance(rollouts, tuple)
     for rollout in rollouts:

@@ -106,7 +106,7 @@ def test_only_the_start_of_doubtful_text_is_tokenized(template: str | None) -> N
 
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_overlong_text_ends_a_conversation(template: str | None) -> None:
-    """What the policy, a tool or the environment says: an episode comes to its reward with what it has."""
+    """For text of the policy, a tool or the environment: the episode is rewarded for its turns so far."""
     tokenizer = Spy(template)
 
     async def main(conversation: Conversation) -> None:

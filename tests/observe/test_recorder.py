@@ -1,4 +1,4 @@
-"""The record: what lies on disk is what went in, whole up to a failure or a kill."""
+"""The recorder: files on disk equal the recorded data, complete up to a failure or a kill."""
 
 from __future__ import annotations
 

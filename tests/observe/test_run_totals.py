@@ -1,4 +1,4 @@
-"""The running totals: times add up over the sittings of a run, and a snapshot carries them."""
+"""The running totals: times add up over the processes of a resumed run, and a snapshot contains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told while processes start."""
+"""Progress messages while processes start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a run on Ray, however it ends: nothing."""
+"""A run on Ray leaves no processes and no placement groups, for any end of the run."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 async def judged(handler: Handler, options: dict[str, Any], count: int = 1) -> tuple[list[Any], Judge]:
-    """What the judge says of so many rollouts at once, failures included."""
+    """Answers of the judge for concurrent rollouts, failures included."""
     app = web.Application()
     app.router.add_post("/score", handler)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)

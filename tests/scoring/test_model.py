@@ -53,7 +53,7 @@ COMPLETIONS = [
 
 
 def scores(path: Path, policy: Path, **options: Any) -> list[Any]:
-    """What the service answers when it is asked for all completions at once."""
+    """Answers of the service to concurrent requests for all completions."""
     worker = RewardModelWorker(RewardModelOptions(path=str(path), threads=1, **options), str(policy))
 
     async def main() -> list[Any]:

@@ -1,4 +1,4 @@
-"""What a study consists of: lags and corrections as typed, and runs that differ in nothing but what is studied."""
+"""The plan of a lag study: parsing of lags and corrections, and runs that differ only in lag, correction and seed."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_lags_are_whole_numbers(text: str) -> None:
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_corrections_that_come_with_it_are_options_that_there_are(tmp_path: Path, name: str) -> None:
+def test_built_in_corrections_set_options_that_exist(tmp_path: Path, name: str) -> None:
     plan(tmp_path, corrections=name).check()
 
 
-def test_runs_differ_in_lag_correction_and_seed_alone(tmp_path: Path) -> None:
+def test_runs_differ_only_in_lag_correction_and_seed(tmp_path: Path) -> None:
     wanted = plan(tmp_path)
     runs = wanted.runs()
     assert len({run.path for run in runs}) == len(runs) == 8
@@ -51,13 +51,13 @@ def test_runs_differ_in_lag_correction_and_seed_alone(tmp_path: Path) -> None:
     for run, config in zip(runs, configs, strict=True):
         assert (config.loop.max_lag, config.loop.seed) == (run.lag, run.seed)
         assert config.loop.force_max_lag and config.loop.max_tokens == 4000 and config.evaluation.every_tokens == 200
-        assert config.loop.steps * 4 * 4 > 4000, "steps could end a run before its tokens do"
+        assert config.loop.steps * 4 * 4 > 4000, "the limit on steps could end a run before the limit on tokens"
         studied = {"loop": config.loop.model_copy(update={"max_lag": 0, "seed": 0}), "run": configs[0].run}
         assert config.model_copy(update=studied | {"algorithm": configs[0].algorithm}) == configs[0]
     assert configs[0].algorithm.loss == {"name": "reinforce"} and configs[2].algorithm.loss == {"name": "grpo"}
 
 
-def test_a_run_of_another_configuration_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_a_directory_with_a_run_of_another_configuration_is_refused(tmp_path: Path) -> None:
     first = plan(tmp_path)
     first.check()
     run = first.runs()[0]
@@ -68,12 +68,12 @@ def test_a_run_of_another_configuration_is_not_taken_for_this_one(tmp_path: Path
         plan(tmp_path, "--loop.retries=7").check()
 
 
-def test_tokens_have_to_be_said(tmp_path: Path) -> None:
+def test_a_study_needs_max_tokens(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokens is not set; add --loop"):
         plan(tmp_path, "--loop.max_tokens=0").check()
 
 
 @pytest.mark.parametrize("flag", ["--loop.max_lag=3", "--loop.seed=3", "--loop.steps=3", "--run.dir=x"])
-def test_what_a_study_sets_itself_is_not_taken_from_elsewhere(tmp_path: Path, flag: str) -> None:
+def test_options_that_the_study_sets_are_refused_as_flags(tmp_path: Path, flag: str) -> None:
     with pytest.raises(ConfigError, match="is set by the study; "):
         plan(tmp_path, flag).check()

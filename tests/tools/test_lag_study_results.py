@@ -1,4 +1,4 @@
-"""What a study says of runs whose records are known, line by line."""
+"""Results of a lag study from runs with given records."""
 
 from __future__ import annotations
 
@@ -53,31 +53,31 @@ def study(path: Path) -> Study:
     return Study(results, {"default": []}, 800, default_target(results), "slipstream study lag x.toml")
 
 
-def test_an_evaluation_belongs_to_the_weights_that_it_measured(tmp_path: Path) -> None:
-    """Versions 2 and 3 were published after steps 4 and 6, so an evaluation that met both is at 500 tokens."""
+def test_an_evaluation_is_placed_at_the_versions_that_it_sampled(tmp_path: Path) -> None:
+    """Versions 2 and 3 were published after steps 4 and 6, so an evaluation by both is placed at 500 tokens."""
     assert course(tmp_path, 0).evaluations["tokens"] == [0, 400, 800]
     assert course(tmp_path, 2).evaluations["tokens"] == [0, 500, 800]
 
 
-def test_time_leaves_out_evaluations_that_a_synchronous_run_waits_for(tmp_path: Path) -> None:
+def test_time_excludes_evaluations_for_which_a_synchronous_run_waits(tmp_path: Path) -> None:
     synchronous, other = course(tmp_path, 0), course(tmp_path, 2)
     assert synchronous.seconds == other.seconds == 16
     assert synchronous.series["seconds"] == other.series["seconds"] == [2.0 * step for step in range(1, STEPS + 1)]
     assert synchronous.evaluations["seconds"] == [0, 8, 16] and other.evaluations["seconds"] == [0, 10, 16]
 
 
-def test_a_target_is_reached_between_two_evaluations(tmp_path: Path) -> None:
+def test_the_time_to_target_is_interpolated_between_two_evaluations(tmp_path: Path) -> None:
     found = course(tmp_path, 0)
     assert found.reaches(0.6) == pytest.approx((600, 12))
     assert found.reaches(0.1) == (0, 0) and found.reaches(0.81) is None
 
 
-def test_what_is_not_finite_is_left_out_of_means(tmp_path: Path) -> None:
+def test_means_exclude_missing_values(tmp_path: Path) -> None:
     assert course(tmp_path, 2).mismatch_kl == pytest.approx(0.02)
 
 
-def test_steps_count_by_their_groups_with_signal(tmp_path: Path) -> None:
-    """A collapsed policy has none, and its lines say an effective sample size of 1: that is no good news."""
+def test_steps_are_weighted_by_their_share_of_groups_with_signal(tmp_path: Path) -> None:
+    """A collapsed policy has no group with signal and an effective sample size of 1, which would raise the mean."""
     run = write_run(tmp_path / "run", 2)
     path = run.path / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -107,8 +107,8 @@ def study_at(path: Path, target: float) -> Study:
     return replace(study(path / "again"), target=target)
 
 
-def test_a_speed_up_is_of_seeds_that_reach_the_target_at_both_lags(tmp_path: Path) -> None:
-    """Else a lag at which only the lucky seed gets there would look fast."""
+def test_the_speed_up_uses_seeds_that_reach_the_target_at_both_lags(tmp_path: Path) -> None:
+    """A lag at which only the fastest seed reaches the target would otherwise appear fast."""
     whole = study_at(tmp_path, 0.605)
     assert [len(whole.reached(whole.of(*cell))) for cell in whole.cells()] == [2, 1]
     row = next(line for line in markdown(whole).splitlines() if line.startswith("| 2"))
@@ -125,7 +125,7 @@ def test_without_a_gain_there_is_no_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", AXES)
-def test_pictures_are_drawn_of_whatever_has_ended(tmp_path: Path, by: str) -> None:
+def test_plots_of_finished_runs_are_drawn(tmp_path: Path, by: str) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib import image
 

@@ -1,4 +1,4 @@
-"""What `slipstream verify` makes of what it finds, in one process."""
+"""Verdicts of `slipstream verify`: exact, not exact or not observed, for given completions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def of_b(prompt: int, *token_ids: int) -> Completion:
     return Completion((prompt,), token_ids, (0.0,) * len(token_ids), spans, "length")
 
 
-def test_where_nothing_of_a_was_kept_a_fresh_a_must_answer_otherwise() -> None:
-    """As under `retry`: else nothing would show that anything has changed."""
+def test_if_no_token_of_a_is_left_a_and_b_must_answer_differently() -> None:
+    """As under `retry`. If A and B give equal answers, a missing swap would not be detected."""
     completions = [of_b(5, 7, 8), of_b(6, 9, 9), of_b(5, 7, 8), of_b(6, 9, 9)]
     by_b = [c.token_ids for c in completions]
     same = _verdict(completions, [[int32_array([7, 8]), int32_array([9, 9])], by_b], pause_s=0.0, met=2)
@@ -33,12 +33,12 @@ def test_where_nothing_of_a_was_kept_a_fresh_a_must_answer_otherwise() -> None:
     assert other.exact and other.differ == 1 and other.before == (0, 0)
 
 
-def test_a_change_that_was_foreseen_is_the_same_and_costs_an_addition(tiny: Path, tmp_path: Path) -> None:
+def test_a_precomputed_change_equals_a_computed_one_and_only_adds(tiny: Path, tmp_path: Path) -> None:
     config = load_config(None, [f"--model.path={tiny}", "--environment.name=addition", "--trainer.threads=1"])
     at_once, foreseen = (PerturbingTrainer(config, str(tmp_path)) for _ in range(2))
 
     def no_more(seed: int, strength: float) -> Iterator[torch.Tensor]:
-        raise AssertionError(f"noise of seed {seed} is made while sequences go on")
+        raise AssertionError(f"noise of seed {seed} is computed while sequences are in flight")
 
     asyncio.run(foreseen.precompute_change(3))
     foreseen._noise = no_more  # type: ignore[method-assign]
@@ -51,7 +51,7 @@ def test_a_change_that_was_foreseen_is_the_same_and_costs_an_addition(tiny: Path
         asyncio.run(foreseen.change(3))
 
 
-def test_a_change_is_larger_where_both_answer_alike(
+def test_the_change_is_enlarged_if_a_and_b_give_equal_answers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried: list[tuple[int, float]] = []
@@ -69,7 +69,7 @@ def test_a_change_is_larger_where_both_answer_alike(
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_logs_that_an_error_names_outlive_it(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_kept_after_an_error(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     try:
         with _scratch() as folder:
@@ -83,7 +83,7 @@ def test_logs_that_an_error_names_outlive_it(fails: bool, tmp_path: Path, monkey
     assert [str(path.relative_to(folder)) for path in folder.rglob("file")] == (["logs/file"] if fails else [])
 
 
-def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
+def test_a_swap_without_sequences_in_flight_is_reported() -> None:
     config = load_config(None, ["--model.path=m", "--environment.name=addition", "--sync.in_flight=recompute"])
     whole = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 2),), "length")
     parts = Completion((5,), (7, 8), (0.0, 0.0), (VersionSpan(0, 0, 1), VersionSpan(1, 1, 2)), "length")
@@ -101,7 +101,7 @@ def test_sequences_that_the_swap_did_not_meet_are_told() -> None:
     assert replace(ended, longer=_longer([of_b(5, 7)], 2)).unseen.endswith("raise generator.max_model_len")
 
 
-def test_completions_are_as_long_as_a_publish_takes(
+def test_completions_are_lengthened_until_one_is_in_flight_at_the_publish(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = Verdict(2, 1, 1, 1, (1, 1), (2, 2), (9, 9), 0.0, ())
@@ -129,23 +129,23 @@ def test_completions_are_as_long_as_a_publish_takes(
     enough = long = 10_000
     assert lengths() == [64, 256, 1024] and lengths(after=100) == [256, 1024] and lengths(after=2000) == [3024]
     wrong = ("in flight, by A: at token 3 of 9",)
-    assert lengths() == [64], "what is wrong is told, whatever was not seen"
+    assert lengths() == [64], "a wrong token is reported without another try"
 
 
-def test_what_lets_completions_go_on() -> None:
+def test_the_message_names_the_option_that_allows_longer_completions() -> None:
     assert _longer([of_b(5, 7, 8)], 2) == RAISE_TOKENS
     assert _longer([of_b(5, 7, 8)], 3) == "raise generator.max_model_len"
 
 
-def test_a_retry_is_seen_by_the_tokens_that_it_discarded() -> None:
-    """Else all may have ended before the swap, and nothing was drawn anew."""
+def test_a_retry_is_detected_by_its_discarded_tokens() -> None:
+    """Without discarded tokens all sequences may have ended before the swap."""
     by_a = Completion((5,), (7, 9), (0.0, 0.0), (VersionSpan(0, 0, 2),), "length")
     by_b = of_b(5, 7, 8)
     ended = replace(
         _verdict([by_a, by_b], [[int32_array([7, 9])], [int32_array([7, 8])]], pause_s=0.0, met=1), how="retry"
     )
     assert not ended.exact and replace(ended, tokens_discarded=3).exact
-    # Nothing that A drew is left, though a sequence had drawn before the publish began.
+    # No token of A is left, although a sequence had sampled tokens before the publish began.
     gone = replace(
         _verdict([by_b, by_b], [[int32_array([7, 9])], [int32_array([7, 8]), int32_array([7, 8])]], pause_s=0.0, met=1),
         how="retry",
@@ -153,7 +153,7 @@ def test_a_retry_is_seen_by_the_tokens_that_it_discarded() -> None:
     assert gone.exact
 
 
-def test_vllm_draws_past_the_end_of_the_text_too() -> None:
+def test_vllm_samples_past_the_end_of_sequence_token_if_asked() -> None:
     for ignored, stops in ((False, [7, 9]), (True, [9])):
         sampling = Sampling(stop_tokens=(9,), ignore_eos=ignored)
         assert VllmRequest("key", (1,), sampling).parameters(10, [7], False)["stop_token_ids"] == stops

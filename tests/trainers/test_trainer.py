@@ -506,8 +506,8 @@ def test_micro_batches_balance_cost_between_ranks(longest: list[int], seed: int)
 
 @pytest.mark.parametrize(("groups", "size", "ranks"), [(8, 8, 8), (8, 8, 16), (4, 16, 8), (2, 32, 4), (16, 8, 16)])
 def test_a_few_groups_leave_no_rank_without_work(groups: int, size: int, ranks: int) -> None:
-    """Completions of one prompt are not all on one rank then: it takes hardly longer than if each had its prompt alone.
-    Of 8 long groups on 16 ranks, kept together, it would take twice as long."""
+    """Groups are divided among ranks, which costs little more than completions with a prompt each.
+    Undivided, 8 long groups on 16 ranks would take twice as long."""
     draw = random.Random(0)
     samples = [
         Sample(
