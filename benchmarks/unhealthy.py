@@ -107,6 +107,7 @@ def options(name: str, directory: Path, model: Path, steps: int) -> list[str]:
     common = {
         "model.path": model, "run.dir": directory / name, "loop.steps": steps, "evaluation.every": max(1, steps // 4),
         "evaluation.tasks": 200, "checkpoint.every": steps, "trainer.schedule": "constant",
+        "trainer.warmup_steps": 0,
     }  # fmt: skip
     return [*(f"--{option}={value}" for option, value in common.items()), *RUNS[name][1]]
 
