@@ -61,6 +61,8 @@ def script(path: Path, arguments: list[str]) -> None:
         load_config(None, [*module.configuration(options, Path("m"), Path("run")), *flags])
     elif path.stem == "trainer":
         module.configure(Path("m"), flags)
+    elif path.stem == "example_memory":
+        load_config(module.EXAMPLE, flags)
     elif path.stem == "vllm_core":
         module.configure(options, flags)
     elif path.stem == "demo":
