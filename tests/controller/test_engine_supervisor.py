@@ -147,6 +147,27 @@ def test_a_run_waits_for_its_only_engine(lag: int, tiny: Path, tmp_path: Path) -
     assert summary["engine_restarts"] == 1
 
 
+def test_a_run_takes_no_step_below_min_replicas(tiny: Path, tmp_path: Path) -> None:
+    run = run_of(tiny, tmp_path, "--generator.replicas=2", "--generator.min_replicas=2", "--loop.max_lag=4")
+    below: list[int] = []
+
+    async def script(run: Warned) -> None:
+        pool = run.cluster.generator
+        send(pool.generators[1], signal.SIGKILL)
+        await until(lambda: run.waits_for_engines)
+        first = run.state.step  # the batch that was taken before
+        while run.waits_for_engines:
+            below.append(run.state.step - first)
+            await asyncio.sleep(0.01)
+        await step(run, 3)
+        assert len(pool.alive) == 2
+
+    summary = asyncio.run(play(run, script))
+    balanced(summary, tmp_path / "run" / "metrics.jsonl")
+    assert below and max(below) == 0 and summary["engine_restarts"] == 1
+    assert any("the run waits for engines: 1 serve, and generator.min_replicas = 2" in said for said in run.warnings)
+
+
 def test_a_run_ends_if_its_engine_dies_again_and_again(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
