@@ -12,7 +12,6 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from slipstream.environments.episode import EventLoopWatchdog, first_error
 from slipstream.objective import build_batch
 from slipstream.rollout import Batch, StepStats
 from slipstream.runtime.closing import closing, run_bounded
-from slipstream.runtime.event_loop import lower_priority
 from slipstream.runtime.gc_tuning import raise_gc_thresholds
 from slipstream.runtime.run_directory import RunDirectory
 from slipstream.runtime.runtime import open_runtime
@@ -69,7 +67,6 @@ async def run_in(directory: RunDirectory, config: Config, quiet: bool) -> dict[s
     run, interval, thresholds = RunContext(config, directory, quiet), sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_gc_thresholds()
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(initializer=lower_priority))
     try:
         async with closing(partial(close, run)):
             return await training_loop(run)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-NICENESS = 10  # of threads, relative to the process; a processor that both want is then given to the event loop 9:1
+NICENESS = 5  # of threads, relative to the process: Linux then gives a processor that both want to the event loop 3:1
 PER_ITERATION = 4  # calls and coroutines for each iteration; each takes some tenths of a millisecond
 
 
@@ -75,7 +75,7 @@ async def throttle() -> None:
 def lower_priority() -> None:
     """Let the event loop's thread run before this one if both wait for a processor, on Linux.
 
-    For threads that serialize, decode and write: on a host with few free cores they delay the event loop otherwise.
+    For threads whose results no step waits for: on a host with few free cores they delay the event loop otherwise.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()

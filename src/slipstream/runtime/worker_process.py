@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
-from slipstream.runtime.event_loop import call_throttled, lower_priority
+from slipstream.runtime.event_loop import call_throttled
 from slipstream.runtime.pipe import Large, Pipe
 from slipstream.runtime.process import Launch, Launcher, LocalProcess, Process
 from slipstream.runtime.worker import WorkerDied, WorkerError, fail_unawaited, handle, last_lines, methods_of, succeeded
@@ -181,7 +181,6 @@ class WorkerProcess:
 
     def _write(self) -> None:
         """Send in a thread: sending to a process that is busy would block the event loop."""
-        lower_priority()
         with contextlib.suppress(OSError):
             while (message := self._writer.get()) is not None:
                 if not isinstance(message, list):
@@ -211,7 +210,6 @@ class WorkerProcess:
 
     def _read(self, writing: threading.Thread) -> None:
         """Receive in a thread: a message may be long, or its sender stopped in the middle of it."""
-        lower_priority()
         try:
             while True:
                 for answer in self._connection.recv():
