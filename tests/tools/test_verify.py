@@ -60,6 +60,7 @@ def test_the_change_is_enlarged_if_a_and_b_give_equal_answers(
         tried.append((tokens, strength))
         return Verdict(2, 1, 1, int(strength >= needed), (1, 1), (2, 2), (9, 9), 0.0, ())
 
+    monkeypatch.setattr(verification, "validate_models", lambda config: None)
     monkeypatch.setattr(verification, "_verify", attempt)
     config, needed = load_config(None, ["--model.path=m", "--environment.name=addition"]), 64
     assert asyncio.run(verification.verify(config)).exact and tried == [(64, 1), (64, 64)]
@@ -119,6 +120,7 @@ def test_completions_are_lengthened_until_one_is_in_flight_at_the_publish(
         asyncio.run(verification.verify(config, **asked))
         return list(tried)
 
+    monkeypatch.setattr(verification, "validate_models", lambda config: None)
     monkeypatch.setattr(verification, "_verify", attempt)
     config = load_config(None, ["--model.path=m", "--environment.name=addition"])
     enough, long = 256, 10_000
