@@ -253,7 +253,7 @@ def flags(options: argparse.Namespace, model: Path) -> list[str]:
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    save_model("11M", scratch / "model")
+    save_model("11M", scratch / "model", context=2 * options.tokens)
     save_tokenizer(scratch / "model")
     watch = Watch()
     watch_all(watch)

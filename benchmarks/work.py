@@ -76,7 +76,7 @@ def at_least_one(text: str) -> int:
     return number
 
 
-def build_model(shape: str) -> Any:
+def build_model(shape: str, context: int = 4096) -> Any:
     """A Qwen3 of random weights in float32, without an end-of-sequence token."""
     torch.manual_seed(0)
     small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SHAPES[shape]["hidden_size"] // 4}
@@ -86,14 +86,14 @@ def build_model(shape: str) -> Any:
     # since every norm divides by almost zero in the backward pass.
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     kind, model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if shape in MIXTURES else (Qwen3Config, Qwen3ForCausalLM)
-    config = kind(**SHAPES[shape], **heads, **none, max_position_embeddings=4096)
+    config = kind(**SHAPES[shape], **heads, **none, max_position_embeddings=context)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return model(config).eval()
 
 
-def save_model(shape: str, path: Path, dtype: torch.dtype = torch.float32) -> None:
+def save_model(shape: str, path: Path, dtype: torch.dtype = torch.float32, context: int = 4096) -> None:
     """Save the model with a tokenizer of one word a token: "w7" is token 7."""
-    build_model(shape).to(dtype).save_pretrained(path)
+    build_model(shape, context).to(dtype).save_pretrained(path)
     vocabulary = {f"w{i}": i for i in range(SHAPES[shape]["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
