@@ -43,10 +43,13 @@ def watch(paths: Sequence[str], host: str, port: int) -> None:
     """Serve the page of these runs until Ctrl-C. Raises `ConfigError` for a bad run, host or port."""
     server = WatchServer([load_run(path) for path in paths], host, port)
     os.nice(NICENESS)
-    with contextlib.suppress(KeyboardInterrupt):  # before `run_app` handles Ctrl-C
+
+    def announce(_: str) -> None:  # called once `run_app` handles Ctrl-C
         print(server.url, flush=True)
         print("slipstream: open this URL in a browser; Ctrl-C ends the server", file=sys.stderr)
-        web.run_app(server.app, sock=server.socket, print=None, access_log=None, shutdown_timeout=1.0)
+
+    with contextlib.suppress(KeyboardInterrupt):  # before that
+        web.run_app(server.app, sock=server.socket, print=announce, access_log=None, shutdown_timeout=1.0)
 
 
 class WatchServer:
