@@ -1,7 +1,4 @@
-"""The operating system's process of a worker, and the connection with it.
-
-`LocalProcess` is a child process of the controller; `slipstream.runtime.ray` has one for processes on other hosts.
-"""
+"""The operating system's process of a worker: a child process of the controller, or one on another host."""
 
 from __future__ import annotations
 
@@ -15,42 +12,35 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-from slipstream.runtime.pipe import Pipe
+from typing import Protocol
 
 NOT_PLACED = "It was not placed within"  # begins the reason of a process that no node of a cluster could hold
 EXIT_STATUS_S = 0.2  # in which the exit status of a process becomes known after its connection ended
 TERMINATION_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
 
-class Connection(Protocol):
-    """Messages to and from a worker's process. Threads send and receive."""
+@dataclass(frozen=True)
+class Launch:
+    """What a process is started with: log file (None: no log), environment variables in addition to inherited ones."""
 
-    def send(self, message: Any) -> None: ...
-
-    def send_bytes(self, data: bytes) -> None:
-        """Send a message that `Pipe.dumps` has serialized, or a piece of one."""
-        ...
-
-    def recv(self) -> Any:
-        """Wait for the next message. Raises `EOFError` with a reason, if one is known, or `OSError` after the end."""
-        ...
-
-    def close(self) -> None: ...
+    name: str
+    log: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Process(Protocol):
-    """A started process. All methods but `disconnect` may block the calling thread."""
+    """A started process, at the other end of a stream socket. All methods but `disconnect` may block the thread."""
 
-    connection: Connection
+    connection: socket.socket
 
     def disconnect(self) -> None:
         """End both directions of the connection: threads that wait for a message get the end of it."""
-        ...
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
 
-    def was_killed(self) -> bool:
-        """Whether SIGKILL ended the process."""
+    def describe_end(self) -> str:
+        """A line on the end of a process that could print nothing itself, such as one killed by SIGKILL, or ""."""
         ...
 
     def wait(self, seconds: float) -> None:
@@ -64,15 +54,6 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What a process is started with: log file (None: no log), environment variables in addition to inherited ones."""
-
-    name: str
-    log: Path | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
 Launcher = Callable[[Launch], Process]
 
 
@@ -80,14 +61,12 @@ class LocalProcess(Process):
     """A child process in its own session and process group, connected by a socket pair."""
 
     def __init__(self, launch: Launch) -> None:
-        ours, theirs = socket.socketpair()
+        self.connection, theirs = socket.socketpair()
         if launch.log:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
         with theirs:
             self._process = self._start(launch, theirs)
         self.pid = self._process.pid
-        self.connection = Pipe(ours.detach())
-        self._socket = socket.socket(fileno=os.dup(self.connection.fileno()))
         self._ended = False  # the process and all that it started; the number of its process group may be reused
 
     @staticmethod
@@ -103,14 +82,10 @@ class LocalProcess(Process):
                 env=child_environment(launch),
             )
 
-    def disconnect(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def was_killed(self) -> bool:
+    def describe_end(self) -> str:
         self.wait(EXIT_STATUS_S)
-        return self._process.poll() == -signal.SIGKILL
+        killed = self._process.poll() == -signal.SIGKILL
+        return "It was killed by SIGKILL, as the system does when the host's memory is used up.\n" if killed else ""
 
     def wait(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.runtime.pipe import Large, Pipe
+from slipstream.runtime.pipe import serialize
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
@@ -46,7 +46,7 @@ class RankGroup:
 
     def call(self, method: str, arguments: tuple[Any, ...], large: bool = False) -> asyncio.Future[Any]:
         """As `Transport.call`; calls reach all ranks in the same order. Arguments are serialized once."""
-        serialized = Large(Pipe.pieces, arguments) if large else Pipe.dumps(arguments)
+        serialized = serialize(arguments, large)
         calls = [process.call_serialized(method, serialized) for process in self.processes]
         return asyncio.ensure_future(self._answer(calls))
 

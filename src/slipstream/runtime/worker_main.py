@@ -16,16 +16,16 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 from slipstream.config.plugins import build, load_object
 from slipstream.errors import UserError
 from slipstream.runtime.gc_tuning import freeze_heap
 from slipstream.runtime.memory import resident_bytes
-from slipstream.runtime.pipe import Pipe
 
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `resident_bytes`
-START = 0  # number of the call that is answered once the worker is built
+START = 0  # number of the first call, which is answered once the worker is built
 ORPHAN_GRACE_S = 30.0  # for a worker to end by itself after its controller is gone
 Call = tuple[int, str | None, Any]  # number, method (None cancels the call), serialized arguments
 
@@ -33,7 +33,7 @@ Call = tuple[int, str | None, Any]  # number, method (None cancels the call), se
 class WorkerServer:
     """The worker's end of a connection with the controller."""
 
-    def __init__(self, connection: Pipe) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -44,11 +44,12 @@ class WorkerServer:
     async def serve(self) -> None:
         """Build the worker and run its methods until the controller is gone."""
         loop, gone = asyncio.get_running_loop(), asyncio.Event()
-        reference, arguments, required, heartbeat_s = self._connection.recv()
+        (_, _, start), *_ = self._connection.recv()
+        reference, arguments, required, heartbeat_s = pickle.loads(start)
         reader = threading.Thread(target=self._read, args=(loop, gone), name="calls", daemon=True)
         reader.start()
         try:
-            self._worker = build(import_class(reference), self._connection.loads(arguments), required)
+            self._worker = build(import_class(reference), pickle.loads(arguments), required)
         except Exception as error:
             self._send((START, True, describe_error(error)))
             self._closed.set()
@@ -89,7 +90,7 @@ class WorkerServer:
         """A call with its arguments, which follow in pieces if it has only their number."""
         number, method, arguments = call
         if isinstance(arguments, int):
-            arguments = b"".join(self._connection.recv_raw() for _ in range(arguments))
+            arguments = b"".join(self._connection.recv_bytes() for _ in range(arguments))
         return number, method, arguments
 
     def _begin_all(self, calls: Sequence[Call]) -> None:
@@ -117,7 +118,7 @@ class WorkerServer:
         No variable refers to the exception afterwards: its frames would keep connections of a failed transfer open.
         """
         try:
-            answer = number, False, await getattr(self._worker, method)(*self._connection.loads(arguments))
+            answer = number, False, await getattr(self._worker, method)(*pickle.loads(arguments))
         except asyncio.CancelledError:
             return
         except BaseException as error:
@@ -181,7 +182,7 @@ def main() -> None:
     atexit.register(fast_exit)  # before workers register handlers: handlers run in reverse order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        asyncio.run(WorkerServer(Pipe(int(sys.argv[1]))).serve())
+        asyncio.run(WorkerServer(Connection(int(sys.argv[1]))).serve())
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from slipstream.config.schema import Config, RuntimeConfig
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.process import Launch, Launcher
-from slipstream.runtime.ray.actor import ACTOR
 from slipstream.runtime.ray.connection import connect
 from slipstream.runtime.ray.groups import CPUS, Group, Slot, plan_groups
 from slipstream.runtime.ray.mailbox import serve_mailbox
-from slipstream.runtime.ray.process import RayProcess
+from slipstream.runtime.ray.process import ACTOR, RayProcess
 from slipstream.runtime.runtime import Node, Runtime
 
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "one_node": "STRICT_PACK"}
