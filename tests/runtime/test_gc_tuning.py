@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.runtime.gc_tuning import raise_gc_thresholds
+from slipstream.runtime.memory import raise_gc_thresholds
 
 
 @pytest.fixture

@@ -25,10 +25,9 @@ import pytest
 
 from slipstream.errors import UserError
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, float32_array, int32_array
-from slipstream.runtime.pipe import pickle_in_pieces
 from slipstream.runtime.process import Launch, LocalProcess, process_group_alive
 from slipstream.runtime.worker import Worker, WorkerDied, WorkerError, handle, large_arguments, succeeded
-from slipstream.runtime.worker_process import WorkerProcess, supervise
+from slipstream.runtime.worker_process import WorkerProcess, pickle_in_pieces, supervise
 
 
 class OnlyHere:

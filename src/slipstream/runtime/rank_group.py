@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.runtime.pipe import serialize
+from slipstream.runtime.addresses import private_store
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
-from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.runtime.worker_process import WorkerProcess, serialize
 
 # Errors of collective operations after the loss of a peer. The loss of its host may become known a minute later.
 LOST_CONNECTION = re.compile(r"^Dist(Network|Backend)Error|Connection (closed|reset) by peer|Broken pipe")
@@ -85,8 +85,6 @@ def trainer_process(
     if ranks == 1:
         launcher = runtime.launcher("trainer 0", placement.trainer)
         return WorkerProcess("trainer", logs / "trainer.log", launcher, progress_timeout=progress_timeout)
-    from slipstream.runtime.private_store import private_store
-
     store = private_store(runtime.address)
     processes = []
     for rank in range(ranks):

@@ -56,7 +56,7 @@ class Runtime:
         """The hosts that workers may be on, each with the launcher of workers there that reserve nothing."""
         return [Node(gethostname(), self.address, LocalProcess)]
 
-    def service(self, role: str, device: str) -> Launcher:
+    def service(self, device: str) -> Launcher:
         """The launcher of another worker that computes on this device: "cpu", "auto" or a GPU."""
         return LocalProcess
 

@@ -16,13 +16,13 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from slipstream.config.plugins import build, load_object
 from slipstream.errors import UserError
-from slipstream.runtime.gc_tuning import freeze_heap
-from slipstream.runtime.memory import resident_bytes
+from slipstream.runtime.memory import freeze_heap, resident_bytes
 
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `resident_bytes`
 START = 0  # number of the first call, which is answered once the worker is built
@@ -96,19 +96,15 @@ class WorkerServer:
     def _begin_all(self, calls: Sequence[Call]) -> None:
         """Start the calls of one message together, so that no background work runs between them."""
         for number, method, arguments in calls:
-            self._begin(number, method, arguments)
+            if method is None:
+                if call := self._calls.get(number):
+                    call.cancel()
+                continue
+            self._count += 1
+            call = self._calls[number] = asyncio.ensure_future(self._call(number, method, arguments))
+            call.add_done_callback(partial(self._end, number))
 
-    def _begin(self, number: int, method: str | None, arguments: bytes) -> None:
-        """Start a call; without a method, cancel the one of this number."""
-        if method is None:
-            if call := self._calls.get(number):
-                call.cancel()
-            return
-        self._count += 1
-        call = self._calls[number] = asyncio.ensure_future(self._call(number, method, arguments))
-        call.add_done_callback(lambda _: self._end(number))
-
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, _: object) -> None:
         self._count += 1
         del self._calls[number]
 

@@ -1,5 +1,8 @@
 """The controller's end of a worker: starts its process, carries calls, and detects death and hangs.
 
+Messages are lists of calls and lists of answers, pickled, which is safe because both ends are processes of one run.
+Large arguments follow their message in pieces, of which the call has the number. Weights never pass here.
+
 Processes send heartbeats with a count of progress. A process with pending calls that is silent for too long, or makes
 no progress, is hung: it is terminated and counts as dead. A death fails every pending call, with the end of its log.
 """
@@ -22,7 +25,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakSet
 
 from slipstream.runtime.event_loop import call_throttled
-from slipstream.runtime.pipe import Large, serialize
 from slipstream.runtime.process import Launch, Launcher, LocalProcess, Process
 from slipstream.runtime.worker import WorkerDied, WorkerError, fail_unawaited, handle, last_lines, methods_of, succeeded
 from slipstream.runtime.worker_main import HEARTBEAT, START
@@ -40,6 +42,25 @@ class PendingCall(NamedTuple):
     method: str
     since: float
     answer: asyncio.Future[Any]
+
+
+class Large:
+    """Arguments of a call that are serialized once for several processes, in the first thread that sends them.
+
+    They must not change meanwhile.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self._arguments = arguments
+        self._lock = threading.Lock()
+        self._pieces: list[bytes] = []
+
+    def pieces(self) -> list[bytes]:
+        """The serialized arguments, from the first call on. Raises what the serialization raises."""
+        with self._lock:
+            if not self._pieces:
+                self._pieces = pickle_in_pieces(self._arguments)
+            return self._pieces
 
 
 class WorkerProcess:
@@ -312,3 +333,25 @@ def supervise(watch: Coroutine[Any, Any, None], name: str, terminate: Callable[[
     watching = asyncio.create_task(watch)
     watching.add_done_callback(end)
     return watching
+
+
+def serialize(arguments: tuple[Any, ...], large: bool) -> bytes | Large:
+    """The arguments as a pickle; `large` ones are pickled when they are sent."""
+    return Large(arguments) if large else pickle.dumps(arguments)
+
+
+def pickle_in_pieces(value: Any) -> list[bytes]:
+    """A pickle in pieces, each of which holds the GIL for less than a millisecond."""
+    written = _Pieces()
+    pickle.Pickler(written).dump(value)
+    return written.pieces
+
+
+class _Pieces:
+    """A file for `pickle.Pickler`, which writes 64 KiB at a time; other threads run between two writes."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.pieces.append(bytes(data))

@@ -59,7 +59,7 @@ class RewardModel(ScoringProcess):
     ) -> None:  # fmt: skip
         self._options, self._policy = parse_options(RewardModelOptions, options), policy
         _validate_model(self._options.path, policy)
-        launcher = current_runtime().service("reward model", self._options.device)
+        launcher = current_runtime().service(self._options.device)
         super().__init__(
             lambda: WorkerProcess("reward model", log, launcher, progress_timeout=progress_timeout), max_restarts
         )

@@ -32,7 +32,7 @@ class Teacher(ScoringProcess):
         teacher, mine = config.teacher, os.environ.get(VISIBLE)
         self._config, self._log = config, log
         gpu = visible_device_env(teacher.device, mine) if teacher.engine == "vllm" else {}
-        launcher = current_runtime().service("teacher", teacher.device)
+        launcher = current_runtime().service(teacher.device)
         timeout, restarts = config.runtime.progress_timeout, config.runtime.max_restarts
         super().__init__(lambda: WorkerProcess("teacher", log, launcher, gpu, timeout), restarts)
 
