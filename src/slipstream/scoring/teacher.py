@@ -16,10 +16,10 @@ from typing import Any
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.rollout import Completion, build_samples, float32_array
-from slipstream.runtime.batching import Batched
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import Worker, handle
 from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.scoring.batching import Batched
 from slipstream.scoring.process import ScoringProcess
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
