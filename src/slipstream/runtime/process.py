@@ -43,12 +43,9 @@ class Process(Protocol):
         """A line on the end of a process that could print nothing itself, such as one killed by SIGKILL, or ""."""
         ...
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the process has ended, at most for `seconds`."""
-        ...
-
-    def terminate(self) -> None:
-        """Send SIGTERM to the process and all that it started, and SIGKILL after `TERMINATION_GRACE_S`."""
+    def terminate(self, grace: float = 0.0) -> None:
+        """Let the process end by itself for `grace` seconds, then end it and all that it started: send SIGTERM, and
+        SIGKILL after `TERMINATION_GRACE_S`."""
         ...
 
     def kill(self) -> None: ...
@@ -83,16 +80,13 @@ class LocalProcess(Process):
             )
 
     def describe_end(self) -> str:
-        self.wait(EXIT_STATUS_S)
+        self._wait(EXIT_STATUS_S)
         killed = self._process.poll() == -signal.SIGKILL
         return "It was killed by SIGKILL, as the system does when the host's memory is used up.\n" if killed else ""
 
-    def wait(self, seconds: float) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-
-    def terminate(self) -> None:
+    def terminate(self, grace: float = 0.0) -> None:
         """As `Process.terminate`. A process that ends on SIGTERM frees its named shared memory."""
+        self._wait(grace)
         last = time.monotonic() + TERMINATION_GRACE_S
         self._signal(signal.SIGTERM)
         while not self._has_ended() and time.monotonic() < last:
@@ -103,6 +97,10 @@ class LocalProcess(Process):
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._ended = True
+
+    def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
     def _signal(self, number: int) -> None:
         if not self._has_ended():

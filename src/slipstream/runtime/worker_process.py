@@ -149,8 +149,7 @@ class WorkerProcess:
         """Let the process end by itself, or terminate it after `grace` seconds."""
         if self.process:
             self._die(f"{self.name} was stopped")
-            await asyncio.to_thread(self.process.wait, grace)
-            await asyncio.to_thread(self.process.terminate)
+            await asyncio.to_thread(self.process.terminate, grace)
 
     def terminate(self, why: str) -> WorkerDied:
         """Begin to end the process. Returns what its callers get, which is the earlier reason if it is dead already."""

@@ -39,20 +39,11 @@ class RayProcess(Process):
         self.connection, self._relayed = socket.socketpair()
         threading.Thread(target=self._receive, name=f"from {launch.name}'s node", daemon=True).start()
 
-    @property
-    def pid(self) -> int:
-        """Process id on its node."""
-        pid: int = ray.get(self._started)
-        return pid
-
     def describe_end(self) -> str:
         return self._end or self._call(LocalProcess.describe_end) or ""
 
-    def wait(self, seconds: float) -> None:
-        self._call(LocalProcess.wait, seconds)
-
-    def terminate(self) -> None:
-        self._stop(LocalProcess.terminate)
+    def terminate(self, grace: float = 0.0) -> None:
+        self._stop(LocalProcess.terminate, grace)
 
     def kill(self) -> None:
         self._stop(LocalProcess.kill)
@@ -83,19 +74,19 @@ class RayProcess(Process):
                 ray.get(self._actor.send.remote(data))
             self._actor.control.remote(LocalProcess.disconnect)
 
-    def _stop(self, method: Callable[..., None]) -> None:
-        self._call(method)
+    def _stop(self, method: Callable[..., None], *grace: float) -> None:
+        self._call(method, *grace)
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
 
-    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, method: Callable[..., Any], *grace: float) -> Any:
         """Result of a call, or None if the node does not answer, or no process was started yet, or its start failed."""
         if not ray.wait([self._started], timeout=0)[0]:
             return None
         with contextlib.suppress(RayError):
             ray.get(self._started)  # a call to an actor that was killed before its start can wait for its whole limit
-            waited = arguments[0] if arguments else TERMINATION_GRACE_S
-            return ray.get(self._actor.control.remote(method, *arguments), timeout=CONTROL_TIMEOUT_S + waited)
+            limit = CONTROL_TIMEOUT_S + sum(grace) + TERMINATION_GRACE_S
+            return ray.get(self._actor.control.remote(method, *grace), timeout=limit)
         return None
 
 
@@ -103,10 +94,8 @@ class WorkerActor:
     """Starts one worker's process, and relays bytes to and from it. Other calls follow a `start` that succeeded."""
 
     @ray.method(concurrency_group="control")
-    def start(self, launch: Launch, path: Sequence[str], directory: str) -> int:
-        """Start the worker's process and return its process id.
-
-        `path` and `directory` are the controller's import path and working directory, which the process inherits.
+    def start(self, launch: Launch, path: Sequence[str], directory: str) -> None:
+        """Start the worker's process, with the controller's import path and working directory.
 
         Raises `OSError` if the run directory is missing on this node.
         """
@@ -114,7 +103,6 @@ class WorkerActor:
         if Path(directory).is_dir():
             os.chdir(directory)
         self._process = LocalProcess(_on_this_node(launch))
-        return self._process.pid
 
     @ray.method(concurrency_group="send")
     def send(self, data: bytes) -> None:
