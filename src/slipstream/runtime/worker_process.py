@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -91,7 +91,7 @@ class WorkerProcess:
         self._calls: dict[int, PendingCall] = {}
         self._numbers = itertools.count(START)
         self._outgoing: list[tuple[int, str | None, bytes | Large]] = []
-        self._writer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writer: queue.SimpleQueue[list[tuple[int, str | None, bytes | Large]] | None] = queue.SimpleQueue()
         self.dead: WorkerDied | None = None
         self.ended = asyncio.Event()  # set with `dead`
         self.process: Process | None = None
@@ -174,7 +174,7 @@ class WorkerProcess:
         while not self.dead:
             heartbeats, progress = self.heartbeats, self._progress
             await asyncio.sleep(HEARTBEAT_S)
-            pending = list(self._calls.values())
+            pending = self._calls.values()
             wanted = [call for call in pending if not self.excused(call.method)]
             silent = silent + 1 if pending and self.heartbeats == heartbeats else 0
             idle = idle + 1 if wanted and self._progress == progress else 0
@@ -184,7 +184,7 @@ class WorkerProcess:
                 limit = f"runtime.progress_timeout = {progress_timeout:g}"
                 self._hang(f"has made no progress for {idle * HEARTBEAT_S:.3g} s ({limit})", wanted)
 
-    def _hang(self, found: str, pending: Sequence[PendingCall]) -> None:
+    def _hang(self, found: str, pending: Collection[PendingCall]) -> None:
         """Terminate the process as hung; `pending` are the calls that wait for it."""
         calls = f"pending calls: {_describe_calls(pending)}"
         self.terminate(f"{self.name} {found} with {calls} ({self._where})\n{self.log_tail()}".rstrip())
@@ -206,15 +206,17 @@ class WorkerProcess:
         """Send in a thread: sending to a process that is busy would block the event loop."""
         with contextlib.suppress(OSError):
             while (calls := self._writer.get()) is not None:
-                message, pieces = [], []
+                message: list[tuple[int, str | None, bytes | int]] = []
+                pieces: list[bytes] = []
                 for number, method, arguments in calls:
+                    if isinstance(arguments, bytes):
+                        message.append((number, method, arguments))
+                        continue
                     try:
-                        large = arguments.pieces() if isinstance(arguments, Large) else None
+                        message.append((number, method, len(arguments.pieces())))
+                        pieces += arguments.pieces()
                     except Exception as error:  # these arguments can't be serialized
                         self._in_loop(self._receive, number, True, error)
-                        continue
-                    message.append((number, method, arguments if large is None else len(large)))
-                    pieces += large or []
                 self._connection.send(message)
                 for piece in pieces:
                     self._connection.send_bytes(piece)
@@ -237,10 +239,7 @@ class WorkerProcess:
         self._connection.close()
 
     def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the event loop, if it is not closed, after the earlier ones.
-
-        `call_throttled` spreads hundreds of simultaneous completions over several iterations.
-        """
+        """Call a function in the event loop, if it is not closed: in order, and only a few in one iteration."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call_throttled, function, *arguments)
 
@@ -280,8 +279,8 @@ class WorkerProcess:
 
     @property
     def pending_calls(self) -> str:
-        """The pending calls, with the age of the oldest: "2 x generate for 12 s"; "" without one."""
-        return _describe_calls(list(self._calls.values())) if self._calls else ""
+        """As `_describe_calls`."""
+        return _describe_calls(self._calls.values())
 
     @property
     def starting(self) -> bool:
@@ -314,8 +313,10 @@ def alive_workers() -> list[WorkerProcess]:
     return sorted((worker for worker in list(_started) if not worker.dead), key=lambda worker: worker.name)
 
 
-def _describe_calls(pending: Sequence[PendingCall]) -> str:
-    """Pending calls by method, and the age of the oldest."""
+def _describe_calls(pending: Collection[PendingCall]) -> str:
+    """Pending calls by method, and the age of the oldest: "2 x generate for 12 s"; "" without one."""
+    if not pending:
+        return ""
     counts = Counter(call.method for call in pending)
     what = ", ".join(f"{count} x {method}" if count > 1 else method for method, count in counts.items())
     return f"{what} for {time.monotonic() - min(call.since for call in pending):.3g} s"

@@ -76,10 +76,9 @@ class RunResult:
         at = next((i for i, score in enumerate(scores) if score >= target), None)
         if at is None:
             return None
-        if at == 0:
-            return tokens[0], seconds[0]
-        share = (target - scores[at - 1]) / (scores[at] - scores[at - 1])
-        return tuple(x[at - 1] + share * (x[at] - x[at - 1]) for x in (tokens, seconds))  # type: ignore[return-value]
+        around = slice(max(0, at - 1), at + 1)
+        at_tokens, at_seconds = (float(np.interp(target, scores[around], x[around])) for x in (tokens, seconds))
+        return at_tokens, at_seconds
 
 
 @dataclass(frozen=True)
