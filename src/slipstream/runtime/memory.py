@@ -14,10 +14,7 @@ THRESHOLDS = (1_000, 10, 500)
 
 
 def resident_bytes(children: bool = False) -> int:
-    """Resident memory of this process, without shared pages; with that of its descendants if `children`.
-
-    0 on systems without /proc.
-    """
+    """Resident memory of this process, or with `children` of its descendants too, unshared; 0 without /proc."""
     total, processes = 0, [os.getpid()]
     while processes:
         process = Path("/proc") / str(processes.pop())
@@ -30,11 +27,7 @@ def resident_bytes(children: bool = False) -> int:
 
 
 def freeze_heap() -> None:
-    """Exclude all existing objects from garbage collection.
-
-    Libraries and models hold half a million permanent objects. Each full collection would visit them, which takes some
-    tenths of a second.
-    """
+    """Exclude all existing objects from garbage collection: a visit to those of libraries takes tenths of a second."""
     gc.collect()
     gc.freeze()
 

@@ -79,10 +79,7 @@ def current_runtime() -> Runtime:
 
 @contextmanager
 def open_runtime(options: RuntimeConfig) -> Iterator[None]:
-    """Context in which workers are started as `runtime.kind` says.
-
-    Raises `ConfigError` if Ray is missing or no cluster can be reached.
-    """
+    """Context in which workers are started as `runtime.kind` says. Raises `ConfigError` without Ray or a cluster."""
     global _current  # noqa: PLW0603
     if options.kind == "local":
         yield

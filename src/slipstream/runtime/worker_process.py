@@ -45,10 +45,7 @@ class PendingCall(NamedTuple):
 
 
 class Large:
-    """Arguments of a call that are serialized once for several processes, in the first thread that sends them.
-
-    They must not change meanwhile.
-    """
+    """Arguments that the first thread that sends them serializes, once for all. They must not change meanwhile."""
 
     def __init__(self, arguments: tuple[Any, ...]) -> None:
         self._arguments = arguments
@@ -98,7 +95,7 @@ class WorkerProcess:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, kind: type[W], reference: str, *arguments: Any) -> W:
-        """Start the process and build the worker ("module:Class") in it. Returns its handle, typed as `kind`.
+        """The handle, typed as `kind`, of the worker "module:Class", once it is built in the process.
 
         Raises what the constructor raises as `WorkerError`.
         """

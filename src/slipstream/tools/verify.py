@@ -129,7 +129,7 @@ class PerturbingTrainer(PytorchTrainerWorker):
     async def precompute_change(self, seed: int, strength: float = 1.0) -> None:
         """Compute the noise of `change` in advance on a CPU, where sequences in flight could end meanwhile.
 
-        Takes the memory of one copy of the weights. A GPU is fast, and its memory may be short.
+        A GPU is fast, and its memory may be too short for another copy of the weights.
         """
         if self._trainer.device.type == "cpu":
             self._computed = list(self._noise(seed, strength))
@@ -316,10 +316,7 @@ def _greedy(tokens: int) -> Sampling:
 
 
 def _verdict(completions: Sequence[Completion], again: Sequence[list[array[int]]], **observed: Any) -> Verdict:
-    """Compare completions of both rounds with the tokens `again` of fresh engines A and B, span by span.
-
-    `observed` are the other fields of the verdict.
-    """
+    """The comparison of both rounds with the tokens `again` of fresh A and B, span by span, and `observed` fields."""
     half, counts, misses = len(completions) // 2, [], list[str]()
     for version, name in enumerate("AB"):
         spans = [(i, c, s) for i, c in enumerate(completions) for s in c.spans if s.version == version]

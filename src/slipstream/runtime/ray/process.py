@@ -95,10 +95,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="control")
     def start(self, launch: Launch, path: Sequence[str], directory: str) -> None:
-        """Start the worker's process, with the controller's import path and working directory.
-
-        Raises `OSError` if the run directory is missing on this node.
-        """
+        """Start the worker's process, with the controller's import path and working directory. Raises `OSError`."""
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
         if Path(directory).is_dir():
             os.chdir(directory)

@@ -30,13 +30,10 @@ DATA = "lag.json"
 
 
 def study_lag(plan: Plan, *, jobs: int, target: float | None, command: Sequence[str]) -> list[str]:
-    """Run or resume the runs that have not ended, `jobs` at a time, then write the results.
+    """Run or resume the runs that have not ended, `jobs` at a time, then write the results, with `command`.
 
-    Returns a line for each failed run, or one if runs are left after an interrupt. `command` is recorded with the
-    results. `target` is the accuracy to reach; None: 0.9 of the mean gain at the smallest lag.
-
-    Raises `ConfigError` before the first run starts if an argument or the configuration of any run is invalid, or
-    another study uses the directory.
+    `target` is the accuracy to reach, by default that of `default_target`. Returns a line for each failed run, or one
+    if runs are left after an interrupt. Raises `ConfigError` before any run starts.
     """
     if jobs < 1 or plan.seeds < 1:
         raise ConfigError(f"--jobs {jobs} --seeds {plan.seeds}: give at least 1 of each")

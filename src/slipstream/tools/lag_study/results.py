@@ -68,10 +68,7 @@ class RunResult:
         return self.evaluations["score"][-1]
 
     def reaches(self, target: float) -> tuple[float, float] | None:
-        """Trained tokens and seconds at which held-out accuracy first reaches `target`; None if it never does.
-
-        Interpolates linearly between two evaluations.
-        """
+        """Trained tokens and seconds at which held-out accuracy first reaches `target`, interpolated, or None."""
         tokens, seconds, scores = (self.evaluations[k] for k in ("tokens", "seconds", "score"))
         at = next((i for i, score in enumerate(scores) if score >= target), None)
         if at is None:
