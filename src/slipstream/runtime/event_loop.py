@@ -54,14 +54,9 @@ def call_throttled(function: Callable[..., object], *arguments: Any) -> None:
 
 async def throttle() -> None:
     """Wait for a call of `call_throttled`, so that few callers continue in one iteration, in order of arrival."""
-    admitted = asyncio.get_running_loop().create_future()
-
-    def admit() -> None:
-        if not admitted.done():  # else the caller was cancelled
-            admitted.set_result(None)
-
-    call_throttled(admit)
-    await admitted
+    admitted = asyncio.Event()
+    call_throttled(admitted.set)
+    await admitted.wait()
 
 
 def lower_priority() -> None:

@@ -81,18 +81,14 @@ def trainer_process(
     directory: Path, placement: Placement, ranks: int, progress_timeout: float | None = None
 ) -> WorkerProcess | RankGroup:
     """The trainer's process, or one for each rank, with its GPU and the variables that `torchrun` sets."""
-    runtime, logs = current_runtime(), directory / "logs"
-    if ranks == 1:
-        launcher = runtime.launcher("trainer 0", placement.trainer)
-        return WorkerProcess("trainer", logs / "trainer.log", launcher, progress_timeout=progress_timeout)
-    store = private_store(runtime.address)
-    processes = []
+    runtime, processes = current_runtime(), []
+    store = private_store(runtime.address) if ranks > 1 else None
     for rank in range(ranks):
         environment = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": runtime.address, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }  # fmt: skip
+        } if store else {}  # fmt: skip
         name, log = (f"trainer rank {rank}", f"trainer_{rank}.log") if rank else ("trainer", "trainer.log")
         launcher = runtime.launcher(f"trainer {rank}", placement.trainer[rank : rank + 1])
-        processes.append(WorkerProcess(name, logs / log, launcher, environment, progress_timeout))
-    return RankGroup(processes, store)
+        processes.append(WorkerProcess(name, directory / "logs" / log, launcher, environment, progress_timeout))
+    return RankGroup(processes, store) if store else processes[0]

@@ -6,16 +6,15 @@ synchronous run pauses.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.observe.formatting import number
+from slipstream.observe.run_data import load_run
 from slipstream.rollout import mean
 from slipstream.tools.lag_study.plan import Run
 
@@ -113,8 +112,8 @@ def default_target(results: Sequence[RunResult]) -> float | None:
 
 def read_result(run: Run) -> RunResult:
     """The result of a run that has ended."""
-    metrics, evaluations = (_read_jsonl(run.path / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
-    summary = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
+    records = load_run(run.path)
+    metrics, evaluations, summary = records.metrics, records.evaluations, records.summary
     pauses = [(e["step"], e["eval/duration_s"]) for e in evaluations if run.lag == 0 and e["step"]]
     for line in metrics:
         line["time/window_s"] -= sum(seconds for step, seconds in pauses if step < line["step"])
@@ -186,10 +185,6 @@ def _format_mean(values: Sequence[float | None], form: str) -> str:
 def _spread(values: Sequence[float], form: str, unit: str = "") -> str:
     """The mean, with minimum and maximum in brackets."""
     return f"{mean(values):{form}}{unit} ({min(values):{form}} – {max(values):{form}})"
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _scores(metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
