@@ -23,9 +23,10 @@ from typing import Any
 from slipstream.config.plugins import build, load_object
 from slipstream.errors import UserError
 from slipstream.runtime.memory import freeze_heap, resident_bytes
+from slipstream.runtime.worker import succeeded
 
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `resident_bytes`
-START = 0  # number of the first call, which is answered once the worker is built
+START = 0  # number of the first call, which builds the worker
 ORPHAN_GRACE_S = 30.0  # for a worker to end by itself after its controller is gone
 Call = tuple[int, str | None, Any]  # number, method (None cancels the call), serialized arguments
 
@@ -39,50 +40,44 @@ class WorkerServer:
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._count = 0  # calls that began or ended
         self._worker: Any = None
+        self._background: asyncio.Future[Any] | None = None
+        self._ending = asyncio.Event()  # the controller is gone, or the background work has failed
         self._closed = threading.Event()
 
     async def serve(self) -> None:
-        """Build the worker and run its methods until the controller is gone."""
-        loop, gone = asyncio.get_running_loop(), asyncio.Event()
-        (_, _, start), *_ = self._connection.recv()
-        reference, arguments, required, heartbeat_s = pickle.loads(start)
-        reader = threading.Thread(target=self._read, args=(loop, gone), name="calls", daemon=True)
-        reader.start()
+        """Run calls until the controller is gone. Raises what the worker's background work raises."""
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, name="calls", daemon=True).start()
         try:
-            self._worker = build(import_class(reference), pickle.loads(arguments), required)
-        except Exception as error:
-            self._send((START, True, describe_error(error)))
-            self._closed.set()
-            return
-        self._send((START, False, None))
-        freeze_heap()
-        threading.Thread(target=self._send_heartbeats, args=(heartbeat_s,), name="heartbeats", daemon=True).start()
-        try:
-            await self._run_until(gone)
+            await self._ending.wait()
+            if self._background and self._background.done():
+                self._background.result()
         finally:
             if close := getattr(self._worker, "close", None):
                 close()
             self._closed.set()
 
-    async def _run_until(self, gone: asyncio.Event) -> None:
-        """Run the worker's background work until the controller is gone. Raises what it raises."""
-        work = [asyncio.ensure_future(gone.wait())]
+    async def _start(self, reference: str, arguments: bytes, required: Sequence[str], heartbeat_s: float) -> None:
+        """Build the worker, and start its heartbeats and its background work."""
+        self._worker = build(import_class(reference), pickle.loads(arguments), required)
+        freeze_heap()
+        threading.Thread(target=self._send_heartbeats, args=(heartbeat_s,), name="heartbeats", daemon=True).start()
         if run := getattr(self._worker, "run", None):
-            work.append(asyncio.ensure_future(run()))
-        while not gone.is_set():
-            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
-                work.remove(ended)
-                ended.result()
+            self._background = asyncio.ensure_future(run())
+            self._background.add_done_callback(self._end_if_failed)
 
-    def _read(self, loop: asyncio.AbstractEventLoop, gone: asyncio.Event) -> None:
+    def _end_if_failed(self, background: asyncio.Future[Any]) -> None:
+        if not succeeded(background):
+            self._ending.set()
+
+    def _read(self) -> None:
         """Receive calls in a thread, also while the worker computes. Ends the process if it outlives its controller."""
         with contextlib.suppress(EOFError, OSError, RuntimeError):  # the last: the loop is closed
             while True:
                 calls = [self._complete(call) for call in self._connection.recv()]
-                loop.call_soon_threadsafe(self._begin_all, calls)
+                self._loop.call_soon_threadsafe(self._begin_all, calls)
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(gone.set)
+            self._loop.call_soon_threadsafe(self._ending.set)
         if not self._closed.wait(ORPHAN_GRACE_S):
             end_process_group()
 
@@ -114,7 +109,8 @@ class WorkerServer:
         No variable refers to the exception afterwards: its frames would keep connections of a failed transfer open.
         """
         try:
-            answer = number, False, await getattr(self._worker, method)(*pickle.loads(arguments))
+            function = self._start if number == START else getattr(self._worker, method)
+            answer = number, False, await function(*pickle.loads(arguments))
         except asyncio.CancelledError:
             return
         except BaseException as error:

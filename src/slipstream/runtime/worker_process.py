@@ -107,8 +107,7 @@ class WorkerProcess:
         writing = threading.Thread(target=self._write, name=f"to {self.name}", daemon=True)
         writing.start()
         threading.Thread(target=self._read, args=(writing,), name=f"from {self.name}", daemon=True).start()
-        what = reference, pickle.dumps(arguments), methods_of(kind), HEARTBEAT_S
-        await self.call_serialized("start", pickle.dumps(what))
+        await self.call("start", (reference, pickle.dumps(arguments), methods_of(kind), HEARTBEAT_S))
         if self._progress_timeout is not None:
             self._watching = supervise(self._watch(self._progress_timeout), self.name, self.terminate)
         return handle(kind, self)
@@ -255,7 +254,9 @@ class WorkerProcess:
         elif isinstance(value, Exception):
             future.set_exception(value)
         else:
-            future.set_exception(WorkerError(*value, where=f"{self.name} ({self._where})"))
+            message, kind, details, user_facing = value
+            where = f"{self.name} ({self._where})"
+            future.set_exception(WorkerError(message, kind, details, user_facing, where))
 
     @property
     def _where(self) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from slipstream.runtime.addresses import ADDRESS, interface_of
 from slipstream.runtime.process import NOT_PLACED, TERMINATION_GRACE_S, Launch, LocalProcess, Process
@@ -59,7 +59,7 @@ class RayProcess(Process):
             self._end = f"{NOT_PLACED} runtime.start_timeout = {self._limit:g} s: {self._pending()}\n"
         except RayTaskError as error:
             self._end = f"{error.cause}\n"
-        except RayActorError as error:  # whose last line may be that of an import that failed
+        except RayError as error:  # whose last line may be that of an import that failed
             reason = str(error).strip().splitlines()[-1]
             self._end = f"Its node was lost, or its actor ended (`ray status` shows the nodes): {reason}\n"
         except OSError:  # the controller has disconnected
@@ -69,10 +69,10 @@ class RayProcess(Process):
 
     def _send(self) -> None:
         """Relay what the controller sends. One call at a time: later messages wait in the socket and form the next."""
-        with contextlib.suppress(RayError):
+        with contextlib.suppress(OSError, RayError):
             while data := self._relayed.recv(RELAYED_BYTES):
                 ray.get(self._actor.send.remote(data))
-            self._actor.control.remote(LocalProcess.disconnect)
+        self._actor.control.remote(LocalProcess.disconnect)
 
     def _stop(self, method: Callable[..., None], *grace: float) -> None:
         self._call(method, *grace)
