@@ -30,12 +30,9 @@ class Runtime:
     A role is the name of a worker that no other worker of the run has.
     """
 
-    kind = "local"
-    """As `runtime.kind` of the configuration."""
-    hosts = 1
-    """Hosts that workers may be on."""
-    address = "127.0.0.1"
-    """Address of this process for workers: the loopback address if all of them are on this host."""
+    kind = "local"  # as `runtime.kind` of the configuration
+    hosts = 1  # that workers may be on
+    address = "127.0.0.1"  # of this process for workers: the loopback address if all of them are on this host
 
     @property
     def gpus(self) -> int:
