@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +23,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from slipstream.runtime.addresses import ADDRESS, interface_of
 from slipstream.runtime.process import NOT_PLACED, TERMINATION_GRACE_S, Launch, LocalProcess, Process
 
-RELAYED_BYTES = 2**20  # of one call, at most
-GATHER_S = 0.001  # in which further messages of a worker join the first: a call of Ray costs as much
+READS, READ_BYTES = 8, 2**18  # of the socket, for one call of Ray
+GATHER_MS = 1  # in which further bytes join the first: a call of Ray costs as much
 CONTROL_TIMEOUT_S = 30.0  # for the answer of a node to a call that ends a worker; the node may be lost
 
 
@@ -70,7 +70,7 @@ class RayProcess(Process):
     def _send(self) -> None:
         """Relay what the controller sends. One call at a time: later messages wait in the socket and form the next."""
         with contextlib.suppress(OSError, RayError):
-            while data := self._relayed.recv(RELAYED_BYTES):
+            while data := _read(self._relayed):
                 ray.get(self._actor.send.remote(data))
         self._actor.control.remote(LocalProcess.disconnect)
 
@@ -111,9 +111,7 @@ class WorkerActor:
     def receive(self) -> bytes:
         """Wait for bytes of the worker. None are the end of the connection."""
         with contextlib.suppress(OSError):
-            self._process.connection.recv(1, socket.MSG_PEEK)
-            time.sleep(GATHER_S)
-            return self._process.connection.recv(RELAYED_BYTES)
+            return _read(self._process.connection)
         return b""
 
     @ray.method(concurrency_group="control")
@@ -125,6 +123,17 @@ class WorkerActor:
 ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"send": 1, "receive": 1, "control": 8})(
     WorkerActor
 )
+
+
+def _read(connection: socket.socket) -> bytes:
+    """Wait for bytes, and gather those that follow at once. None are the end of the connection."""
+    data, arriving = connection.recv(READ_BYTES), select.poll()
+    arriving.register(connection, select.POLLIN)
+    for _ in range(READS - 1):
+        if not arriving.poll(GATHER_MS):
+            break
+        data += connection.recv(READ_BYTES)
+    return data
 
 
 def _on_this_node(launch: Launch) -> Launch:
