@@ -39,6 +39,12 @@ class RayProcess(Process):
         self.connection, self._relayed = socket.socketpair()
         threading.Thread(target=self._receive, name=f"from {launch.name}'s node", daemon=True).start()
 
+    @property
+    def pid(self) -> int:
+        """Process id on its node."""
+        pid: int = ray.get(self._started)
+        return pid
+
     def describe_end(self) -> str:
         return self._end or self._call(LocalProcess.describe_end) or ""
 
@@ -94,12 +100,16 @@ class WorkerActor:
     """Starts one worker's process, and relays bytes to and from it. Other calls follow a `start` that succeeded."""
 
     @ray.method(concurrency_group="control")
-    def start(self, launch: Launch, path: Sequence[str], directory: str) -> None:
-        """Start the worker's process, with the controller's import path and working directory. Raises `OSError`."""
+    def start(self, launch: Launch, path: Sequence[str], directory: str) -> int:
+        """Start the worker's process, with the controller's import path and working directory. Returns its id.
+
+        Raises `OSError` if the run directory is missing on this node.
+        """
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
         if Path(directory).is_dir():
             os.chdir(directory)
         self._process = LocalProcess(_on_this_node(launch))
+        return self._process.pid
 
     @ray.method(concurrency_group="send")
     def send(self, data: bytes) -> None:
