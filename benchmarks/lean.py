@@ -3,7 +3,7 @@
     python benchmarks/lean.py [--json FILE]
 
 It also measures a full garbage collection in a process that trains and, if vLLM is installed, in a process that drives
-vLLM. Such processes exclude loaded objects from collections (`runtime/gc_tuning.py`).
+vLLM. Such processes exclude loaded objects from collections (`runtime/memory.py`).
 
 Lines are counted three ways: as `wc -l` does, without blank lines, and code alone (no blanks, comments or docstrings).
 """

@@ -34,7 +34,7 @@ from slipstream.environments.episode import EventLoopWatchdog, first_error
 from slipstream.objective import build_batch
 from slipstream.rollout import Batch, StepStats
 from slipstream.runtime.closing import closing, run_bounded
-from slipstream.runtime.gc_tuning import raise_gc_thresholds
+from slipstream.runtime.memory import raise_gc_thresholds
 from slipstream.runtime.run_directory import RunDirectory
 from slipstream.runtime.runtime import open_runtime
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from queue import SimpleQueue
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -91,30 +92,26 @@ def test_calls_are_made_in_order_if_one_makes_another_or_raises() -> None:
 
 
 class AnswersTogether:
-    """A process, and its connection, that answers the first `COUNT` calls in one message."""
+    """A process that answers the first `COUNT` calls in one message."""
 
     def __init__(self, _: Launch) -> None:
-        self.connection, self._calls, self._ended = self, 0, threading.Event()
-        self._messages: SimpleQueue[list[tuple[int, bool, Any]]] = SimpleQueue()
+        self.connection, self._worker = socket.socketpair()
+        threading.Thread(target=self._serve, daemon=True).start()
 
-    def send(self, message: Any) -> None:
-        if isinstance(message, tuple):
-            self._messages.put([(START, False, None)])
-            return
-        self._calls += len(message)
-        if self._calls == COUNT:
-            self._messages.put([(START + 1 + number, False, number) for number in range(COUNT)])
-
-    def recv(self) -> Any:
-        if self._calls == COUNT and self._messages.empty():
-            self._ended.wait()
-            raise EOFError
-        return self._messages.get()
+    def _serve(self) -> None:
+        pipe, numbers = Connection(self._worker.detach()), list[int]()
+        pipe.send([(pipe.recv()[0][0], False, None)])
+        while len(numbers) < COUNT:
+            numbers += [number for number, _, _ in pipe.recv()]
+        pipe.send([(number, False, number - START - 1) for number in numbers])
 
     def disconnect(self) -> None:
-        self._ended.set()
+        self.connection.shutdown(socket.SHUT_RDWR)
 
-    kill = close = lambda self: None
+    def kill(self) -> None: ...
+
+    def describe_end(self) -> str:
+        return ""
 
 
 def test_answers_that_arrive_together_are_given_over_many_iterations() -> None:

@@ -28,7 +28,7 @@ NAMES = [f"slip{os.getpid() % 100000}-{i}" for i in range(3)]
 NET = f"10.{os.getpid() % 200 + 20}.7."
 SERVE = """
 import json, sys, time
-from slipstream.runtime.private_store import private_store
+from slipstream.runtime.addresses import private_store
 store = private_store(sys.argv[1])
 print(store.port, flush=True)
 time.sleep(200)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from slipstream.rollout import Sampling
-from slipstream.runtime.pipe import Pipe
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.rank_group import RankGroup, trainer_process
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
@@ -69,9 +68,6 @@ class Rank:
 
     def __init__(self, outcome: Any) -> None:
         self.name, self.dead, self.killed, self._outcome = "trainer", None, False, outcome
-
-    dumps = staticmethod(pickle.dumps)
-    pieces = staticmethod(Pipe.pieces)
 
     def call_serialized(self, method: str, arguments: bytes) -> asyncio.Future[Any]:
         self.told = pickle.loads(arguments)

@@ -17,10 +17,11 @@ import pytest
 
 from slipstream.config.schema import ConfigError
 from slipstream.runtime.placement import Placement
-from slipstream.runtime.ray.groups import Group, Slot, plan_groups
 from tests import warm
 
 pytest.importorskip("ray")
+from slipstream.runtime.ray.runtime import Group, Slot, plan_groups
+
 FLAGS = ["--environment.name=addition", "--loop.groups_per_step=2", "--loop.group_size=4", "--sampling.max_tokens=4",
          "--evaluation.tasks=4", "--trainer.device=cpu", "--generator.device=cpu", "--runtime.kind=ray"]  # fmt: skip
 

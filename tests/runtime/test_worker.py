@@ -25,10 +25,9 @@ import pytest
 
 from slipstream.errors import UserError
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, float32_array, int32_array
-from slipstream.runtime.pipe import Pipe
 from slipstream.runtime.process import Launch, LocalProcess, process_group_alive
 from slipstream.runtime.worker import Worker, WorkerDied, WorkerError, handle, large_arguments, succeeded
-from slipstream.runtime.worker_process import WorkerProcess, supervise
+from slipstream.runtime.worker_process import WorkerProcess, pickle_in_pieces, supervise
 
 
 class OnlyHere:
@@ -519,8 +518,8 @@ def test_a_batch_is_serialized_in_pieces_that_hold_the_interpreter_for_less_than
     completion = Completion(tokens, tokens, float32_array(tokens), (VersionSpan(0, 0, 8192),), "length")
     groups = tuple(Group(n, str(n), (Rollout((completion,), 0.5),) * 2) for n in range(20))
     batch = Batch(groups, ((0.5, -0.5),) * 20, 3)
-    pieces = Pipe.pieces((batch,))
-    assert max(map(len, pieces)) < 200_000 and Pipe.loads(b"".join(pieces)) == (batch,)
+    pieces = pickle_in_pieces((batch,))
+    assert max(map(len, pieces)) < 200_000 and pickle.loads(b"".join(pieces)) == (batch,)
 
 
 def test_a_process_whose_reply_fails_to_unpickle_is_terminated(tmp_path: Path) -> None:

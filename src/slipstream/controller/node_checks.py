@@ -23,8 +23,8 @@ from slipstream.controller.node_worker import TOKEN, NodeReport, NodeWorker, ver
 from slipstream.environments.load import LIBRARIES
 from slipstream.errors import UserError
 from slipstream.model.device import dtype_name
+from slipstream.runtime.addresses import private_store
 from slipstream.runtime.placement import VISIBLE, place, resolve_auto
-from slipstream.runtime.private_store import private_store
 from slipstream.runtime.runtime import Node, Runtime, current_runtime
 from slipstream.runtime.worker import describe_death
 from slipstream.runtime.worker_process import WorkerProcess

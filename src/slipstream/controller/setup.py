@@ -32,7 +32,7 @@ from slipstream.observe.health import Health, replay
 from slipstream.observe.run_data import Run
 from slipstream.observe.startup import report_startup
 from slipstream.observe.trackers import check_installed
-from slipstream.runtime.gc_tuning import freeze_heap
+from slipstream.runtime.memory import freeze_heap
 from slipstream.runtime.placement import resolve_auto
 from slipstream.runtime.run_directory import read_ready
 from slipstream.runtime.runtime import current_runtime

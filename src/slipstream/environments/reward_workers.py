@@ -182,7 +182,7 @@ class RewardWorkerPool:
             raise WorkerDied("the reward workers are closed")
         from slipstream.runtime.runtime import current_runtime  # imports torch, as no reward worker should
 
-        worker = WorkerProcess("reward worker", launcher=current_runtime().service("reward worker", "cpu"))
+        worker = WorkerProcess("reward worker", launcher=current_runtime().service("cpu"))
         self._workers.add(worker)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""Network addresses of a worker. Without torch, which takes seconds to import."""
+"""Network addresses of a worker, and the rendezvous store at one of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import fcntl
 import os
 import socket
 import struct
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 ADDRESS = "SLIPSTREAM_ADDRESS"  # environment variable: address of this worker for workers on other hosts
 SIOCGIFADDR = 0x8915  # see netdevice(7)
@@ -27,3 +32,14 @@ def interface_of(address: str) -> str:
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
     return ""
+
+
+def private_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """A rendezvous store at a free port of this address alone, for trainer ranks and the `nccl` link."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its import takes seconds
+
+    listening = socket.create_server((address, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+    )

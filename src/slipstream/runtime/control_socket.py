@@ -104,15 +104,15 @@ def _error(text: str) -> bytes:
 
 
 def request(run: Path, line: bytes, timeout: float | None) -> bytes:
-    """Send one line to the run's socket and return the answer. Raises `Gone` or `ControlError`.
+    """The answer to one line at the run's socket, within `timeout` seconds (None: as long as the controller lives).
 
-    `timeout` is in seconds; None waits as long as the controller lives.
+    Raises `Gone` or `ControlError`.
     """
     if len(line) >= MAX_REQUEST:
         raise ControlError(TOO_LONG)
     path = (run / FOLDER / SOCKET).resolve()
     try:
-        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout)
             connection.connect(str(path))
             if (user := _peer_user(connection)) != os.getuid():

@@ -19,14 +19,13 @@ PER_ITERATION = 4  # calls and coroutines for each iteration; each takes some te
 class _Throttle:
     """The queue of one event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._waiting: deque[Callable[[], object]] = deque()
         self._used = 0  # calls in this iteration
 
     def call(self, function: Callable[[], object]) -> None:
         if not self._used:
-            self._loop.call_soon(self._begin)
+            asyncio.get_running_loop().call_soon(self._begin)
         if self._used < PER_ITERATION and not self._waiting:
             self._used += 1
             function()
@@ -37,7 +36,7 @@ class _Throttle:
         """Begin an iteration: make the calls that have waited longest."""
         self._used = min(PER_ITERATION, len(self._waiting))
         if self._used:
-            self._loop.call_soon(self._begin)  # first, in case a call raises
+            asyncio.get_running_loop().call_soon(self._begin)  # first, in case a call raises
         for _ in range(self._used):
             self._waiting.popleft()()
 
@@ -45,31 +44,19 @@ class _Throttle:
 _throttles: WeakKeyDictionary[asyncio.AbstractEventLoop, _Throttle] = WeakKeyDictionary()
 
 
-def _throttle() -> _Throttle:
-    loop = asyncio.get_running_loop()
-    if loop not in _throttles:
-        _throttles[loop] = _Throttle(loop)
-    return _throttles[loop]
-
-
 def call_throttled(function: Callable[..., object], *arguments: Any) -> None:
     """Call the function now, or in the next iteration of the event loop that has made fewer than `PER_ITERATION` calls.
 
     Calls are made in order. `throttle` counts as a call. The loop's exception handler gets what a delayed call raises.
     """
-    _throttle().call(partial(function, *arguments))
+    _throttles.setdefault(asyncio.get_running_loop(), _Throttle()).call(partial(function, *arguments))
 
 
 async def throttle() -> None:
     """Wait for a call of `call_throttled`, so that few callers continue in one iteration, in order of arrival."""
-    admitted = asyncio.get_running_loop().create_future()
-
-    def admit() -> None:
-        if not admitted.done():  # else the caller was cancelled
-            admitted.set_result(None)
-
-    call_throttled(admit)
-    await admitted
+    admitted = asyncio.Event()
+    call_throttled(admitted.set)
+    await admitted.wait()
 
 
 def lower_priority() -> None:

@@ -24,10 +24,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Placement:
-    """GPU indices of each generator, and one index for each trainer rank. Empty for processes on the CPU.
-
-    vLLM servers are excluded.
-    """
+    """GPU indices of each generator but servers, and one for each trainer rank. Empty for processes on the CPU."""
 
     generators: tuple[tuple[int, ...], ...]
     trainer: tuple[int, ...]
@@ -44,10 +41,7 @@ class Placement:
 
 
 def gpus_of_engine(placement: Placement, number: int, gpus: int) -> tuple[int, ...]:
-    """GPUs of an engine: those of the placement, or for a further engine the next free ones of `gpus`.
-
-    Raises `ConfigError` if too few are free.
-    """
+    """GPUs of an engine: those of the placement, else the next free ones of `gpus`. Raises `ConfigError` if too few."""
     planned = placement.generators
     if number < len(planned):
         return planned[number]
@@ -82,8 +76,7 @@ class GpuLocks:
 def resolve_auto(config: Config, gpus: int | None = None, hosts: int = 1) -> Config:
     """The configuration with every "auto" resolved and relative paths made absolute, as a run records it.
 
-    `gpus` is the number of GPUs of the run's `hosts`, by default those of this host. Raises `ConfigError` if they are
-    too few.
+    `gpus` counts those of all `hosts`, by default of this one. Raises `ConfigError` if they are too few.
     """
     gpus = gpus_here() if gpus is None else gpus
     place(config, gpus)
@@ -106,11 +99,7 @@ def _needs_restarts(config: Config) -> bool:
 
 
 def choose_link(config: Config, gpus: int, hosts: int = 1) -> str:
-    """The weight link that `sync.link = "auto"` names with this many GPUs and hosts.
-
-    The choice depends on the engine, on adapters, and on which GPUs the trainer and the generators use.
-    Raises `ConfigError` if the host has too few GPUs.
-    """
+    """The weight link that `sync.link = "auto"` means on this many GPUs and hosts. Raises `ConfigError` as `place`."""
     generator, own = config.generator, ":" in config.generator.engine + config.trainer.kind
     if config.sync.restart or generator.remote:
         return "checkpoint"
@@ -220,10 +209,7 @@ def visible(gpus: tuple[int, ...]) -> dict[str, str]:
 
 
 def _gpus_of_device(side: str, device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple[int, ...]:
-    """`count` GPUs from the index in `device`, `found` if it is "auto", or none on the CPU.
-
-    `side` is "generator" or "trainer". Raises `ConfigError` if the host has too few GPUs.
-    """
+    """`count` GPUs from the index in `device`, `found` if it is "auto", or none on the CPU. Errors name the `side`."""
     if device == "auto" and gpus:
         return found
     if not device.startswith("cuda"):
@@ -241,12 +227,11 @@ def _gpus_of_device(side: str, device: str, found: tuple[int, ...], gpus: int, c
 def threads(option: int, config: Config) -> int:
     """CPU threads of one process: `option` if positive, else an equal share of the cores.
 
-    With lag 0 or colocated placement generators and trainer compute alternately, so each side divides all cores. vLLM
-    servers are excluded.
+    With lag 0 or colocated placement generators and trainer compute alternately, so each side divides all cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if option:
         return option
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     turns = config.loop.max_lag == 0 or config.sync.placement == "colocated"
     engines, ranks = config.generator.engines, config.trainer.ranks
     return max(1, cores // (max(engines, ranks) if turns else engines + ranks))

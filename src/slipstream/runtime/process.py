@@ -1,7 +1,4 @@
-"""The operating system's process of a worker, and the connection with it.
-
-`LocalProcess` is a child process of the controller; `slipstream.runtime.ray` has one for processes on other hosts.
-"""
+"""The operating system's process of a worker: a child process of the controller, or one on another host."""
 
 from __future__ import annotations
 
@@ -15,53 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-from slipstream.runtime.pipe import Pipe
+from typing import Protocol
 
 NOT_PLACED = "It was not placed within"  # begins the reason of a process that no node of a cluster could hold
 EXIT_STATUS_S = 0.2  # in which the exit status of a process becomes known after its connection ended
 TERMINATION_GRACE_S = 5.0  # between SIGTERM and SIGKILL
-
-
-class Connection(Protocol):
-    """Messages to and from a worker's process. Threads send and receive."""
-
-    def send(self, message: Any) -> None: ...
-
-    def send_bytes(self, data: bytes) -> None:
-        """Send a message that `Pipe.dumps` has serialized, or a piece of one."""
-        ...
-
-    def recv(self) -> Any:
-        """Wait for the next message. Raises `EOFError` with a reason, if one is known, or `OSError` after the end."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Process(Protocol):
-    """A started process. All methods but `disconnect` may block the calling thread."""
-
-    connection: Connection
-
-    def disconnect(self) -> None:
-        """End both directions of the connection: threads that wait for a message get the end of it."""
-        ...
-
-    def was_killed(self) -> bool:
-        """Whether SIGKILL ended the process."""
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Wait until the process has ended, at most for `seconds`."""
-        ...
-
-    def terminate(self) -> None:
-        """Send SIGTERM to the process and all that it started, and SIGKILL after `TERMINATION_GRACE_S`."""
-        ...
-
-    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,6 +28,29 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+class Process(Protocol):
+    """A started process, at the other end of a stream socket. All methods but `disconnect` may block the thread."""
+
+    connection: socket.socket
+
+    def disconnect(self) -> None:
+        """End both directions of the connection: threads that wait for a message get the end of it."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+    def describe_end(self) -> str:
+        """A line on the end of a process that could print nothing itself, such as one killed by SIGKILL, or ""."""
+        ...
+
+    def terminate(self, grace: float = 0.0) -> None:
+        """Let the process end by itself for `grace` seconds, then end it and all that it started: send SIGTERM, and
+        SIGKILL after `TERMINATION_GRACE_S`."""
+        ...
+
+    def kill(self) -> None: ...
+
+
 Launcher = Callable[[Launch], Process]
 
 
@@ -80,14 +58,12 @@ class LocalProcess(Process):
     """A child process in its own session and process group, connected by a socket pair."""
 
     def __init__(self, launch: Launch) -> None:
-        ours, theirs = socket.socketpair()
+        self.connection, theirs = socket.socketpair()
         if launch.log:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
         with theirs:
             self._process = self._start(launch, theirs)
         self.pid = self._process.pid
-        self.connection = Pipe(ours.detach())
-        self._socket = socket.socket(fileno=os.dup(self.connection.fileno()))
         self._ended = False  # the process and all that it started; the number of its process group may be reused
 
     @staticmethod
@@ -103,21 +79,14 @@ class LocalProcess(Process):
                 env=child_environment(launch),
             )
 
-    def disconnect(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+    def describe_end(self) -> str:
+        self._wait(EXIT_STATUS_S)
+        killed = self._process.poll() == -signal.SIGKILL
+        return "It was killed by SIGKILL, as the system does when the host's memory is used up.\n" if killed else ""
 
-    def was_killed(self) -> bool:
-        self.wait(EXIT_STATUS_S)
-        return self._process.poll() == -signal.SIGKILL
-
-    def wait(self, seconds: float) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-
-    def terminate(self) -> None:
+    def terminate(self, grace: float = 0.0) -> None:
         """As `Process.terminate`. A process that ends on SIGTERM frees its named shared memory."""
+        self._wait(grace)
         last = time.monotonic() + TERMINATION_GRACE_S
         self._signal(signal.SIGTERM)
         while not self._has_ended() and time.monotonic() < last:
@@ -128,6 +97,10 @@ class LocalProcess(Process):
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._ended = True
+
+    def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
     def _signal(self, number: int) -> None:
         if not self._has_ended():

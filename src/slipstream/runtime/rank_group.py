@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.runtime.pipe import Large, Pipe
+from slipstream.runtime.addresses import private_store
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
-from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.runtime.worker_process import WorkerProcess, serialize
 
 # Errors of collective operations after the loss of a peer. The loss of its host may become known a minute later.
 LOST_CONNECTION = re.compile(r"^Dist(Network|Backend)Error|Connection (closed|reset) by peer|Broken pipe")
@@ -46,7 +46,7 @@ class RankGroup:
 
     def call(self, method: str, arguments: tuple[Any, ...], large: bool = False) -> asyncio.Future[Any]:
         """As `Transport.call`; calls reach all ranks in the same order. Arguments are serialized once."""
-        serialized = Large(Pipe.pieces, arguments) if large else Pipe.dumps(arguments)
+        serialized = serialize(arguments, large)
         calls = [process.call_serialized(method, serialized) for process in self.processes]
         return asyncio.ensure_future(self._answer(calls))
 
@@ -81,20 +81,14 @@ def trainer_process(
     directory: Path, placement: Placement, ranks: int, progress_timeout: float | None = None
 ) -> WorkerProcess | RankGroup:
     """The trainer's process, or one for each rank, with its GPU and the variables that `torchrun` sets."""
-    runtime, logs = current_runtime(), directory / "logs"
-    if ranks == 1:
-        launcher = runtime.launcher("trainer 0", placement.trainer)
-        return WorkerProcess("trainer", logs / "trainer.log", launcher, progress_timeout=progress_timeout)
-    from slipstream.runtime.private_store import private_store
-
-    store = private_store(runtime.address)
-    processes = []
+    runtime, processes = current_runtime(), []
+    store = private_store(runtime.address) if ranks > 1 else None
     for rank in range(ranks):
         environment = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": runtime.address, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }  # fmt: skip
+        } if store else {}  # fmt: skip
         name, log = (f"trainer rank {rank}", f"trainer_{rank}.log") if rank else ("trainer", "trainer.log")
         launcher = runtime.launcher(f"trainer {rank}", placement.trainer[rank : rank + 1])
-        processes.append(WorkerProcess(name, logs / log, launcher, environment, progress_timeout))
-    return RankGroup(processes, store)
+        processes.append(WorkerProcess(name, directory / "logs" / log, launcher, environment, progress_timeout))
+    return RankGroup(processes, store) if store else processes[0]

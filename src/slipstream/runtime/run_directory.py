@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -31,7 +30,7 @@ except ImportError:  # on Windows
 
 PARTIAL, DAMAGED = ".partial", ".damaged"
 READY = "ready"  # key of the state that names the file of ready groups
-STEP = re.compile(r"step_\d+")  # name of a complete checkpoint
+STEP = "step_"  # and a number: the name of a complete checkpoint
 
 
 class RunDirectory:
@@ -60,10 +59,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Lock the directory of a run to resume, and remove partial checkpoints.
-
-        Raises `ConfigError` if it holds no run or is in use.
-        """
+        """Lock the directory of a run, and remove partial checkpoints. Raises `ConfigError` if empty or in use."""
         directory = cls(path)
         if not directory.config.exists():
             raise ConfigError(
@@ -78,20 +74,18 @@ class RunDirectory:
         write_atomically(self.config, dump(config))
 
     def remove_partial(self) -> None:
-        """Remove checkpoints whose writing was interrupted.
-
-        They are renamed first: the trainer of a killed controller may write files for a moment longer.
-        """
+        """Remove checkpoints whose writing was interrupted."""
         for partial in list(self._checkpoints.glob(f"*{PARTIAL}")):
+            # The trainer of a killed controller may write files under the old name for a moment longer.
             shutil.rmtree(partial.rename(partial.with_name(uuid4().hex + PARTIAL)))
 
     def checkpoints(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        found = [p for p in self._checkpoints.glob("step_*") if STEP.fullmatch(p.name)]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+        found = [p for p in self._checkpoints.glob(f"{STEP}*") if p.name.removeprefix(STEP).isdecimal()]
+        return sorted(found, key=lambda p: int(p.name.removeprefix(STEP)))
 
     def checkpoint(self, step: int) -> Path:
-        return self._checkpoints / f"step_{step}"
+        return self._checkpoints / f"{STEP}{step}"
 
     @asynccontextmanager
     async def new_checkpoint(self, step: int, keep: int) -> AsyncIterator[Path]:
@@ -117,10 +111,8 @@ class RunDirectory:
             shutil.rmtree(old)
 
     def newest_whole(self) -> tuple[Path | None, dict[str, Any], list[str]]:
-        """The newest undamaged checkpoint (None before the first one), its state, and a message for each newer one.
-
-        Damaged checkpoints are renamed. Raises `ConfigError` if all are damaged.
-        """
+        """The newest undamaged checkpoint (None before the first one), its state, and a message for each newer one,
+        which is renamed. Raises `ConfigError` if all are damaged."""
         damaged: dict[Path, str] = {}
         for path in reversed(self.checkpoints()):
             try:
@@ -151,10 +143,8 @@ class RunDirectory:
 
 
 def lock(path: Path, mode: str = "w") -> IO[str]:
-    """Open and lock a file; closing it releases the lock. Raises `BlockingIOError` if another process holds it.
-
-    Locks of mode "r" don't exclude each other.
-    """
+    """Open and lock a file until it is closed. Raises `BlockingIOError` if another process holds it, unless both have
+    mode "r"."""
     file = path.open(mode)
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if mode == "r" else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -173,10 +163,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_state(checkpoint: Path, state: dict[str, Any], ready: Sequence[Group]) -> None:
-    """Write the state of the run and its ready groups, which `RunDirectory.newest_whole` and `read_ready` read.
-
-    The state names the file of the ready groups, so both are replaced by one rename.
-    """
+    """Write the run's state and its ready groups. The state names their file, so one rename replaces both."""
     before = list(checkpoint.glob("ready_*.jsonl"))
     number = max((int(path.stem.removeprefix("ready_")) for path in before), default=-1) + 1
     groups = checkpoint / f"ready_{number}.jsonl"
@@ -188,7 +175,7 @@ def write_state(checkpoint: Path, state: dict[str, Any], ready: Sequence[Group])
 
 
 def read_ready(checkpoint: Path, state: dict[str, Any]) -> list[Group]:
-    """The ready groups (sampled, not trained on) of a checkpoint. Digests are checked by `newest_whole` alone.
+    """The ready groups (sampled, not trained on) of a checkpoint that `newest_whole` found.
 
     Raises `ValueError` or `OSError` for a file not written by `write_state`.
     """

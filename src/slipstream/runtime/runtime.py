@@ -30,12 +30,9 @@ class Runtime:
     A role is the name of a worker that no other worker of the run has.
     """
 
-    kind = "local"
-    """As `runtime.kind` of the configuration."""
-    hosts = 1
-    """Hosts that workers may be on."""
-    address = "127.0.0.1"
-    """Address of this process for workers: the loopback address if all of them are on this host."""
+    kind = "local"  # as `runtime.kind` of the configuration
+    hosts = 1  # that workers may be on
+    address = "127.0.0.1"  # of this process for workers: the loopback address if all of them are on this host
 
     @property
     def gpus(self) -> int:
@@ -56,7 +53,7 @@ class Runtime:
         """The hosts that workers may be on, each with the launcher of workers there that reserve nothing."""
         return [Node(gethostname(), self.address, LocalProcess)]
 
-    def service(self, role: str, device: str) -> Launcher:
+    def service(self, device: str) -> Launcher:
         """The launcher of another worker that computes on this device: "cpu", "auto" or a GPU."""
         return LocalProcess
 
@@ -79,10 +76,7 @@ def current_runtime() -> Runtime:
 
 @contextmanager
 def open_runtime(options: RuntimeConfig) -> Iterator[None]:
-    """Context in which workers are started as `runtime.kind` says.
-
-    Raises `ConfigError` if Ray is missing or no cluster can be reached.
-    """
+    """Context in which workers are started as `runtime.kind` says. Raises `ConfigError` without Ray or a cluster."""
     global _current  # noqa: PLW0603
     if options.kind == "local":
         yield

@@ -16,7 +16,6 @@ LOG_LINES = 15
 
 W = TypeVar("W")
 Method = TypeVar("Method", bound=Callable[..., Any])
-BASE = frozenset(("run", "close", "progress"))
 
 
 class WorkerDied(UserError):
@@ -77,7 +76,7 @@ def large_arguments(method: Method) -> Method:
 def methods_of(kind: type[Any]) -> list[str]:
     """Names of the methods that a worker of this kind has to have: the public ones, but those of `Worker` itself."""
     names = {name for base in kind.__mro__ for name, value in vars(base).items() if callable(value)}
-    return sorted(name for name in names - BASE if not name.startswith("_"))
+    return sorted(name for name in names - vars(Worker).keys() if not name.startswith("_"))
 
 
 def succeeded(done: asyncio.Future[Any]) -> bool:

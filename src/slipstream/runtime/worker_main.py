@@ -16,16 +16,17 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
 from slipstream.config.plugins import build, load_object
 from slipstream.errors import UserError
-from slipstream.runtime.gc_tuning import freeze_heap
-from slipstream.runtime.memory import resident_bytes
-from slipstream.runtime.pipe import Pipe
+from slipstream.runtime.memory import freeze_heap, resident_bytes
+from slipstream.runtime.worker import succeeded
 
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `resident_bytes`
-START = 0  # number of the call that is answered once the worker is built
+START = 0  # number of the first call, which builds the worker
 ORPHAN_GRACE_S = 30.0  # for a worker to end by itself after its controller is gone
 Call = tuple[int, str | None, Any]  # number, method (None cancels the call), serialized arguments
 
@@ -33,55 +34,50 @@ Call = tuple[int, str | None, Any]  # number, method (None cancels the call), se
 class WorkerServer:
     """The worker's end of a connection with the controller."""
 
-    def __init__(self, connection: Pipe) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._count = 0  # calls that began or ended
         self._worker: Any = None
+        self._background: asyncio.Future[Any] | None = None
+        self._ending = asyncio.Event()  # the controller is gone, or the background work has failed
         self._closed = threading.Event()
 
     async def serve(self) -> None:
-        """Build the worker and run its methods until the controller is gone."""
-        loop, gone = asyncio.get_running_loop(), asyncio.Event()
-        reference, arguments, required, heartbeat_s = self._connection.recv()
-        reader = threading.Thread(target=self._read, args=(loop, gone), name="calls", daemon=True)
-        reader.start()
+        """Run calls until the controller is gone. Raises what the worker's background work raises."""
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, name="calls", daemon=True).start()
         try:
-            self._worker = build(import_class(reference), self._connection.loads(arguments), required)
-        except Exception as error:
-            self._send((START, True, describe_error(error)))
-            self._closed.set()
-            return
-        self._send((START, False, None))
-        freeze_heap()
-        threading.Thread(target=self._send_heartbeats, args=(heartbeat_s,), name="heartbeats", daemon=True).start()
-        try:
-            await self._run_until(gone)
+            await self._ending.wait()
+            if self._background and self._background.done():
+                self._background.result()
         finally:
             if close := getattr(self._worker, "close", None):
                 close()
             self._closed.set()
 
-    async def _run_until(self, gone: asyncio.Event) -> None:
-        """Run the worker's background work until the controller is gone. Raises what it raises."""
-        work = [asyncio.ensure_future(gone.wait())]
+    async def _start(self, reference: str, arguments: bytes, required: Sequence[str], heartbeat_s: float) -> None:
+        """Build the worker, and start its heartbeats and its background work."""
+        self._worker = build(import_class(reference), pickle.loads(arguments), required)
+        freeze_heap()
+        threading.Thread(target=self._send_heartbeats, args=(heartbeat_s,), name="heartbeats", daemon=True).start()
         if run := getattr(self._worker, "run", None):
-            work.append(asyncio.ensure_future(run()))
-        while not gone.is_set():
-            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
-                work.remove(ended)
-                ended.result()
+            self._background = asyncio.ensure_future(run())
+            self._background.add_done_callback(self._end_if_failed)
 
-    def _read(self, loop: asyncio.AbstractEventLoop, gone: asyncio.Event) -> None:
+    def _end_if_failed(self, background: asyncio.Future[Any]) -> None:
+        if not succeeded(background):
+            self._ending.set()
+
+    def _read(self) -> None:
         """Receive calls in a thread, also while the worker computes. Ends the process if it outlives its controller."""
         with contextlib.suppress(EOFError, OSError, RuntimeError):  # the last: the loop is closed
             while True:
                 calls = [self._complete(call) for call in self._connection.recv()]
-                loop.call_soon_threadsafe(self._begin_all, calls)
+                self._loop.call_soon_threadsafe(self._begin_all, calls)
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(gone.set)
+            self._loop.call_soon_threadsafe(self._ending.set)
         if not self._closed.wait(ORPHAN_GRACE_S):
             end_process_group()
 
@@ -89,25 +85,21 @@ class WorkerServer:
         """A call with its arguments, which follow in pieces if it has only their number."""
         number, method, arguments = call
         if isinstance(arguments, int):
-            arguments = b"".join(self._connection.recv_raw() for _ in range(arguments))
+            arguments = b"".join(self._connection.recv_bytes() for _ in range(arguments))
         return number, method, arguments
 
     def _begin_all(self, calls: Sequence[Call]) -> None:
         """Start the calls of one message together, so that no background work runs between them."""
         for number, method, arguments in calls:
-            self._begin(number, method, arguments)
+            if method is None:
+                if call := self._calls.get(number):
+                    call.cancel()
+                continue
+            self._count += 1
+            call = self._calls[number] = asyncio.ensure_future(self._call(number, method, arguments))
+            call.add_done_callback(partial(self._end, number))
 
-    def _begin(self, number: int, method: str | None, arguments: bytes) -> None:
-        """Start a call; without a method, cancel the one of this number."""
-        if method is None:
-            if call := self._calls.get(number):
-                call.cancel()
-            return
-        self._count += 1
-        call = self._calls[number] = asyncio.ensure_future(self._call(number, method, arguments))
-        call.add_done_callback(lambda _: self._end(number))
-
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, _: object) -> None:
         self._count += 1
         del self._calls[number]
 
@@ -117,7 +109,8 @@ class WorkerServer:
         No variable refers to the exception afterwards: its frames would keep connections of a failed transfer open.
         """
         try:
-            answer = number, False, await getattr(self._worker, method)(*self._connection.loads(arguments))
+            function = self._start if number == START else getattr(self._worker, method)
+            answer = number, False, await function(*pickle.loads(arguments))
         except asyncio.CancelledError:
             return
         except BaseException as error:
@@ -181,7 +174,7 @@ def main() -> None:
     atexit.register(fast_exit)  # before workers register handlers: handlers run in reverse order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        asyncio.run(WorkerServer(Pipe(int(sys.argv[1]))).serve())
+        asyncio.run(WorkerServer(Connection(int(sys.argv[1]))).serve())
 
 
 if __name__ == "__main__":

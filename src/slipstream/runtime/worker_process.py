@@ -1,5 +1,8 @@
 """The controller's end of a worker: starts its process, carries calls, and detects death and hangs.
 
+Messages are lists of calls and lists of answers, pickled, which is safe because both ends are processes of one run.
+Large arguments follow their message in pieces, of which the call has the number. Weights never pass here.
+
 Processes send heartbeats with a count of progress. A process with pending calls that is silent for too long, or makes
 no progress, is hung: it is terminated and counts as dead. A death fails every pending call, with the end of its log.
 """
@@ -10,17 +13,18 @@ import asyncio
 import contextlib
 import itertools
 import os
+import pickle
 import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakSet
 
 from slipstream.runtime.event_loop import call_throttled
-from slipstream.runtime.pipe import Large, Pipe
 from slipstream.runtime.process import Launch, Launcher, LocalProcess, Process
 from slipstream.runtime.worker import WorkerDied, WorkerError, fail_unawaited, handle, last_lines, methods_of, succeeded
 from slipstream.runtime.worker_main import HEARTBEAT, START
@@ -30,6 +34,30 @@ HEARTBEAT_S = 2.5  # between two heartbeats
 HEARTBEAT_TIMEOUT_S = 15.0  # of silence after which a process with pending calls counts as hung
 
 W = TypeVar("W")
+
+
+class PendingCall(NamedTuple):
+    """A call without an answer yet, and the time at which it began."""
+
+    method: str
+    since: float
+    answer: asyncio.Future[Any]
+
+
+class Large:
+    """Arguments that the first thread that sends them serializes, once for all. They must not change meanwhile."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self._arguments = arguments
+        self._lock = threading.Lock()
+        self._pieces: list[bytes] = []
+
+    def pieces(self) -> list[bytes]:
+        """The serialized arguments, from the first call on. Raises what the serialization raises."""
+        with self._lock:
+            if not self._pieces:
+                self._pieces = pickle_in_pieces(self._arguments)
+            return self._pieces
 
 
 class WorkerProcess:
@@ -55,59 +83,51 @@ class WorkerProcess:
         self._progress: Any = None  # as of the last heartbeat
         self.memory_bytes = 0  # resident and not shared, with its children, as of the last heartbeat
         self._progressed = time.monotonic()
-        self._pending: dict[int, tuple[str, float]] = {}  # method and start time of each pending call
         self._launch = Launch(name, log, environment or {})
         self._launcher = launcher
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count(START + 1)
+        self._calls: dict[int, PendingCall] = {}
+        self._numbers = itertools.count(START)
         self._outgoing: list[tuple[int, str | None, bytes | Large]] = []
-        self._writer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writer: queue.SimpleQueue[list[tuple[int, str | None, bytes | Large]] | None] = queue.SimpleQueue()
         self.dead: WorkerDied | None = None
         self.ended = asyncio.Event()  # set with `dead`
         self.process: Process | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, kind: type[W], reference: str, *arguments: Any) -> W:
-        """Start the process and build the worker ("module:Class") in it. Returns its handle, typed as `kind`.
+        """The handle, typed as `kind`, of the worker "module:Class", once it is built in the process.
 
         Raises what the constructor raises as `WorkerError`.
         """
         self.process = self._launcher(self._launch)
         if self._essential:
             _started.add(self)
-        self._connection = self.process.connection
+        self._connection = Connection(os.dup(self.process.connection.fileno()))
         self._loop = asyncio.get_running_loop()
         writing = threading.Thread(target=self._write, name=f"to {self.name}", daemon=True)
         writing.start()
         threading.Thread(target=self._read, args=(writing,), name=f"from {self.name}", daemon=True).start()
-        built = self._expect(START, "start")
-        self._writer.put((reference, Pipe.dumps(arguments), methods_of(kind), HEARTBEAT_S))
-        await built
+        await self.call("start", (reference, pickle.dumps(arguments), methods_of(kind), HEARTBEAT_S))
         if self._progress_timeout is not None:
             self._watching = supervise(self._watch(self._progress_timeout), self.name, self.terminate)
         return handle(kind, self)
 
     def call(self, method: str, arguments: tuple[Any, ...], large: bool = False) -> asyncio.Future[Any]:
         """As `Transport.call`. The future raises `WorkerError` or `WorkerDied`."""
-        return self.call_serialized(method, Large(Pipe.pieces, arguments) if large else Pipe.dumps(arguments))
+        return self.call_serialized(method, serialize(arguments, large))
 
     def call_serialized(self, method: str, arguments: bytes | Large) -> asyncio.Future[Any]:
-        """As `call`, with arguments that `Pipe` has serialized, once for several processes."""
+        """As `call`, with arguments that are serialized once for several processes."""
+        future = self._loop.create_future()
         if self.dead:
-            future = self._loop.create_future()
             fail_unawaited(future, self.dead)
             return future
         number = next(self._numbers)
+        self._calls[number] = PendingCall(method, time.monotonic(), future)
         self._send(number, method, arguments)
-        return self._expect(number, method)
-
-    def _expect(self, number: int, method: str) -> asyncio.Future[Any]:
-        """The future of a call. If it is cancelled, the worker cancels the call."""
-        future = self._calls[number] = self._loop.create_future()
-        self._pending[number] = method, time.monotonic()
 
         def forget(_: object) -> None:
-            del self._calls[number], self._pending[number]
+            del self._calls[number]
             self.finished, self._progressed = self.finished + 1, time.monotonic()
             if future.cancelled() and not self.dead:
                 self._send(number, None, b"")
@@ -125,8 +145,7 @@ class WorkerProcess:
         """Let the process end by itself, or terminate it after `grace` seconds."""
         if self.process:
             self._die(f"{self.name} was stopped")
-            await asyncio.to_thread(self.process.wait, grace)
-            await asyncio.to_thread(self.process.terminate)
+            await asyncio.to_thread(self.process.terminate, grace)
 
     def terminate(self, why: str) -> WorkerDied:
         """Begin to end the process. Returns what its callers get, which is the earlier reason if it is dead already."""
@@ -151,8 +170,8 @@ class WorkerProcess:
         while not self.dead:
             heartbeats, progress = self.heartbeats, self._progress
             await asyncio.sleep(HEARTBEAT_S)
-            pending = list(self._pending.values())
-            wanted = [call for call in pending if not self.excused(call[0])]
+            pending = self._calls.values()
+            wanted = [call for call in pending if not self.excused(call.method)]
             silent = silent + 1 if pending and self.heartbeats == heartbeats else 0
             idle = idle + 1 if wanted and self._progress == progress else 0
             if silent * HEARTBEAT_S >= HEARTBEAT_TIMEOUT_S:
@@ -161,7 +180,7 @@ class WorkerProcess:
                 limit = f"runtime.progress_timeout = {progress_timeout:g}"
                 self._hang(f"has made no progress for {idle * HEARTBEAT_S:.3g} s ({limit})", wanted)
 
-    def _hang(self, found: str, pending: Sequence[tuple[str, float]]) -> None:
+    def _hang(self, found: str, pending: Collection[PendingCall]) -> None:
         """Terminate the process as hung; `pending` are the calls that wait for it."""
         calls = f"pending calls: {_describe_calls(pending)}"
         self.terminate(f"{self.name} {found} with {calls} ({self._where})\n{self.log_tail()}".rstrip())
@@ -182,31 +201,21 @@ class WorkerProcess:
     def _write(self) -> None:
         """Send in a thread: sending to a process that is busy would block the event loop."""
         with contextlib.suppress(OSError):
-            while (message := self._writer.get()) is not None:
-                if not isinstance(message, list):
-                    self._connection.send(message)
-                    continue
-                while not self._writer.empty():  # by this thread alone
-                    if (more := self._writer.get()) is None:
-                        return
-                    message += more
-                for large, calls in itertools.groupby(message, lambda call: isinstance(call[2], Large)):
-                    if large:
-                        for call in calls:
-                            self._send_large(*call)
-                    else:
-                        self._connection.send(list(calls))
-
-    def _send_large(self, number: int, method: str, arguments: Large) -> None:
-        """Send a call with the number of pieces of its arguments, then the pieces."""
-        try:
-            pieces = arguments.pieces()
-        except Exception as error:  # these arguments can't be serialized
-            self._in_loop(self._fail, number, error)
-            return
-        self._connection.send([(number, method, len(pieces))])
-        for piece in pieces:
-            self._connection.send_bytes(piece)
+            while (calls := self._writer.get()) is not None:
+                message: list[tuple[int, str | None, bytes | int]] = []
+                pieces: list[bytes] = []
+                for number, method, arguments in calls:
+                    if isinstance(arguments, bytes):
+                        message.append((number, method, arguments))
+                        continue
+                    try:
+                        message.append((number, method, len(arguments.pieces())))
+                        pieces += arguments.pieces()
+                    except Exception as error:  # these arguments can't be serialized
+                        self._in_loop(self._receive, number, True, error)
+                self._connection.send(message)
+                for piece in pieces:
+                    self._connection.send_bytes(piece)
 
     def _read(self, writing: threading.Thread) -> None:
         """Receive in a thread: a message may be long, or its sender stopped in the middle of it."""
@@ -214,10 +223,9 @@ class WorkerProcess:
             while True:
                 for answer in self._connection.recv():
                     self._in_loop(self._receive, *answer)
-        except (EOFError, OSError) as error:
-            if not self.dead:
-                reason = str(error) if isinstance(error, EOFError) else ""
-                why = f"{self.name} died ({self._where})\n{reason or self._killed()}{self.log_tail()}".rstrip()
+        except (EOFError, OSError):
+            if not self.dead and self.process:
+                why = f"{self.name} died ({self._where})\n{self.process.describe_end()}{self.log_tail()}".rstrip()
                 self._in_loop(self._die, why)
         except Exception as error:  # such as a class that can't be unpickled here
             why = f"{self.name} answered with what can't be read: {type(error).__name__}: {error}"
@@ -227,10 +235,7 @@ class WorkerProcess:
         self._connection.close()
 
     def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the event loop, if it is not closed, after the earlier ones.
-
-        `call_throttled` spreads hundreds of simultaneous completions over several iterations.
-        """
+        """Call a function in the event loop, if it is not closed: in order, and only a few in one iteration."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call_throttled, function, *arguments)
 
@@ -241,30 +246,21 @@ class WorkerProcess:
                 self._progressed = time.monotonic()
             self.heartbeats, self._progress = self.heartbeats + 1, progress
             return
-        future = self._calls.get(number)
-        if future is None or future.done():
+        call = self._calls.get(number)
+        if call is None or (future := call.answer).done():
             return
-        if failed:
+        if not failed:
+            future.set_result(value)
+        elif isinstance(value, Exception):
+            future.set_exception(value)
+        else:
             message, kind, details, user_facing = value
             where = f"{self.name} ({self._where})"
             future.set_exception(WorkerError(message, kind, details, user_facing, where))
-        else:
-            future.set_result(value)
-
-    def _fail(self, number: int, error: Exception) -> None:
-        future = self._calls.get(number)
-        if future and not future.done():
-            future.set_exception(error)
 
     @property
     def _where(self) -> str:
         return f"log: {self._launch.log}" if self._launch.log else "it has no log"
-
-    def _killed(self) -> str:
-        """A line for the message of a process that was killed and could print nothing."""
-        if self.process and self.process.was_killed():
-            return "It was killed by SIGKILL, as the system does when the host's memory is used up.\n"
-        return ""
 
     def _die(self, why: str) -> None:
         if self.dead:
@@ -275,14 +271,14 @@ class WorkerProcess:
             self._watching.cancel()
         if self.process:
             self.process.disconnect()
-        for future in list(self._calls.values()):
-            if not future.done():
-                fail_unawaited(future, self.dead)
+        for call in list(self._calls.values()):
+            if not call.answer.done():
+                fail_unawaited(call.answer, self.dead)
 
     @property
     def pending_calls(self) -> str:
-        """The pending calls, with the age of the oldest: "2 x generate for 12 s"; "" without one."""
-        return _describe_calls(list(self._pending.values())) if self._pending else ""
+        """As `_describe_calls`."""
+        return _describe_calls(self._calls.values())
 
     @property
     def starting(self) -> bool:
@@ -315,11 +311,13 @@ def alive_workers() -> list[WorkerProcess]:
     return sorted((worker for worker in list(_started) if not worker.dead), key=lambda worker: worker.name)
 
 
-def _describe_calls(pending: Sequence[tuple[str, float]]) -> str:
-    """Pending calls by method, and the age of the oldest."""
-    counts = Counter(method for method, _ in pending)
+def _describe_calls(pending: Collection[PendingCall]) -> str:
+    """Pending calls by method, and the age of the oldest: "2 x generate for 12 s"; "" without one."""
+    if not pending:
+        return ""
+    counts = Counter(call.method for call in pending)
     what = ", ".join(f"{count} x {method}" if count > 1 else method for method, count in counts.items())
-    return f"{what} for {time.monotonic() - min(since for _, since in pending):.3g} s"
+    return f"{what} for {time.monotonic() - min(call.since for call in pending):.3g} s"
 
 
 def supervise(watch: Coroutine[Any, Any, None], name: str, terminate: Callable[[str], Any]) -> asyncio.Task[None]:
@@ -333,3 +331,25 @@ def supervise(watch: Coroutine[Any, Any, None], name: str, terminate: Callable[[
     watching = asyncio.create_task(watch)
     watching.add_done_callback(end)
     return watching
+
+
+def serialize(arguments: tuple[Any, ...], large: bool) -> bytes | Large:
+    """The arguments as a pickle; `large` ones are pickled when they are sent."""
+    return Large(arguments) if large else pickle.dumps(arguments)
+
+
+def pickle_in_pieces(value: Any) -> list[bytes]:
+    """A pickle in pieces, each of which holds the GIL for less than a millisecond."""
+    written = _Pieces()
+    pickle.Pickler(written).dump(value)
+    return written.pieces
+
+
+class _Pieces:
+    """A file for `pickle.Pickler`, which writes 64 KiB at a time; other threads run between two writes."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.pieces.append(bytes(data))

@@ -21,11 +21,11 @@ from slipstream.config.schema import ConfigError, Section
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout
-from slipstream.runtime.batching import Batched
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import Worker, WorkerError, handle
 from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.scoring.base import parse_options
+from slipstream.scoring.batching import Batched
 from slipstream.scoring.process import ScoringProcess
 
 REDUCE: dict[str, Callable[[list[float]], float]] = {
@@ -59,7 +59,7 @@ class RewardModel(ScoringProcess):
     ) -> None:  # fmt: skip
         self._options, self._policy = parse_options(RewardModelOptions, options), policy
         _validate_model(self._options.path, policy)
-        launcher = current_runtime().service("reward model", self._options.device)
+        launcher = current_runtime().service(self._options.device)
         super().__init__(
             lambda: WorkerProcess("reward model", log, launcher, progress_timeout=progress_timeout), max_restarts
         )

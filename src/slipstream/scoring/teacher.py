@@ -16,10 +16,10 @@ from typing import Any
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.rollout import Completion, build_samples, float32_array
-from slipstream.runtime.batching import Batched
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import Worker, handle
 from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.scoring.batching import Batched
 from slipstream.scoring.process import ScoringProcess
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -32,7 +32,7 @@ class Teacher(ScoringProcess):
         teacher, mine = config.teacher, os.environ.get(VISIBLE)
         self._config, self._log = config, log
         gpu = visible_device_env(teacher.device, mine) if teacher.engine == "vllm" else {}
-        launcher = current_runtime().service("teacher", teacher.device)
+        launcher = current_runtime().service(teacher.device)
         timeout, restarts = config.runtime.progress_timeout, config.runtime.max_restarts
         super().__init__(lambda: WorkerProcess("teacher", log, launcher, gpu, timeout), restarts)
 

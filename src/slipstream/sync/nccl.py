@@ -17,8 +17,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 
 from slipstream.config.schema import Config
 from slipstream.model.device import dtype_of
-from slipstream.runtime.addresses import own_address
-from slipstream.runtime.private_store import private_store
+from slipstream.runtime.addresses import own_address, private_store
 from slipstream.sync.link import ConnectionInfo, Layout, Parameters, PublishHandle, Sender, Shapes, shapes_of
 
 BUCKET = 2**30  # bytes of one broadcast; few launches, since each waits for free SMs while the engine decodes

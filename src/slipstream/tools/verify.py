@@ -129,7 +129,7 @@ class PerturbingTrainer(PytorchTrainerWorker):
     async def precompute_change(self, seed: int, strength: float = 1.0) -> None:
         """Compute the noise of `change` in advance on a CPU, where sequences in flight could end meanwhile.
 
-        Takes the memory of one copy of the weights. A GPU is fast, and its memory may be short.
+        A GPU is fast, and its memory may be too short for another copy of the weights.
         """
         if self._trainer.device.type == "cpu":
             self._computed = list(self._noise(seed, strength))
@@ -316,23 +316,20 @@ def _greedy(tokens: int) -> Sampling:
 
 
 def _verdict(completions: Sequence[Completion], again: Sequence[list[array[int]]], **observed: Any) -> Verdict:
-    """Compare completions of both rounds with the tokens `again` of fresh engines A and B, span by span.
-
-    `observed` are the other fields of the verdict.
-    """
-    half, counts, misses = len(completions) // 2, [], []
+    """The comparison of both rounds with the tokens `again` of fresh A and B, span by span, and `observed` fields."""
+    half, counts, misses = len(completions) // 2, [], list[str]()
     for version, name in enumerate("AB"):
-        spans = [(i, s) for i, c in enumerate(completions) for s in c.spans if s.version == version]
-        expected_tokens = [(i, completions[i].token_ids[s.start : s.end]) for i, s in spans]
-        regenerated = again[version] if expected_tokens else []
-        compared = [(i, a, b) for (i, a), b in zip(expected_tokens, regenerated, strict=True)]
-        counts.append((sum(a == b for _, a, b in compared), len(compared), sum(len(a) for _, a, _ in compared)))
-        for i, expected, tokens in compared:
+        spans = [(i, c, s) for i, c in enumerate(completions) for s in c.spans if s.version == version]
+        sampled = [(i, c.token_ids[s.start : s.end]) for i, c, s in spans]
+        already = len(misses)
+        for (i, expected), tokens in zip(sampled, again[version] if sampled else [], strict=True):
             if expected != tokens:
                 pairs = enumerate(zip(expected, tokens, strict=False))
                 at = next((n for n, (a, b) in pairs if a != b), min(len(expected), len(tokens)))
                 when = "in flight" if i < half else "begun after the change"
                 misses.append(f"{when}, by {name}: at token {at + 1} of {len(expected)}")
+        exact = len(sampled) - (len(misses) - already)
+        counts.append((exact, len(sampled), sum(len(tokens) for _, tokens in sampled)))
     (exact_a, all_a, tokens_a), (exact_b, all_b, tokens_b) = counts
     first, second = completions[:half], completions[half:]
     old = {c.prompt_ids.tobytes(): c.token_ids for c in first if c.versions[0] == 0}

@@ -29,7 +29,7 @@ from slipstream.generators.vllm.weights import AdapterWeights, CountsBeforeSwap,
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.model.inspection import end_of_sequence, generation_config
 from slipstream.rollout import Completion, Sampling
-from slipstream.runtime.gc_tuning import raise_gc_thresholds
+from slipstream.runtime.memory import raise_gc_thresholds
 from slipstream.sync.link import ConnectionInfo
 
 SLEEP_LEVEL_KEEP_WEIGHTS = 1  # vLLM's sleep level that keeps weights in host memory

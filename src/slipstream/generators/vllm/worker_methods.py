@@ -22,7 +22,7 @@ from slipstream.generators.vllm.compat import count_tokens, is_known_runner
 from slipstream.generators.vllm.requests import LEASE_S, TokenCounts
 from slipstream.generators.vllm.weight_mapping import USE_RESTART, expert_tensor, map_parameters
 from slipstream.model.inspection import config_sizes, end_of_sequence, generation_config
-from slipstream.runtime.gc_tuning import raise_gc_thresholds
+from slipstream.runtime.memory import raise_gc_thresholds
 from slipstream.sync.link import ConnectionInfo, PublishHandle
 from slipstream.sync.nccl_direct import NcclDirectReceiver
 from slipstream.sync.single_copy import export_ipc_handles

@@ -1,81 +1,43 @@
-"""The controller's end of a worker's process on a Ray cluster."""
+"""A worker's process on a Ray cluster: the controller's end, and the actor that starts it on its node.
+
+The worker runs in a child process of the actor, so that a worker that computes or hangs does not block the actor. Calls
+of Ray carry the bytes of the connection.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import select
+import socket
 import sys
-from collections import deque
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from slipstream.runtime.pipe import Pipe
+from slipstream.runtime.addresses import ADDRESS, interface_of
 from slipstream.runtime.process import NOT_PLACED, TERMINATION_GRACE_S, Launch, LocalProcess, Process
 
-SMALL = 2**15  # bytes of a message; longer ones are pieces of a batch
-PIECES_IN_FLIGHT = 8
+READS, READ_BYTES = 8, 2**18  # of the socket, for one call of Ray
+GATHER_MS = 1  # in which further bytes join the first: a call of Ray costs as much
 CONTROL_TIMEOUT_S = 30.0  # for the answer of a node to a call that ends a worker; the node may be lost
 
 
-class RayConnection:
-    """Messages over calls of a `WorkerActor`. `started` is the reference of its start; `limit` is in seconds."""
-
-    def __init__(self, actor: Any, started: Any, limit: float, pending: Callable[[], str]) -> None:
-        self._actor, self._started, self._limit, self._pending = actor, started, limit, pending
-        self._numbers = itertools.count()
-        self._sent: list[Any] = []  # references of messages that may be on their way
-        self._messages: deque[bytes] = deque()
-        self._is_started = False
-
-    def send(self, message: Any) -> None:
-        self.send_bytes(Pipe.dumps(message))
-
-    def send_bytes(self, data: bytes) -> None:
-        """As `Connection.send_bytes`. Waits while a message is on its way: the caller sends all later ones as one."""
-        window = 1 if len(data) < SMALL else PIECES_IN_FLIGHT
-        if len(self._sent) >= window:
-            _, self._sent = ray.wait(self._sent, num_returns=len(self._sent) - window + 1)
-        self._sent.append(self._actor.send.remote(next(self._numbers), data))
-
-    def recv(self) -> Any:
-        """As `Connection.recv`."""
-        try:
-            self._wait_for_start()
-            if not self._messages:
-                self._messages.extend(ray.get(self._actor.receive.remote()))
-        except RayTaskError as error:
-            raise EOFError(f"{error.cause}\n") from None
-        except RayActorError as error:  # whose last line may be that of an import that failed
-            reason = str(error).strip().splitlines()[-1]
-            raise EOFError(
-                f"Its node was lost, or its actor ended (`ray status` shows the nodes): {reason}\n"
-            ) from None
-        if not self._messages:
-            raise EOFError
-        return Pipe.loads(self._messages.popleft())
-
-    def close(self) -> None: ...
-
-    def _wait_for_start(self) -> None:
-        if not self._is_started:
-            try:
-                ray.get(self._started, timeout=self._limit)
-            except GetTimeoutError:
-                raise EOFError(f"{NOT_PLACED} runtime.start_timeout = {self._limit:g} s: {self._pending()}\n") from None
-            self._is_started = True
-
-
 class RayProcess(Process):
-    """A worker's process, started by its own actor."""
+    """A worker's process, started by its own actor. `limit` is in seconds; `pending` says why it is not placed yet."""
 
     def __init__(self, actor: Any, launch: Launch, limit: float, pending: Callable[[], str]) -> None:
         path = [entry or os.getcwd() for entry in sys.path]  # noqa: PTH109
         self._actor, self._started = actor, actor.start.remote(launch, path, os.getcwd())  # noqa: PTH109
-        self.connection = RayConnection(actor, self._started, limit, pending)
+        self._limit, self._pending = limit, pending
+        self._end = ""  # why the actor can relay no messages
+        self.connection, self._relayed = socket.socketpair()
+        threading.Thread(target=self._receive, name=f"from {launch.name}'s node", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -83,32 +45,118 @@ class RayProcess(Process):
         pid: int = ray.get(self._started)
         return pid
 
-    def disconnect(self) -> None:
-        self._actor.control.remote(LocalProcess.disconnect)
+    def describe_end(self) -> str:
+        return self._end or self._call(LocalProcess.describe_end) or ""
 
-    def was_killed(self) -> bool:
-        return bool(self._call(LocalProcess.was_killed))
-
-    def wait(self, seconds: float) -> None:
-        self._call(LocalProcess.wait, seconds)
-
-    def terminate(self) -> None:
-        self._end(LocalProcess.terminate)
+    def terminate(self, grace: float = 0.0) -> None:
+        self._stop(LocalProcess.terminate, grace)
 
     def kill(self) -> None:
-        self._end(LocalProcess.kill)
+        self._stop(LocalProcess.kill)
 
-    def _end(self, method: Callable[..., None]) -> None:
-        self._call(method)
+    def _receive(self) -> None:
+        """Start the other direction once the process is started, and relay what it sends."""
+        try:
+            ray.get(self._started, timeout=self._limit)
+            threading.Thread(target=self._send, daemon=True).start()
+            while data := ray.get(self._actor.receive.remote()):
+                self._relayed.sendall(data)
+        except GetTimeoutError:
+            self._end = f"{NOT_PLACED} runtime.start_timeout = {self._limit:g} s: {self._pending()}\n"
+        except RayTaskError as error:
+            self._end = f"{error.cause}\n"
+        except RayError as error:  # whose last line may be that of an import that failed
+            reason = str(error).strip().splitlines()[-1]
+            self._end = f"Its node was lost, or its actor ended (`ray status` shows the nodes): {reason}\n"
+        except OSError:  # the controller has disconnected
+            pass
+        with contextlib.suppress(OSError):
+            self._relayed.shutdown(socket.SHUT_RDWR)
+
+    def _send(self) -> None:
+        """Relay what the controller sends. One call at a time: later messages wait in the socket and form the next."""
+        with contextlib.suppress(OSError, RayError):
+            while data := _read(self._relayed):
+                ray.get(self._actor.send.remote(data))
+        self._actor.control.remote(LocalProcess.disconnect)
+
+    def _stop(self, method: Callable[..., None], *grace: float) -> None:
+        self._call(method, *grace)
         with contextlib.suppress(RayError):
             ray.kill(self._actor)
 
-    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, method: Callable[..., Any], *grace: float) -> Any:
         """Result of a call, or None if the node does not answer, or no process was started yet, or its start failed."""
         if not ray.wait([self._started], timeout=0)[0]:
             return None
         with contextlib.suppress(RayError):
             ray.get(self._started)  # a call to an actor that was killed before its start can wait for its whole limit
-            waited = arguments[0] if arguments else TERMINATION_GRACE_S
-            return ray.get(self._actor.control.remote(method, *arguments), timeout=CONTROL_TIMEOUT_S + waited)
+            limit = CONTROL_TIMEOUT_S + sum(grace) + TERMINATION_GRACE_S
+            return ray.get(self._actor.control.remote(method, *grace), timeout=limit)
         return None
+
+
+class WorkerActor:
+    """Starts one worker's process, and relays bytes to and from it. Other calls follow a `start` that succeeded."""
+
+    @ray.method(concurrency_group="control")
+    def start(self, launch: Launch, path: Sequence[str], directory: str) -> int:
+        """Start the worker's process, with the controller's import path and working directory. Returns its id.
+
+        Raises `OSError` if the run directory is missing on this node.
+        """
+        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
+        if Path(directory).is_dir():
+            os.chdir(directory)
+        self._process = LocalProcess(_on_this_node(launch))
+        return self._process.pid
+
+    @ray.method(concurrency_group="send")
+    def send(self, data: bytes) -> None:
+        """Send bytes to the worker, unless it has ended."""
+        with contextlib.suppress(OSError):
+            self._process.connection.sendall(data)
+
+    @ray.method(concurrency_group="receive")
+    def receive(self) -> bytes:
+        """Wait for bytes of the worker. None are the end of the connection."""
+        with contextlib.suppress(OSError):
+            return _read(self._process.connection)
+        return b""
+
+    @ray.method(concurrency_group="control")
+    def control(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of this method of the worker's process."""
+        return method(self._process, *arguments)
+
+
+ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"send": 1, "receive": 1, "control": 8})(
+    WorkerActor
+)
+
+
+def _read(connection: socket.socket) -> bytes:
+    """Wait for bytes, and gather those that follow at once. None are the end of the connection."""
+    data, arriving = connection.recv(READ_BYTES), select.poll()
+    arriving.register(connection, select.POLLIN)
+    for _ in range(READS - 1):
+        if not arriving.poll(GATHER_MS):
+            break
+        data += connection.recv(READ_BYTES)
+    return data
+
+
+def _on_this_node(launch: Launch) -> Launch:
+    """The launch with this node's devices and addresses. Raises `FileNotFoundError` without the run directory."""
+    if launch.log and not launch.log.parent.parent.is_dir():
+        raise FileNotFoundError(
+            f"run directory {launch.log.parent.parent.absolute()} is not on node {socket.gethostname()}: put "
+            "run.dir on a file system that all nodes mount at the same path"
+        )
+    address = ray.util.get_node_ip_address()
+    environment = {
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, ray.get_gpu_ids())),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface_of(address)),
+        ADDRESS: address,
+    }
+    return replace(launch, environment=environment | dict(launch.environment))

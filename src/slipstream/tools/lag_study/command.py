@@ -1,33 +1,39 @@
-"""The command `slipstream study lag`: run the study, then write its data, table and plots."""
+"""The command `slipstream study lag`: execute the runs as processes, then write their data, a table and plots.
+
+A crash fails one run. After Ctrl-C active runs finish their step. The same command continues the study: it skips runs
+that have ended, and resumes interrupted ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import shlex
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from slipstream.client import read_summary
 from slipstream.config.schema import ConfigError
+from slipstream.observe.formatting import duration, number
 from slipstream.runtime.run_directory import lock, write_atomically
-from slipstream.tools.lag_study.plan import Plan
+from slipstream.tools.lag_study.plan import Plan, Run
 from slipstream.tools.lag_study.plots import AXES, draw
 from slipstream.tools.lag_study.results import RunResult, Study, default_target, markdown, read_result
-from slipstream.tools.lag_study.runner import Runner, ended
 
 DATA = "lag.json"
 
 
 def study_lag(plan: Plan, *, jobs: int, target: float | None, command: Sequence[str]) -> list[str]:
-    """Run or resume the runs that have not ended, `jobs` at a time, then write the results.
+    """Run or resume the runs that have not ended, `jobs` at a time, then write the results, with `command`.
 
-    Returns a line for each failed run, or one if runs are left after an interrupt. `command` is recorded with the
-    results. `target` is the accuracy to reach; None: 0.9 of the mean gain at the smallest lag.
-
-    Raises `ConfigError` before the first run starts if an argument or the configuration of any run is invalid, or
-    another study uses the directory.
+    `target` is the accuracy to reach, by default that of `default_target`. Returns a line for each failed run, or one
+    if runs are left after an interrupt. Raises `ConfigError` before any run starts.
     """
     if jobs < 1 or plan.seeds < 1:
         raise ConfigError(f"--jobs {jobs} --seeds {plan.seeds}: give at least 1 of each")
@@ -75,3 +81,92 @@ def present(directory: Path, target: float | None) -> None:
         )
         return
     print("drawn in", " and ".join(map(str, plots.values())))
+
+
+class Runner:
+    """Executes the runs of a plan that have not ended, `jobs` at a time. `failed`: one line for each failed run."""
+
+    def __init__(self, plan: Plan, jobs: int) -> None:
+        self.plan, self.jobs = plan, jobs
+        self.failed: list[str] = []
+        self._left = [run for run in plan.runs() if not ended(run)]
+        self._total = len(plan.runs())
+        self._done = self._done_before = self._total - len(self._left)
+        self._processes: set[asyncio.subprocess.Process] = set()
+        self._started, self._stopped = time.monotonic(), False
+
+    async def run(self) -> None:
+        """Execute the runs. After SIGINT or SIGTERM no run starts, and active runs stop after their step."""
+        (self.plan.directory / "logs").mkdir(parents=True, exist_ok=True)
+        _print(
+            f"{self._total} runs in {self.plan.directory}, {self._done} of them done, {self.jobs} at a time; see "
+            f"`slipstream runs --dir {self.plan.directory}`"
+        )
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(each, self._stop, each)
+        await asyncio.gather(*map(self._work, cores_of_jobs(self.jobs)))
+
+    async def _work(self, cores: set[int]) -> None:
+        """Finish runs one after the other on these cores."""
+        while self._left and not self._stopped:
+            run, started = self._left.pop(0), time.monotonic()
+            status = await self._finish(run, cores)
+            self._report(run, status, time.monotonic() - started)
+
+    async def _finish(self, run: Run, cores: set[int]) -> int:
+        """Start or resume the run and wait for its end. Returns the exit status."""
+        what = ["--resume", str(run.path)] if (run.path / "config.toml").exists() else [str(self.plan.file), *run.flags]
+        with self.plan.log(run).open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "slipstream", "train", "--quiet", *what, stdin=asyncio.subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        if cores:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(process.pid, cores)  # before the process starts threads or processes
+        self._processes.add(process)
+        status = await process.wait()
+        self._processes.discard(process)
+        return status
+
+    def _report(self, run: Run, status: int, seconds: float) -> None:
+        """Print a line for a run that ended, was stopped, or failed."""
+        if ended(run):
+            self._done += 1
+            score = read_summary(run.path)["eval"]["final"]
+            pace = (time.monotonic() - self._started) / (self._done - self._done_before)
+            times = f"{duration(seconds)}, {duration(pace * (self._total - self._done))} left"
+            _print(f"[{self._done}/{self._total}] {run.name}: {number(score, 3)} in {times}")
+        elif self._stopped:
+            _print(f"{run.name}: stopped; the study resumes it")
+        else:
+            lines = self.plan.log(run).read_text("utf-8", "replace").strip().splitlines()
+            self.failed.append(f"{run.name} failed (status {status}): {lines[-1] if lines else 'no output'}")
+            _print(f"{self.failed[-1]}; see {self.plan.log(run)}")
+
+    def _stop(self, number: int) -> None:
+        """Pass a signal on to the runs: the first stops them after a step, the second at once."""
+        self._stopped = True
+        _print(f"{signal.Signals(number).name}: runs stop after their step; a second signal stops them at once")
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def ended(run: Run) -> bool:
+    """Whether the run reached its end."""
+    return read_summary(run.path).get("stopped", "") is None
+
+
+def cores_of_jobs(jobs: int) -> list[set[int]]:
+    """The CPU cores of each job: equal shares, or all cores for each job if there are fewer cores than jobs."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [set()] * jobs
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // jobs
+    return [set(cores[i * share : (i + 1) * share] or cores) for i in range(jobs)]

@@ -30,10 +30,7 @@ RC = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "ax
 
 
 def draw(study: Study, path: Path, by: str) -> None:
-    """Write the plot of all runs to `path`. `by`, the x axis, is "tokens" or "seconds".
-
-    Raises `ImportError` without matplotlib.
-    """
+    """Write the plot of all runs over `by`, "tokens" or "seconds". Raises `ImportError` without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

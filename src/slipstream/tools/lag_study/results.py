@@ -6,16 +6,15 @@ synchronous run pauses.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.observe.formatting import number
+from slipstream.observe.run_data import load_run
 from slipstream.rollout import mean
 from slipstream.tools.lag_study.plan import Run
 
@@ -68,18 +67,14 @@ class RunResult:
         return self.evaluations["score"][-1]
 
     def reaches(self, target: float) -> tuple[float, float] | None:
-        """Trained tokens and seconds at which held-out accuracy first reaches `target`; None if it never does.
-
-        Interpolates linearly between two evaluations.
-        """
+        """Trained tokens and seconds at which held-out accuracy first reaches `target`, interpolated, or None."""
         tokens, seconds, scores = (self.evaluations[k] for k in ("tokens", "seconds", "score"))
         at = next((i for i, score in enumerate(scores) if score >= target), None)
         if at is None:
             return None
-        if at == 0:
-            return tokens[0], seconds[0]
-        share = (target - scores[at - 1]) / (scores[at] - scores[at - 1])
-        return tuple(x[at - 1] + share * (x[at] - x[at - 1]) for x in (tokens, seconds))  # type: ignore[return-value]
+        around = slice(max(0, at - 1), at + 1)
+        at_tokens, at_seconds = (float(np.interp(target, scores[around], x[around])) for x in (tokens, seconds))
+        return at_tokens, at_seconds
 
 
 @dataclass(frozen=True)
@@ -117,8 +112,8 @@ def default_target(results: Sequence[RunResult]) -> float | None:
 
 def read_result(run: Run) -> RunResult:
     """The result of a run that has ended."""
-    metrics, evaluations = (_read_jsonl(run.path / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
-    summary = json.loads((run.path / "summary.json").read_text(encoding="utf-8"))
+    records = load_run(run.path)
+    metrics, evaluations, summary = records.metrics, records.evaluations, records.summary
     pauses = [(e["step"], e["eval/duration_s"]) for e in evaluations if run.lag == 0 and e["step"]]
     for line in metrics:
         line["time/window_s"] -= sum(seconds for step, seconds in pauses if step < line["step"])
@@ -190,10 +185,6 @@ def _format_mean(values: Sequence[float | None], form: str) -> str:
 def _spread(values: Sequence[float], form: str, unit: str = "") -> str:
     """The mean, with minimum and maximum in brackets."""
     return f"{mean(values):{form}}{unit} ({min(values):{form}} – {max(values):{form}})"
-
-
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _scores(metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
