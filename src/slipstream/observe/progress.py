@@ -1,13 +1,18 @@
-"""Progress of a run in the terminal: a live display, or plain lines if standard error is not a terminal."""
+"""Progress of a run in the terminal: a live display, or plain lines if standard error is not a terminal.
+
+While the processes of a run start, which takes minutes for large engines, the ends of their logs are shown.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -39,6 +44,10 @@ LINE_INTERVAL_S = 2.0
 RECENT_STEPS = 20  # for the mean reward, rates of engines and the estimated time left
 SHOWN_ENGINES = 4
 PROMPT_TOKENS, TEXT = 100, 200  # of a prompt's end, and characters of a text
+FIRST_REPORT_S = 60.0  # of a start; the next report follows when this time has doubled
+LOG_LINE = 160  # characters
+
+Result = TypeVar("Result")
 
 
 class EngineState(NamedTuple):
@@ -223,3 +232,24 @@ def _grid(*widths: int | None) -> Table:
         rest = 1 if width is None else None
         table.add_column(style="dim" if width else "", width=width or None, ratio=rest, no_wrap=True)
     return table
+
+
+async def report_startup(starting: Coroutine[Any, Any, Result], note: Callable[[str], None], logs: Path) -> Result:
+    """Await `starting` and return its result. Until then, `note` the last line of each log at growing intervals."""
+    started, began, wait = asyncio.ensure_future(starting), time.monotonic(), FIRST_REPORT_S
+    try:
+        while not (await asyncio.wait((started,), timeout=wait))[0]:
+            wait = time.monotonic() - began
+            note(f"still starting after {duration(wait)}, with this at the end of the logs in {logs}:")
+            for log in sorted(logs.glob("*.log")):
+                note(f"  {log.name}: {_last_line(log)}")
+        return started.result()
+    except asyncio.CancelledError:
+        started.cancel()
+        await asyncio.wait((started,))  # until its child processes have ended
+        raise
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").replace("\r", "\n").split("\n")
+    return next((line.strip()[:LOG_LINE] for line in reversed(lines) if line.strip()), "(nothing)")

@@ -114,6 +114,12 @@ class Run:
             return {}
 
     @property
+    def options(self) -> Record:
+        """The values of the configuration by "section.option"."""
+        sections = ((name, part) for name, part in self.config.items() if isinstance(part, dict))
+        return {f"{name}.{key}": value for name, part in sections for key, value in part.items()}
+
+    @property
     def summary(self) -> Record:
         """`summary.json`; {} before the end of the run."""
         try:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from slipstream.observe.samples import compare
+from slipstream.observe.score import compare_samples
 from slipstream.rollout import Batch, Rollout, mean
 
 ENDS = 8  # tokens at start and end of a completion in which two different ones rarely agree
@@ -140,7 +140,7 @@ class RunTotals:
             "engine_restarts": self.engine_restarts,
             "reward_errors": self.reward_errors,
             "tasks_retired": self.tasks_retired,
-            "samples": compare(first.get("samples", []), last.get("samples", [])),
+            "samples": compare_samples(first.get("samples", []), last.get("samples", [])),
         }
 
     def snapshot(self) -> dict[str, Any]:

@@ -132,8 +132,7 @@ class Mlflow(Tracker):
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
-        options = {f"{section}.{key}": v for section, table in run.config.items() for key, v in table.items()}
-        parameters = [Param(key, str(value)[:MLFLOW_VALUE]) for key, value in options.items()]
+        parameters = [Param(name, str(value)[:MLFLOW_VALUE]) for name, value in run.options.items()]
         for first in range(0, len(parameters), MLFLOW_PARAMETERS):
             self._client.log_batch(self._id, params=parameters[first : first + MLFLOW_PARAMETERS])
         return self._id

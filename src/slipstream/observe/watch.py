@@ -24,7 +24,7 @@ from aiohttp import web
 
 from slipstream.config.schema import ConfigError
 from slipstream.observe.formatting import is_finite
-from slipstream.observe.page.live import LivePage
+from slipstream.observe.page.data import LivePage
 from slipstream.observe.page.render import render
 from slipstream.observe.page.rollouts import find_text, step_texts
 from slipstream.observe.run_data import Run, load_run

@@ -1,8 +1,12 @@
-"""The data of the page: what a run reached, its configuration, metrics, events and rollouts."""
+"""The data of the page: what a run reached, its configuration, metrics, events and rollouts.
+
+A live page gets all of it once, then the records that are new to it.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +26,8 @@ MAX_ROLLOUTS = 200_000  # of a run in a file; of more, evenly spaced steps and g
 MAX_RANKS = 8  # of more, only the first has a track
 DRAWN = ("group", "step", "publish", "start", "evaluation", "checkpoint", "score", "paused", "fault", "recovery",
          "dropped", "warning")  # fmt: skip
+POLL_S = 0.5  # between two looks at the files, for any number of live pages
+READ_S = 0.3  # for rollouts of earlier steps in one answer, so that metrics don't wait for them
 MEASURE_SHARE = 0.02  # of the time, at most, in which the timeline of a growing run is measured again
 
 
@@ -43,10 +49,6 @@ class RunData:
 
     def __init__(self, run: Run, every: int = 1) -> None:
         self.run, self.every, self._texts = run, every, TokenTexts(None)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what came from the records."""
         self.described: dict[str, Any] = {}
         self.rollouts: list[dict[str, list[Any]]] = []  # by step
         self.unread: list[int] = []  # steps whose rollouts were not read
@@ -115,7 +117,7 @@ class RunData:
             "score": compare_scores(run.evaluations),
             "facts": list(facts(run, shares)),
             "faults": list(faults(run, found)),
-            "config": {f"{name}.{key}": value for name, part in run.config.items() for key, value in _items(part)},
+            "config": run.options,
             "samples": run.summary.get("samples"),
             "warnings": found,
             "problems": run.problems,
@@ -143,8 +145,44 @@ class RunData:
                     yield event | {"what": name_engines(str(event["what"]))} if "what" in event else event
 
 
-def _items(part: Any) -> Iterator[tuple[str, Any]]:
-    yield from part.items() if isinstance(part, dict) else [("", part)]
+class LivePage:
+    """The data of a live page on `runs` for any number of readers."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = [RunData(run) for run in runs]
+        self._polled, self._version = -math.inf, 0
+        self._began = time.time_ns()  # when records were read that no resume has replaced since
+
+    def poll(self) -> None:
+        """Read what was written, unless that was done within `POLL_S`."""
+        if not any(data.unread for data in self.runs) and time.monotonic() - self._polled < POLL_S:
+            return
+        for index, run in enumerate([data.run for data in self.runs]):
+            replaced = run.replaced
+            changed = run.poll()
+            if run.replaced != replaced:
+                self.runs[index] = RunData(run)
+                self._began = time.time_ns()
+            self._version += self.runs[index].update(changed, READ_S)
+        self._polled = time.monotonic()
+
+    def changes(self, since: str) -> dict[str, Any]:
+        """What is newer than the cursor `since`, with the next cursor: {} if nothing is.
+
+        All data (`whole`) for an unknown cursor, or after a resume replaced records. `more`: rollouts of some steps are
+        not read yet, so ask again.
+        """
+        self.poll()
+        sizes = [data.sizes for data in self.runs]
+        cursor = "-".join(map(str, (self._began, self._version, *(size for four in sizes for size in four))))
+        if since == cursor:
+            return {}
+        whole = not re.fullmatch(rf"{self._began}(-\d+){{{1 + 4 * len(sizes)}}}", since, re.ASCII)
+        known = [0] * 4 * len(sizes) if whole else [int(size) for size in since.split("-")[2:]]
+        found = [data.since(known[4 * i : 4 * i + 4]) for i, data in enumerate(self.runs)]
+        options = {"options": list(describe_options())} if whole else {}
+        more = any(data.unread for data in self.runs)
+        return {"cursor": cursor, "whole": whole, "more": more, "runs": found} | options
 
 
 def columns(records: Sequence[Record]) -> dict[str, list[float | None]]:
