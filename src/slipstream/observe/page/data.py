@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from slipstream.config.schema import SECTIONS
 from slipstream.observe.events import TRAINER
@@ -200,11 +200,5 @@ def describe_options() -> Iterator[dict[str, Any]]:
     for section, model in SECTIONS.items():
         for name, info in model.model_fields.items():
             default = info.get_default(call_default_factory=True, validated_data={})
-            known = {} if default is PydanticUndefined else {"default": _plain(default)}
+            known = {} if default is PydanticUndefined else {"default": to_jsonable_python(default)}
             yield {"name": f"{section}.{name}", **known, "description": info.description}
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    return list(value) if isinstance(value, tuple | set) else value
