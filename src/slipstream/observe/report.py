@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from rich import box
@@ -17,7 +16,7 @@ from slipstream.config.schema import ConfigError
 from slipstream.observe.figures import figures
 from slipstream.observe.formatting import SHOWN, is_finite, number, short, shorten
 from slipstream.observe.page.data import describe_options
-from slipstream.observe.run_data import Record, Run
+from slipstream.observe.run_data import Record, Run, split_rollouts
 
 PIPED_WIDTH = 100  # columns where there is no terminal
 UNCOMPARED = ("run.dir",)  # differs between all runs
@@ -153,8 +152,9 @@ def read_rollouts(run: Run, step: int | None, group: int | None) -> list[Rollout
     if group is not None and group not in groups:
         raise ConfigError(f"--group {group}: step {step} has {len(groups)} groups, {groups[0]} to {groups[-1]}")
     chosen = [row for row in rows if group is None or row["visit_id"] == group]
-    parts = [tuple(turns) for _, turns in groupby(chosen, key=lambda r: (r["visit_id"], r["role"], r["rollout"]))]
-    return sorted(parts, key=lambda turns: -(turns[0]["reward"] if is_finite(turns[0]["reward"]) else 0.0))
+    return sorted(
+        split_rollouts(chosen), key=lambda turns: -(turns[0]["reward"] if is_finite(turns[0]["reward"]) else 0.0)
+    )
 
 
 def _lines(rollout: Rollout) -> Iterator[Text]:

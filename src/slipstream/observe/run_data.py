@@ -13,8 +13,10 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,6 +203,11 @@ def load_run(path: str | Path) -> Run:
     if not any((folder / name).exists() for name in ("config.toml", "metrics.jsonl", "lock")):
         raise ConfigError(f"{folder} holds no run (no config.toml); `slipstream runs` lists the runs in runs/")
     return Run(folder)
+
+
+def split_rollouts(rows: Iterable[Record]) -> list[list[Record]]:
+    """The recorded completions of each rollout, one a turn."""
+    return [list(turns) for _, turns in groupby(rows, key=itemgetter("visit_id", "rollout"))]
 
 
 def _pandas() -> Any:
