@@ -375,9 +375,9 @@ def with_values(text: str, config: Mapping[str, Any]) -> str:
     return re.sub(r"\b([a-z]+)\.([a-z_]+)\b(?! =)", shown, text)
 
 
-def check(run: Run, ignore: Collection[str] = ()) -> list[HealthWarning]:
+def check(run: Run) -> list[HealthWarning]:
     """What the rules find in the records of a run, which may be going on, over, or older than a rule."""
-    return replay(run, Health(run.config, ignore))
+    return replay(run, Health(run.config))
 
 
 def replay(run: Run, health: Health) -> list[HealthWarning]:

@@ -227,5 +227,4 @@ def intersect(intervals: Sequence[Interval], others: Sequence[Interval]) -> list
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Sum of the lengths."""
     return sum(end - start for start, end in intervals)

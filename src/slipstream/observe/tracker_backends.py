@@ -90,7 +90,8 @@ class Tensorboard(Tracker):
         return "tensorboard"
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._write(step, [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        shown = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step, summary=self._summary(value=shown))
 
     def table(self, name: str, step: int, rows: Sequence[Record]) -> None:
         shown = ("\n".join(f"{key}: {value}" for key, value in row.items()) for row in rows)
@@ -98,8 +99,7 @@ class Tensorboard(Tracker):
 
     def rewind(self, step: int) -> bool:
         """Readers discard all events after `step` at the start of a session."""
-        session = self._event.SessionLog(status=self._event.SessionLog.START)
-        self._writer.add_event(self._event.Event(step=step + 1, wall_time=time.time(), session_log=session))
+        self._add(step + 1, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
         return True
 
     def finish(self, report: Path | None, complete: bool) -> None:
@@ -109,11 +109,10 @@ class Tensorboard(Tracker):
         """Log text as a block of code, since the reader takes it for Markdown."""
         code = "\n".join(f"    {line}" for line in text.splitlines())
         tensor = self._tensor(dtype="DT_STRING", string_val=[code.encode()])
-        self._write(step, [self._summary.Value(tag=tag, metadata=self._text, tensor=tensor)])
+        self._add(step, summary=self._summary(value=[self._summary.Value(tag=tag, metadata=self._text, tensor=tensor)]))
 
-    def _write(self, step: int, values: Sequence[Any]) -> None:
-        summary = self._summary(value=values)
-        self._writer.add_event(self._event.Event(step=step, wall_time=time.time(), summary=summary))
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._event.Event(step=step, wall_time=time.time(), **content))
         self._writer.flush()
 
 

@@ -36,15 +36,12 @@ class Tracker(Protocol):
 
     def start(self, run: Run, project: str, run_id: str) -> str:
         """Create the tracker's run, or continue `run_id` unless it is "". Returns its id. `project` may be ""."""
-        ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers of a step. Those of an evaluation may come later than the metrics of later steps."""
-        ...
 
     def table(self, name: str, step: int, rows: Sequence[Record]) -> None:
         """Log rollouts, with `prompt` and `completion`; `name` is "rollouts" or "eval/samples"."""
-        ...
 
     def rewind(self, step: int) -> bool:
         """Discard the steps after `step`, which were lost; they are logged again if this returns true."""
@@ -52,7 +49,6 @@ class Tracker(Protocol):
 
     def finish(self, report: Path | None, complete: bool) -> None:
         """Upload what is pending, and the run's report. `complete`: the run has a summary."""
-        ...
 
 
 def label(name: str) -> str:

@@ -24,8 +24,6 @@ from slipstream.observe.timeline import Shares, measure
 
 MAX_ROLLOUTS = 200_000  # of a run in a file; of more, evenly spaced steps and groups
 MAX_RANKS = 8  # of more, only the first has a track
-DRAWN = ("group", "step", "publish", "start", "evaluation", "checkpoint", "score", "paused", "fault", "recovery",
-         "dropped", "warning")  # fmt: skip
 POLL_S = 0.5  # between two looks at the files, for any number of live pages
 READ_S = 0.3  # for rollouts of earlier steps in one answer, so that metrics don't wait for them
 MEASURE_SHARE = 0.02  # of the time, at most, in which the timeline of a growing run is measured again
@@ -136,13 +134,14 @@ class RunData:
         }
 
     def _drawn(self, events: Sequence[Record]) -> Iterator[Record]:
-        """The events that the timeline draws; of groups each `every`th."""
+        """The events that the timeline draws: all but those of engines, of groups each `every`th."""
         groups = 0
         for event in events:
-            if event.get("kind") in DRAWN and is_finite(event.get("start")):
-                groups += event["kind"] == "group"
-                if event["kind"] != "group" or groups % self.every == 0:
-                    yield event | {"what": name_engines(str(event["what"]))} if "what" in event else event
+            if event.get("kind") == "engine" or not is_finite(event.get("start")):
+                continue
+            groups += event.get("kind") == "group"
+            if event.get("kind") != "group" or groups % self.every == 0:
+                yield event | {"what": name_engines(str(event["what"]))} if "what" in event else event
 
 
 class LivePage:

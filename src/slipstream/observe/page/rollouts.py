@@ -48,7 +48,6 @@ class TokenTexts:
         return cls(None)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens, special tokens included."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def split(self, ids: Sequence[int]) -> list[str]:
