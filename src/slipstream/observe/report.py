@@ -121,7 +121,7 @@ def print_rollouts(run: Run, step: int | None, group: int | None, as_json: bool)
     """Print the rollouts of a step (default: the last), of a group or the best and the worst. Raises `ConfigError`."""
     found = read_rollouts(run, step, group)
     if as_json:
-        print(json.dumps([dict(turn) for rollout in found for turn in rollout]))
+        print(json.dumps([turn for rollout in found for turn in rollout]))
         return
     console = piped_console()
     chosen = found if group is not None or len(found) <= 2 * ENDS else [*found[:ENDS], *found[-ENDS:]]

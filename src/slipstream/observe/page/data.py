@@ -6,7 +6,6 @@ A live page gets all of it once, then the records that are new to it.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +26,8 @@ MAX_RANKS = 8  # of more, only the first has a track
 POLL_S = 0.5  # between two looks at the files, for any number of live pages
 READ_S = 0.3  # for rollouts of earlier steps in one answer, so that metrics don't wait for them
 MEASURE_SHARE = 0.02  # of the time, at most, in which the timeline of a growing run is measured again
+
+Sizes = tuple[int, int, int, int]  # numbers of metrics, evaluations and events, and of steps with rollouts
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -62,8 +63,7 @@ class RunData:
         return self._texts
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of records of metrics, evaluations and events, and of steps with rollouts."""
+    def sizes(self) -> Sizes:
         return len(self.run.metrics), len(self.run.evaluations), len(self.run.events), len(self.rollouts)
 
     def update(self, changed: bool = True, read_s: float = math.inf) -> bool:
@@ -123,7 +123,7 @@ class RunData:
             "verdict": shares and shares.verdict,
         }
 
-    def since(self, sizes: Sequence[int]) -> dict[str, Any]:
+    def since(self, sizes: Sizes) -> dict[str, Any]:
         """The description of the run, and the records after the first `sizes` of each kind."""
         metrics, evaluations, events, steps = sizes
         return self.described | {
@@ -149,8 +149,8 @@ class LivePage:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = [RunData(run) for run in runs]
-        self._polled, self._version = -math.inf, 0
-        self._began = time.time_ns()  # when records were read that no resume has replaced since
+        self._polled, self._began, self._version = -math.inf, time.time_ns(), 0
+        self._sizes: dict[str, list[Sizes]] = {}  # of each run, by the cursor of an answer
 
     def poll(self) -> None:
         """Read what was written, unless that was done within `POLL_S`."""
@@ -161,7 +161,7 @@ class LivePage:
             changed = run.poll()
             if run.replaced != replaced:
                 self.runs[index] = RunData(run)
-                self._began = time.time_ns()
+                self._sizes.clear()
             self._version += self.runs[index].update(changed, READ_S)
         self._polled = time.monotonic()
 
@@ -172,13 +172,13 @@ class LivePage:
         not read yet, so ask again.
         """
         self.poll()
-        sizes = [data.sizes for data in self.runs]
-        cursor = "-".join(map(str, (self._began, self._version, *(size for four in sizes for size in four))))
+        cursor = f"{self._began}-{self._version}"
         if since == cursor:
             return {}
-        whole = not re.fullmatch(rf"{self._began}(-\d+){{{1 + 4 * len(sizes)}}}", since, re.ASCII)
-        known = [0] * 4 * len(sizes) if whole else [int(size) for size in since.split("-")[2:]]
-        found = [data.since(known[4 * i : 4 * i + 4]) for i, data in enumerate(self.runs)]
+        whole = since not in self._sizes
+        known = [(0, 0, 0, 0)] * len(self.runs) if whole else self._sizes[since]
+        self._sizes[cursor] = [data.sizes for data in self.runs]
+        found = [data.since(sizes) for data, sizes in zip(self.runs, known, strict=True)]
         options = {"options": list(describe_options())} if whole else {}
         more = any(data.unread for data in self.runs)
         return {"cursor": cursor, "whole": whole, "more": more, "runs": found} | options
