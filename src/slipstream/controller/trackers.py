@@ -43,7 +43,7 @@ class TrackerProcess:
         self._log = path / "logs" / f"tracker_{label(name)}.log"
         self._process = WorkerProcess(f"tracker {label(name)}", self._log, essential=False)
         self._worker: Follower | None = None
-        self._ending = self._killed = False
+        self._ending = False
         self._following = asyncio.create_task(self._follow(project))
 
     async def close(self) -> None:
@@ -51,7 +51,7 @@ class TrackerProcess:
         grace = DRAIN_INTERRUPTED_S if task and task.cancelling() else DRAIN_S
         self._finish()
         if (await asyncio.wait((self._following,), timeout=grace))[1]:
-            self._killed = True
+            self._following.cancel()
             self._process.kill()
             self._report(f"did not finish within {grace:g} s and was killed")
         await self._process.stop(STOP_S)
@@ -72,8 +72,7 @@ class TrackerProcess:
         except WorkerError as error:
             self._report(f"failed: {error.kind}: {str(error).partition(chr(10))[0]}")
         except (WorkerDied, OSError) as error:
-            if not self._killed:
-                self._report(f"failed: {describe_death(error)}")
+            self._report(f"failed: {describe_death(error)}")
         finally:
             hang.cancel()
 

@@ -53,7 +53,7 @@ class RunData:
         self.unread: list[int] = []  # steps whose rollouts were not read
         self._last_step = -1  # whose rollouts are read or in `unread`
         self._shares: Shares | None = None
-        self._measure_at, self._is_measured = 0.0, False
+        self._measured, self._measure_at = -1, 0.0  # events in the shares, and the time of the next measurement
 
     @property
     def texts(self) -> TokenTexts:
@@ -80,7 +80,7 @@ class RunData:
             self.unread += new[:: self.every]
             self._last_step = new[-1] if new else self._last_step
         read = self._read_rollouts(time.monotonic() + read_s)
-        measured = self._measure(changed)
+        measured = self._measure()
         if changed or read or measured:
             self.described = self._describe(state)
         return changed or read or measured
@@ -92,13 +92,12 @@ class RunData:
                 self.rollouts.append(columns)
         return found
 
-    def _measure(self, changed: bool) -> bool:
+    def _measure(self) -> bool:
         """Measure the timeline, which needs all events, unless that was done a short time ago."""
-        self._is_measured &= not changed
         began = time.monotonic()
-        if self._is_measured or began < self._measure_at:
+        if self._measured == len(self.run.events) or began < self._measure_at:
             return False
-        self._shares, self._is_measured = measure(self.run), True
+        self._shares, self._measured = measure(self.run), len(self.run.events)
         self._measure_at = began + (time.monotonic() - began) / MEASURE_SHARE
         return True
 
