@@ -24,8 +24,8 @@ COLUMNS = (
     "step", "visit_id", "task_id", "rollout", "role", "turn", "prompt", "completion", "reward", "advantage",
     "finish_reason", "spans", "metrics",
 )  # fmt: skip
-ENDS = 3  # best and worst rollouts that are shown by default
-PROMPT, COMPLETION = 300, 1000  # characters
+ENDS = 3  # best rollouts, and worst ones, that are shown by default
+MAX_PROMPT, MAX_COMPLETION = 300, 1000  # characters
 
 Rollout = Sequence[Record]  # its completions, one a turn
 
@@ -170,8 +170,8 @@ def _lines(rollout: Rollout) -> Iterator[Text]:
         style="cyan",
     )
     for turn in rollout:
-        yield Text(f"  {shorten(turn['prompt'] or '', PROMPT)}", style="dim")
-        yield Text(f"  {shorten(turn['completion'] or '', COMPLETION) or '(nothing)'}")
+        yield Text(f"  {shorten(turn['prompt'] or '', MAX_PROMPT)}", style="dim")
+        yield Text(f"  {shorten(turn['completion'] or '', MAX_COMPLETION) or '(nothing)'}")
 
 
 def _range(versions: Sequence[int]) -> str:

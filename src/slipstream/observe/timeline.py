@@ -131,10 +131,11 @@ def timeline(run: Run) -> Timeline:
     lost = [(float(e["rewound_to"]), float(e["end"])) for e in run.events if "rewound_to" in e]
     by_kind: dict[str, list[Record]] = {}
     for event in run.events:
-        by_kind.setdefault(str(event.get("kind")), []).append(event)
-    window = union(_times(event) for event in by_kind.get("engine", ()) if not _is_lost(event, lost))
-    tracks = {track.name: track for track in _engine_tracks(by_kind, window, lost)}
-    trainer, ranks = _trainer_track(by_kind, window, lost), run.config.get("trainer", {}).get("ranks", 1)
+        if event.get("kind") not in ("engine", "step") or not _is_lost(event, lost):
+            by_kind.setdefault(str(event.get("kind")), []).append(event)
+    window = union(map(_times, by_kind.get("engine", ())))
+    tracks = {track.name: track for track in _engine_tracks(by_kind, window)}
+    trainer, ranks = _trainer_track(by_kind, window), run.config.get("trainer", {}).get("ranks", 1)
     for name in (TRAINER, *(f"{TRAINER} rank {rank}" for rank in range(1, ranks))):  # which take each step together
         tracks[name] = replace(trainer, name=name)
     for kind, name in (("score", SCORING), *((kind, kind) for kind in ("evaluation", "checkpoint", "publish"))):
@@ -146,9 +147,7 @@ def timeline(run: Run) -> Timeline:
     return Timeline(window, paused, tracks, loop.get("max_lag"), sync.get("placement") == "colocated")
 
 
-def _engine_tracks(
-    by_kind: dict[str, list[Record]], window: Sequence[Interval], lost: Sequence[Interval]
-) -> Iterator[Track]:
+def _engine_tracks(by_kind: dict[str, list[Record]], window: Sequence[Interval]) -> Iterator[Track]:
     pauses = [pause for event in by_kind.get("publish", ()) for pause in event.get("pauses", ())]
     activities: dict[str, list[Record]] = {}
     for event in by_kind.get("engine", ()):
@@ -157,7 +156,7 @@ def _engine_tracks(
         asleep = [interval for event in events for interval in event["asleep"]]
         paused = union([*((start, end) for track, start, end in pauses if track == name), *asleep])
         requests = union(interval for event in events for interval in event["requests"])
-        busy_s = sum(event["busy_s"] for event in events if not _is_lost(event, lost))
+        busy_s = sum(event["busy_s"] for event in events)
         # It may have joined, left or died during the run.
         alive = subtract(intersect(window, union(map(_times, events))), _dead(name, by_kind))
         waiting = subtract(subtract(alive, requests), paused)
@@ -171,7 +170,7 @@ def _dead(name: str, by_kind: dict[str, list[Record]]) -> list[Interval]:
     return union((at, min((end for _, end in recoveries if end > at), default=math.inf)) for at, _ in faults)
 
 
-def _trainer_track(by_kind: dict[str, list[Record]], window: Sequence[Interval], lost: Sequence[Interval]) -> Track:
+def _trainer_track(by_kind: dict[str, list[Record]], window: Sequence[Interval]) -> Track:
     steps = by_kind.get("step", ())
     # The wait for a step's batch begins when the step before is recorded.
     records = sorted({float(event["start"]) for event in by_kind.get("engine", ())})
@@ -179,8 +178,8 @@ def _trainer_track(by_kind: dict[str, list[Record]], window: Sequence[Interval],
     for step in steps:
         if before := bisect.bisect_right(records, step["start"]):
             waiting.append((records[before - 1], records[before - 1] + step["wait_s"]))
-    busy_s = sum(step["end"] - step["start"] for step in steps if not _is_lost(step, lost))
-    return Track(TRAINER, union(map(_times, steps)), intersect(union(waiting), window), busy_s=busy_s)
+    busy = union(map(_times, steps))
+    return Track(TRAINER, busy, intersect(union(waiting), window), busy_s=length(busy))
 
 
 def _times(event: Record) -> Interval:
