@@ -120,10 +120,11 @@ class Shares(NamedTuple):
 
 def measure(run: Run) -> Shares | None:
     """The shares of a run; None without events."""
+    if not run.events:
+        return None
     found = timeline(run)
     tracks = {name: found.fractions(track) for name, track in found.tracks.items()}
-    shares = Shares(tracks, found.fractions(*found.engines), found.fractions(found.trainer), found.verdict())
-    return shares if run.events else None
+    return Shares(tracks, found.fractions(*found.engines), found.fractions(found.trainer), found.verdict())
 
 
 def timeline(run: Run) -> Timeline:
@@ -131,20 +132,22 @@ def timeline(run: Run) -> Timeline:
     lost = [(float(e["rewound_to"]), float(e["end"])) for e in run.events if "rewound_to" in e]
     by_kind: dict[str, list[Record]] = {}
     for event in run.events:
-        if event.get("kind") not in ("engine", "step") or not _is_lost(event, lost):
-            by_kind.setdefault(str(event.get("kind")), []).append(event)
+        kind = str(event.get("kind"))
+        is_lost = kind in ("engine", "step") and any(start < event["end"] <= end for start, end in lost)
+        if not is_lost:
+            by_kind.setdefault(kind, []).append(event)
     window = union(map(_times, by_kind.get("engine", ())))
     tracks = {track.name: track for track in _engine_tracks(by_kind, window)}
-    trainer, ranks = _trainer_track(by_kind, window), run.config.get("trainer", {}).get("ranks", 1)
-    for name in (TRAINER, *(f"{TRAINER} rank {rank}" for rank in range(1, ranks))):  # which take each step together
+    trainer, options = _trainer_track(by_kind, window), run.options
+    for rank in range(options.get("trainer.ranks", 1)):  # which take each step together
+        name = f"{TRAINER} rank {rank}" if rank else TRAINER
         tracks[name] = replace(trainer, name=name)
     for kind, name in (("score", SCORING), *((kind, kind) for kind in ("evaluation", "checkpoint", "publish"))):
         if kind in by_kind:
             busy = union(map(_times, by_kind[kind]))
             tracks[name] = Track(name, busy, busy_s=length(busy))
-    loop, sync = run.config.get("loop", {}), run.config.get("sync", {})
     paused = union(map(_times, by_kind.get("paused", ())))
-    return Timeline(window, paused, tracks, loop.get("max_lag"), sync.get("placement") == "colocated")
+    return Timeline(window, paused, tracks, options.get("loop.max_lag"), options.get("sync.placement") == "colocated")
 
 
 def _engine_tracks(by_kind: dict[str, list[Record]], window: Sequence[Interval]) -> Iterator[Track]:
@@ -185,10 +188,6 @@ def _trainer_track(by_kind: dict[str, list[Record]], window: Sequence[Interval])
 def _times(event: Record) -> Interval:
     start = float(event["start"])
     return start, start if event["end"] is None else float(event["end"])
-
-
-def _is_lost(event: Record, lost: Sequence[Interval]) -> bool:
-    return any(start < _times(event)[1] <= end for start, end in lost)
 
 
 def union(intervals: Iterable[Sequence[float]]) -> list[Interval]:
