@@ -70,11 +70,7 @@ class Follower:
     """
 
     def __init__(self, path: Path, name: str, project: str) -> None:
-        check_installed([name])
-        built_in = f"slipstream.observe.tracker_backends:{name.capitalize()}"
-        tracker = load_object(built_in if name in TRACKERS else name, "tracker", TRACKERS)
-        self._tracker: Tracker = build(tracker, (), ("start", "metrics", "table", "rewind", "finish"))
-        self._run, self._project = Run(path), project
+        self._run, self._name, self._project = Run(path), name, project
         self.progress = 0  # looks at the files
         self._sending = self._ending = False
         self._position = path / "trackers" / f"{label(name)}.json"
@@ -91,6 +87,7 @@ class Follower:
 
     async def follow(self, is_over: Callable[[], bool] | None = None) -> None:
         """Send all records until the run `is_over`, by default until `finish`. Raises what the tracker raises."""
+        self._tracker = _load_tracker(self._name)
         file = self._position.with_suffix(".lock")
         while True:
             with contextlib.suppress(BlockingIOError):  # held by the tracker of a controller that was just killed
@@ -166,6 +163,14 @@ class Follower:
         """Count progress; without it, the stack is written to the log."""
         self.progress += 1
         faulthandler.dump_traceback_later(STACK_AFTER_S, file=sys.__stderr__ or sys.stderr)
+
+
+def _load_tracker(name: str) -> Tracker:
+    check_installed([name])
+    built_in = f"slipstream.observe.tracker_backends:{name.capitalize()}"
+    factory = load_object(built_in if name in TRACKERS else name, "tracker", TRACKERS)
+    tracker: Tracker = build(factory, (), ("start", "metrics", "table", "rewind", "finish"))
+    return tracker
 
 
 def track(path: Path, name: str, project: str) -> int:
