@@ -1,4 +1,4 @@
-// Elements, numbers and colours. Text of runs becomes text nodes only, never markup.
+// Elements, numbers and colours. Text of runs becomes visible text nodes only, never markup.
 
 const state = { data: null, axis: "step", smoothing: 0.3, hidden: new Set(), run: 0 };
 
@@ -15,7 +15,8 @@ function el(tag, properties, ...children) {
 
 // Replace the children of a node. Arrays may be nested; null is left out.
 function fill(node, ...children) {
-  node.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  const known = children.flat(Infinity).filter((child) => child !== null && child !== undefined);
+  node.replaceChildren(...known.map((child) => (child instanceof Node ? child : visible(child))));
   return node;
 }
 

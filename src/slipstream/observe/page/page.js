@@ -34,7 +34,7 @@ function drawColours() {
 
 function drawSummary() {
   const { runs } = state.data;
-  const title = several() ? `${runs.length} runs` : visible(runs[0].name);
+  const title = several() ? `${runs.length} runs` : runs[0].name;
   fill($("#summary"),
     el("div", { class: "title" }, el("h1", {}, title), several() ? null : [badge(runs[0]), warningBadge(runs[0])]),
     runs.map((run) => run.problems.map((text) => el("p", { class: "problem" }, ofRun(run) + text))),
@@ -50,7 +50,7 @@ const warningBadge = ({ warnings }) => (warnings.length ? el("a", { class: "badg
 // Names of the runs with their colours; a click hides a run in the curves.
 function runLegend() {
   return el("div", { class: "legend", role: "group", "aria-label": "Runs" }, state.data.runs.map((run, index) =>
-    button([el("i", { style: { background: `var(--${runColour(index)})` } }), visible(run.name), badge(run)],
+    button([el("i", { style: { background: `var(--${runColour(index)})` } }), run.name, badge(run)],
       () => toggleRun(index), { "aria-pressed": String(!state.hidden.has(index)) })));
 }
 
@@ -110,7 +110,7 @@ function factTable(runs) {
   return el("div", { class: "scroll" }, el("table", { class: "facts" },
     el("caption", {}, methods ? `Intervals: 95%, ${methods}` : ""),
     el("thead", {}, el("tr", {}, el("td", {}), runs.map((run, i) => el("th", { scope: "col" },
-      el("i", { class: "key", style: { background: `var(--${runColour(i)})` } }), visible(run.name))))),
+      el("i", { class: "key", style: { background: `var(--${runColour(i)})` } }), run.name)))),
     el("tbody", {}, row("Held-out score", score), row("Change", (run) => interval(run.score?.difference, true)),
       runs[0].facts.map(([label], i) => row(label, (run) => [run.facts[i][1],
         el("div", { class: "note" }, run.facts[i][2])])))));
@@ -120,7 +120,7 @@ function factTable(runs) {
 function findings(runs) {
   const byRule = (run, follows) => [...Map.groupBy(run.warnings, (warning) => warning.rule).values()]
     .filter(([warning]) => Boolean(warning.follows) === follows).map((same) => warningItem(run, same));
-  const fault = (run, text) => el("li", { class: "fault" }, el("div", {}, el("b", {}, ofRun(run), visible(text))));
+  const fault = (run, text) => el("li", { class: "fault" }, el("div", {}, el("b", {}, ofRun(run), text)));
   const items = runs.flatMap((run) => [...byRule(run, false), ...run.faults.map((text) => fault(run, text))]);
   const consequences = runs.flatMap((run) => byRule(run, true));
   return el("div", { class: "health", id: "health" }, el("h2", {}, "Health"),
@@ -134,20 +134,20 @@ function warningItem(run, same) {
   const [warning] = same;
   const steps = same.filter(({ step }) => Number.isFinite(step)).slice(0, 12).map(({ step }, i) =>
     button(`${i ? "again at" : "first seen at"} step ${number(step)}`, () => showStep(run, step), { class: "link" }));
-  return el("li", { class: "warning" }, el("div", {}, el("b", {}, ofRun(run), visible(warning.rule)),
-    warning.follows ? ` (probably follows from ${warning.follows})` : "", " ", visible(warning.text),
-    warning.detail.map((text) => el("div", {}, visible(text))),
-    el("div", { class: "remedy" }, "What to do: ", visible(warning.remedy))), el("div", { class: "steps" }, steps));
+  return el("li", { class: "warning" }, el("div", {}, el("b", {}, ofRun(run), warning.rule),
+    warning.follows ? ` (probably follows from ${warning.follows})` : "", " ", warning.text,
+    warning.detail.map((text) => el("div", {}, text)), el("div", { class: "remedy" }, "What to do: ", warning.remedy)),
+  el("div", { class: "steps" }, steps));
 }
 
 function samples({ samples: found }) {
   if (!found?.before?.length) return null;
   const side = (when, sample) => el("div", {},
     muted(`${when}: ${"failed" in sample ? "failed" : `reward ${number(sample.reward)}`}`),
-    el("pre", {}, visible(sample.failed || sample.completion || "(nothing)")));
+    el("pre", {}, sample.failed || sample.completion || "(nothing)"));
   const title = `The same held-out tasks before and after: ${found.better} better, ${found.worse} worse of ${found.compared}`;
   return el("details", { class: "samples" }, el("summary", {}, title), found.before.map((old, i) =>
-    el("div", { class: "pair" }, el("pre", { class: "prompt" }, visible(old.prompt)),
+    el("div", { class: "pair" }, el("pre", { class: "prompt" }, old.prompt),
       side("before", old), side("after", found.after[i]))));
 }
 
@@ -183,12 +183,12 @@ function configRow(name, option, runs) {
 function configTable(rows, runs) {
   if (!rows.length) return empty(runs.some((run) => Object.keys(run.config).length) ? "No option matches."
     : "config.toml is missing or damaged.");
-  const head = ["Option", ...(several() ? runs.map((run) => visible(run.name)) : ["Value"]), "Default", "Meaning"];
+  const head = ["Option", ...(several() ? runs.map((run) => run.name) : ["Value"]), "Default", "Meaning"];
   return el("div", { class: "scroll" }, el("table", { class: "config" }, el("thead", {},
     el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)))),
     el("tbody", {}, rows.map((row) => el("tr", { class: row.differs ? "differs" : row.changed ? "changed" : "" },
       el("th", { scope: "row" }, row.name),
-      row.values.map((value) => el("td", {}, visible(value))),
+      row.values.map((value) => el("td", {}, value)),
       el("td", { class: "muted" }, row.standard), el("td", { class: "muted" }, row.description))))));
 }
 

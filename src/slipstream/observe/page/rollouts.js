@@ -121,8 +121,8 @@ function drawList() {
     const { step, visit, rollout, task, reward, advantage, tokens, turns, oldest, newest, reason } = Object.fromEntries(
       Object.entries(columns).map(([name, column]) => [name, column[i]]));
     const known = source.has(state.run, step);
-    const cells = [known ? "●" : "○", number(step), visible(task), number(reward, 3), number(advantage, 3), number(tokens),
-      turns, oldest === newest ? oldest : `${oldest}–${newest}`, visible(reason)];
+    const cells = [known ? "●" : "○", number(step), task, number(reward, 3), number(advantage, 3), number(tokens),
+      turns, oldest === newest ? oldest : `${oldest}–${newest}`, reason];
     const open = () => openGroup(step, visit, rollout);
     return el("tr", { tabindex: "0", onclick: open, onkeydown: (event) => { if (event.key === "Enter") open(); },
       title: known ? "Show its group" : "The text of this step is not in this file" }, cells.map((cell) => el("td", {}, cell)));
@@ -164,8 +164,8 @@ async function openGroup(step, visit, member) {
       ["advantage", "advantage"], ["mask", "loss mask"], ["none", "nothing"]], rollouts.colour,
       (value) => { rollouts.colour = value; openGroup(step, visit, member); });
     fill(view,
-      el("div", { class: "group-head" }, el("h3", {}, `Step ${step}, task `, visible(group.task)), colours, close),
-      tokenKeys(group), el("pre", { class: "prompt" }, visible(group.prompt), cutNote(group.cut, "characters")),
+      el("div", { class: "group-head" }, el("h3", {}, `Step ${step}, task `, group.task), colours, close),
+      tokenKeys(group), el("pre", { class: "prompt" }, group.prompt, cutNote(group.cut, "characters")),
       el("div", { class: "members" }, group.rollouts.map((each) => memberView(block, each, each.rollout === member))));
   }
   view.scrollIntoView({ block: "nearest" });
@@ -174,23 +174,23 @@ async function openGroup(step, visit, member) {
 const cutNote = (cut, what) => (cut ? el("span", { class: "cut" }, ` … ${number(cut)} more ${what} are cut`) : null);
 
 function memberView(block, rollout, picked) {
-  const metrics = Object.entries(rollout.metrics).map(([name, value]) => muted(visible(`${name} ${number(value, 3)}`)));
+  const metrics = Object.entries(rollout.metrics).map(([name, value]) => muted(`${name} ${number(value, 3)}`));
   const head = [`reward ${number(rollout.reward, 3)}`, rollout.advantage === null ? "left out of the loss"
     : `advantage ${number(rollout.advantage, 3)}`, rollout.role].filter(Boolean);
   return el("article", { class: picked ? "member picked" : "member" }, el("header", {},
-    el("b", {}, `#${rollout.rollout}`), head.map((text) => el("span", {}, visible(text))), metrics),
+    el("b", {}, `#${rollout.rollout}`), head.map((text) => el("span", {}, text)), metrics),
     rollout.turns.map((turn, i) => [
       turn.environment === undefined ? null : el("pre", { class: "environment", title: "said by the environment" },
-        visible(turn.environment), cutNote(turn.environment_cut, "characters")),
+        turn.environment, cutNote(turn.environment_cut, "characters")),
       el("div", { class: "turn-head" }, rollout.turns.length > 1 ? `turn ${i + 1}, ` : "", `${number(turn.length)} tokens, `,
-        el("span", { class: turn.finish === "stop" ? "" : "unusual" }, visible(turn.finish)),
+        el("span", { class: turn.finish === "stop" ? "" : "unusual" }, turn.finish),
         turn.steps.length ? `, process rewards ${turn.steps.map((step) => number(step.reward, 3)).join(", ")}` : ""),
       turnView(block, turn, rollout)]));
 }
 
 function turnView(block, turn, rollout) {
   const node = el("pre", { class: "completion" });
-  if (!turn.tokens) return fill(node, visible(turn.text || "(nothing)"), cutNote(turn.cut, "characters"));
+  if (!turn.tokens) return fill(node, turn.text || "(nothing)", cutNote(turn.cut, "characters"));
   const inTools = toolTokens(block, turn);
   const show = (limit) => fill(node,
     turn.tokens.slice(0, limit).map((piece, i) => tokenSpan(block.pieces[piece], i, turn, rollout, inTools[i])),
@@ -219,8 +219,7 @@ function tokenSpan(text, i, turn, { advantage }, inTool) {
   const percent = logprob === null ? "–" : number(Math.exp(logprob) * 100, 3);
   const title = `version ${version ?? "–"}, log-probability ${number(logprob, 3)} (${percent} %), `
     + `advantage ${number(advantage, 3)}`;
-  return el("span", { class: `token ${tokenClass(version, logprob, advantage)}${inTool ? " tool" : ""}`, title },
-    visible(text));
+  return el("span", { class: `token ${tokenClass(version, logprob, advantage)}${inTool ? " tool" : ""}`, title }, text);
 }
 
 // The classes of tokens, each with its meaning, by what colours them.

@@ -264,7 +264,7 @@ function hover(x, y) {
   const row = rowAt(y);
   const text = row && x > timeline.left ? describeAt(row, x, y) : "";
   timeline.tip.hidden = !text;
-  timeline.tip.textContent = text;
+  fill(timeline.tip, text);
   Object.assign(timeline.tip.style, { left: `${Math.min(x + 12, timeline.width - 240)}px`, top: `${y + 14}px` });
 }
 
@@ -272,7 +272,7 @@ const took = (item) => seconds(item.end - item.start);
 
 function describeAt(row, x, y) {
   const rollout = rolloutAt(row, x, y);
-  if (rollout) return `${rollout.tokens} tokens in ${took(rollout)}, task ${visible(rollout.group.task_id)}`;
+  if (rollout) return `${rollout.tokens} tokens in ${took(rollout)}, task ${rollout.group.task_id}`;
   const time = timeAt(x);
   const near = Math.abs(timeAt(x + 3) - time);
   const item = row.items.find(({ start, end, kind }) => {
@@ -288,7 +288,7 @@ function describeItem(item) {
   if (item.kind === "publish") return `publish of version ${item.version}: ${took(item)}`;
   if (item.kind === "pause") return `pause: ${took(item)}`;
   const text = item.what || item.text || ("step" in item ? `step ${item.step}` : took(item));
-  return `${item.kind}: ${visible(text)} at ${seconds(item.start)}`;
+  return `${item.kind}: ${text} at ${seconds(item.start)}`;
 }
 
 function pickAt(x, y) {
@@ -310,7 +310,7 @@ function lifeOf(rollout) {
   const versions = oldest === newest ? `version ${oldest}` : `versions ${oldest} to ${newest}`;
   const rows = [[start, `${rollout.track} starts to sample it, ${after} after its group began`],
     [end, `sampled: ${number(rollout.tokens)} tokens in ${took(rollout)}, ${versions}${reward}`]];
-  if (rollout.failure !== null) rows.push([end, `failed: ${visible(rollout.failure)}`]);
+  if (rollout.failure !== null) rows.push([end, `failed: ${rollout.failure}`]);
   rows.push([group.end, `its group is complete: ${group.fate}`]);
   if (step) {
     const [waited, lag] = [seconds(step.start - group.end), step.version - oldest];
@@ -319,7 +319,7 @@ function lifeOf(rollout) {
       && item.start >= step.end - 1e-3);
     if (publish) rows.push([publish.end, `version ${publish.version} is published with what was learned`]);
   }
-  return el("div", {}, el("h3", {}, "Rollout of task ", visible(group.task_id)), el("table", { class: "life" },
+  return el("div", {}, el("h3", {}, "Rollout of task ", group.task_id), el("table", { class: "life" },
     rows.map(([time, text]) => el("tr", {}, el("td", { class: "muted" }, clock(time, 0.001)), el("td", {}, text)))),
   step ? button("Show its text and its group", () => openGroup(step.step, group.visit_id)) : null);
 }
