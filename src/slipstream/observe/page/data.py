@@ -47,7 +47,8 @@ class RunData:
     """The data of one run, which may grow. Of steps and groups each `every`th is in it."""
 
     def __init__(self, run: Run, every: int = 1) -> None:
-        self.run, self.every, self._texts = run, every, TokenTexts(None)
+        self.run, self.every = run, every
+        self._texts: TokenTexts | None = None
         self.described: dict[str, Any] = {}
         self.rollouts: list[dict[str, list[Any]]] = []  # by step
         self.unread: list[int] = []  # steps whose rollouts were not read
@@ -56,10 +57,9 @@ class RunData:
         self._measured, self._measure_at = -1, 0.0  # events in the shares, and the time of the next measurement
 
     @property
-    def texts(self) -> TokenTexts:
+    def texts(self) -> TokenTexts | None:
         """The text of tokens, by the run's tokenizer if it is at hand by now."""
-        if self._texts.tokenizer is None:
-            self._texts = TokenTexts.of(self.run)
+        self._texts = self._texts or TokenTexts.of(self.run)
         return self._texts
 
     @property

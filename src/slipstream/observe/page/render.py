@@ -70,12 +70,12 @@ def write_report(runs: Sequence[Run], path: Path, state: str = "") -> None:
         packed = dict(packed_texts(run, tokens, MAX_TEXT_BYTES // len(runs), described["rollouts"]))
         texts += [(f"texts-{index}-{step}", text) for step, text in packed.items()]
         described["texts"], described["problems"] = sorted(packed), run.problems
-        described["tokens_known"] = tokens.tokenizer is not None
+        described["tokens_known"] = tokens is not None
     write_atomically(path, render(data, texts))
 
 
 def packed_texts(
-    run: Run, texts: TokenTexts, budget: int, rollouts: Sequence[dict[str, list[Any]]]
+    run: Run, texts: TokenTexts | None, budget: int, rollouts: Sequence[dict[str, list[Any]]]
 ) -> Iterator[tuple[int, str]]:
     """Steps with packed texts, within `budget` bytes: first, last, of extreme rewards, then evenly spaced ones."""
     order = spread([step["step"][0] for step in rollouts])

@@ -23,29 +23,29 @@ TEXTS = ["prompt", "completion", "prompt_ids", "completion_ids", "logprobs", "st
 
 
 class TokenTexts:
-    """The text of each token by a tokenizer of the library tokenizers, or None if it is not on this machine."""
+    """The text of each token by a tokenizer of the library tokenizers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self._texts = tokenizer, dict[int, str]()
         # Decoders of sentencepiece drop a leading space, so each token is decoded behind another one.
-        self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:] if tokenizer else []
+        self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._prefix = self.decode(self._before) if self._before else ""
 
     @classmethod
-    def of(cls, run: Run) -> TokenTexts:
-        """With the tokenizer that the run saved or started with, if it is on this disk."""
+    def of(cls, run: Run) -> TokenTexts | None:
+        """With the tokenizer that the run saved or started with; None if it is not on this disk."""
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
         from tokenizers import Tokenizer
 
-        model, name = str(run.config.get("model", {}).get("path", "")), "tokenizer.json"
+        model, name = str(run.options.get("model.path", "")), "tokenizer.json"
         files = [run.path / "policy" / name, Path(model) / name]
         with contextlib.suppress(HFValidationError):  # a path instead of a name on the Hub
             files.append(Path(str(try_to_load_from_cache(model, name))))
         found = next((file for file in files if file.is_file()), None)
         with contextlib.suppress(Exception):  # tokenizers raises nothing more specific for a damaged file
-            return cls(Tokenizer.from_file(str(found)) if found else None)
-        return cls(None)
+            return cls(Tokenizer.from_file(str(found))) if found else None
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -115,7 +115,7 @@ def find_text(run: Run, words: str) -> list[str]:
 
 
 def step_texts(
-    run: Run, step: int, texts: TokenTexts, budget: int = 10**9, visit: int | None = None
+    run: Run, step: int, texts: TokenTexts | None, budget: int = 10**9, visit: int | None = None
 ) -> dict[str, Any] | None:
     """Groups of a step with prompts, tokens and log-probabilities, as many as fit `budget` tokens; or only `visit`.
 
@@ -147,7 +147,7 @@ def _groups(table: pa.Table) -> Iterator[list[Record]]:
         yield table.filter(pa.array(visits == visit)).to_pylist()
 
 
-def _group(rows: list[Record], texts: TokenTexts, pieces: dict[str, int]) -> dict[str, Any]:
+def _group(rows: list[Record], texts: TokenTexts | None, pieces: dict[str, int]) -> dict[str, Any]:
     rollouts = []
     for turns in split_rollouts(rows):
         common = {key: turns[0][key] for key in ("rollout", "role", "reward", "advantage")}
@@ -157,12 +157,12 @@ def _group(rows: list[Record], texts: TokenTexts, pieces: dict[str, int]) -> dic
     return {"visit": first["visit_id"], "task": first["task_id"], "prompt": prompt, "cut": cut, "rollouts": rollouts}
 
 
-def _turn(row: Record, before: Record | None, texts: TokenTexts, pieces: dict[str, int]) -> dict[str, Any]:
+def _turn(row: Record, before: Record | None, texts: TokenTexts | None, pieces: dict[str, int]) -> dict[str, Any]:
     ids, logprobs = row["completion_ids"] or [], row["logprobs"] or []
     found: dict[str, Any] = {"finish": row["finish_reason"], "length": len(ids), "steps": row["steps"]}
     if before:
         found["environment"], found["environment_cut"] = _cut(_environment_text(row, before, texts), MAX_PROMPT)
-    if not texts.tokenizer:
+    if not texts:
         found["text"], found["cut"] = _cut(row["completion"] or "", MAX_CHARACTERS)
         return found
     tokens = [pieces.setdefault(text, len(pieces)) for text in texts.split(ids[:MAX_TOKENS])]
@@ -171,13 +171,13 @@ def _turn(row: Record, before: Record | None, texts: TokenTexts, pieces: dict[st
     return found | {"tokens": tokens, "logprobs": scores, "spans": spans, "cut": max(0, len(ids) - MAX_TOKENS)}
 
 
-def _environment_text(row: Record, previous: Record, texts: TokenTexts) -> str:
+def _environment_text(row: Record, previous: Record, texts: TokenTexts | None) -> str:
     """Text that the environment added between the previous turn and this one.
 
     The whole prompt if it does not continue the previous turn, or without a tokenizer.
     """
     context, ids = [*previous["prompt_ids"], *previous["completion_ids"]], row["prompt_ids"] or []
-    if texts.tokenizer and ids[: len(context)] == context:
+    if texts and ids[: len(context)] == context:
         return texts.decode(ids[len(context) :])
     return row["prompt"] or ""
 
