@@ -72,13 +72,10 @@ class Follower:
     def __init__(self, path: Path, name: str, project: str) -> None:
         self._run, self._name, self._project = Run(path), name, project
         self.progress = 0  # looks at the files
+        self.step = self._evaluations = 0  # the last step that was sent, and the number of evaluations
         self._sending = self._ending = False
         self._position = path / "trackers" / f"{label(name)}.json"
         self._position.parent.mkdir(exist_ok=True)
-        saved = json.loads(self._position.read_text()) if self._position.exists() else {}
-        self._id: str = saved.get("id", "")
-        self.step: int = saved.get("step", 0)
-        self._evaluations: int = saved.get("evaluations", 0)
 
     async def run(self) -> None:
         """Prepare the tracker's process. A scheduler sends SIGTERM to all processes of a run."""
@@ -97,7 +94,9 @@ class Follower:
             await asyncio.sleep(POLL_S)
         with locked:
             self._count_progress()
-            self._id = self._tracker.start(self._run, self._project, self._id)
+            saved = json.loads(self._position.read_text()) if self._position.exists() else {}
+            self.step, self._evaluations = saved.get("step", 0), saved.get("evaluations", 0)
+            self._id = self._tracker.start(self._run, self._project, saved.get("id", ""))
             self._save()
             self._sending, over = True, False
             while (more := self._send()) or not over:
