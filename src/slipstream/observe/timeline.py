@@ -53,6 +53,10 @@ class Timeline:
     colocated: bool = False
 
     @property
+    def window_s(self) -> float:
+        return length(self.window)
+
+    @property
     def engines(self) -> list[Track]:
         return [track for name, track in self.tracks.items() if name.startswith("engine ")]
 
@@ -74,7 +78,7 @@ class Timeline:
 
     def verdict(self) -> str:
         """One sentence: which side waited for the other, and what to do about it."""
-        if not (length(self.window) and self.engines):
+        if not (self.window_s and self.engines):
             return "No step is recorded yet, so there is nothing to compare."
         trainer, engines = self.fractions(self.trainer), self.fractions(*self.engines)
         scoring = self.tracks[SCORING].busy if SCORING in self.tracks else []
