@@ -373,14 +373,14 @@ def _doctor(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _rollouts(options: argparse.Namespace, flags: list[str]) -> None:
-    from slipstream.observe.rollout_text import print_rollouts
+    from slipstream.observe.report import print_rollouts
     from slipstream.observe.run_data import load_run
 
     print_rollouts(load_run(options.run), options.step, options.group, options.json)
 
 
 def _compare(options: argparse.Namespace, flags: list[str]) -> None:
-    from slipstream.observe.comparison import print_comparison
+    from slipstream.observe.report import print_comparison
     from slipstream.observe.run_data import load_run
 
     print_comparison([load_run(run) for run in options.runs], options.json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.observe.samples import compare
+from slipstream.observe.score import compare_samples
 
 
 def evaluated(*rewards: float | None) -> list[dict[str, Any]]:
@@ -14,7 +14,7 @@ def evaluated(*rewards: float | None) -> list[dict[str, Any]]:
 
 
 def shown(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
-    found = compare(before, after)
+    found = compare_samples(before, after)
     assert [s["id"] for s in found["before"]] == [s["id"] for s in found["after"]]
     return [s["id"] for s in found["after"]]
 
@@ -22,7 +22,7 @@ def shown(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str
 def test_gains_and_losses_alternate() -> None:
     before, after = evaluated(0, 0, 1, 0, 1, 0.5), evaluated(0, 0.5, 1, 1, 0, 1)
     assert shown(before, after) == ["3", "4", "1"]
-    found = compare(before, after)
+    found = compare_samples(before, after)
     assert (found["better"], found["worse"]) == (3, 1)
 
 
@@ -41,11 +41,11 @@ def test_unchanged_tasks_are_left_out() -> None:
 def test_tasks_are_paired_by_their_ids() -> None:
     before, after = evaluated(0.5, 1), evaluated(1, 0, 1)
     assert shown(before, after[::-1]) == ["0", "1"]
-    assert compare([], after) == {"before": [], "after": [], "better": 0, "worse": 0, "compared": 0}
+    assert compare_samples([], after) == {"before": [], "after": [], "better": 0, "worse": 0, "compared": 0}
 
 
 def test_scores_count_before_rewards() -> None:
     before, after = evaluated(0, 1), evaluated(1, 1)
     before[0]["score"], after[0]["score"] = 1.0, 0.0  # a higher reward for a wrong answer
-    found = compare(before, after)
+    found = compare_samples(before, after)
     assert (found["better"], found["worse"]) == (0, 1)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.observe import startup
-from slipstream.observe.startup import report_startup
+from slipstream.observe import progress
+from slipstream.observe.progress import report_startup
 
 
 @pytest.fixture
 def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(startup, "FIRST_REPORT_S", 0.01)
+    monkeypatch.setattr(progress, "FIRST_REPORT_S", 0.01)
     (tmp_path / "generator_0.log").write_text("INFO begins\nLoading:  10%\rLoading:  20%\n\n")
     (tmp_path / "trainer.log").write_text("")
     return tmp_path
@@ -34,7 +34,7 @@ def test_a_slow_start_is_reported_at_growing_intervals(logs: Path) -> None:
 
 
 def test_a_quick_start_is_not_reported(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "FIRST_REPORT_S", 60.0)
+    monkeypatch.setattr(progress, "FIRST_REPORT_S", 60.0)
 
     async def start() -> int:
         return 7

@@ -58,6 +58,14 @@ def test_each_record_is_sent_once_and_the_id_is_kept(tmp_path: Path) -> None:
     assert steps(records) == [0, 1, 2, 2, 3]
 
 
+def test_a_tracker_continues_after_the_one_that_it_waited_for(tmp_path: Path) -> None:
+    records = Records(tmp_path / "run", 2)
+    waiting = Follower(records.path, f"{DOUBLES}Writes", "")
+    follow(records)
+    asyncio.run(waiting.follow(lambda: True))
+    assert steps(records) == [0, 1, 2] and records.calls("start")[1] == ["start", "", "an id"]
+
+
 @pytest.mark.parametrize(("name", "then"), [("Writes", [2, 3, 4]), ("Keeps", [4])])
 def test_lost_steps_are_replaced_or_skipped(tmp_path: Path, name: str, then: list[int]) -> None:
     records = Records(tmp_path / "run", 3)

@@ -19,7 +19,6 @@ import pytest
 
 from slipstream import cli, load_run
 from slipstream.observe.page import data as page_data
-from slipstream.observe.page import live as live_data
 from slipstream.observe.page.data import run_data
 from slipstream.runtime.run_directory import lock, write_atomically
 from tests.observe import browser
@@ -69,10 +68,10 @@ def growing(tmp_path: Path) -> GrowingRun:
 
 
 @pytest.fixture
-def page(growing: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> live_data.LivePage:
-    monkeypatch.setattr(live_data, "POLL_S", 0.0)
+def page(growing: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> page_data.LivePage:
+    monkeypatch.setattr(page_data, "POLL_S", 0.0)
     monkeypatch.setattr(page_data, "MEASURE_SHARE", math.inf)
-    return live_data.LivePage([load_run(growing.path)])
+    return page_data.LivePage([load_run(growing.path)])
 
 
 GROWING = ("metrics", "evaluations", "events", "rollouts")
@@ -90,7 +89,7 @@ def joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return {**parts[-1], **known, **columns}
 
 
-def everything(page: live_data.LivePage, since: str = "") -> list[dict[str, Any]]:
+def everything(page: page_data.LivePage, since: str = "") -> list[dict[str, Any]]:
     """All answers until there is nothing new."""
     found = []
     while answer := page.changes(since):
@@ -99,7 +98,7 @@ def everything(page: live_data.LivePage, since: str = "") -> list[dict[str, Any]
     return found
 
 
-def test_changes_add_up_to_the_data_of_the_whole_run(growing: GrowingRun, page: live_data.LivePage) -> None:
+def test_changes_add_up_to_the_data_of_the_whole_run(growing: GrowingRun, page: page_data.LivePage) -> None:
     answers = everything(page)
     assert answers[0]["whole"] and len(answers[0]["options"]) > 100
     growing.add()
@@ -114,7 +113,7 @@ def test_changes_add_up_to_the_data_of_the_whole_run(growing: GrowingRun, page: 
     assert known["metrics"]["env/new"] == [None] * 13 + [0.5]
 
 
-def test_an_unchanged_run_is_not_sent_again_and_its_end_is(growing: GrowingRun, page: live_data.LivePage) -> None:
+def test_an_unchanged_run_is_not_sent_again_and_its_end_is(growing: GrowingRun, page: page_data.LivePage) -> None:
     cursor = everything(page)[-1]["cursor"]
     assert page.changes(cursor) == {}
     growing.lock.close()
@@ -125,7 +124,7 @@ def test_an_unchanged_run_is_not_sent_again_and_its_end_is(growing: GrowingRun, 
     assert change["runs"][0]["state"] == "complete"
 
 
-def test_a_resume_that_replaces_records_sends_all_data_again(growing: GrowingRun, page: live_data.LivePage) -> None:
+def test_a_resume_that_replaces_records_sends_all_data_again(growing: GrowingRun, page: page_data.LivePage) -> None:
     cursor = everything(page)[-1]["cursor"]
     growing.rewind(6)
     answers = everything(page, cursor)
@@ -134,7 +133,7 @@ def test_a_resume_that_replaces_records_sends_all_data_again(growing: GrowingRun
     assert [step["step"][0] for step in known["rollouts"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_rollouts_of_a_step_are_read_once_its_line_is_there(growing: GrowingRun, page: live_data.LivePage) -> None:
+def test_rollouts_of_a_step_are_read_once_its_line_is_there(growing: GrowingRun, page: page_data.LivePage) -> None:
     cursor = everything(page)[-1]["cursor"]
     record, _ = growing.source.step(STEPS + 1)
     assert everything(page, cursor) == []
@@ -288,7 +287,7 @@ def test_a_page_follows_its_run_and_keeps_what_its_user_chose(growing: GrowingRu
             kept = "JSON.stringify([charts.range, timeline.view, rollouts.filter, scrollY])"
             before = await tab.run(kept)
             growing.add("env/new")
-            assert await tab.run("POLL_MS") + 1000 * live_data.POLL_S < 2000  # until a step is on the page
+            assert await tab.run("POLL_MS") + 1000 * page_data.POLL_S < 2000  # until a step is on the page
             await tab.until(f"state.data.runs[0].metrics.step.length === {STEPS + 1} && !live.parts[3].isStale")
             assert await tab.run(kept) == before
             rows = "[...document.querySelectorAll('.rollouts tbody tr')].map((row) => row.cells[1].textContent)"

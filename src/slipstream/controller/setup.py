@@ -29,8 +29,8 @@ from slipstream.model.device import pick_device
 from slipstream.model.paths import check_paths
 from slipstream.observe.events import CONTROLLER
 from slipstream.observe.health import Health, replay
+from slipstream.observe.progress import report_startup
 from slipstream.observe.run_data import Run
-from slipstream.observe.startup import report_startup
 from slipstream.observe.trackers import check_installed
 from slipstream.runtime.memory import freeze_heap
 from slipstream.runtime.placement import resolve_auto

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.config.schema import ObserveConfig
-from slipstream.observe.trackers import TrackerWorker, label
+from slipstream.observe.trackers import Follower, label
 from slipstream.runtime.closing import close_at_once
 from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 
-WORKER = "slipstream.observe.trackers:TrackerWorker"
+WORKER = "slipstream.observe.trackers:Follower"
 HANG_S = 60.0  # without progress, after which a tracker is reported
 DRAIN_S, DRAIN_INTERRUPTED_S = 30.0, 2.0  # in which a tracker has to end; the latter after a second signal
 STOP_S = 5.0  # in which its process has to end once all is sent
@@ -42,8 +42,8 @@ class TrackerProcess:
         self._name, self._path, self._warn = name, path, warn
         self._log = path / "logs" / f"tracker_{label(name)}.log"
         self._process = WorkerProcess(f"tracker {label(name)}", self._log, essential=False)
-        self._worker: TrackerWorker | None = None
-        self._ending = self._killed = False
+        self._worker: Follower | None = None
+        self._ending = False
         self._following = asyncio.create_task(self._follow(project))
 
     async def close(self) -> None:
@@ -51,7 +51,7 @@ class TrackerProcess:
         grace = DRAIN_INTERRUPTED_S if task and task.cancelling() else DRAIN_S
         self._finish()
         if (await asyncio.wait((self._following,), timeout=grace))[1]:
-            self._killed = True
+            self._following.cancel()
             self._process.kill()
             self._report(f"did not finish within {grace:g} s and was killed")
         await self._process.stop(STOP_S)
@@ -66,15 +66,13 @@ class TrackerProcess:
         """Run the tracker to its end. Reports its failure."""
         hang = asyncio.create_task(self._report_hang())
         try:
-            arguments = self._name, str(self._path.absolute()), project
-            self._worker = await self._process.start(TrackerWorker, WORKER, *arguments)
+            self._worker = await self._process.start(Follower, WORKER, self._path.absolute(), self._name, project)
             self._finish()
             await self._worker.follow()
         except WorkerError as error:
             self._report(f"failed: {error.kind}: {str(error).partition(chr(10))[0]}")
         except (WorkerDied, OSError) as error:
-            if not self._killed:
-                self._report(f"failed: {describe_death(error)}")
+            self._report(f"failed: {describe_death(error)}")
         finally:
             hang.cancel()
 

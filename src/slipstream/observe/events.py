@@ -67,7 +67,7 @@ class EventLog:
     def write(self) -> None:
         """Append the events so far to the file. Raises `OSError`."""
         self._written = self._clock()
-        lines = [json_line(_rounded(self._unwritten.popleft())) for _ in range(len(self._unwritten))]
+        lines = [strict_json(_rounded(self._unwritten.popleft())) + "\n" for _ in range(len(self._unwritten))]
         if lines:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
@@ -99,12 +99,12 @@ def _rounded(event: dict[str, Any]) -> dict[str, Any]:
     return {key: round(v, DIGITS) if isinstance(v, float) else v for key, v in event.items()}
 
 
-def json_line(record: Mapping[str, Any]) -> str:
-    """The record as a line of JSON, with null for NaN and infinities."""
+def strict_json(data: Any, **options: Any) -> str:
+    """The data as JSON, with null for NaN and infinities."""
     try:
-        return json.dumps(record, allow_nan=False) + "\n"
+        return json.dumps(data, allow_nan=False, **options)
     except ValueError:
-        return json.dumps(json.loads(json.dumps(record), parse_constant=lambda _: None)) + "\n"
+        return json.dumps(json.loads(json.dumps(data), parse_constant=lambda _: None), **options)
 
 
 def truncate_lines(

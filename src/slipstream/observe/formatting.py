@@ -14,7 +14,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def is_finite(value: Any) -> bool:
-    """Whether the value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 

@@ -342,20 +342,19 @@ class Health:
     def __init__(self, config: Mapping[str, Any], ignore: Collection[str] = ()) -> None:
         self._history = History(config)
         self._rules = [rule for rule in RULES if rule.name not in ignore]
-        self._begun: dict[str, int] = {}  # steps in a row at or beyond `begins`
-        self._active: set[str] = set()
+        self._streaks: dict[str, int] = {}  # steps in a row at or beyond `begins`; `steps` until it falls below `ends`
 
     def step(self, record: Record, evaluations: Sequence[Record] = ()) -> list[HealthWarning]:
         """Add the record of the next step, with all evaluations so far. Returns the warnings that begin."""
         self._history.add(record, evaluations)
         found = []
         for rule in self._rules:
-            measure = rule.measure(self._history)
-            if measure.value < rule.ends:
-                self._active.discard(rule.name)
-            self._begun[rule.name] = self._begun.get(rule.name, 0) + 1 if measure.value >= rule.begins else 0
-            if self._begun[rule.name] >= rule.steps and rule.name not in self._active:
-                self._active.add(rule.name)
+            measure, streak = rule.measure(self._history), self._streaks.get(rule.name, 0)
+            if streak == rule.steps:
+                self._streaks[rule.name] = 0 if measure.value < rule.ends else streak
+                continue
+            self._streaks[rule.name] = streak + 1 if measure.value >= rule.begins else 0
+            if self._streaks[rule.name] == rule.steps:
                 remedy = with_values(measure.remedy or rule.remedy, self._history.config)
                 found.append(HealthWarning(rule.name, record.get("step") or 0, measure.text, remedy))
         return found
@@ -375,9 +374,9 @@ def with_values(text: str, config: Mapping[str, Any]) -> str:
     return re.sub(r"\b([a-z]+)\.([a-z_]+)\b(?! =)", shown, text)
 
 
-def check(run: Run, ignore: Collection[str] = ()) -> list[HealthWarning]:
+def check(run: Run) -> list[HealthWarning]:
     """What the rules find in the records of a run, which may be going on, over, or older than a rule."""
-    return replay(run, Health(run.config, ignore))
+    return replay(run, Health(run.config))
 
 
 def replay(run: Run, health: Health) -> list[HealthWarning]:

@@ -1,13 +1,18 @@
-"""Progress of a run in the terminal: a live display, or plain lines if standard error is not a terminal."""
+"""Progress of a run in the terminal: a live display, or plain lines if standard error is not a terminal.
+
+While the processes of a run start, which takes minutes for large engines, the ends of their logs are shown.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -39,11 +44,13 @@ LINE_INTERVAL_S = 2.0
 RECENT_STEPS = 20  # for the mean reward, rates of engines and the estimated time left
 SHOWN_ENGINES = 4
 PROMPT_TOKENS, TEXT = 100, 200  # of a prompt's end, and characters of a text
+FIRST_REPORT_S = 60.0  # of a start; the next report follows when this time has doubled
+LOG_LINE = 160  # characters
+
+Result = TypeVar("Result")
 
 
 class EngineState(NamedTuple):
-    """An engine at present; `state` is one word."""
-
     name: str
     state: str
     version: int
@@ -51,17 +58,14 @@ class EngineState(NamedTuple):
 
 
 class PoolState(NamedTuple):
-    """Both pools at present: the engines, and what the trainer does."""
+    """The engines at present, and what the trainer does."""
 
     engines: Sequence[EngineState]
     trainer: str
 
 
 class Progress:
-    """Shows steps as they end: redraws a terminal, or prints a line every 2 s. `quiet` prints warnings only.
-
-    Writes to standard error; standard output is for the report.
-    """
+    """Shows steps as they end, on standard error: standard output is for the report. `quiet` prints warnings only."""
 
     def __init__(self, steps: int, quiet: bool = False, console: Console | None = None) -> None:
         self._steps, self._quiet = steps, quiet
@@ -69,16 +73,16 @@ class Progress:
         self._began = time.monotonic()
         self.latest: Mapping[str, Any] = {}  # record of the last step
         self._score = "–"
+        self._records: deque[Mapping[str, Any]] = deque(maxlen=RECENT_STEPS)
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)  # step and time
         self._rewards: deque[float] = deque(maxlen=RECENT_STEPS)
         self._trend: list[float] = []
-        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
         self._last_line = -math.inf
         self._unprinted = False  # the last step is not in a plain line yet
         self._live: Live | None = None
         self._pools: Callable[[], PoolState] | None = None
-        self._records: deque[Mapping[str, Any]] = deque(maxlen=RECENT_STEPS)
         self._warning = ""  # the last
-        self._rollouts: list[tuple[float, str, str]] = []  # reward, prompt and completion
+        self._rollouts: list[tuple[str, Text, Text]] = []  # reward, prompt and completion
 
     def __enter__(self) -> Progress:
         if self._console.is_interactive and not self._quiet:
@@ -104,11 +108,11 @@ class Progress:
         if not self._live:
             return  # plain lines show none
         ranked = sorted(group.rollouts, key=lambda rollout: -rollout.reward)
-        self._rollouts = [
-            (ranked[i].reward, shorten(decode(last.prompt_ids[-PROMPT_TOKENS:]), TEXT), shorten(last.text, TEXT))
-            for i in sorted({0, len(ranked) // 2, len(ranked) - 1})
-            for last in ranked[i].completions[-1:]
-        ]
+        self._rollouts = []
+        for rollout in (ranked[i] for i in sorted({0, len(ranked) // 2, len(ranked) - 1})):
+            last = rollout.completions[-1]
+            prompt = Text(shorten(decode(last.prompt_ids[-PROMPT_TOKENS:]), TEXT), style="dim")
+            self._rollouts.append((f"r = {rollout.reward:.2g}", prompt, Text(shorten(last.text, TEXT))))
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Show the record of a step."""
@@ -163,31 +167,31 @@ class Progress:
     def _block(self) -> Group:
         """The live display: position in the run, rewards, throughput and lag."""
         texts = self._texts()
-        steps = _grid(9, None, 0)
         bar = ProgressBar(total=self._steps, completed=self.latest.get("step") or 0)
-        steps.add_row("step", bar, "{step}/{steps}  {elapsed}  eta {left}".format_map(texts))
-        block = (*BLOCK, ("scoring",)) if "scoring/scored" in self.latest else BLOCK
-        rows = [_grid(*(9, None) * len(labels)) for labels in block]
-        for row, labels in zip(rows, block, strict=True):
-            row.add_row(*(Text(part) for label in labels for part in (label, FIELDS[label].format_map(texts))))
-        return Group(steps, *rows, *self._pool_rows(), *self._sample_rows())
+        parts = [_grid((9, None, 0), [("step", bar, "{step}/{steps}  {elapsed}  eta {left}".format_map(texts))])]
+        for labels in (*BLOCK, ("scoring",)) if "scoring/scored" in self.latest else BLOCK:
+            cells = [Text(part) for label in labels for part in (label, FIELDS[label].format_map(texts))]
+            parts.append(_grid((9, None) * len(labels), [cells]))
+        if self._pools:
+            state = self._pools()
+            parts.append(_grid((9, None), [("trainer", Text(state.trainer))]))
+            parts.append(_grid((9, None, None, None, None), self._engine_rows(state.engines)))
+        if self._rollouts:
+            parts.append(_grid((9, None, None), self._rollouts))
+        if self._warning:
+            parts.append(_grid((9, None), [("warning", Text(self._warning, style="yellow"))]))
+        return Group(*parts)
 
-    def _pool_rows(self) -> list[RenderableType]:
-        """What the trainer does, and a row for each engine: version, pending requests and recent tokens/s."""
-        if not self._pools:
-            return []
-        state, table = self._pools(), _grid(9, None, None, None, None)
-        rows = _grid(9, None)
-        rows.add_row("trainer", Text(state.trainer))
-        for number_, engine in enumerate(state.engines[:SHOWN_ENGINES]):
-            table.add_row(
+    def _engine_rows(self, engines: Sequence[EngineState]) -> Iterator[Sequence[str]]:
+        """State, version, pending requests and recent tokens/s of the first engines; the number of the others."""
+        for index, engine in enumerate(engines[:SHOWN_ENGINES]):
+            yield (
                 f"engine {engine.name.rpartition(' ')[2]}"[:9], engine.state, f"version {engine.version}",
-                f"{engine.pending_requests} requests", f"{number(self._engine_rate(number_))} tok/s",
+                f"{engine.pending_requests} requests", f"{number(self._engine_rate(index))} tok/s",
             )  # fmt: skip
-        if others := state.engines[SHOWN_ENGINES:]:
+        if others := engines[SHOWN_ENGINES:]:
             serving = sum(engine.state == "serving" for engine in others)
-            table.add_row("", f"{len(others)} more", f"{serving} serving", "", "")
-        return [rows, table]
+            yield "", f"{len(others)} more", f"{serving} serving"
 
     def _engine_rate(self, engine: int) -> float | None:
         """Tokens per second of an engine over the last `RECENT_STEPS` steps."""
@@ -195,16 +199,6 @@ class Progress:
         points = [tuple(r[name] for name in names) for r in self._records if all(is_finite(r.get(n)) for n in names)]
         (tokens, began), (total, ended) = (points[0], points[-1]) if points else ((0, 0), (0, 0))
         return (total - tokens) / (ended - began) if ended > began and total >= tokens else None
-
-    def _sample_rows(self) -> list[RenderableType]:
-        """Some of the newest rollouts, and the last warning."""
-        rows = _grid(9, None, None)
-        for reward, prompt, completion in self._rollouts:
-            rows.add_row(f"r = {reward:.2g}", Text(prompt, style="dim"), Text(completion))
-        warning = _grid(9, None)
-        if self._warning:
-            warning.add_row("warning", Text(self._warning, style="yellow"))
-        return [*([rows] if self._rollouts else []), *([warning] if self._warning else [])]
 
     def _texts(self) -> Mapping[str, str]:
         """Values of the templates above; "–" for values missing in the latest record."""
@@ -216,10 +210,33 @@ class Progress:
         return defaultdict(lambda: "–", {k: number(v, DIGITS.get(k, 0)) for k, v in self.latest.items()} | own)
 
 
-def _grid(*widths: int | None) -> Table:
+def _grid(widths: Sequence[int | None], rows: Iterable[Sequence[RenderableType]]) -> Table:
     """A table without lines. Widths are in characters; None takes the rest, 0 fits the content."""
     table = Table.grid(padding=(0, 2), expand=True)
     for width in widths:
         rest = 1 if width is None else None
         table.add_column(style="dim" if width else "", width=width or None, ratio=rest, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+async def report_startup(starting: Coroutine[Any, Any, Result], note: Callable[[str], None], logs: Path) -> Result:
+    """Await `starting` and return its result. Until then, `note` the last line of each log at growing intervals."""
+    started, began, wait = asyncio.ensure_future(starting), time.monotonic(), FIRST_REPORT_S
+    try:
+        while not (await asyncio.wait((started,), timeout=wait))[0]:
+            wait = time.monotonic() - began
+            note(f"still starting after {duration(wait)}, with this at the end of the logs in {logs}:")
+            for log in sorted(logs.glob("*.log")):
+                note(f"  {log.name}: {_last_line(log)}")
+        return started.result()
+    except asyncio.CancelledError:
+        started.cancel()
+        await asyncio.wait((started,))  # until its child processes have ended
+        raise
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").replace("\r", "\n").split("\n")
+    return next((line.strip()[:LOG_LINE] for line in reversed(lines) if line.strip()), "(nothing)")

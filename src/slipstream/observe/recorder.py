@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.errors import UserError
-from slipstream.observe.events import EventLog, json_line, truncate_lines
+from slipstream.observe.events import EventLog, strict_json, truncate_lines
 from slipstream.rollout import Batch, Group, float32_array, mean
 from slipstream.runtime.disk import describe_full_disk, free_bytes
 from slipstream.runtime.event_loop import lower_priority
@@ -69,11 +69,11 @@ class Recorder:
 
     def step(self, record: Mapping[str, Any], batch: Batch) -> None:
         """Queue a step's line and its rollouts. Raises `RecordError` if an earlier write failed."""
-        self._queue(functools.partial(self._write_step, record["step"], batch, json_line(record)), batch.tokens)
+        self._queue(functools.partial(self._write_step, record["step"], batch, strict_json(record)), batch.tokens)
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Queue an evaluation's line. Raises `RecordError` if an earlier write failed."""
-        self._queue(functools.partial(_append, self._evaluations, json_line(record)))
+        self._queue(functools.partial(_append, self._evaluations, strict_json(record)))
 
     def write(self) -> None:
         """Start to write the queue. The thread competes with the event loop for the interpreter."""
@@ -203,4 +203,4 @@ def _rows(
 
 def _append(path: Path, line: str) -> None:
     with path.open("a", encoding="utf-8") as file:
-        file.write(line)
+        file.write(line + "\n")

@@ -13,8 +13,10 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,43 +34,42 @@ Record = dict[str, Any]
 
 
 class JsonLines:
-    """The complete lines of a file of JSON objects, to which another process may append."""
+    """The `records` of a file of JSON objects, one a line, to which another process may append.
+
+    `damaged` counts lines that are no objects, `replaced` how often another file took the place of the file.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.damaged = path, 0
-        self._inode, self._offset = 0, 0
+        self.path, self.records = path, list[Record]()
+        self.damaged = self.replaced = self._inode = self._offset = 0
 
-    def poll(self) -> tuple[list[Record], bool]:
-        """Records since the last call, and whether the file was replaced: then earlier records are invalid.
-
-        A last line without a line break is read once it is complete. Lines that are no objects are counted in
-        `damaged`.
-        """
+    def poll(self) -> bool:
+        """Read the lines that are complete since the last call. Returns whether the records changed."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 replaced = self._offset > 0 and (status.st_ino != self._inode or status.st_size < self._offset)
                 if replaced:
-                    self._offset, self.damaged = 0, 0
+                    self.records.clear()
+                    self._offset, self.damaged, self.replaced = 0, 0, self.replaced + 1
                 self._inode = status.st_ino
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
-            return [], False
+            return False
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return list(self._parse(complete)), replaced
-
-    def _parse(self, data: bytes) -> Iterator[Record]:
-        for line in data.splitlines():
+        known = len(self.records)
+        for line in complete.splitlines():
             try:
                 record = json.loads(line)
             except ValueError:
                 record = None
             if isinstance(record, dict):
-                yield record
+                self.records.append(record)
             else:
                 self.damaged += 1
+        return replaced or len(self.records) > known
 
 
 class Run:
@@ -79,31 +80,22 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.resolve().name
-        self.metrics: list[Record] = []
-        self.evaluations: list[Record] = []
-        self.events: list[Record] = []
-        self.replaced = 0  # times that a resume has replaced records
+        self._files = [JsonLines(path / f"{name}.jsonl") for name in ("metrics", "evaluations", "events")]
+        self.metrics, self.evaluations, self.events = (file.records for file in self._files)
         self._unreadable: dict[str, str] = {}  # by file of rollouts
-        self._files = {
-            JsonLines(path / "metrics.jsonl"): self.metrics,
-            JsonLines(path / "evaluations.jsonl"): self.evaluations,
-            JsonLines(path / "events.jsonl"): self.events,
-        }
         self.poll()
 
     def poll(self) -> bool:
         """Read what was written since the last call. Returns whether there was anything new."""
-        changed = False
-        for file, records in self._files.items():
-            new, replaced = file.poll()
-            if replaced:
-                records.clear()
-                self.replaced += 1
-            records.extend(new)
-            changed |= replaced or bool(new)
-        if changed:
+        changes = [file.poll() for file in self._files]
+        if any(changes):
             self.__dict__.pop("config", None)  # a resume may replace it
-        return changed
+        return any(changes)
+
+    @property
+    def replaced(self) -> int:
+        """How often a resume has replaced records."""
+        return sum(file.replaced for file in self._files)
 
     @cached_property
     def config(self) -> Record:
@@ -112,6 +104,12 @@ class Run:
             return tomllib.loads((self.path / "config.toml").read_text())
         except (OSError, ValueError):
             return {}
+
+    @property
+    def options(self) -> Record:
+        """The values of the configuration by "section.option"."""
+        sections = ((name, part) for name, part in self.config.items() if isinstance(part, dict))
+        return {f"{name}.{key}": value for name, part in sections for key, value in part.items()}
 
     @property
     def summary(self) -> Record:
@@ -205,6 +203,11 @@ def load_run(path: str | Path) -> Run:
     if not any((folder / name).exists() for name in ("config.toml", "metrics.jsonl", "lock")):
         raise ConfigError(f"{folder} holds no run (no config.toml); `slipstream runs` lists the runs in runs/")
     return Run(folder)
+
+
+def split_rollouts(rows: Iterable[Record]) -> list[list[Record]]:
+    """The recorded completions of each rollout, one a turn."""
+    return [list(turns) for _, turns in groupby(rows, key=itemgetter("visit_id", "rollout"))]
 
 
 def _pandas() -> Any:

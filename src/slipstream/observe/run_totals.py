@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from slipstream.observe.samples import compare
+from slipstream.observe.score import compare_samples
 from slipstream.rollout import Batch, Rollout, mean
 
 ENDS = 8  # tokens at start and end of a completion in which two different ones rarely agree
@@ -25,7 +25,7 @@ class RunTotals:
     each process.
     """
 
-    wall_seconds: float = 0.0
+    wall_seconds: float = 0.0  # of earlier processes; those up to a checkpoint in its snapshot
     window_seconds: float = 0.0
     generator_busy: float = 0.0
     trainer_busy: float = 0.0
@@ -43,7 +43,7 @@ class RunTotals:
     tasks_retired: dict[str, str] = field(default_factory=dict)  # reasons of retired tasks, by id
 
     def __post_init__(self) -> None:
-        self._wall_updated = time.perf_counter()
+        self._started = time.perf_counter()
         self.reward_seconds: list[float] = []  # from last token to end, of the rollouts that ended since the last step
 
     def batch(self, batch: Batch, version: int) -> dict[str, float]:
@@ -99,9 +99,7 @@ class RunTotals:
 
     def wall(self) -> float:
         """Seconds since the start of the run, without the time between a stop and a resume."""
-        now = time.perf_counter()
-        self.wall_seconds, self._wall_updated = self.wall_seconds + now - self._wall_updated, now
-        return self.wall_seconds
+        return self.wall_seconds + time.perf_counter() - self._started
 
     @property
     def generator_rate(self) -> float:
@@ -110,7 +108,7 @@ class RunTotals:
 
     def carry_over(self, before: RunTotals, restarts: int, steps_lost: int) -> None:
         """After a restart of the trainer, keep those of the totals `before` it that going back does not undo."""
-        self.wall_seconds, self._wall_updated = before.wall(), before._wall_updated
+        self.wall_seconds, self._started = before.wall_seconds, before._started
         self.engines_lost, self.engine_restarts = before.engines_lost, before.engine_restarts
         self.trainer_restarts = before.trainer_restarts + restarts
         self.steps_lost = before.steps_lost + steps_lost
@@ -140,14 +138,13 @@ class RunTotals:
             "engine_restarts": self.engine_restarts,
             "reward_errors": self.reward_errors,
             "tasks_retired": self.tasks_retired,
-            "samples": compare(first.get("samples", []), last.get("samples", [])),
+            "samples": compare_samples(first.get("samples", []), last.get("samples", [])),
         }
 
     def snapshot(self) -> dict[str, Any]:
         """A copy as plain data for a checkpoint."""
-        self.wall()
         state = {f.name: copy.copy(getattr(self, f.name)) for f in fields(self)}
-        return state | {"lag": {str(k): v for k, v in self.lag.items()}}
+        return state | {"wall_seconds": self.wall(), "lag": {str(k): v for k, v in self.lag.items()}}
 
     def restore(self, data: dict[str, Any]) -> None:
         """Restore a snapshot. The time since this process started is added later."""

@@ -1,4 +1,4 @@
-"""Held-out scores before and after training, with 95% confidence intervals."""
+"""Evaluations before and after training: scores with 95% confidence intervals, and tasks whose outcome changed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from slipstream.observe.formatting import is_finite
-from slipstream.observe.samples import score_of
 
+SHOWN_TASKS = 3
 Z = 1.96  # standard deviations of a 95% interval
 Interval = tuple[float, float]
+Sample = Mapping[str, Any]  # a task's id, prompt, and its completion and reward, or why its episode failed
 
 
 def compare_scores(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -76,3 +77,40 @@ def _difference(before: Sequence[float | None], after: Sequence[float | None]) -
         return [None if a is None or b is None else a - b, None, None]
     low, high = math.hypot(a - a_low, b_high - b), math.hypot(a_high - a, b - b_low)
     return [a - b, a - b - low, a - b + high]
+
+
+def compare_samples(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any]:
+    """Samples of the same tasks in both evaluations, and the number of `better`, `worse` and `compared` tasks.
+
+    Tasks are compared by score, or by reward where records have none. Order: largest gain, largest loss, next gain,
+    and so on; then episodes that failed in one evaluation, then other changed ones. A failed episode counts as 0.
+    """
+    old = {sample["id"]: sample for sample in before}
+    pairs = [(old[new["id"]], new) for new in after if new["id"] in old]
+    gains = sorted((pair for pair in pairs if _gain(pair) > 0), key=_gain, reverse=True)
+    losses = sorted((pair for pair in pairs if _gain(pair) < 0), key=_gain)
+    alternating = [pair for i in range(SHOWN_TASKS) for pair in (*gains[i : i + 1], *losses[i : i + 1])]
+    equal = (pair for pair in pairs if _gain(pair) == 0 and _outcome(pair[0]) != _outcome(pair[1]))
+    same = sorted(equal, key=lambda pair: not any("failed" in s for s in pair))
+    selected = [*alternating, *same][:SHOWN_TASKS]
+    return {
+        "before": [old for old, _ in selected],
+        "after": [new for _, new in selected],
+        "better": len(gains),
+        "worse": len(losses),
+        "compared": len(pairs),
+    }
+
+
+def _gain(pair: tuple[Sample, Sample]) -> float:
+    old, new = pair
+    return score_of(new) - score_of(old)
+
+
+def score_of(sample: Sample) -> float:
+    """The score of an episode: "correct" if the environment reports it, else the reward; 0 if the episode failed."""
+    return float(sample.get("score", sample.get("reward")) or 0.0)
+
+
+def _outcome(sample: Sample) -> tuple[Any, Any]:
+    return sample.get("completion"), sample.get("failed")

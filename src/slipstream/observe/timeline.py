@@ -9,13 +9,14 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from slipstream.observe.events import SCORING, TRAINER
 from slipstream.observe.run_data import Record, Run
 
 Interval = tuple[float, float]
+STATES = ("busy", "waiting", "paused")
 NOTABLE = 0.1  # fraction of the window above which a wait is worth a remedy
 WELL_USED = 0.5  # fraction of the window in which a well used worker is busy
 
@@ -66,32 +67,26 @@ class Timeline:
 
     def fractions(self, *tracks: Track) -> dict[str, float]:
         """Fractions of the tracks' time in the window, pauses by the user left out: "busy", "waiting" and "paused"."""
-        found = dict.fromkeys(("busy", "waiting", "paused"), 0.0)
+        found = dict.fromkeys(STATES, 0.0)
         total = 0.0
         for track in tracks:
             there = subtract(self.window if track.alive is None else track.alive, self.paused)
             total += length(there)
-            for name in found:
-                found[name] += length(intersect(getattr(track, name), there))
-        return {name: seconds / max(total, 1e-9) for name, seconds in found.items()}
+            for state in STATES:
+                found[state] += length(intersect(getattr(track, state), there))
+        return {state: seconds / max(total, 1e-9) for state, seconds in found.items()}
 
     def verdict(self) -> str:
         """One sentence: which side waited for the other, and what to do about it."""
         if not (self.window_s and self.engines):
             return "No step is recorded yet, so there is nothing to compare."
         trainer, engines = self.fractions(self.trainer), self.fractions(*self.engines)
-        scored = [
-            Track("", waiting=intersect(self._scoring, track.waiting), alive=track.alive) for track in self.engines
-        ]
+        scoring = self.tracks[SCORING].busy if SCORING in self.tracks else []
+        scored = [replace(track, waiting=intersect(scoring, track.waiting)) for track in self.engines]
         remedy = self._remedy(trainer, engines, self.fractions(*scored)["waiting"])
-        waited = (
-            f"the trainer waited {trainer['waiting']:.0%} for rollouts, the engines {engines['waiting']:.0%} for work"
-        )
-        return f"Of the time since the first rollout, {waited}: {remedy}."
-
-    @property
-    def _scoring(self) -> list[Interval]:
-        return self.tracks[SCORING].busy if SCORING in self.tracks else []
+        waited = f"the trainer waited {trainer['waiting']:.0%} for rollouts"
+        idle = f"the engines {engines['waiting']:.0%} for work"
+        return f"Of the time since the first rollout, {waited}, {idle}: {remedy}."
 
     def _remedy(self, trainers: dict[str, float], engines: dict[str, float], scored: float) -> str:
         """The cause of the idle time, and the remedy if there is one.
@@ -129,10 +124,11 @@ class Shares(NamedTuple):
 
 def measure(run: Run) -> Shares | None:
     """The shares of a run; None without events."""
+    if not run.events:
+        return None
     found = timeline(run)
     tracks = {name: found.fractions(track) for name, track in found.tracks.items()}
-    shares = Shares(tracks, found.fractions(*found.engines), found.fractions(found.trainer), found.verdict())
-    return shares if run.events else None
+    return Shares(tracks, found.fractions(*found.engines), found.fractions(found.trainer), found.verdict())
 
 
 def timeline(run: Run) -> Timeline:
@@ -140,23 +136,25 @@ def timeline(run: Run) -> Timeline:
     lost = [(float(e["rewound_to"]), float(e["end"])) for e in run.events if "rewound_to" in e]
     by_kind: dict[str, list[Record]] = {}
     for event in run.events:
-        by_kind.setdefault(str(event.get("kind")), []).append(event)
-    window = union(_times(event) for event in by_kind.get("engine", ()) if not _is_lost(event, lost))
-    tracks = {track.name: track for track in _engine_tracks(by_kind, window, lost)}
-    for name in _rank_names(run):
-        tracks[name] = _trainer_track(name, by_kind, window, lost)
+        kind = str(event.get("kind"))
+        is_lost = kind in ("engine", "step") and any(start < event["end"] <= end for start, end in lost)
+        if not is_lost:
+            by_kind.setdefault(kind, []).append(event)
+    window = union(map(_times, by_kind.get("engine", ())))
+    tracks = {track.name: track for track in _engine_tracks(by_kind, window)}
+    trainer, options = _trainer_track(by_kind, window), run.options
+    for rank in range(options.get("trainer.ranks", 1)):  # which take each step together
+        name = f"{TRAINER} rank {rank}" if rank else TRAINER
+        tracks[name] = replace(trainer, name=name)
     for kind, name in (("score", SCORING), *((kind, kind) for kind in ("evaluation", "checkpoint", "publish"))):
         if kind in by_kind:
             busy = union(map(_times, by_kind[kind]))
             tracks[name] = Track(name, busy, busy_s=length(busy))
-    loop, sync = run.config.get("loop", {}), run.config.get("sync", {})
     paused = union(map(_times, by_kind.get("paused", ())))
-    return Timeline(window, paused, tracks, loop.get("max_lag"), sync.get("placement") == "colocated")
+    return Timeline(window, paused, tracks, options.get("loop.max_lag"), options.get("sync.placement") == "colocated")
 
 
-def _engine_tracks(
-    by_kind: dict[str, list[Record]], window: Sequence[Interval], lost: Sequence[Interval]
-) -> Iterator[Track]:
+def _engine_tracks(by_kind: dict[str, list[Record]], window: Sequence[Interval]) -> Iterator[Track]:
     pauses = [pause for event in by_kind.get("publish", ()) for pause in event.get("pauses", ())]
     activities: dict[str, list[Record]] = {}
     for event in by_kind.get("engine", ()):
@@ -165,13 +163,12 @@ def _engine_tracks(
         asleep = [interval for event in events for interval in event["asleep"]]
         paused = union([*((start, end) for track, start, end in pauses if track == name), *asleep])
         requests = union(interval for event in events for interval in event["requests"])
-        busy_s = sum(event["busy_s"] for event in events if not _is_lost(event, lost))
+        busy_s = sum(event["busy_s"] for event in events)
         # It may have joined, left or died during the run.
         alive = subtract(intersect(window, union(map(_times, events))), _dead(name, by_kind))
         waiting = subtract(subtract(alive, requests), paused)
-        yield Track(
-            name, intersect(subtract(requests, paused), alive), waiting, intersect(paused, alive), busy_s, alive
-        )
+        busy = intersect(subtract(requests, paused), alive)
+        yield Track(name, busy, waiting, intersect(paused, alive), busy_s, alive)
 
 
 def _dead(name: str, by_kind: dict[str, list[Record]]) -> list[Interval]:
@@ -180,9 +177,7 @@ def _dead(name: str, by_kind: dict[str, list[Record]]) -> list[Interval]:
     return union((at, min((end for _, end in recoveries if end > at), default=math.inf)) for at, _ in faults)
 
 
-def _trainer_track(
-    name: str, by_kind: dict[str, list[Record]], window: Sequence[Interval], lost: Sequence[Interval]
-) -> Track:
+def _trainer_track(by_kind: dict[str, list[Record]], window: Sequence[Interval]) -> Track:
     steps = by_kind.get("step", ())
     # The wait for a step's batch begins when the step before is recorded.
     records = sorted({float(event["start"]) for event in by_kind.get("engine", ())})
@@ -190,22 +185,13 @@ def _trainer_track(
     for step in steps:
         if before := bisect.bisect_right(records, step["start"]):
             waiting.append((records[before - 1], records[before - 1] + step["wait_s"]))
-    busy_s = sum(step["end"] - step["start"] for step in steps if not _is_lost(step, lost))
-    return Track(name, union(map(_times, steps)), intersect(union(waiting), window), busy_s=busy_s)
-
-
-def _rank_names(run: Run) -> list[str]:
-    ranks = run.config.get("trainer", {}).get("ranks", 1)
-    return [TRAINER, *(f"{TRAINER} rank {rank}" for rank in range(1, ranks))]
+    busy = union(map(_times, steps))
+    return Track(TRAINER, busy, intersect(union(waiting), window), busy_s=length(busy))
 
 
 def _times(event: Record) -> Interval:
     start = float(event["start"])
     return start, start if event["end"] is None else float(event["end"])
-
-
-def _is_lost(event: Record, lost: Sequence[Interval]) -> bool:
-    return any(start < _times(event)[1] <= end for start, end in lost)
 
 
 def union(intervals: Iterable[Sequence[float]]) -> list[Interval]:
@@ -243,5 +229,4 @@ def intersect(intervals: Sequence[Interval], others: Sequence[Interval]) -> list
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Sum of the lengths."""
     return sum(end - start for start, end in intervals)

@@ -17,7 +17,7 @@ from pathlib import Path
 from slipstream.config.schema import ConfigError
 from slipstream.observe.events import TRAINER
 from slipstream.observe.run_data import Record, Run
-from slipstream.observe.timeline import Timeline, timeline
+from slipstream.observe.timeline import STATES, Timeline, timeline
 
 NS_US = 0.001  # a trace counts microseconds, here in steps of a nanosecond
 COMPLETION = ("engine", "start", "end", "tokens", "oldest_version", "newest_version", "reward", "failure", "rollout")
@@ -148,7 +148,7 @@ def _completions(group: Record) -> Iterator[Slice]:
 def _states(found: Timeline, first: float, last: float) -> Iterator[Slice]:
     """When engines and the trainer's ranks were busy, waiting and paused, as far as it falls between two times."""
     for track in found.tracks.values():
-        for state in ("busy", "waiting", "paused") if track.name.startswith(("engine", TRAINER)) else ():
+        for state in STATES if track.name.startswith(("engine", TRAINER)) else ():
             for start, end in getattr(track, state):
                 if end >= first and start <= last:
                     yield Slice(track.name, "state", state, start, end)

@@ -90,7 +90,8 @@ class Tensorboard(Tracker):
         return "tensorboard"
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._write(step, [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        shown = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step, summary=self._summary(value=shown))
 
     def table(self, name: str, step: int, rows: Sequence[Record]) -> None:
         shown = ("\n".join(f"{key}: {value}" for key, value in row.items()) for row in rows)
@@ -98,8 +99,7 @@ class Tensorboard(Tracker):
 
     def rewind(self, step: int) -> bool:
         """Readers discard all events after `step` at the start of a session."""
-        session = self._event.SessionLog(status=self._event.SessionLog.START)
-        self._writer.add_event(self._event.Event(step=step + 1, wall_time=time.time(), session_log=session))
+        self._add(step + 1, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
         return True
 
     def finish(self, report: Path | None, complete: bool) -> None:
@@ -109,11 +109,10 @@ class Tensorboard(Tracker):
         """Log text as a block of code, since the reader takes it for Markdown."""
         code = "\n".join(f"    {line}" for line in text.splitlines())
         tensor = self._tensor(dtype="DT_STRING", string_val=[code.encode()])
-        self._write(step, [self._summary.Value(tag=tag, metadata=self._text, tensor=tensor)])
+        self._add(step, summary=self._summary(value=[self._summary.Value(tag=tag, metadata=self._text, tensor=tensor)]))
 
-    def _write(self, step: int, values: Sequence[Any]) -> None:
-        summary = self._summary(value=values)
-        self._writer.add_event(self._event.Event(step=step, wall_time=time.time(), summary=summary))
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._event.Event(step=step, wall_time=time.time(), **content))
         self._writer.flush()
 
 
@@ -132,8 +131,7 @@ class Mlflow(Tracker):
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         self._id = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
-        options = {f"{section}.{key}": v for section, table in run.config.items() for key, v in table.items()}
-        parameters = [Param(key, str(value)[:MLFLOW_VALUE]) for key, value in options.items()]
+        parameters = [Param(name, str(value)[:MLFLOW_VALUE]) for name, value in run.options.items()]
         for first in range(0, len(parameters), MLFLOW_PARAMETERS):
             self._client.log_batch(self._id, params=parameters[first : first + MLFLOW_PARAMETERS])
         return self._id

@@ -22,7 +22,6 @@ from slipstream.config.plugins import build, load_object
 from slipstream.config.schema import TRACKERS, ConfigError
 from slipstream.observe.run_data import Record, Run, load_run
 from slipstream.runtime.run_directory import lock, write_json
-from slipstream.runtime.worker import Worker
 
 POLL_S = 0.5
 BATCH = 100  # steps after which the position is saved
@@ -37,15 +36,12 @@ class Tracker(Protocol):
 
     def start(self, run: Run, project: str, run_id: str) -> str:
         """Create the tracker's run, or continue `run_id` unless it is "". Returns its id. `project` may be ""."""
-        ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers of a step. Those of an evaluation may come later than the metrics of later steps."""
-        ...
 
     def table(self, name: str, step: int, rows: Sequence[Record]) -> None:
         """Log rollouts, with `prompt` and `completion`; `name` is "rollouts" or "eval/samples"."""
-        ...
 
     def rewind(self, step: int) -> bool:
         """Discard the steps after `step`, which were lost; they are logged again if this returns true."""
@@ -53,7 +49,6 @@ class Tracker(Protocol):
 
     def finish(self, report: Path | None, complete: bool) -> None:
         """Upload what is pending, and the run's report. `complete`: the run has a summary."""
-        ...
 
 
 def label(name: str) -> str:
@@ -69,23 +64,27 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Follower:
-    """Sends each record of a run to a tracker once. `trackers/NAME.json` holds the tracker's id and the position."""
+    """Sends each record of a run to a tracker once. `trackers/NAME.json` holds the tracker's id and the position.
+
+    It is also the worker of a tracker, whose event loop blocks as the tracker does.
+    """
 
     def __init__(self, path: Path, name: str, project: str) -> None:
-        check_installed([name])
-        built_in = f"slipstream.observe.tracker_backends:{name.capitalize()}"
-        tracker = load_object(built_in if name in TRACKERS else name, "tracker", TRACKERS)
-        self._tracker: Tracker = build(tracker, (), ("start", "metrics", "table", "rewind", "finish"))
-        self.run, self._project, self.polls = Run(path), project, 0
+        self._run, self._name, self._project = Run(path), name, project
+        self.progress = 0  # looks at the files
+        self.step = self._evaluations = 0  # the last step that was sent, and the number of evaluations
+        self._sending = self._ending = False
         self._position = path / "trackers" / f"{label(name)}.json"
         self._position.parent.mkdir(exist_ok=True)
-        saved = json.loads(self._position.read_text()) if self._position.exists() else {}
-        self._id: str = saved.get("id", "")
-        self.step: int = saved.get("step", 0)
-        self._evaluations: int = saved.get("evaluations", 0)
 
-    async def follow(self, is_over: Callable[[], bool]) -> None:
-        """Send all records until the run `is_over`. Raises what the tracker raises."""
+    async def run(self) -> None:
+        """Prepare the tracker's process. A scheduler sends SIGTERM to all processes of a run."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.nice(NICE)
+
+    async def follow(self, is_over: Callable[[], bool] | None = None) -> None:
+        """Send all records until the run `is_over`, by default until `finish`. Raises what the tracker raises."""
+        self._tracker = _load_tracker(self._name)
         file = self._position.with_suffix(".lock")
         while True:
             with contextlib.suppress(BlockingIOError):  # held by the tracker of a controller that was just killed
@@ -94,30 +93,43 @@ class Follower:
             print(f"{file} is held: another process sends the run to this tracker", file=sys.stderr, flush=True)
             await asyncio.sleep(POLL_S)
         with locked:
-            self._count_poll()
-            self._id = self._tracker.start(self.run, self._project, self._id)
+            self._count_progress()
+            saved = json.loads(self._position.read_text()) if self._position.exists() else {}
+            self.step, self._evaluations = saved.get("step", 0), saved.get("evaluations", 0)
+            self._id = self._tracker.start(self._run, self._project, saved.get("id", ""))
             self._save()
-            over = False
-            while (more := self.send()) or not over:
-                self._count_poll()
-                over = is_over()
+            self._sending, over = True, False
+            while (more := self._send()) or not over:
+                self._count_progress()
+                over = is_over() if is_over else self._ending
                 await asyncio.sleep(0 if more or over else POLL_S)
-            self.finish()
+            self._finish()
         faulthandler.cancel_dump_traceback_later()
 
-    def send(self) -> bool:
+    async def finish(self) -> None:
+        """End once all that is recorded by now is sent."""
+        self._ending = True
+
+    def close(self) -> None:
+        """Send the last records of a run whose controller was killed."""
+        if self._sending:
+            while self._send():
+                pass
+            self._finish()
+
+    def _send(self) -> bool:
         """Send what is new, at most `BATCH` steps. Returns whether there may be more."""
-        self.run.poll()
-        self.run.events.clear()  # they are not sent, and many
-        last = _step_of(self.run.metrics[-1]) if self.run.metrics else 0
+        self._run.poll()
+        self._run.events.clear()  # they are not sent, and many
+        last = _step_of(self._run.metrics[-1]) if self._run.metrics else 0
         if last < self.step and self._tracker.rewind(last):
-            sent = self.run.evaluations[: self._evaluations]
+            sent = self._run.evaluations[: self._evaluations]
             self.step, self._evaluations = last, sum(_step_of(record) <= last for record in sent)
             self._save()
-        steps = [record for record in self.run.metrics if _step_of(record) > self.step][:BATCH]
+        steps = [record for record in self._run.metrics if _step_of(record) > self.step][:BATCH]
         # An evaluation follows the record of its step, so a later one is of lost history.
         limit = _step_of(steps[-1]) if steps else last
-        unsent = self.run.evaluations[self._evaluations :]
+        unsent = self._run.evaluations[self._evaluations :]
         evaluations = list(takewhile(lambda record: _step_of(record) <= limit, unsent))
         for record in sorted([*steps, *evaluations], key=_step_of):
             self._tracker.metrics(_step_of(record), dict(numbers(record)))
@@ -128,9 +140,10 @@ class Follower:
             self._save()
         return bool(steps)
 
-    def finish(self) -> None:
-        report, steps = self.run.path / "report.html", self.run.summary.get("steps")
-        complete = bool(self.run.metrics) and steps == _step_of(self.run.metrics[-1])
+    def _finish(self) -> None:
+        self._sending = False
+        report, steps = self._run.path / "report.html", self._run.summary.get("steps")
+        complete = bool(self._run.metrics) and steps == _step_of(self._run.metrics[-1])
         self._tracker.finish(report if report.exists() else None, complete)
 
     def _tables(self, record: Record) -> Iterator[tuple[str, list[Record]]]:
@@ -139,47 +152,24 @@ class Follower:
         if samples := record.get("samples"):
             yield "eval/samples", _spread(samples)
         due = "eval/score" not in record and step % 10 ** max(0, len(str(step)) - 2) == 0
-        if due and (table := self.run.table(step, COLUMNS)):
+        if due and (table := self._run.table(step, COLUMNS)):
             yield "rollouts", _spread(table.to_pylist())
 
     def _save(self) -> None:
         write_json(self._position, {"id": self._id, "step": self.step, "evaluations": self._evaluations})
 
-    def _count_poll(self) -> None:
+    def _count_progress(self) -> None:
         """Count progress; without it, the stack is written to the log."""
-        self.polls += 1
+        self.progress += 1
         faulthandler.dump_traceback_later(STACK_AFTER_S, file=sys.__stderr__ or sys.stderr)
 
 
-class TrackerWorker(Worker):
-    """The process of one tracker. Its event loop blocks as the tracker does."""
-
-    def __init__(self, name: str, path: str, project: str) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to all processes of a run
-        os.nice(NICE)
-        self._arguments = Path(path), name, project
-        self._follower: Follower | None = None
-        self._ending = False
-
-    @property
-    def progress(self) -> int:
-        return self._follower.polls if self._follower else 0
-
-    async def follow(self) -> None:
-        """Send all records until `finish` is called. Raises what the tracker raises."""
-        self._follower = Follower(*self._arguments)
-        await self._follower.follow(lambda: self._ending)
-        self._follower = None
-
-    async def finish(self) -> None:
-        """End once all that is recorded by now is sent."""
-        self._ending = True
-
-    def close(self) -> None:
-        """Send the last records of a run whose controller was killed."""
-        if self._follower and self._follower.polls:
-            self._follower.send()
-            self._follower.finish()
+def _load_tracker(name: str) -> Tracker:
+    check_installed([name])
+    built_in = f"slipstream.observe.tracker_backends:{name.capitalize()}"
+    factory = load_object(built_in if name in TRACKERS else name, "tracker", TRACKERS)
+    tracker: Tracker = build(factory, (), ("start", "metrics", "table", "rewind", "finish"))
+    return tracker
 
 
 def track(path: Path, name: str, project: str) -> int:

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from slipstream.config.schema import ConfigError
 from slipstream.observe.formatting import is_finite
-from slipstream.observe.page.live import LivePage
+from slipstream.observe.page.data import LivePage, RunData
 from slipstream.observe.page.render import render
 from slipstream.observe.page.rollouts import find_text, step_texts
 from slipstream.observe.run_data import Run, load_run
@@ -98,13 +98,13 @@ class WatchServer:
             return await _json(lambda: self._page.changes(since))
 
     async def _texts(self, request: web.Request) -> web.Response:
-        live, step, visit = self._page.runs[self._run(request)], _number(request, "step"), _number(request, "visit")
+        live, step, visit = self._run(request), _number(request, "step"), _number(request, "visit")
         if step not in live.run.rollout_steps:
             raise web.HTTPNotFound(text="no rollouts of this step are recorded\n")
         return await _json(lambda: step_texts(live.run, step, live.texts, visit=visit))
 
     async def _search(self, request: web.Request) -> web.Response:
-        run, words = self._page.runs[self._run(request)].run, request.query.get("text", "")
+        run, words = self._run(request).run, request.query.get("text", "")
         return await _json(lambda: find_text(run, words))
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -113,10 +113,10 @@ class WatchServer:
         text = prometheus([live.run for live in self._page.runs])
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    def _run(self, request: web.Request) -> int:
+    def _run(self, request: web.Request) -> RunData:
         if (index := _number(request, "run")) >= len(self._page.runs):
             raise web.HTTPNotFound(text="no such run\n")
-        return index
+        return self._page.runs[index]
 
 
 def listen(host: str, port: int) -> socket.socket:

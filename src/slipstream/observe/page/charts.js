@@ -14,40 +14,41 @@ const charts = { all: [], range: null, filter: "", observer: null };
 
 function drawCurves() {
   const runs = state.data.runs;
-  const content = $("#curves .content");
   charts.all.forEach((chart) => chart.destroy());
   charts.all = [];
   const lines = runs.flatMap((run) => run.warnings).map(({ rule, step }) => `${rule} (step ${number(step)})`);
-  content.replaceChildren(lines.length ? el("p", { class: "hint" }, `Dashed lines: ${lines.join(", ")}`) : "");
   const { names, constant } = metricNames(runs);
-  if (!names.length) content.append(empty("No step is recorded yet: there are no curves."));
-  charts.observer = new IntersectionObserver(drawIfVisible, { rootMargin: "300px" });
   const groups = Map.groupBy(names, (name) => (TOTALS.test(name) ? "totals" : name.split("/")[0]));
   const totals = groups.get("totals");
   groups.delete("totals");
-  const open = [...groups].map(([section, members]) => chartGroup(section, members, true));
-  content.append(el("div", { class: "groups" }, open));
-  if (totals) content.append(chartGroup("totals", totals, Boolean(charts.filter)));
-  if (constant.length && !charts.filter) content.append(constantTable(constant));
+  const content = fill($("#curves .content"),
+    lines.length ? hint(`Dashed lines: ${lines.join(", ")}`) : null,
+    names.length ? null : empty("No step is recorded yet: there are no curves."),
+    el("div", { class: "groups" }, [...groups].map(([section, members]) => chartGroup(section, members, true))),
+    totals ? chartGroup("totals", totals, Boolean(charts.filter)) : null,
+    constant.length && !charts.filter ? constantTable(constant) : null);
+  charts.observer = new IntersectionObserver(drawIfVisible, { rootMargin: "300px" });
   content.querySelectorAll(".chart").forEach((node) => charts.observer.observe(node));
 }
 
 const chartGroup = (section, members, open) => el("details", { open, class: `group n${Math.min(4, members.length)}` },
-  el("summary", {}, section, el("span", { class: "muted" }, ` ${members.length}`)),
+  el("summary", {}, section, muted(` ${members.length}`)),
   el("div", { class: "grid" }, members.map(chartPanel)));
 
 function curveTools() {
-  const zoom = el("button", { type: "button", onclick: () => zoomTo(null) }, "Reset zoom");
-  $("#curves .tools").replaceChildren(
+  const smoothBy = (value) => {
+    state.smoothing = +value;
+    for (const chart of charts.all) {
+      chart.setData(chartData(chart.metric), false);
+      chart.redraw();
+    }
+  };
+  fill($("#curves .tools"),
     select("x axis", [["step", "Step"], ["time", "Time (s)"], ["tokens", "Tokens"]], state.axis,
       (value) => { state.axis = value; charts.range = null; drawCurves(); }),
-    field("Smoothing", { type: "range", min: 0, max: 0.99, step: 0.01, value: state.smoothing, id: "smoothing" },
-      (value) => { state.smoothing = +value; charts.all.forEach((chart) => chart.setData(chartData(chart.metric),
-        false));
-        charts.all.forEach((chart) => chart.redraw()); }),
-    field("Find", { type: "search", placeholder: "reward, kl, …" }, (value) => { charts.filter = value; drawCurves();
-      }),
-    zoom, el("span", { class: "hint" }, "Drag to zoom; double-click to reset."));
+    field("Smoothing", { type: "range", min: 0, max: 0.99, step: 0.01, value: state.smoothing, id: "smoothing" }, smoothBy),
+    field("Find", { type: "search", placeholder: "reward, kl, …" }, (value) => { charts.filter = value; drawCurves(); }),
+    button("Reset zoom", () => zoomTo(null)), el("span", { class: "hint" }, "Drag to zoom; double-click to reset."));
 }
 
 // Names of the metrics of all runs: those that vary, each grouped with metrics of equal values, and constant ones.
@@ -55,10 +56,11 @@ function metricNames(runs) {
   const ranges = new Map();
   for (const [name, column] of runs.flatMap((run) => Object.entries({ ...run.evaluations, ...run.metrics }))) {
     if (!name.includes("/") || !name.includes(charts.filter)) continue;
-    const known = column.filter((value) => value !== null);
-    const { low, high } = ranges.get(name) || { low: Infinity, high: -Infinity };
-    ranges.set(name, { low: known.reduce((a, b) => Math.min(a, b), low),
-      high: known.reduce((a, b) => Math.max(a, b), high) });
+    const range = ranges.get(name) || ranges.set(name, { low: Infinity, high: -Infinity }).get(name);
+    for (const value of column.filter((each) => each !== null)) {
+      range.low = Math.min(range.low, value);
+      range.high = Math.max(range.high, value);
+    }
   }
   const tied = new Set(["eval", ...runs.flatMap((run) => run.warnings.flatMap(({ rule }) => TIED[rule] || []))]);
   const rank = (name) => {
@@ -75,7 +77,7 @@ function metricNames(runs) {
 }
 
 const constantTable = (constant) => el("details", { class: "group" },
-  el("summary", {}, "without change", el("span", { class: "muted" }, ` ${constant.length}`)),
+  el("summary", {}, "without change", muted(` ${constant.length}`)),
   el("div", { class: "constants" }, constant.map(([name, value]) =>
     el("div", {}, el("span", {}, name), el("b", {}, `${number(value)} ${unit(name)}`)))));
 
@@ -85,7 +87,7 @@ function chartPanel(name) {
   const title = same.length ? `${name}; the same values: ${same.join(", ")}` : name;
   return el("figure", { class: "chart", "data-metric": name },
     el("figcaption", {}, el("span", { class: "name", title }, name, same.length ? " *" : ""),
-      label ? el("span", { class: "muted" }, label) : null, el("span", { class: "readout" })));
+      label ? muted(label) : null, el("span", { class: "readout" })));
 }
 
 function drawIfVisible(entries) {
@@ -143,17 +145,15 @@ function drawChart(node, name) {
   const few = name.startsWith("eval/");
   const series = state.data.runs.flatMap((run, index) => {
     const common = { spanGaps: true, show: !state.hidden.has(index), stroke: cssColour(runColour(index)) };
-    return [{ ...common, alpha: 0.25, width: 1, points: { show: false } }, { ...common, width: 1.6,
-      points: { show: few, size: 5 } }];
+    return [{ ...common, alpha: 0.25, width: 1, points: { show: false } },
+      { ...common, width: 1.6, points: { show: few, size: 5 } }];
   });
   const chart = new uPlot({
     width: innerWidthOf(node), height: 168, legend: { show: false }, padding: [8, 16, 0, 0],
     scales: { x: { time: false }, y: { range: yRange } }, series: [{}, ...series],
-    axes: [{ ...axis, size: 26, space: 60, values: tickLabels },
-      { ...axis, size: 48, space: 28, values: tickLabels }],
+    axes: [{ ...axis, size: 26, space: 60, values: tickLabels }, { ...axis, size: 48, space: 28, values: tickLabels }],
     cursor: { sync: { key: "curves", setSeries: false }, drag: { setScale: false, x: true, y: false },
-      points: { size: 6 },
-      bind: { dblclick: () => () => zoomTo(null) } },
+      points: { size: 6 }, bind: { dblclick: () => () => zoomTo(null) } },
     hooks: { setCursor: [(u) => readout(u, node)], draw: [drawWarnings],
       setSelect: [(u) => { if (u.select.width > 4) zoomTo([u.posToVal(u.select.left, "x"),
         u.posToVal(u.select.left + u.select.width, "x")]); }] },
@@ -185,18 +185,16 @@ function zoomTo(range) {
 
 // Values at the cursor, or else the last ones, in the caption.
 function readout(chart, node) {
-  const at = chart.cursor.idx;
+  const at = chart.cursor.idx ?? null;
+  const x = at === null ? null : chart.data[0][at];
   const parts = state.data.runs.map((run, index) => {
     const values = chart.data[2 * index + 1];
-    const known = at === null || at === undefined ? values.findLast(Number.isFinite) : values[at];
+    const known = at === null ? values.findLast(Number.isFinite) : values[at];
     return state.hidden.has(index) ? null : el("b", { style: { color: `var(--${runColour(index)})` } }, number(known));
   });
-  const isIdle = at === null || at === undefined;
-  const near = isIdle ? [] : state.data.runs.flatMap((run) => run.warnings).filter(({ step }) =>
-    state.axis === "step" && step === chart.data[0][at]).map(({ rule }) => rule);
-  const where = [el("span", { class: "muted" }, isIdle ? "last" : `${state.axis} ${number(chart.data[0][at])}`),
-    ...near.map((rule) => el("span", { class: "unusual" }, rule))];
-  node.querySelector(".readout").replaceChildren(...where, ...parts.filter(Boolean));
+  const near = state.data.runs.flatMap((run) => run.warnings).filter(({ step }) => state.axis === "step" && step === x);
+  fill(node.querySelector(".readout"), muted(at === null ? "last" : `${state.axis} ${number(x)}`),
+    near.map(({ rule }) => el("span", { class: "unusual" }, rule)), parts);
 }
 
 // A dashed line at each step with a warning.

@@ -1,4 +1,7 @@
-"""The data of the page: what a run reached, its configuration, metrics, events and rollouts."""
+"""The data of the page: what a run reached, its configuration, metrics, events and rollouts.
+
+A live page gets all of it once, then the records that are new to it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic_core import PydanticUndefined
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from slipstream.config.schema import SECTIONS
 from slipstream.observe.events import TRAINER
@@ -20,9 +23,11 @@ from slipstream.observe.timeline import Shares, measure
 
 MAX_ROLLOUTS = 200_000  # of a run in a file; of more, evenly spaced steps and groups
 MAX_RANKS = 8  # of more, only the first has a track
-DRAWN = ("group", "step", "publish", "start", "evaluation", "checkpoint", "score", "paused", "fault", "recovery",
-         "dropped", "warning")  # fmt: skip
+POLL_S = 0.5  # between two looks at the files, for any number of live pages
+READ_S = 0.3  # for rollouts of earlier steps in one answer, so that metrics don't wait for them
 MEASURE_SHARE = 0.02  # of the time, at most, in which the timeline of a growing run is measured again
+
+Sizes = tuple[int, int, int, int]  # numbers of metrics, evaluations and events, and of steps with rollouts
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
@@ -42,28 +47,23 @@ class RunData:
     """The data of one run, which may grow. Of steps and groups each `every`th is in it."""
 
     def __init__(self, run: Run, every: int = 1) -> None:
-        self.run, self.every, self._texts = run, every, TokenTexts(None)
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what came from the records."""
+        self.run, self.every = run, every
+        self._texts: TokenTexts | None = None
         self.described: dict[str, Any] = {}
         self.rollouts: list[dict[str, list[Any]]] = []  # by step
         self.unread: list[int] = []  # steps whose rollouts were not read
         self._last_step = -1  # whose rollouts are read or in `unread`
         self._shares: Shares | None = None
-        self._measure_at, self._is_measured = 0.0, False
+        self._measured, self._measure_at = -1, 0.0  # events in the shares, and the time of the next measurement
 
     @property
-    def texts(self) -> TokenTexts:
+    def texts(self) -> TokenTexts | None:
         """The text of tokens, by the run's tokenizer if it is at hand by now."""
-        if self._texts.tokenizer is None:
-            self._texts = TokenTexts.of(self.run)
+        self._texts = self._texts or TokenTexts.of(self.run)
         return self._texts
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of records of metrics, evaluations and events, and of steps with rollouts."""
+    def sizes(self) -> Sizes:
         return len(self.run.metrics), len(self.run.evaluations), len(self.run.events), len(self.rollouts)
 
     def update(self, changed: bool = True, read_s: float = math.inf) -> bool:
@@ -80,7 +80,7 @@ class RunData:
             self.unread += new[:: self.every]
             self._last_step = new[-1] if new else self._last_step
         read = self._read_rollouts(time.monotonic() + read_s)
-        measured = self._measure(changed)
+        measured = self._measure()
         if changed or read or measured:
             self.described = self._describe(state)
         return changed or read or measured
@@ -92,13 +92,12 @@ class RunData:
                 self.rollouts.append(columns)
         return found
 
-    def _measure(self, changed: bool) -> bool:
+    def _measure(self) -> bool:
         """Measure the timeline, which needs all events, unless that was done a short time ago."""
-        self._is_measured &= not changed
         began = time.monotonic()
-        if self._is_measured or began < self._measure_at:
+        if self._measured == len(self.run.events) or began < self._measure_at:
             return False
-        self._shares, self._is_measured = measure(self.run), True
+        self._shares, self._measured = measure(self.run), len(self.run.events)
         self._measure_at = began + (time.monotonic() - began) / MEASURE_SHARE
         return True
 
@@ -115,7 +114,7 @@ class RunData:
             "score": compare_scores(run.evaluations),
             "facts": list(facts(run, shares)),
             "faults": list(faults(run, found)),
-            "config": {f"{name}.{key}": value for name, part in run.config.items() for key, value in _items(part)},
+            "config": run.options,
             "samples": run.summary.get("samples"),
             "warnings": found,
             "problems": run.problems,
@@ -123,7 +122,7 @@ class RunData:
             "verdict": shares and shares.verdict,
         }
 
-    def since(self, sizes: Sequence[int]) -> dict[str, Any]:
+    def since(self, sizes: Sizes) -> dict[str, Any]:
         """The description of the run, and the records after the first `sizes` of each kind."""
         metrics, evaluations, events, steps = sizes
         return self.described | {
@@ -134,17 +133,54 @@ class RunData:
         }
 
     def _drawn(self, events: Sequence[Record]) -> Iterator[Record]:
-        """The events that the timeline draws; of groups each `every`th."""
+        """The events that the timeline draws: all but those of engines, of groups each `every`th."""
         groups = 0
         for event in events:
-            if event.get("kind") in DRAWN and is_finite(event.get("start")):
-                groups += event["kind"] == "group"
-                if event["kind"] != "group" or groups % self.every == 0:
-                    yield event | {"what": name_engines(str(event["what"]))} if "what" in event else event
+            if event.get("kind") == "engine" or not is_finite(event.get("start")):
+                continue
+            groups += event.get("kind") == "group"
+            if event.get("kind") != "group" or groups % self.every == 0:
+                yield event | {"what": name_engines(str(event["what"]))} if "what" in event else event
 
 
-def _items(part: Any) -> Iterator[tuple[str, Any]]:
-    yield from part.items() if isinstance(part, dict) else [("", part)]
+class LivePage:
+    """The data of a live page on `runs` for any number of readers."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = [RunData(run) for run in runs]
+        self._polled, self._began, self._version = -math.inf, time.time_ns(), 0
+        self._sizes: dict[str, list[Sizes]] = {}  # of each run, by the cursor of an answer
+
+    def poll(self) -> None:
+        """Read what was written, unless that was done within `POLL_S`."""
+        if not any(data.unread for data in self.runs) and time.monotonic() - self._polled < POLL_S:
+            return
+        for index, run in enumerate([data.run for data in self.runs]):
+            replaced = run.replaced
+            changed = run.poll()
+            if run.replaced != replaced:
+                self.runs[index] = RunData(run)
+                self._sizes.clear()
+            self._version += self.runs[index].update(changed, READ_S)
+        self._polled = time.monotonic()
+
+    def changes(self, since: str) -> dict[str, Any]:
+        """What is newer than the cursor `since`, with the next cursor: {} if nothing is.
+
+        All data (`whole`) for an unknown cursor, or after a resume replaced records. `more`: rollouts of some steps are
+        not read yet, so ask again.
+        """
+        self.poll()
+        cursor = f"{self._began}-{self._version}"
+        if since == cursor:
+            return {}
+        whole = since not in self._sizes
+        known = [(0, 0, 0, 0)] * len(self.runs) if whole else self._sizes[since]
+        self._sizes[cursor] = [data.sizes for data in self.runs]
+        found = [data.since(sizes) for data, sizes in zip(self.runs, known, strict=True)]
+        options = {"options": list(describe_options())} if whole else {}
+        more = any(data.unread for data in self.runs)
+        return {"cursor": cursor, "whole": whole, "more": more, "runs": found} | options
 
 
 def columns(records: Sequence[Record]) -> dict[str, list[float | None]]:
@@ -162,11 +198,5 @@ def describe_options() -> Iterator[dict[str, Any]]:
     for section, model in SECTIONS.items():
         for name, info in model.model_fields.items():
             default = info.get_default(call_default_factory=True, validated_data={})
-            known = {} if default is PydanticUndefined else {"default": _plain(default)}
+            known = {} if default is PydanticUndefined else {"default": to_jsonable_python(default)}
             yield {"name": f"{section}.{name}", **known, "description": info.description}
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    return list(value) if isinstance(value, tuple | set) else value

@@ -1,4 +1,4 @@
-// Elements, numbers and colours. Text of runs becomes text nodes only, never markup.
+// Elements, numbers and colours. Text of runs becomes visible text nodes only, never markup.
 
 const state = { data: null, axis: "step", smoothing: 0.3, hidden: new Set(), run: 0 };
 
@@ -10,11 +10,23 @@ function el(tag, properties, ...children) {
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return fill(node, ...children);
+}
+
+// Replace the children of a node. Arrays may be nested; null is left out.
+function fill(node, ...children) {
+  const known = children.flat(Infinity).filter((child) => child !== null && child !== undefined);
+  node.replaceChildren(...known.map((child) => (child instanceof Node ? child : visible(child))));
   return node;
 }
 
 const $ = (selector) => document.querySelector(selector);
+const muted = (...children) => el("span", { class: "muted" }, ...children);
+const hint = (...children) => el("p", { class: "hint" }, ...children);
+const empty = (text) => el("p", { class: "empty" }, text);
+const button = (label, onclick, properties) => el("button", { type: "button", onclick, ...properties }, label);
+// The name of a run before what is said of it, if there are several.
+const ofRun = (run) => (several() ? `${run.name}: ` : "");
 const isDark = () => {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
@@ -48,10 +60,17 @@ function number(value, digits = 4) {
 function seconds(value) {
   if (value < 1) return `${number(value * 1000, 3)} ms`;
   if (value < 120) return `${number(value, 3)} s`;
-  const minutes = Math.floor(value / 60);
-  const rest = String(Math.floor(value % 60)).padStart(2, "0");
-  if (minutes < 60) return `${minutes}:${rest} min`;
-  return `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${rest} h`;
+  return `${clock(Math.floor(value), 1)} ${value < 3600 ? "min" : "h"}`;
+}
+
+// A time with as many decimals as steps need, in the unit that fits the largest one.
+function clock(time, step, largest = time) {
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  if (largest < 120) return `${time.toFixed(decimals)} s`;
+  const minutes = Math.floor(time / 60 + 1e-9);
+  const rest = Math.max(0, time - 60 * minutes).toFixed(decimals).padStart(decimals ? decimals + 3 : 2, "0");
+  return largest < 3600 ? `${minutes}:${rest}`
+    : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${rest}`;
 }
 
 const UNITS = [[/_ms$/, "ms"], [/tokens_per_s$/, "tokens/s"], [/_s$/, "s"], [/_gb$/, "GB"], [/tflops$/, "TFLOP/s"],
@@ -59,27 +78,21 @@ const UNITS = [[/_ms$/, "ms"], [/tokens_per_s$/, "tokens/s"], [/_s$/, "s"], [/_g
     [/groups_(ready|in_flight)|capacity/, "groups"]];
 const unit = (name) => (UNITS.find(([pattern]) => pattern.test(name)) || [0, ""])[1];
 
-// A labelled control; `options` are [value, label].
-function select(label, options, value, onchange) {
-  const list = el("select", { onchange: (event) => onchange(event.target.value) },
-    options.map(([key, text]) => el("option", { value: key, selected: String(key) === String(value) }, text)));
-  return el("label", {}, el("span", {}, label), list);
-}
+const labelled = (label, control) => el("label", {}, el("span", {}, label), control);
+// `options` are [value, label].
+const select = (label, options, value, onchange) => labelled(label,
+  el("select", { onchange: (event) => onchange(event.target.value) },
+    options.map(([key, text]) => el("option", { value: key, selected: String(key) === String(value) }, text))));
+const field = (label, properties, onchange) => labelled(label,
+  el("input", { ...properties, oninput: (event) => onchange(event.target.value) }));
 
-function field(label, properties, onchange) {
-  const input = el("input", { ...properties, oninput: (event) => onchange(event.target.value) });
-  return el("label", {}, el("span", {}, label), input);
-}
-
-const runPicker = () => (several() ? select("Run", state.data.runs.map((run, i) => [i, run.name]), state.run, showRun)
-  : null);
+const runPicker = () => (several()
+  ? select("Run", state.data.runs.map((run, i) => [i, run.name]), state.run, showRun) : null);
 function showRun(index) {
   state.run = +index;
   drawTimeline();
   drawRollouts();
 }
-
-const empty = (text) => el("p", { class: "empty" }, text);
 
 async function unpack(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));

@@ -2,8 +2,9 @@
 
 const POLL_MS = 1000;
 const SHARE = 0.04; // of the time, at most, in which one part of the page is drawn again
-const PARTS = [["summary", refreshSummary], ["curves", refreshCurves], ["timeline", refreshTimeline], ["rollouts", refreshRollouts]];
-const live = { held: false, parts: PARTS.map(([id, draw]) => ({ id, draw, isStale: false, next: 0 })) };
+const PARTS = { summary: refreshSummary, curves: refreshCurves, timeline: refreshTimeline, rollouts: refreshRollouts };
+const live = { held: false,
+  parts: Object.entries(PARTS).map(([id, draw]) => ({ id, draw, isStale: false, next: 0 })) };
 
 // Ask for what came after the answer `last`, from now on.
 async function follow(last) {

@@ -1,11 +1,17 @@
 // The summary, the configuration, and the start of the page.
 
 async function main() {
-  themeButton();
+  $("#theme").addEventListener("click", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    drawColours();
+  });
   const data = source.live ? await ask("data", {}) : await unpack($("#data").textContent);
   merge(data);
   drawPage();
-  addEventListener("resize", resizeAll);
+  addEventListener("resize", () => {
+    resizeCharts();
+    timeline.resize?.();
+  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawColours);
   document.documentElement.dataset.ready = Math.round(performance.now());
   if (source.live) follow(data);
@@ -26,27 +32,13 @@ function drawColours() {
   timeline.resize?.();
 }
 
-function resizeAll() {
-  resizeCharts();
-  timeline.resize?.();
-}
-
-function themeButton() {
-  const root = document.documentElement;
-  $("#theme").addEventListener("click", () => {
-    root.dataset.theme = isDark() ? "light" : "dark";
-    drawColours();
-  });
-}
-
 function drawSummary() {
   const { runs } = state.data;
-  const title = several() ? `${runs.length} runs` : visible(runs[0].name);
-  $("#summary").replaceChildren(
-    el("div", { class: "title" }, el("h1", {}, title), ...(several() ? [] : [badge(runs[0]), warningBadge(runs[0])])),
-    ...runs.flatMap((run) => run.problems.map((text) => el("p", { class: "problem" }, several()
-      ? `${run.name}: ${text}` : text))),
-    several() ? runLegend() : "", several() ? factTable(runs) : factCards(runs[0]), findings(runs), ...samples(runs));
+  const title = several() ? `${runs.length} runs` : runs[0].name;
+  fill($("#summary"),
+    el("div", { class: "title" }, el("h1", {}, title), several() ? null : [badge(runs[0]), warningBadge(runs[0])]),
+    runs.map((run) => run.problems.map((text) => el("p", { class: "problem" }, ofRun(run) + text))),
+    several() ? [runLegend(), factTable(runs)] : factCards(runs[0]), findings(runs), several() ? null : samples(runs[0]));
 }
 
 const STATES = { complete: "complete", running: "running", stopped: "stopped early", dead: "ended without a summary" };
@@ -58,8 +50,8 @@ const warningBadge = ({ warnings }) => (warnings.length ? el("a", { class: "badg
 // Names of the runs with their colours; a click hides a run in the curves.
 function runLegend() {
   return el("div", { class: "legend", role: "group", "aria-label": "Runs" }, state.data.runs.map((run, index) =>
-    el("button", { type: "button", "aria-pressed": String(!state.hidden.has(index)), onclick: () => toggleRun(index) },
-      el("i", { style: { background: `var(--${runColour(index)})` } }), visible(run.name), badge(run))));
+    button([el("i", { style: { background: `var(--${runColour(index)})` } }), run.name, badge(run)],
+      () => toggleRun(index), { "aria-pressed": String(!state.hidden.has(index)) })));
 }
 
 function toggleRun(index) {
@@ -71,22 +63,19 @@ function toggleRun(index) {
 function interval(values, signed) {
   if (!values) return ["–"];
   const sign = (value) => `${signed && value > 0 ? "+" : ""}${value.toFixed(3)}`;
-  const range = values[1] === null ? null : el("span", { class: "muted" }, ` [${sign(values[1])}, ${sign(values[2])}]`);
-  return [sign(values[0]), range];
+  return [sign(values[0]), values[1] === null ? null : muted(` [${sign(values[1])}, ${sign(values[2])}]`)];
 }
 
-function factCards(run) {
-  const cards = run.facts.map(([label, value, note]) => card(label, [value], note));
-  return el("div", { class: "cards" }, scoreCard(run), cards);
-}
+const factCards = (run) => el("div", { class: "cards" }, scoreCard(run),
+  run.facts.map(([label, value, note]) => card(label, value, note)));
 
-const card = (label, value, note, extra) => el("div", { class: "card" }, el("div", { class: "label" }, label),
-  el("div", { class: "value" }, value), extra || null, el("div", { class: "note" }, note));
+const card = (label, value, note) => el("div", { class: "card" }, el("div", { class: "label" }, label),
+  el("div", { class: "value" }, value), el("div", { class: "note" }, note));
 
 // Before and after as dots with their 95% intervals on one scale.
 function scoreCard(run) {
   const { score } = run;
-  if (!score) return card("Held-out score", ["–"], "no evaluation is recorded: set evaluation.every");
+  if (!score) return card("Held-out score", "–", "no evaluation is recorded: set evaluation.every");
   const value = [score.before[0].toFixed(3), score.after ? ` → ${score.after[0].toFixed(3)}` : ""];
   const change = score.difference ? el("div", { class: `change ${verdict(score.difference)}` },
     interval(score.difference, true)) : null;
@@ -104,88 +93,80 @@ function whiskers(score) {
   const rows = [["before", score.before], ["after", score.after]].filter(([, values]) => values && values[1] !== null);
   const low = Math.min(...rows.map(([, values]) => values[1]));
   const high = Math.max(...rows.map(([, values]) => values[2]));
-  const at = (value) => `${(100 * (value - low)) / (high - low || 1)}%`;
+  const percent = (length) => `${(100 * length) / (high - low || 1)}%`;
   return el("div", { class: "whiskers" }, rows.map(([name, [value, from, to]]) => el("div", { class: name },
     el("span", {}, name), el("div", { class: "scale" },
-      el("i", { class: "range", style: { left: at(from), width: `${(100 * (to - from)) / (high - low || 1)}%` } }),
-      el("i", { class: "dot", style: { left: at(value) } })), el("span", {},
-        `${from.toFixed(3)} – ${to.toFixed(3)}`))));
+      el("i", { class: "range", style: { left: percent(from - low), width: percent(to - from) } }),
+      el("i", { class: "dot", style: { left: percent(value - low) } })),
+    el("span", {}, `${from.toFixed(3)} – ${to.toFixed(3)}`))));
 }
 
 function factTable(runs) {
-  const row = (label, cells) => el("tr", {}, el("th", { scope: "row" }, label),
-    cells.map((cell) => el("td", {}, cell)));
-  const scores = runs.map((run) => (run.score ? [run.score.before[0].toFixed(3), " → ",
-    ...interval(run.score.after || run.score.before)] : "–"));
-  const gains = runs.map((run) => interval(run.score && run.score.difference, true));
-  const facts = runs[0].facts.map(([label], i) => row(label, runs.map((run) => [run.facts[i][1],
-    el("div", { class: "note" }, run.facts[i][2])])));
-  const methods = [...new Set(runs.map((run) => run.score && run.score.method).filter(Boolean))].join("; ");
-  return el("div", { class: "scroll" }, el("table", { class: "facts" }, el("caption", {}, methods
-    ? `Intervals: 95%, ${methods}` : ""),
+  const row = (label, cell) => el("tr", {}, el("th", { scope: "row" }, label),
+    runs.map((run) => el("td", {}, cell(run))));
+  const score = ({ score: found }) => (found
+    ? [found.before[0].toFixed(3), " → ", interval(found.after || found.before)] : "–");
+  const methods = [...new Set(runs.map((run) => run.score?.method).filter(Boolean))].join("; ");
+  return el("div", { class: "scroll" }, el("table", { class: "facts" },
+    el("caption", {}, methods ? `Intervals: 95%, ${methods}` : ""),
     el("thead", {}, el("tr", {}, el("td", {}), runs.map((run, i) => el("th", { scope: "col" },
-      el("i", { class: "key", style: { background: `var(--${runColour(i)})` } }), visible(run.name))))),
-    el("tbody", {}, row("Held-out score", scores), row("Change", gains), facts)));
+      el("i", { class: "key", style: { background: `var(--${runColour(i)})` } }), run.name)))),
+    el("tbody", {}, row("Held-out score", score), row("Change", (run) => interval(run.score?.difference, true)),
+      runs[0].facts.map(([label], i) => row(label, (run) => [run.facts[i][1],
+        el("div", { class: "note" }, run.facts[i][2])])))));
 }
 
 // Health warnings, and what failed.
 function findings(runs) {
   const byRule = (run, follows) => [...Map.groupBy(run.warnings, (warning) => warning.rule).values()]
     .filter(([warning]) => Boolean(warning.follows) === follows).map((same) => warningItem(run, same));
-  const fault = (run, text) => el("li", { class: "fault" }, el("div", {}, el("b", {}, several() ? `${run.name}: ` : "",
-    visible(text))));
+  const fault = (run, text) => el("li", { class: "fault" }, el("div", {}, el("b", {}, ofRun(run), text)));
   const items = runs.flatMap((run) => [...byRule(run, false), ...run.faults.map((text) => fault(run, text))]);
   const consequences = runs.flatMap((run) => byRule(run, true));
-  const none = el("p", { class: "fine" }, "No health warning and no fault is recorded.");
-  const verdicts = runs.filter((run) => run.verdict).map((run) => el("p", { class: "sentence" },
-    several() ? `${run.name}: ` : "", run.verdict));
-  return el("div", { class: "health", id: "health" }, el("h2", {}, "Health"), items.length ? el("ul", {}, items) : none,
-    consequences.length ? el("ul", { class: "consequences" }, consequences) : null, ...verdicts);
+  return el("div", { class: "health", id: "health" }, el("h2", {}, "Health"),
+    items.length ? el("ul", {}, items) : el("p", { class: "fine" }, "No health warning and no fault is recorded."),
+    consequences.length ? el("ul", { class: "consequences" }, consequences) : null,
+    runs.filter((run) => run.verdict).map((run) => el("p", { class: "sentence" }, ofRun(run), run.verdict)));
 }
 
 // The warnings of one rule: the first one's text, and a link to the step of each.
 function warningItem(run, same) {
   const [warning] = same;
   const steps = same.filter(({ step }) => Number.isFinite(step)).slice(0, 12).map(({ step }, i) =>
-    el("button", { type: "button", class: "link", onclick: () => showStep(run, step) },
-      `${i ? "again at" : "first seen at"} step ${number(step)}`));
-  return el("li", { class: "warning" }, el("div", {}, el("b", {}, several() ? `${run.name}: ` : "",
-    visible(warning.rule)), warning.follows ? ` (probably follows from ${warning.follows})` : "", " ",
-    visible(warning.text), (warning.detail || []).map((text) => el("div", {}, visible(text))),
-    el("div", { class: "remedy" }, "What to do: ", visible(warning.remedy))), el("div", { class: "steps" }, steps));
+    button(`${i ? "again at" : "first seen at"} step ${number(step)}`, () => showStep(run, step), { class: "link" }));
+  return el("li", { class: "warning" }, el("div", {}, el("b", {}, ofRun(run), warning.rule),
+    warning.follows ? ` (probably follows from ${warning.follows})` : "", " ", warning.text,
+    warning.detail.map((text) => el("div", {}, text)), el("div", { class: "remedy" }, "What to do: ", warning.remedy)),
+  el("div", { class: "steps" }, steps));
 }
 
-function samples(runs) {
-  const found = several() ? null : runs[0].samples;
-  if (!found || !found.before || !found.before.length) return [];
-  const side = (when, sample) => el("div", {}, el("span", { class: "muted" },
-    `${when}: ${"failed" in sample ? "failed" : `reward ${number(sample.reward)}`}`),
-    el("pre", {}, visible(sample.failed || sample.completion || "(nothing)")));
-  const pairs = found.before.map((old, i) => el("div", { class: "pair" }, el("pre", { class: "prompt" },
-    visible(old.prompt)),
-    side("before", old), side("after", found.after[i])));
-  return [el("details", { class: "samples" }, el("summary", {},
-    `The same held-out tasks before and after: ${found.better} better, ${found.worse} worse of ${found.compared}`),
-    ...pairs)];
+function samples({ samples: found }) {
+  if (!found?.before?.length) return null;
+  const side = (when, sample) => el("div", {},
+    muted(`${when}: ${"failed" in sample ? "failed" : `reward ${number(sample.reward)}`}`),
+    el("pre", {}, sample.failed || sample.completion || "(nothing)"));
+  const title = `The same held-out tasks before and after: ${found.better} better, ${found.worse} worse of ${found.compared}`;
+  return el("details", { class: "samples" }, el("summary", {}, title), found.before.map((old, i) =>
+    el("div", { class: "pair" }, el("pre", { class: "prompt" }, old.prompt),
+      side("before", old), side("after", found.after[i]))));
 }
 
 function drawConfiguration() {
   const { runs, options } = state.data;
   const shown = { find: "", differing: several() };
   const known = new Map(options.map((option) => [option.name, option]));
-  const names = [...new Set([...options.map((option) => option.name), ...runs.flatMap((run) =>
-    Object.keys(run.config))])];
-  const rows = names.filter((name) => runs.some((run) => name in run.config))
+  const names = new Set([...known.keys(), ...runs.flatMap((run) => Object.keys(run.config))]);
+  const rows = [...names].filter((name) => runs.some((run) => name in run.config))
     .map((name) => configRow(name, known.get(name), runs));
   rows.sort((a, b) => b.differs - a.differs || b.changed - a.changed);
-  const draw = () => $("#configuration .content").replaceChildren(configTable(rows.filter((row) =>
+  const draw = () => fill($("#configuration .content"), configTable(rows.filter((row) =>
     row.text.includes(shown.find.toLowerCase()) && (row.differs || !shown.differing)), runs));
-  const only = el("input", { type: "checkbox", checked: shown.differing, onchange: (event) =>
-    { shown.differing = event.target.checked; draw(); } });
-  $("#configuration .tools").replaceChildren(field("Find", { type: "search", placeholder: "option, value or meaning" },
-    (value) => { shown.find = value; draw(); }),
-    several() ? el("label", { class: "check" }, only, el("span", {}, "only what differs")) : "",
-      el("span", { class: "hint" }, "Options that are not at their default come first."));
+  const only = el("input", { type: "checkbox", checked: shown.differing,
+    onchange: (event) => { shown.differing = event.target.checked; draw(); } });
+  fill($("#configuration .tools"),
+    field("Find", { type: "search", placeholder: "option, value or meaning" }, (value) => { shown.find = value; draw(); }),
+    several() ? el("label", { class: "check" }, only, el("span", {}, "only what differs")) : null,
+    el("span", { class: "hint" }, "Options that are not at their default come first."));
   draw();
 }
 
@@ -194,7 +175,7 @@ function configRow(name, option, runs) {
   const standard = option && "default" in option ? JSON.stringify(option.default) : "";
   const same = (text) => text === standard || (text !== "–" && standard !== ""
     && JSON.parse(text) === JSON.parse(standard));
-  const description = option ? option.description : "";
+  const description = option?.description || "";
   return { name, values, standard, description, changed: values.some((text) => !same(text)),
     differs: new Set(values).size > 1, text: [name, ...values, description].join(" ").toLowerCase() };
 }
@@ -202,13 +183,13 @@ function configRow(name, option, runs) {
 function configTable(rows, runs) {
   if (!rows.length) return empty(runs.some((run) => Object.keys(run.config).length) ? "No option matches."
     : "config.toml is missing or damaged.");
-  const head = ["Option", ...(several() ? runs.map((run) => visible(run.name)) : ["Value"]), "Default", "Meaning"];
+  const head = ["Option", ...(several() ? runs.map((run) => run.name) : ["Value"]), "Default", "Meaning"];
   return el("div", { class: "scroll" }, el("table", { class: "config" }, el("thead", {},
     el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)))),
     el("tbody", {}, rows.map((row) => el("tr", { class: row.differs ? "differs" : row.changed ? "changed" : "" },
       el("th", { scope: "row" }, row.name),
-      row.values.map((value) => el("td", {}, visible(value))), el("td", { class: "muted" }, row.standard),
-        el("td", { class: "muted" }, row.description))))));
+      row.values.map((value) => el("td", {}, value)),
+      el("td", { class: "muted" }, row.standard), el("td", { class: "muted" }, row.description))))));
 }
 
 main();

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from slipstream.observe.events import strict_json
 from slipstream.observe.page.data import page_data
 from slipstream.observe.page.rollouts import TokenTexts, spread, step_texts
 from slipstream.observe.run_data import Run
@@ -51,10 +51,7 @@ def render(data: dict[str, Any], texts: Sequence[tuple[str, str]] = (), *, live:
 
 def pack(data: Any) -> str:
     """JSON, compressed, in base64, which holds no character that HTML interprets."""
-    try:
-        text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    except ValueError:  # a value that is not finite becomes null
-        text = json.dumps(json.loads(json.dumps(data), parse_constant=lambda _: None), separators=(",", ":"))
+    text = strict_json(data, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
@@ -73,12 +70,12 @@ def write_report(runs: Sequence[Run], path: Path, state: str = "") -> None:
         packed = dict(packed_texts(run, tokens, MAX_TEXT_BYTES // len(runs), described["rollouts"]))
         texts += [(f"texts-{index}-{step}", text) for step, text in packed.items()]
         described["texts"], described["problems"] = sorted(packed), run.problems
-        described["tokens_known"] = tokens.tokenizer is not None
+        described["tokens_known"] = tokens is not None
     write_atomically(path, render(data, texts))
 
 
 def packed_texts(
-    run: Run, texts: TokenTexts, budget: int, rollouts: Sequence[dict[str, list[Any]]]
+    run: Run, texts: TokenTexts | None, budget: int, rollouts: Sequence[dict[str, list[Any]]]
 ) -> Iterator[tuple[int, str]]:
     """Steps with packed texts, within `budget` bytes: first, last, of extreme rewards, then evenly spaced ones."""
     order = spread([step["step"][0] for step in rollouts])

@@ -2,7 +2,6 @@
 
 const MAX_LISTED = 200;
 const MAX_SPANS = 3000; // tokens shown of a turn before "show all"
-const FINISHED = ["stop", "length"];
 const rollouts = { filter: {}, colour: "logprob", order: "step", shown: MAX_LISTED, matches: [] };
 
 function drawRollouts() {
@@ -11,12 +10,11 @@ function drawRollouts() {
   rollouts.filter = {};
   rollouts.search = null;
   if (!run.rollouts.step) {
-    $("#rollouts .tools").replaceChildren(...[runPicker()].filter(Boolean));
-    content.replaceChildren(empty("No rollouts are recorded: rollouts/ is empty or can't be read."));
+    fill($("#rollouts .tools"), runPicker());
+    fill(content, empty("No rollouts are recorded: rollouts/ is empty or can't be read."));
     return;
   }
-  content.replaceChildren(leftOut(run), el("div", { class: "histogram" }), el("div", { class: "group-view" }),
-    el("div", { class: "list" }));
+  fill(content, leftOut(run), ["histogram", "group-view", "list"].map((name) => el("div", { class: name })));
   rolloutTools(run);
   applyFilter();
 }
@@ -29,49 +27,51 @@ function leftOut(run) {
     : `Texts and tokens of ${number(run.texts.length)} of ${number(steps)} steps are in this file (marked ●). `;
   const blind = run.tokens_known === false
     ? "The run's tokenizer is not at hand, so completions are shown without their tokens. " : "";
-  const more = described || texts ? `slipstream watch RUN and slipstream rollouts RUN show all.` : "";
-  return el("p", { class: "hint" },
-    `${number(step.length)} rollouts that steps trained on; the timeline has those that failed or went stale. `, described, texts, blind, more);
+  const more = described || texts ? "slipstream watch RUN and slipstream rollouts RUN show all." : "";
+  return hint(`${number(step.length)} rollouts that steps trained on; the timeline has those that failed or went stale. `,
+    described, texts, blind, more);
 }
 
 const endings = (run) => [...new Set(run.rollouts.reason)];
 const environmentMetrics = (run) => Object.keys(run.rollouts).filter((name) => name.startsWith("env/"));
 
 function rolloutTools(run) {
-  const { filter } = rollouts;
-  const set = (name, parse = Number) => (value) => { filter[name] = value === "" ? undefined : parse(value);
-    rollouts.shown = MAX_LISTED; applyFilter(); };
-  const between = (label, low, high) => el("div", { class: "between" }, field(label, { type: "number", step: "any",
-    placeholder: "min", "aria-label": `${label}, at least` }, set(low)),
-    field("to", { type: "number", step: "any", placeholder: "max", "aria-label": `${label}, at most` }, set(high)));
-  const [names, any] = [environmentMetrics(run), [["", "any"]]];
-  const text = el("label", {}, el("span", {}, "Text"), el("input", { type: "search", placeholder: "contains …, Enter",
-    onchange: (event) => searchTexts(event.target.value) }));
-  const tools = [runPicker(), between("Step", "stepLow", "stepHigh"), between("Reward", "rewardLow", "rewardHigh"),
-    between("Length (tokens)", "tokensLow", "tokensHigh"),
-    select("Ended by", any.concat(endings(run).map((reason) => [reason, reason])), "", set("reason", String)),
-    names.length ? select("Metric", any.concat(names.map((name) => [name, name])), "", set("metric", String)) : null,
-    names.length ? between("Metric value", "metricLow", "metricHigh") : null, text,
+  const set = (name, parse = Number) => (value) => {
+    rollouts.filter[name] = value === "" ? undefined : parse(value);
+    rollouts.shown = MAX_LISTED;
+    applyFilter();
+  };
+  const bound = (label, placeholder, of, name) => field(label,
+    { type: "number", step: "any", placeholder, "aria-label": of }, set(name));
+  const between = (label, column) => el("div", { class: "between" },
+    bound(label, "min", `${label}, at least`, `${column}Low`), bound("to", "max", `${label}, at most`, `${column}High`));
+  const among = (label, values, name) => select(label, [["", "any"], ...values.map((value) => [value, value])], "",
+    set(name, String));
+  const names = environmentMetrics(run);
+  fill($("#rollouts .tools"), runPicker(), between("Step", "step"), between("Reward", "reward"),
+    between("Length (tokens)", "tokens"), among("Ended by", endings(run), "reason"),
+    names.length ? [among("Metric", names, "metric"), between("Metric value", "metric")] : null,
+    labelled("Text", el("input", { type: "search", placeholder: "contains …, Enter",
+      onchange: (event) => searchTexts(event.target.value) })),
     select("Order", [["step", "newest first"], ["reward", "highest reward"], ["-reward", "lowest reward"],
       ["tokens", "longest"], ["advantage", "highest advantage"]], rollouts.order,
       (value) => { rollouts.order = value; applyFilter(); }),
-    el("button", { type: "button", onclick: drawRollouts }, "Clear")];
-  $("#rollouts .tools").replaceChildren(...tools.filter(Boolean));
+    button("Clear", drawRollouts));
 }
 
 function applyFilter() {
   const columns = state.data.runs[state.run].rollouts;
   const { filter, search } = rollouts;
   const metric = columns[filter.metric];
-  const inside = (value, low, high) => (low === undefined && high === undefined) || (value !== null && !(value < low)
-    && !(value > high));
+  const inside = (column, i, name) => {
+    const [low, high] = [filter[`${name}Low`], filter[`${name}High`]];
+    return (low === undefined && high === undefined) || (column[i] !== null && !(column[i] < low) && !(column[i] > high));
+  };
   const matches = [];
   for (let i = 0; i < columns.step.length; i += 1) {
-    if (inside(columns.step[i], filter.stepLow, filter.stepHigh) && inside(columns.reward[i], filter.rewardLow,
-      filter.rewardHigh)
-      && inside(columns.tokens[i], filter.tokensLow, filter.tokensHigh)
-        && (filter.reason === undefined || columns.reason[i] === filter.reason)
-      && (!metric || (metric[i] !== null && inside(metric[i], filter.metricLow, filter.metricHigh)))
+    if (["step", "reward", "tokens"].every((name) => inside(columns[name], i, name))
+      && (filter.reason === undefined || columns.reason[i] === filter.reason)
+      && (!metric || (metric[i] !== null && inside(metric, i, "metric")))
       && (!search || search.has(`${columns.step[i]} ${columns.visit[i]} ${columns.rollout[i]}`))) matches.push(i);
   }
   const key = rollouts.order.replace("-", "");
@@ -95,17 +95,15 @@ function drawHistogram(columns) {
     Math.floor(((reward - low) / (high - low)) * 24))] += 1;
   const most = Math.max(1, ...counts);
   const bars = ranges.map(([from, to], i) => {
-    const label = exact ? number(from) : `${number(from, 3)} to ${number(to, 3)}`;
-    return el("button", { type: "button", class: "bar-button", "aria-label": `Reward ${label}: ${counts[i]} rollouts`,
-      title: `Reward ${label}: ${counts[i]} rollouts`, onclick: () => narrow(from, to) },
-      el("span", { class: "muted" }, counts[i] ? number(counts[i]) : ""),
-        el("i", { style: { height: `${Math.max(counts[i] ? 2 : 0, (72 * counts[i]) / most)}px` } }), el("span", {},
-        number(from, 2)));
+    const title = `Reward ${exact ? number(from) : `${number(from, 3)} to ${number(to, 3)}`}: ${counts[i]} rollouts`;
+    const height = `${Math.max(counts[i] ? 2 : 0, (72 * counts[i]) / most)}px`;
+    return button([muted(counts[i] ? number(counts[i]) : ""), el("i", { style: { height } }), el("span", {}, number(from, 2))],
+      () => narrow(from, to), { class: "bar-button", "aria-label": title, title });
   });
   const average = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
-  const summary = rewards.length
-    ? `${number(rollouts.matches.length)} rollouts, mean reward ${number(average, 3)}. Click a bar to see the rollouts behind it.` : "No rollout matches.";
-  $("#rollouts .histogram").replaceChildren(el("p", { class: "hint" }, summary), el("div", { class: "bars" }, bars));
+  const summary = `${number(rollouts.matches.length)} rollouts, mean reward ${number(average, 3)}. `
+    + "Click a bar to see the rollouts behind it.";
+  fill($("#rollouts .histogram"), hint(rewards.length ? summary : "No rollout matches."), el("div", { class: "bars" }, bars));
 }
 
 function narrow(low, high) {
@@ -120,20 +118,19 @@ function drawList() {
   const shown = rollouts.matches.slice(0, rollouts.shown);
   const head = ["", "Step", "Task", "Reward", "Advantage", "Tokens", "Turns", "Versions", "Ended by"];
   const rows = shown.map((i) => {
-    const known = source.has(state.run, columns.step[i]);
-    const cells = [known ? "●" : "○", number(columns.step[i]), visible(columns.task[i]),
-      number(columns.reward[i], 3), number(columns.advantage[i], 3), number(columns.tokens[i]),
-      columns.turns[i], columns.oldest[i] === columns.newest[i] ? columns.oldest[i]
-        : `${columns.oldest[i]}–${columns.newest[i]}`, visible(columns.reason[i])];
-    const open = () => openGroup(columns.step[i], columns.visit[i], columns.rollout[i]);
+    const { step, visit, rollout, task, reward, advantage, tokens, turns, oldest, newest, reason } = Object.fromEntries(
+      Object.entries(columns).map(([name, column]) => [name, column[i]]));
+    const known = source.has(state.run, step);
+    const cells = [known ? "●" : "○", number(step), task, number(reward, 3), number(advantage, 3), number(tokens),
+      turns, oldest === newest ? oldest : `${oldest}–${newest}`, reason];
+    const open = () => openGroup(step, visit, rollout);
     return el("tr", { tabindex: "0", onclick: open, onkeydown: (event) => { if (event.key === "Enter") open(); },
-      title: known ? "Show its group" : "The text of this step is not in this file" }, cells.map((cell) => el("td", {},
-      cell)));
+      title: known ? "Show its group" : "The text of this step is not in this file" }, cells.map((cell) => el("td", {}, cell)));
   });
-  const more = rollouts.matches.length > rollouts.shown ? el("button", { type: "button", onclick: () =>
-    { rollouts.shown *= 4; drawList(); } }, `Show more of ${number(rollouts.matches.length)}`) : "";
-  $("#rollouts .list").replaceChildren(el("div", { class: "scroll" }, el("table", { class: "rollouts" },
-    el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows))), more);
+  const showMore = button(`Show more of ${number(rollouts.matches.length)}`, () => { rollouts.shown *= 4; drawList(); });
+  fill($("#rollouts .list"), el("div", { class: "scroll" }, el("table", { class: "rollouts" },
+    el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows))),
+  rollouts.matches.length > rollouts.shown ? showMore : null);
 }
 
 const textOf = (block, turn) => (turn.tokens ? turn.tokens.map((i) => block.pieces[i]).join("") : turn.text);
@@ -141,15 +138,13 @@ const textOf = (block, turn) => (turn.tokens ? turn.tokens.map((i) => block.piec
 // Keeps the rollouts whose prompt, completions or environment text contain the words; reads every text in the file.
 async function searchTexts(words) {
   rollouts.search = words ? new Set() : null;
-  const wanted = words.toLowerCase();
   if (words && source.live) rollouts.search = new Set(await ask("search", { run: state.run, text: words }));
   else for (const step of words ? state.data.runs[state.run].texts : []) {
     const block = await source.step(state.run, step);
-    for (const group of block.groups) {
-      for (const rollout of group.rollouts) {
-        const text = [group.prompt, ...rollout.turns.flatMap((turn) => [turn.environment || "",
-          textOf(block, turn)])].join("\n").toLowerCase();
-        if (text.includes(wanted)) rollouts.search.add(`${step} ${group.visit} ${rollout.rollout}`);
+    for (const { prompt, visit, rollouts: members } of block.groups) {
+      for (const { rollout, turns } of members) {
+        const text = [prompt, ...turns.flatMap((turn) => [turn.environment || "", textOf(block, turn)])].join("\n");
+        if (text.toLowerCase().includes(words.toLowerCase())) rollouts.search.add(`${step} ${visit} ${rollout}`);
       }
     }
   }
@@ -159,20 +154,19 @@ async function searchTexts(words) {
 async function openGroup(step, visit, member) {
   const view = $("#rollouts .group-view");
   const block = source.has(state.run, step) ? await source.step(state.run, step, visit) : null;
-  const group = block && block.groups.find((each) => each.visit === visit);
-  const close = el("button", { type: "button", onclick: () => view.replaceChildren() }, "Close");
+  const group = block?.groups.find((each) => each.visit === visit);
+  const close = button("Close", () => fill(view));
   if (!group) {
-    view.replaceChildren(el("div", { class: "group-head" },
-      empty(`The text of this group of step ${step} is not in this file. Print it: slipstream rollouts RUN --step ${step}`), close));
+    const missing = `The text of this group of step ${step} is not in this file. `;
+    fill(view, el("div", { class: "group-head" }, empty(`${missing}Print it: slipstream rollouts RUN --step ${step}`), close));
   } else {
     const colours = select("Colour by", [["version", "version"], ["logprob", "log-probability"],
       ["advantage", "advantage"], ["mask", "loss mask"], ["none", "nothing"]], rollouts.colour,
       (value) => { rollouts.colour = value; openGroup(step, visit, member); });
-    view.replaceChildren(el("div", { class: "group-head" }, el("h3", {}, `Step ${step}, task `, visible(group.task)),
-      colours, close), tokenKeys(group),
-      el("pre", { class: "prompt" }, visible(group.prompt), cutNote(group.cut, "characters")),
-        el("div", { class: "members" }, group.rollouts.map((rollout) => memberView(block, rollout,
-        rollout.rollout === member))));
+    fill(view,
+      el("div", { class: "group-head" }, el("h3", {}, `Step ${step}, task `, group.task), colours, close),
+      tokenKeys(group), el("pre", { class: "prompt" }, group.prompt, cutNote(group.cut, "characters")),
+      el("div", { class: "members" }, group.rollouts.map((each) => memberView(block, each, each.rollout === member))));
   }
   view.scrollIntoView({ block: "nearest" });
 }
@@ -180,42 +174,36 @@ async function openGroup(step, visit, member) {
 const cutNote = (cut, what) => (cut ? el("span", { class: "cut" }, ` … ${number(cut)} more ${what} are cut`) : null);
 
 function memberView(block, rollout, picked) {
-  const metrics = Object.entries(rollout.metrics).map(([name, value]) => el("span", { class: "muted" },
-    visible(`${name} ${number(value, 3)}`)));
+  const metrics = Object.entries(rollout.metrics).map(([name, value]) => muted(`${name} ${number(value, 3)}`));
   const head = [`reward ${number(rollout.reward, 3)}`, rollout.advantage === null ? "left out of the loss"
     : `advantage ${number(rollout.advantage, 3)}`, rollout.role].filter(Boolean);
   return el("article", { class: picked ? "member picked" : "member" }, el("header", {},
-    el("b", {}, `#${rollout.rollout}`), head.map((text) => el("span", {}, visible(text))), metrics),
-    rollout.turns.flatMap((turn, i) => [turn.environment === undefined ? null : el("pre", { class: "environment",
-      title: "said by the environment" }, visible(turn.environment), cutNote(turn.environment_cut, "characters")),
-      el("div", { class: "turn-head" }, rollout.turns.length > 1 ? `turn ${i + 1}, ` : "",
-        `${number(turn.length)} tokens, `, el("span", { class: FINISHED[0] === turn.finish ? "" : "unusual" },
-        visible(turn.finish)),
+    el("b", {}, `#${rollout.rollout}`), head.map((text) => el("span", {}, text)), metrics),
+    rollout.turns.map((turn, i) => [
+      turn.environment === undefined ? null : el("pre", { class: "environment", title: "said by the environment" },
+        turn.environment, cutNote(turn.environment_cut, "characters")),
+      el("div", { class: "turn-head" }, rollout.turns.length > 1 ? `turn ${i + 1}, ` : "", `${number(turn.length)} tokens, `,
+        el("span", { class: turn.finish === "stop" ? "" : "unusual" }, turn.finish),
         turn.steps.length ? `, process rewards ${turn.steps.map((step) => number(step.reward, 3)).join(", ")}` : ""),
-          turnView(block, turn, rollout)]));
+      turnView(block, turn, rollout)]));
 }
 
 function turnView(block, turn, rollout) {
   const node = el("pre", { class: "completion" });
-  const fill = (limit) => {
-    if (!turn.tokens) return node.replaceChildren(visible(turn.text || "(nothing)"), cutNote(turn.cut,
-      "characters") || "");
-    const inTools = toolTokens(block, turn);
-    const spans = turn.tokens.slice(0, limit).map((piece, i) => tokenSpan(block.pieces[piece], i, turn, rollout,
-      inTools[i]));
-    const rest = turn.tokens.length > limit ? el("button", { type: "button", onclick: () => fill(Infinity) },
-      `Show all ${number(turn.tokens.length)} tokens`) : cutNote(turn.cut, "tokens");
-    return node.replaceChildren(...spans, rest || "");
-  };
-  fill(MAX_SPANS);
-  return node;
+  if (!turn.tokens) return fill(node, turn.text || "(nothing)", cutNote(turn.cut, "characters"));
+  const inTools = toolTokens(block, turn);
+  const show = (limit) => fill(node,
+    turn.tokens.slice(0, limit).map((piece, i) => tokenSpan(block.pieces[piece], i, turn, rollout, inTools[i])),
+    turn.tokens.length > limit ? button(`Show all ${number(turn.tokens.length)} tokens`, () => show(Infinity))
+      : cutNote(turn.cut, "tokens"));
+  return show(MAX_SPANS);
 }
 
 // Whether each token belongs to a tool call in the Hermes/Qwen format.
 function toolTokens(block, turn) {
   const text = textOf(block, turn);
-  const ranges = [...text.matchAll(/<tool_call>[^]*?(<\/tool_call>|$)/g)].map((match) => [match.index,
-    match.index + match[0].length]);
+  const ranges = [...text.matchAll(/<tool_call>[^]*?(<\/tool_call>|$)/g)]
+    .map(({ index, 0: call }) => [index, index + call.length]);
   let at = 0;
   return turn.tokens.map((piece) => {
     const start = at;
@@ -224,14 +212,14 @@ function toolTokens(block, turn) {
   });
 }
 
-const versionAt = (turn, i) => (turn.spans.find(([, start, end]) => i >= start && i < end) || [null])[0];
-
-function tokenSpan(text, i, turn, rollout, inTool) {
-  const logprob = turn.logprobs[i] === null || turn.logprobs[i] === undefined ? null : turn.logprobs[i] / -100;
-  const version = versionAt(turn, i);
-  const title = `version ${version ?? "–"}, log-probability ${number(logprob, 3)} (${logprob === null ? "–" : number(Math.exp(logprob) * 100, 3)} %), advantage ${number(rollout.advantage, 3)}`;
-  return el("span", { class: `token ${tokenClass(version, logprob, rollout.advantage)}${inTool ? " tool" : ""}`,
-    title }, visible(text));
+function tokenSpan(text, i, turn, { advantage }, inTool) {
+  const hundredths = turn.logprobs[i] ?? null;
+  const logprob = hundredths === null ? null : hundredths / -100;
+  const [version] = turn.spans.find(([, start, end]) => i >= start && i < end) || [null];
+  const percent = logprob === null ? "–" : number(Math.exp(logprob) * 100, 3);
+  const title = `version ${version ?? "–"}, log-probability ${number(logprob, 3)} (${percent} %), `
+    + `advantage ${number(advantage, 3)}`;
+  return el("span", { class: `token ${tokenClass(version, logprob, advantage)}${inTool ? " tool" : ""}`, title }, text);
 }
 
 // The classes of tokens, each with its meaning, by what colours them.

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from slipstream.observe.run_data import Record, Run
+from slipstream.observe.run_data import Record, Run, split_rollouts
 
 MAX_TOKENS, MAX_CHARACTERS = 8_000, 60_000  # shown of a completion
 MAX_PROMPT = 20_000  # characters
@@ -23,32 +23,31 @@ TEXTS = ["prompt", "completion", "prompt_ids", "completion_ids", "logprobs", "st
 
 
 class TokenTexts:
-    """The text of each token by a tokenizer of the library tokenizers, or None if it is not on this machine."""
+    """The text of each token by a tokenizer of the library tokenizers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self._texts = tokenizer, dict[int, str]()
         # Decoders of sentencepiece drop a leading space, so each token is decoded behind another one.
-        self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:] if tokenizer else []
+        self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._prefix = self.decode(self._before) if self._before else ""
 
     @classmethod
-    def of(cls, run: Run) -> TokenTexts:
-        """With the tokenizer that the run saved or started with, if it is on this disk."""
+    def of(cls, run: Run) -> TokenTexts | None:
+        """With the tokenizer that the run saved or started with; None if it is not on this disk."""
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
         from tokenizers import Tokenizer
 
-        model, name = str(run.config.get("model", {}).get("path", "")), "tokenizer.json"
+        model, name = str(run.options.get("model.path", "")), "tokenizer.json"
         files = [run.path / "policy" / name, Path(model) / name]
         with contextlib.suppress(HFValidationError):  # a path instead of a name on the Hub
             files.append(Path(str(try_to_load_from_cache(model, name))))
         found = next((file for file in files if file.is_file()), None)
         with contextlib.suppress(Exception):  # tokenizers raises nothing more specific for a damaged file
-            return cls(Tokenizer.from_file(str(found)) if found else None)
-        return cls(None)
+            return cls(Tokenizer.from_file(str(found))) if found else None
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these tokens, special tokens included."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def split(self, ids: Sequence[int]) -> list[str]:
@@ -71,44 +70,37 @@ class TokenTexts:
 
 
 def describe_rollouts(run: Run, step: int) -> dict[str, list[Any]]:
-    """Columns with a value for each rollout of a step, which begins with a row of turn 0; {} if it can't be read.
+    """Columns with a value for each rollout of a step; {} if the step can't be read.
 
     A column "env/NAME" has the values of a metric of the environment.
     """
     table = run.table(step, DESCRIBED)
-    if table is None or not table.num_rows:
-        return {}
-    first = np.flatnonzero(table["turn"].to_numpy() == 0)
-    last = np.append(first[1:], table.num_rows) - 1
-    lengths, oldest, newest = _spans(table["spans"].combine_chunks())
-    found = {
-        "step": [step] * len(first),
-        "visit": table["visit_id"].to_numpy()[first].tolist(),
-        "rollout": table["rollout"].to_numpy()[first].tolist(),
-        "task": table["task_id"].take(first).to_pylist(),
-        "reward": _rounded(table["reward"].to_numpy()[first].tolist()),
-        "advantage": _rounded(table["advantage"].to_numpy()[first].tolist()),
-        "tokens": np.add.reduceat(lengths, first).tolist(),
-        "turns": (last - first + 1).tolist(),
-        "reason": table["finish_reason"].take(last).to_pylist(),
-        "oldest": oldest[first].tolist(),
-        "newest": newest[last].tolist(),
-    }
-    metrics = [dict(values or ()) for values in table["metrics"].take(first).to_pylist()]
-    names = dict.fromkeys(name for values in metrics for name in values)
-    return found | {f"env/{name}": _rounded([values.get(name) for values in metrics]) for name in names}
+    rows = [_describe(step, turns) for turns in split_rollouts(table.to_pylist())] if table is not None else []
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
-def _spans(spans: pa.ListArray) -> tuple[np.ndarray[Any, Any], ...]:
-    """Tokens, oldest and newest version of each row; 0 without spans."""
-    ends, versions = (np.append(spans.values.field(name), 0) for name in ("end", "version"))  # 0 for rows without spans
-    begin, end = np.asarray(spans.offsets)[:-1], np.asarray(spans.offsets)[1:]
-    first, last = (np.where(begin == end, len(ends) - 1, at) for at in (begin, end - 1))
-    return ends[last], versions[first], versions[last]
+def _describe(step: int, turns: Sequence[Record]) -> Record:
+    """What the page lists of a rollout; versions are 0 without a sampled token."""
+    first, last = turns[0], turns[-1]
+    lengths = [turn["spans"][-1]["end"] if turn["spans"] else 0 for turn in turns]
+    return {
+        "step": step,
+        "visit": first["visit_id"],
+        "rollout": first["rollout"],
+        "task": first["task_id"],
+        "reward": _rounded(first["reward"]),
+        "advantage": _rounded(first["advantage"]),
+        "tokens": sum(lengths),
+        "turns": len(turns),
+        "reason": last["finish_reason"],
+        "oldest": first["spans"][0]["version"] if first["spans"] else 0,
+        "newest": last["spans"][-1]["version"] if last["spans"] else 0,
+    } | {f"env/{name}": _rounded(value) for name, value in first["metrics"] or ()}
 
 
-def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    return [round(v, 5) if v is not None and math.isfinite(v) else None for v in values]
+def _rounded(value: float | None) -> float | None:
+    return round(value, 5) if value is not None and math.isfinite(value) else None
 
 
 def find_text(run: Run, words: str) -> list[str]:
@@ -123,7 +115,7 @@ def find_text(run: Run, words: str) -> list[str]:
 
 
 def step_texts(
-    run: Run, step: int, texts: TokenTexts, budget: int = 10**9, visit: int | None = None
+    run: Run, step: int, texts: TokenTexts | None, budget: int = 10**9, visit: int | None = None
 ) -> dict[str, Any] | None:
     """Groups of a step with prompts, tokens and log-probabilities, as many as fit `budget` tokens; or only `visit`.
 
@@ -155,24 +147,22 @@ def _groups(table: pa.Table) -> Iterator[list[Record]]:
         yield table.filter(pa.array(visits == visit)).to_pylist()
 
 
-def _group(rows: list[Record], texts: TokenTexts, pieces: dict[str, int]) -> dict[str, Any]:
-    first = rows[0]
-    rollouts: list[dict[str, Any]] = []
-    for at, row in enumerate(rows):
-        if not row["turn"] or not rollouts:
-            common = {key: row[key] for key in ("rollout", "role", "reward", "advantage")}
-            rollouts.append(common | {"metrics": dict(row["metrics"] or ()), "turns": []})
-        rollouts[-1]["turns"].append(_turn(row, rows[at - 1] if row["turn"] else None, texts, pieces))
-    prompt, cut = _cut(first["prompt"] or "", MAX_PROMPT)
+def _group(rows: list[Record], texts: TokenTexts | None, pieces: dict[str, int]) -> dict[str, Any]:
+    rollouts = []
+    for turns in split_rollouts(rows):
+        common = {key: turns[0][key] for key in ("rollout", "role", "reward", "advantage")}
+        told = [_turn(row, turns[i - 1] if i else None, texts, pieces) for i, row in enumerate(turns)]
+        rollouts.append(common | {"metrics": dict(turns[0]["metrics"] or ()), "turns": told})
+    first, (prompt, cut) = rows[0], _cut(rows[0]["prompt"] or "", MAX_PROMPT)
     return {"visit": first["visit_id"], "task": first["task_id"], "prompt": prompt, "cut": cut, "rollouts": rollouts}
 
 
-def _turn(row: Record, before: Record | None, texts: TokenTexts, pieces: dict[str, int]) -> dict[str, Any]:
+def _turn(row: Record, before: Record | None, texts: TokenTexts | None, pieces: dict[str, int]) -> dict[str, Any]:
     ids, logprobs = row["completion_ids"] or [], row["logprobs"] or []
     found: dict[str, Any] = {"finish": row["finish_reason"], "length": len(ids), "steps": row["steps"]}
     if before:
         found["environment"], found["environment_cut"] = _cut(_environment_text(row, before, texts), MAX_PROMPT)
-    if not texts.tokenizer:
+    if not texts:
         found["text"], found["cut"] = _cut(row["completion"] or "", MAX_CHARACTERS)
         return found
     tokens = [pieces.setdefault(text, len(pieces)) for text in texts.split(ids[:MAX_TOKENS])]
@@ -181,13 +171,13 @@ def _turn(row: Record, before: Record | None, texts: TokenTexts, pieces: dict[st
     return found | {"tokens": tokens, "logprobs": scores, "spans": spans, "cut": max(0, len(ids) - MAX_TOKENS)}
 
 
-def _environment_text(row: Record, previous: Record, texts: TokenTexts) -> str:
+def _environment_text(row: Record, previous: Record, texts: TokenTexts | None) -> str:
     """Text that the environment added between the previous turn and this one.
 
     The whole prompt if it does not continue the previous turn, or without a tokenizer.
     """
     context, ids = [*previous["prompt_ids"], *previous["completion_ids"]], row["prompt_ids"] or []
-    if texts.tokenizer and ids[: len(context)] == context:
+    if texts and ids[: len(context)] == context:
         return texts.decode(ids[len(context) :])
     return row["prompt"] or ""
 

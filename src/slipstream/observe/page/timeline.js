@@ -11,20 +11,19 @@ const timeline = { view: null, rows: [], frame: 0, picked: null };
 function drawTimeline() {
   const run = state.data.runs[state.run];
   const content = $("#timeline .content");
-  $("#timeline .tools").replaceChildren(...[runPicker()].filter(Boolean));
   if (!run.verdict) {
-    content.replaceChildren(empty("events.jsonl is missing: the run recorded no events, so there is no timeline."));
+    fill($("#timeline .tools"), runPicker());
+    fill(content, empty("events.jsonl is missing: the run recorded no events, so there is no timeline."));
     timeline.resize = null;
     return;
   }
   timeline.canvas = el("canvas", { tabindex: "0", role: "img",
     "aria-label": "Timeline of the run; arrow keys move, plus and minus zoom" });
   timeline.tip = el("div", { class: "tip", hidden: true });
-  timeline.detail = el("div", { class: "life" }, el("p", { class: "hint" },
-    "Click a rollout to see its life from task to batch. Where there are too many to draw, a click zooms in."));
-  const cut = run.every > 1
-    ? [empty(`One of ${run.every} groups is drawn, to keep the file small; slipstream watch shows all.`)] : [];
-  content.replaceChildren(...cut, el("div", { class: "canvas" }, timeline.canvas, timeline.tip),
+  timeline.detail = el("div", { class: "life" },
+    hint("Click a rollout to see its life from task to batch. Where there are too many to draw, a click zooms in."));
+  const cut = `One of ${run.every} groups is drawn, to keep the file small; slipstream watch shows all.`;
+  fill(content, run.every > 1 ? empty(cut) : null, el("div", { class: "canvas" }, timeline.canvas, timeline.tip),
     timelineLegend(), timeline.detail);
   prepareRows(run);
   timeline.extent = wholeRun();
@@ -37,21 +36,19 @@ function drawTimeline() {
   resizeTimeline();
 }
 
+const showWholeRun = () => moveTo(timeline.extent);
 const wholeRun = () => [0, timeline.rows.reduce((end, row) => Math.max(end, row.last), 0) * 1.005 || 1];
 
 function timelineTools() {
-  const zoom = (factor) => () => zoomTimeline(factor);
-  const button = (text, label, onclick) => el("button", { type: "button", "aria-label": label, title: label, onclick },
-    text);
-  const tools = [runPicker(), button("−", "Zoom out", zoom(2)), button("+", "Zoom in", zoom(0.5)), button("Whole run",
-    "Show the whole run", () => moveTo([...timeline.extent])),
-    el("span", { class: "hint" }, "Drag to move; ctrl + wheel or double-click to zoom.")];
-  $("#timeline .tools").replaceChildren(...tools.filter(Boolean));
+  const tool = (text, title, onclick) => button(text, onclick, { "aria-label": title, title });
+  fill($("#timeline .tools"), runPicker(), tool("−", "Zoom out", () => zoomTimeline(2)),
+    tool("+", "Zoom in", () => zoomTimeline(0.5)), tool("Whole run", "Show the whole run", showWholeRun),
+    el("span", { class: "hint" }, "Drag to move; ctrl + wheel or double-click to zoom."));
 }
 
 const timelineLegend = () => el("div", { class: "keys" }, [["sampling", "accent"], ["optimizer step", "good"],
-  ["publish", "publish"], ["pause", "text"], ["fault", "bad"],
-  ["evaluation", "violet"], ["scoring", "scoring"], ["checkpoint", "muted"], ["failed or stale, health warning", "warning"]]
+  ["publish", "publish"], ["pause", "text"], ["fault", "bad"], ["evaluation", "violet"], ["scoring", "scoring"],
+  ["checkpoint", "muted"], ["failed or stale, health warning", "warning"]]
   .map(([text, colour]) => el("span", {}, el("i", { style: { background: `var(--${colour})` } }), text)));
 
 function resizeTimeline() {
@@ -62,16 +59,15 @@ function resizeTimeline() {
   canvas.width = timeline.width * ratio;
   canvas.height = timeline.height * ratio;
   canvas.style.height = `${timeline.height}px`;
-  timeline.colours = Object.fromEntries(["accent", "good", "publish", "violet", "scoring", "muted", "warning", "bad", "grid",
-    "text", "soft", "panel"].map((name) => [name, cssColour(name)]));
+  timeline.colours = Object.fromEntries(["accent", "good", "publish", "violet", "scoring", "muted", "warning", "bad",
+    "grid", "text", "soft", "panel"].map((name) => [name, cssColour(name)]));
   paint();
 }
 
 const paint = () => { timeline.frame ||= requestAnimationFrame(() => { timeline.frame = 0; paintNow(); }); };
-const xOf = (time) =>
-  timeline.left + ((time - timeline.view[0]) / (timeline.view[1] - timeline.view[0])) * (timeline.width - timeline.left);
-const timeAt = (x) =>
-  timeline.view[0] + ((x - timeline.left) / (timeline.width - timeline.left)) * (timeline.view[1] - timeline.view[0]);
+const secondsPerPixel = () => (timeline.view[1] - timeline.view[0]) / (timeline.width - timeline.left);
+const xOf = (time) => timeline.left + (time - timeline.view[0]) / secondsPerPixel();
+const timeAt = (x) => timeline.view[0] + (x - timeline.left) * secondsPerPixel();
 
 function paintNow() {
   const context = timeline.canvas.getContext("2d");
@@ -101,7 +97,7 @@ function paintNow() {
 
 function paintScale(context) {
   const [from, to] = timeline.view;
-  const rough = (to - from) / Math.max(2, (timeline.width - timeline.left) / 110);
+  const rough = Math.min((to - from) / 2, 110 * secondsPerPixel());
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
   for (let time = Math.ceil(from / step) * step; time <= to; time += step) {
@@ -110,16 +106,6 @@ function paintScale(context) {
     context.fillStyle = timeline.colours.muted;
     context.fillText(clock(time, step, to), xOf(time) + 3, 11);
   }
-}
-
-// A time with as many decimals as steps need, in the unit that fits the largest one.
-function clock(time, step, largest = time) {
-  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
-  if (largest < 120) return `${time.toFixed(decimals)} s`;
-  const minutes = Math.floor(time / 60 + 1e-9);
-  const rest = Math.max(0, time - 60 * minutes).toFixed(decimals).padStart(decimals ? decimals + 3 : 2, "0");
-  return largest < 3600 ? `${minutes}:${rest}`
-    : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")}:${rest}`;
 }
 
 function paintRollouts(context, row) {
@@ -222,18 +208,20 @@ function zoomTimeline(factor, x = (timeline.left + timeline.width) / 2) {
   moveTo([centre - (centre - timeline.view[0]) * factor, centre + (timeline.view[1] - centre) * factor]);
 }
 
-const panTimeline = (pixels) => {
-  const shift = (pixels / (timeline.width - timeline.left)) * (timeline.view[1] - timeline.view[0]);
-  moveTo([timeline.view[0] + shift, timeline.view[1] + shift]);
-};
+const panTimeline = (pixels) => moveTo(timeline.view.map((time) => time + pixels * secondsPerPixel()));
 
 function listen(canvas) {
   const held = new Map(); // positions of pointers that are down
   let moved = 0;
-  canvas.addEventListener("pointerdown", (event) => { held.set(event.pointerId, event.offsetX); moved = 0;
-    canvas.setPointerCapture(event.pointerId); });
-  canvas.addEventListener("pointerup", (event) => { held.delete(event.pointerId); if (moved < 4) pickAt(event.offsetX,
-    event.offsetY); });
+  canvas.addEventListener("pointerdown", (event) => {
+    held.set(event.pointerId, event.offsetX);
+    moved = 0;
+    canvas.setPointerCapture(event.pointerId);
+  });
+  canvas.addEventListener("pointerup", (event) => {
+    held.delete(event.pointerId);
+    if (moved < 4) pickAt(event.offsetX, event.offsetY);
+  });
   canvas.addEventListener("pointercancel", (event) => held.delete(event.pointerId));
   canvas.addEventListener("pointermove", (event) => {
     if (!held.has(event.pointerId)) return hover(event.offsetX, event.offsetY);
@@ -251,12 +239,15 @@ function listen(canvas) {
     if (!event.ctrlKey && !event.metaKey && Math.abs(event.deltaX) <= Math.abs(event.deltaY)) return;
     event.preventDefault();
     if (event.ctrlKey || event.metaKey) zoomTimeline(Math.exp(event.deltaY / 200), event.offsetX);
-      else panTimeline(event.deltaX);
+    else panTimeline(event.deltaX);
   }, { passive: false });
   const keys = { ArrowLeft: () => panTimeline(-80), ArrowRight: () => panTimeline(80), "+": () => zoomTimeline(0.5),
-    "=": () => zoomTimeline(0.5), "-": () => zoomTimeline(2), 0: () => moveTo([...timeline.extent]) };
-  canvas.addEventListener("keydown", (event) => { if (keys[event.key]) { event.preventDefault(); keys[event.key]();
-    } });
+    "=": () => zoomTimeline(0.5), "-": () => zoomTimeline(2), 0: showWholeRun };
+  canvas.addEventListener("keydown", (event) => {
+    if (!keys[event.key]) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
 }
 
 const rowAt = (y) => timeline.rows.find((row) => y >= row.top && y <= row.top + row.height);
@@ -273,7 +264,7 @@ function hover(x, y) {
   const row = rowAt(y);
   const text = row && x > timeline.left ? describeAt(row, x, y) : "";
   timeline.tip.hidden = !text;
-  timeline.tip.textContent = text;
+  fill(timeline.tip, text);
   Object.assign(timeline.tip.style, { left: `${Math.min(x + 12, timeline.width - 240)}px`, top: `${y + 14}px` });
 }
 
@@ -281,7 +272,7 @@ const took = (item) => seconds(item.end - item.start);
 
 function describeAt(row, x, y) {
   const rollout = rolloutAt(row, x, y);
-  if (rollout) return `${rollout.tokens} tokens in ${took(rollout)}, task ${visible(rollout.group.task_id)}`;
+  if (rollout) return `${rollout.tokens} tokens in ${took(rollout)}, task ${rollout.group.task_id}`;
   const time = timeAt(x);
   const near = Math.abs(timeAt(x + 3) - time);
   const item = row.items.find(({ start, end, kind }) => {
@@ -297,7 +288,7 @@ function describeItem(item) {
   if (item.kind === "publish") return `publish of version ${item.version}: ${took(item)}`;
   if (item.kind === "pause") return `pause: ${took(item)}`;
   const text = item.what || item.text || ("step" in item ? `step ${item.step}` : took(item));
-  return `${item.kind}: ${visible(text)} at ${seconds(item.start)}`;
+  return `${item.kind}: ${text} at ${seconds(item.start)}`;
 }
 
 function pickAt(x, y) {
@@ -307,7 +298,7 @@ function pickAt(x, y) {
   if (!rollout) return undefined;
   timeline.picked = rollout;
   paint();
-  return timeline.detail.replaceChildren(lifeOf(rollout));
+  return fill(timeline.detail, lifeOf(rollout));
 }
 
 // A rollout from task to batch, as a list of times.
@@ -319,7 +310,7 @@ function lifeOf(rollout) {
   const versions = oldest === newest ? `version ${oldest}` : `versions ${oldest} to ${newest}`;
   const rows = [[start, `${rollout.track} starts to sample it, ${after} after its group began`],
     [end, `sampled: ${number(rollout.tokens)} tokens in ${took(rollout)}, ${versions}${reward}`]];
-  if (rollout.failure !== null) rows.push([end, `failed: ${visible(rollout.failure)}`]);
+  if (rollout.failure !== null) rows.push([end, `failed: ${rollout.failure}`]);
   rows.push([group.end, `its group is complete: ${group.fate}`]);
   if (step) {
     const [waited, lag] = [seconds(step.start - group.end), step.version - oldest];
@@ -328,9 +319,7 @@ function lifeOf(rollout) {
       && item.start >= step.end - 1e-3);
     if (publish) rows.push([publish.end, `version ${publish.version} is published with what was learned`]);
   }
-  const open = step ? el("button", { type: "button", onclick: () => openGroup(step.step, group.visit_id) },
-    "Show its text and its group") : null;
-  return el("div", {}, el("h3", {}, "Rollout of task ", visible(group.task_id)), el("table", { class: "life" },
+  return el("div", {}, el("h3", {}, "Rollout of task ", group.task_id), el("table", { class: "life" },
     rows.map(([time, text]) => el("tr", {}, el("td", { class: "muted" }, clock(time, 0.001)), el("td", {}, text)))),
-  open);
+  step ? button("Show its text and its group", () => openGroup(step.step, group.visit_id)) : null);
 }
