@@ -1,6 +1,6 @@
 """The metrics of a step, as written to `metrics.jsonl` and shown in the terminal.
 
-Every name is defined here or in `observe/run_totals.py`; `docs/metrics.md` has unit and meaning of each.
+Names are defined here, in `observe/run_totals.py` or in `rollout.StepStats`; `docs/metrics.md` has unit and meaning.
 """
 
 from __future__ import annotations
@@ -135,28 +135,6 @@ def memory_metrics() -> dict[str, float]:
 
 def trainer_metrics(stats: StepStats) -> dict[str, Any]:
     """The trainer's statistics of a step."""
-    return {
-        "time/step_s": stats.seconds,
-        "policy/entropy": stats.entropy,
-        "policy/kl": stats.kl,
-        "policy/mismatch_kl": stats.mismatch_kl,
-        "policy/ratio_mean": stats.ratio_mean,
-        "policy/ratio_max": stats.ratio_max,
-        "policy/effective_sample_size": stats.effective_sample_size,
-        "policy/clip_fraction": stats.clip_fraction,
-        "policy/masked_fraction": stats.masked_fraction,
-        "train/loss": stats.loss,
-        "train/grad_norm": stats.grad_norm,
-        "train/learning_rate": stats.learning_rate,
-        "train/skipped_steps": stats.skipped_steps,
-        "train/tokens": stats.tokens,
-        "train/packed_tokens": stats.packed_tokens,
-        "train/tokens_per_s": stats.tokens / max(stats.seconds, 1e-9),
-        "train/tflops": stats.tflops,
-        "train/matmul_utilisation": stats.matmul_utilisation,
-        "train/max_memory_gb": stats.max_memory_gb,
-        "experts/max_load": stats.expert_max_load,
-        "experts/load_entropy": stats.expert_load_entropy,
-        "experts/idle_fraction": stats.expert_idle_fraction,
-        "experts/changed_fraction": stats.expert_changed_fraction,
-    }
+    fields = [field for field in dataclasses.fields(StepStats) if field.metadata]
+    named = {field.metadata["metric"]: getattr(stats, field.name) for field in fields}
+    return named | {"train/tokens_per_s": stats.tokens / max(stats.seconds, 1e-9)}
