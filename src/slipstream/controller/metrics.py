@@ -21,7 +21,8 @@ from slipstream.scoring.stage import Interval
 def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: dict[str, float], wait: float) -> None:
     """Queue and show the record of the last step. The trainer waited `wait` seconds for the batch."""
     run.totals.extend_window(run.cluster.generator.totals, stats.seconds)
-    record_engine_times(run)
+    for activity in run.cluster.generator.take_activity():  # of each engine since the last step
+        run.events.add("engine", **dataclasses.asdict(activity))
     record = {
         "step": run.state.step,
         "version": run.state.version,
@@ -46,12 +47,6 @@ def record_trainer_time(run: RunContext, batch: Batch, stats: StepStats, waited:
         "step", TRAINER, now - stats.seconds, now,
         step=run.state.step + 1, version=batch.version, wait_s=waited, visit_ids=visits,
     )  # fmt: skip
-
-
-def record_engine_times(run: RunContext) -> None:
-    """Record what each engine did since the last call."""
-    for activity in run.cluster.generator.take_activity():
-        run.events.add("engine", **dataclasses.asdict(activity))
 
 
 def run_metrics(run: RunContext) -> dict[str, Any]:
@@ -114,11 +109,12 @@ def _state(engine: EngineReplica) -> str:
 
 def engine_metrics(run: RunContext) -> dict[str, float]:
     """How many engines there are, and the totals of each, as of the last publish."""
-    pool, supervisor = run.cluster.generator, run.cluster.supervisor
+    pool = run.cluster.generator
+    wanted = [engine for engine in pool.generators if not engine.leaving]
     return {
         "engines/alive": len(pool.alive),
-        "engines/total": sum(not engine.leaving for engine in pool.generators),
-        "engines/lost": supervisor.lost if supervisor else 0,
+        "engines/total": len(wanted),
+        "engines/lost": sum(engine not in run.engine_watches for engine in wanted),
         **{f"engines/tokens/{n}": engine.totals["tokens"] for n, engine in enumerate(pool.generators)},
         **{f"engines/busy_s/{n}": engine.totals["busy_s"] for n, engine in enumerate(pool.generators)},
     }
