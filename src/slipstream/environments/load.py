@@ -1,4 +1,4 @@
-"""Load the environment that a configuration names. Any failure raises `ConfigError` with a message of one line."""
+"""Load the environment that a configuration names: any failure raises `ConfigError` with one line. And close it."""
 
 from __future__ import annotations
 
