@@ -11,7 +11,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -26,8 +26,8 @@ from slipstream.config.loading import (
     load_verify_config,
     parse_flags,
 )
-from slipstream.config.schema import NO_SYSTEM, ConfigError
-from slipstream.errors import UserError
+from slipstream.config.schema import ConfigError
+from slipstream.errors import NO_SYSTEM, UserError
 
 DESCRIPTION = "Fine-tune a language model with reinforcement learning, generating and training at the same time."
 EXAMPLES = """
@@ -87,6 +87,7 @@ class Parser(argparse.ArgumentParser):
 
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
+Command = Callable[[argparse.Namespace, list[str]], int | None]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,42 +98,45 @@ def parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers(metavar="COMMAND", required=True)
 
     options = "Also: --section.option VALUE, see `config`."
-    train = commands.add_parser("train", help="fine-tune a policy", epilog=options)
+    train = _add(commands, "train", _train, "fine-tune a policy", epilog=options)
     train.add_argument("config", nargs="?", metavar="CONFIG.toml", help="configuration of the run")
     train.add_argument("--resume", metavar="RUN_DIR", type=Path, help="resume an interrupted run")
     again = "resume the run in run.dir, if there is one, with CONFIG.toml and flags over its own options"
     train.add_argument("--auto-resume", action="store_true", help=again)
     train.add_argument("--quiet", action="store_true", help="print warnings and the final report only")
-    train.set_defaults(command=_train)
 
     _add_policy_commands(commands)
     _add_lag_study(commands)
     _add_views(commands)
     _add_controls(commands)
 
-    doctor = commands.add_parser("doctor", help="check this machine or a Ray cluster, for a run or in general")
+    doctor = _add(commands, "doctor", _doctor, "check this machine or a Ray cluster, for a run or in general")
     doctor.add_argument("config", nargs="?", metavar="CONFIG.toml", help="check for this run (default: for any run)")
     doctor.add_argument("--json", action="store_true", help="print reports, results and faults as JSON")
-    doctor.set_defaults(command=_doctor)
 
-    config = commands.add_parser("config", help="print a configuration with all defaults, as TOML")
+    config = _add(commands, "config", _config, "print a configuration with all defaults, as TOML")
     config.add_argument("config", nargs="?", metavar="CONFIG.toml")
-    config.set_defaults(command=_config)
     return root
+
+
+def _add(commands: Subparsers, name: str, command: Command, meaning: str, epilog: str | None = None) -> Parser:
+    """Add a command. Returns its parser. `command` gets the parsed arguments, and the flags of the configuration."""
+    added = commands.add_parser(name, help=meaning, epilog=epilog)
+    added.set_defaults(command=command)
+    return added
 
 
 def _add_policy_commands(commands: Subparsers) -> None:
     """Commands on a model or the policy of a run."""
     embedded = "The embedded engine samples, for any generator.engine."
-    evaluate = commands.add_parser("eval", help="evaluate a policy on held-out tasks", epilog=embedded)
+    evaluate = _add(commands, "eval", _evaluate, "evaluate a policy on held-out tasks", epilog=embedded)
     evaluate.add_argument("target", metavar="RUN_DIR|MODEL", help="run directory, model directory, or Hub name")
     evaluate.add_argument("--environment", metavar="NAME", help="gsm8k, addition, or your own (default: the run's)")
     tasks = "held-out tasks to evaluate on (default: 100, or the run's)"
     evaluate.add_argument("--tasks", dest="evaluation.tasks", metavar="N", help=tasks)
     evaluate.add_argument("--json", action="store_true", help="print the whole result as JSON")
-    evaluate.set_defaults(command=_evaluate)
 
-    generate = commands.add_parser("generate", help="complete a prompt", epilog=embedded)
+    generate = _add(commands, "generate", _generate, "complete a prompt", epilog=embedded)
     generate.add_argument("target", metavar="MODEL|RUN_DIR", help="model directory, run directory, or Hub name")
     generate.add_argument("--prompt", action="append", required=True, help="text to complete; may be given repeatedly")
     for flag, name, default, meaning in (
@@ -141,21 +145,18 @@ def _add_policy_commands(commands: Subparsers) -> None:
         ("--seed", "loop.seed", "0", "same seed, same completions"),
     ):
         generate.add_argument(flag, dest=name, default=default, metavar=flag[2].upper(), help=meaning)
-    generate.set_defaults(command=_generate)
 
-    verify = commands.add_parser("verify", help="check that engine and weight link switch policies exactly")
+    verify = _add(commands, "verify", _verify, "check that engine and weight link switch policies exactly")
     verify.add_argument("target", metavar="MODEL|RUN_DIR", help="model directory, run directory, or Hub name")
     verify.add_argument("--prompts", type=int, default=16, metavar="N", help="number of prompts (default: 16)")
     verify.add_argument("--tokens", type=int, metavar="N", help="tokens per completion (default: as many as needed)")
     verify.add_argument("--after", type=int, default=16, metavar="N", help="tokens before the switch (default: 16)")
-    verify.set_defaults(command=_verify)
 
 
 def _add_lag_study(commands: Subparsers) -> None:
     study = commands.add_parser("study", help="compare runs of one task")
-    lag = study.add_subparsers(metavar="STUDY", required=True).add_parser(
-        "lag", help="cost of stale data in accuracy, and its gain in time"
-    )
+    studies = study.add_subparsers(metavar="STUDY", required=True)
+    lag = _add(studies, "lag", _study_lag, "cost of stale data in accuracy, and its gain in time")
     sets = "none, default, importance, or your own as NAME:option=value,option=value (default: none,default)"
     length = "the task; loop.max_tokens is the length of each run"
     lag.add_argument("config", nargs="?", metavar="CONFIG.toml", help=length)
@@ -166,50 +167,42 @@ def _add_lag_study(commands: Subparsers) -> None:
     lag.add_argument("--jobs", type=int, default=1, metavar="N", help="concurrent runs (1, the default, for timings)")
     lag.add_argument("--target", type=float, metavar="X", help="accuracy to reach (default: 0.9 of the gain at lag 0)")
     lag.add_argument("--draw", action="store_true", help="draw table and plots again from the data in --dir")
-    lag.set_defaults(command=_study_lag)
 
 
 def _add_views(commands: Subparsers) -> None:
     """Commands that show the records of runs."""
     several = "run directory; of several, the page compares the runs"
-    page = commands.add_parser("report", help="write one HTML page of runs: curves, timeline, rollouts, health")
+    page = _add(commands, "report", _report, "write one HTML page of runs: curves, timeline, rollouts, health")
     page.add_argument("runs", nargs="+", metavar="RUN", help=several)
     page.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run directory")
-    page.set_defaults(command=_report)
 
-    live = commands.add_parser("watch", help="serve the page of the report while the runs go on, until Ctrl-C")
+    live = _add(commands, "watch", _watch, "serve the page of the report while the runs go on, until Ctrl-C")
     live.add_argument("runs", nargs="+", metavar="RUN", help=several)
     live.add_argument("--port", type=int, default=0, metavar="N", help="default: any free port")
     host = "address to listen on; on other than loopback addresses the URL has a token (default: 127.0.0.1)"
     live.add_argument("--host", default="127.0.0.1", help=host)
-    live.set_defaults(command=_watch)
 
-    rollouts = commands.add_parser("rollouts", help="print rollouts of a step: the best and the worst, or a group")
+    rollouts = _add(commands, "rollouts", _rollouts, "print rollouts of a step: the best and the worst, or a group")
     rollouts.add_argument("run", metavar="RUN", help="run directory")
     rollouts.add_argument("--step", type=int, metavar="N", help="step that trained on them (default: the last)")
     rollouts.add_argument("--group", type=int, metavar="G", help="all rollouts of this group, by its visit_id")
-    rollouts.set_defaults(command=_rollouts)
 
-    compare = commands.add_parser("compare", help="print what runs reached side by side, and how their options differ")
+    compare = _add(commands, "compare", _compare, "print what runs reached side by side, and how their options differ")
     compare.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
-    compare.set_defaults(command=_compare)
 
-    trace = commands.add_parser("trace", help="write when engines and trainer worked, as a trace for ui.perfetto.dev")
+    trace = _add(commands, "trace", _trace, "write when engines and trainer worked, as a trace for ui.perfetto.dev")
     trace.add_argument("run", metavar="RUN", type=Path, help="run directory")
     trace.add_argument("--output", metavar="FILE", type=Path, help="file to write (default: RUN/trace.json)")
     trace.add_argument("--steps", metavar="FIRST-LAST", help="steps to draw (default: all)")
-    trace.set_defaults(command=_trace)
 
-    runs = commands.add_parser("runs", help="list runs: name, state, step, reward, age")
+    runs = _add(commands, "runs", _runs, "list runs: name, state, step, reward, age")
     runs.add_argument("--dir", type=Path, default=Path("runs"), help="folder of run directories (default: runs)")
     runs.add_argument("--address", default="", help="list the runs on this Ray cluster instead")
-    runs.set_defaults(command=_runs)
 
-    track = commands.add_parser("track", help="upload a run to an experiment tracker")
+    track = _add(commands, "track", _track, "upload a run to an experiment tracker")
     track.add_argument("run", metavar="RUN", type=Path, help="run directory; of a running one, until its end")
     track.add_argument("--to", required=True, metavar="TRACKER", help="as in observe.trackers, such as wandb")
     track.add_argument("--project", default="", help="project or experiment (default: see observe.project)")
-    track.set_defaults(command=_track)
     for command in (rollouts, compare, runs):
         command.add_argument("--json", action="store_true", help="print all of it as JSON")
 
@@ -223,13 +216,13 @@ def _add_controls(commands: Subparsers) -> None:
     }  # fmt: skip
     where = "address of a Ray cluster, such as auto; RUN is then the run's name there"
     for name, meaning in controls.items():
-        control = commands.add_parser(name, help=meaning)
+        control = _add(commands, name, _control, meaning)
         if name == "scale":
             control.add_argument("engines", metavar="N", help="number of engines, 1 or more")
         control.add_argument("run", metavar="RUN", help="run directory")
         control.add_argument("--address", default="", help=where)
         control.add_argument("--json", action="store_true", help="print the answer as JSON")
-        control.set_defaults(command=_control, name=name, engines=None)
+        control.set_defaults(name=name, engines=None)
 
 
 def _train(options: argparse.Namespace, flags: list[str]) -> None:
@@ -258,8 +251,7 @@ def _train(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
-    from slipstream.controller.evaluation import describe_failures
-    from slipstream.controller.offline import evaluate_model
+    from slipstream.controller.evaluation import describe_failures, evaluate_model
     from slipstream.observe.formatting import counts
     from slipstream.runtime.closing import run_bounded
 
@@ -279,7 +271,7 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _generate(options: argparse.Namespace, flags: list[str]) -> None:
-    from slipstream.controller.offline import generate_texts
+    from slipstream.controller.evaluation import generate_texts
 
     config = load_policy_config(options.target, None, flags, default="addition")
     completions = asyncio.run(generate_texts(config, options.prompt))

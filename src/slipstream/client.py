@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.config.schema import ConfigError
-from slipstream.rollout import Completion, VersionSpan, float32_array, int32_array
+from slipstream.rollout import Completion, VersionSpan
 from slipstream.runtime.control_socket import FOLDER, HOST, ControlError, Gone, request
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -60,14 +61,12 @@ class RunHandle:
 
         `sampling` overrides the run's: temperature, top_k, top_p, max_tokens, stop_strings, seed, ignore_eos.
         """
-        answer = self._ask("generate", None, prompt=prompt, sampling=sampling)
-        for name, pack in (("prompt_ids", int32_array), ("token_ids", int32_array), ("logprobs", float32_array)):
-            answer[name] = pack(answer[name])
+        answer = self._ask("generate", limited=False, prompt=prompt, sampling=sampling)
         return Completion(**answer | {"spans": tuple(VersionSpan(*span) for span in answer["spans"])})
 
     def scale(self, engines: int) -> str:
         """Change the number of engines. Returns the state of the run once they serve."""
-        return str(self._ask("scale", None, engines=engines))
+        return str(self._ask("scale", limited=False, engines=engines))
 
     def pause(self) -> str:
         """Start no further group and take no further step; rollouts in flight finish. Returns the state."""
@@ -79,19 +78,19 @@ class RunHandle:
 
     def checkpoint(self) -> Path:
         """Write a checkpoint after the current step. Returns its path once it is complete."""
-        return Path(self._ask("checkpoint", None))
+        return Path(self._ask("checkpoint", limited=False))
 
     def stop(self) -> str:
         """End the run after the current step, as Ctrl-C does. Returns the state, without waiting for the end."""
         return str(self._ask("stop"))
 
-    def _ask(self, command: str, timeout: float | None = -1.0, /, **arguments: Any) -> Any:
-        """The result of a command. `timeout` defaults to the handle's; None waits for as long as the run lives."""
+    def _ask(self, command: str, *, limited: bool = True, **arguments: Any) -> Any:
+        """The result of a command, within `timeout` if it is `limited`, else for as long as the run lives."""
         try:
             line = json.dumps({"command": command, "arguments": arguments}).encode()
         except (TypeError, ValueError) as error:
             raise ControlError(f"{command}: the arguments can't be sent as JSON: {error}") from None
-        answer = json.loads(self._send(line, self.timeout if timeout == -1.0 else timeout))
+        answer = json.loads(self._send(line, self.timeout if limited else None))
         if "error" in answer:
             raise ControlError(f"{self.run}: {answer['error']}")
         return answer["result"]
@@ -115,7 +114,10 @@ def describe_ended(run: Path) -> str:
     """Why no controller answers in this directory, and what to do."""
     if not run.is_dir():
         return "it is no directory; give that of a run (`slipstream runs` lists them), or --address and the run's name"
-    if (host := controller_host(run)) not in ("", socket.gethostname()):
+    host = ""
+    with suppress(OSError):
+        host = (run / FOLDER / HOST).read_text()  # of a controller that serves the run, or was killed while it did
+    if host not in ("", socket.gethostname()):
         return f"its controller is on host {host}; give the command there, or on a Ray cluster --address and its name"
     if (state := read_summary(run)) and not (run / FOLDER).exists():
         over, again = f"the run is over, after step {state.get('steps')}", f"slipstream train --resume {run}"
@@ -127,14 +129,6 @@ def describe_ended(run: Path) -> str:
     if (run / "lock").exists():
         return "the run is starting, or its start failed; try again in a moment, or start it again"
     return "it is no run directory; `slipstream runs` lists those under runs/"
-
-
-def controller_host(run: Path) -> str:
-    """Host of the controller that serves the run, or was killed while it did; "" if it ended."""
-    try:
-        return (run / FOLDER / HOST).read_text()
-    except OSError:
-        return ""
 
 
 def read_summary(run: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0  # vLLM raises lower temperatures to this minimum
@@ -158,12 +158,11 @@ def set_times(completion: Completion, engine: str, started_s: float, ended_s: fl
 
 def version_spans(versions: Iterable[int]) -> tuple[VersionSpan, ...]:
     """Run-length encode one version per token into spans."""
-    spans: list[VersionSpan] = []
-    for position, version in enumerate(versions):
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].start, position + 1)
-        else:
-            spans.append(VersionSpan(version, position, position + 1))
+    spans, start = [], 0
+    for version, equal in groupby(versions):
+        end = start + len(list(equal))
+        spans.append(VersionSpan(version, start, end))
+        start = end
     return tuple(spans)
 
 
@@ -299,12 +298,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Statistics of one optimizer step over all ranks. Means are over the completion tokens that were trained on.
+    """Statistics of one optimizer step over all ranks, with their names in `metrics.jsonl`.
 
-    `seconds` is the duration of the whole step. `skipped_steps` counts the run's steps without an update because loss
-    or gradient was not finite. `packed_tokens` is the number of tokens in the forward pass, `tflops` the model's
-    arithmetic in 10^12 operations/s, `matmul_utilisation` its share of the device's matrix-product rate, and
-    `max_memory_gb` the peak memory.
+    Means are over the completion tokens that were trained on. `seconds` is the duration of the whole step.
+    `skipped_steps` counts the run's steps without an update because loss or gradient was not finite. `packed_tokens` is
+    the number of tokens in the forward pass, `tflops` the model's arithmetic in 10^12 operations/s,
+    `matmul_utilisation` its share of the device's matrix-product rate, and `max_memory_gb` the peak memory.
 
     None without experts, means over layers: `expert_max_load` is the share of tokens at the busiest expert,
     `expert_load_entropy` the entropy of the load over that of an even load, `expert_idle_fraction` the share of experts
@@ -313,28 +312,28 @@ class StepStats:
     """
 
     step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    entropy: float
-    kl: float
-    mismatch_kl: float
-    ratio_mean: float
-    ratio_max: float
-    effective_sample_size: float
-    clip_fraction: float
-    masked_fraction: float
-    tokens: int
-    skipped_steps: int
-    seconds: float
-    packed_tokens: int
-    tflops: float
-    matmul_utilisation: float | None
-    max_memory_gb: float
-    expert_max_load: float | None
-    expert_load_entropy: float | None
-    expert_idle_fraction: float | None
-    expert_changed_fraction: float | None
+    loss: float = field(metadata={"metric": "train/loss"})
+    grad_norm: float = field(metadata={"metric": "train/grad_norm"})
+    learning_rate: float = field(metadata={"metric": "train/learning_rate"})
+    entropy: float = field(metadata={"metric": "policy/entropy"})
+    kl: float = field(metadata={"metric": "policy/kl"})
+    mismatch_kl: float = field(metadata={"metric": "policy/mismatch_kl"})
+    ratio_mean: float = field(metadata={"metric": "policy/ratio_mean"})
+    ratio_max: float = field(metadata={"metric": "policy/ratio_max"})
+    effective_sample_size: float = field(metadata={"metric": "policy/effective_sample_size"})
+    clip_fraction: float = field(metadata={"metric": "policy/clip_fraction"})
+    masked_fraction: float = field(metadata={"metric": "policy/masked_fraction"})
+    tokens: int = field(metadata={"metric": "train/tokens"})
+    skipped_steps: int = field(metadata={"metric": "train/skipped_steps"})
+    seconds: float = field(metadata={"metric": "time/step_s"})
+    packed_tokens: int = field(metadata={"metric": "train/packed_tokens"})
+    tflops: float = field(metadata={"metric": "train/tflops"})
+    matmul_utilisation: float | None = field(metadata={"metric": "train/matmul_utilisation"})
+    max_memory_gb: float = field(metadata={"metric": "train/max_memory_gb"})
+    expert_max_load: float | None = field(metadata={"metric": "experts/max_load"})
+    expert_load_entropy: float | None = field(metadata={"metric": "experts/load_entropy"})
+    expert_idle_fraction: float | None = field(metadata={"metric": "experts/idle_fraction"})
+    expert_changed_fraction: float | None = field(metadata={"metric": "experts/changed_fraction"})
 
 
 def build_samples(

@@ -20,17 +20,16 @@ from slipstream.config.loading import load_config
 from slipstream.config.schema import Config
 from slipstream.controller.checkpoints import save_if_due, save_if_requested
 from slipstream.controller.control import serve_commands
-from slipstream.controller.errors import RunError, report_full_disk
 from slipstream.controller.evaluation import evaluate_if_due
-from slipstream.controller.finish import close, finish, stop_generation, stop_on_signals
+from slipstream.controller.finish import close, finish, report_full_disk, stop_generation, stop_on_signals
 from slipstream.controller.metrics import record_step, record_trainer_time
 from slipstream.controller.publishing import enough_engines, publish
 from slipstream.controller.rollouts import admit_groups, take_groups
 from slipstream.controller.run_context import RunContext
-from slipstream.controller.setup import resolve_config, start
+from slipstream.controller.setup import resolve_config, restart_trainer, start
 from slipstream.controller.stalls import end_if_stalled
-from slipstream.controller.trainer_restart import restart_trainer, trainer_ranks
 from slipstream.environments.episode import EventLoopWatchdog, first_error
+from slipstream.errors import RunError
 from slipstream.objective import build_batch
 from slipstream.rollout import Batch, StepStats
 from slipstream.runtime.closing import closing, run_bounded
@@ -105,7 +104,7 @@ async def train_steps(run: RunContext) -> None:
     """Take steps until the run is complete or stopped, with all tasks of the loop. An error cancels these tasks."""
     async with asyncio.TaskGroup() as run.tasks:
         # A trainer may die while no call to it is pending, and engines can't join the pool without it.
-        watches = [run.tasks.create_task(rank.raise_death()) for rank in trainer_ranks(run)]
+        watches = [run.tasks.create_task(rank.raise_death()) for rank in run.cluster.trainer_ranks]
         admit_groups(run)
         while batch := await next_batch(run):
             waited = run.totals.seconds_since_step()
@@ -147,10 +146,7 @@ async def next_batch(run: RunContext) -> Batch | None:
 
 
 async def take_step(run: RunContext, batch: Batch, waited: float) -> StepStats:
-    """Send the batch to the trainer, then write the record of the previous step during the optimizer step.
-
-    `waited` is in seconds, as in `record_trainer_time`.
-    """
+    """Send the batch to the trainer, then write the record of the previous step during the optimizer step."""
     step = asyncio.ensure_future(run.cluster.trainer.step(batch))
     for _ in range(2):  # yield twice so that the queued call is flushed
         await asyncio.sleep(0)

@@ -220,14 +220,14 @@ def test_the_number_of_engines_changes_while_a_run_goes_on(link: str, tiny: Path
     async def script(run: Warned) -> None:
         pool = run.cluster.generator
         with pytest.raises(ConfigError, match=r"engines = 0 is less than generator.min_replicas = 1"):
-            await run.cluster.scale(0)
-        await run.cluster.scale(3)
+            await supervisor.scale(run, 0)
+        await supervisor.scale(run, 3)
         await until(lambda: len(pool.alive) == 3)
         await step(run, 3)
         assert len({engine.version for engine in pool.alive}) == 1
         assert all(engine.totals["tokens"] for engine in pool.alive)
         tokens = pool.totals["tokens"]
-        await run.cluster.scale(1)
+        await supervisor.scale(run, 1)
         assert len(pool.generators) == len(pool.alive) == 1 and pool.totals["tokens"] >= tokens
         await step(run, 3)
 

@@ -14,13 +14,14 @@ import pytest
 from slipstream.config.loading import dump, load_config, load_policy_config, load_verify_config
 from slipstream.config.schema import LoraConfig
 from slipstream.controller import rollouts
-from slipstream.controller.errors import RunError
 from slipstream.controller.evaluation import evaluate
-from slipstream.controller.finish import close, close_environment, stop_generation
+from slipstream.controller.finish import close, stop_generation
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.episode import EpisodeOptions, run_episode
+from slipstream.environments.load import close_environment
+from slipstream.errors import RunError
 from slipstream.observe.events import EventLog
 from slipstream.observe.run_totals import RunTotals
 from slipstream.rollout import Sampling
@@ -169,8 +170,8 @@ def test_close_continues_after_an_error(fails: tuple[str, ...], capsys: pytest.C
         parts = {name: part(name) for name in ("endpoint", "scoring", "environment")}
         recorder = SimpleNamespace(close=lambda: closed.append("recorder"))
         run: Any = SimpleNamespace(
-            **parts, started_cluster=part("cluster"), trackers=part("trackers"), recorder=recorder, heap_frozen=False,
-            slow_episode_report=None,
+            **parts, started_cluster=part("cluster"), engine_watches={}, trackers=[part("trackers")], recorder=recorder,
+            heap_frozen=False, slow_episode_report=None,
         )  # fmt: skip
         await close(run)
 

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
-from slipstream.controller.model_checks import validate_models
+from slipstream.controller.setup import validate_models
 from tests.conftest import save_model
 
 

@@ -26,7 +26,7 @@ from work import save_model
 
 from slipstream.cli import main
 from slipstream.config.loading import load_config
-from slipstream.controller.errors import RunError
+from slipstream.errors import RunError
 from slipstream.observe.run_data import load_run
 from slipstream.observe.timeline import length, timeline
 from slipstream.run import train as run_training

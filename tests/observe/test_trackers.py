@@ -16,9 +16,9 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config.loading import load_config
-from slipstream.config.schema import ConfigError, ObserveConfig
+from slipstream.config.schema import ConfigError
 from slipstream.controller import trackers
-from slipstream.controller.trackers import Trackers
+from slipstream.controller.trackers import TrackerProcess
 from slipstream.observe.trackers import BATCH, MAX_TEXT, Follower, check_installed, numbers
 from slipstream.observe.trackers import _text as trackers_text
 from tests.observe.tracker_doubles import Records
@@ -101,21 +101,20 @@ def test_numbers_and_texts() -> None:
 
 
 def run_with(
-    records: Records, *names: str, during: Callable[[Trackers], Any] = lambda _: None
+    records: Records, *names: str, during: Callable[[list[TrackerProcess]], Any] = lambda _: None
 ) -> tuple[list[str], set[int]]:
     """Start trackers, write a step, and end. Returns the warnings, and the processes that are left."""
     warnings: list[str] = []
     others = descendants(os.getpid())
 
     async def main() -> set[int]:
-        running = Trackers(ObserveConfig(trackers=[DOUBLES + name for name in names]), records.path, warnings.append)
-        running.start()
+        running = [TrackerProcess(DOUBLES + name, "", records.path, warnings.append) for name in names]
         records.step(1)
         if waits := during(running):
             await waits
         records.step(2)
         records.end(2)
-        await running.close()
+        await asyncio.gather(*(tracker.close() for tracker in running))
         return {pid for pid in descendants(os.getpid()) - others if lives(pid)}
 
     return warnings, asyncio.run(main())
@@ -147,9 +146,9 @@ def test_a_tracker_that_hangs_is_reported_and_killed_at_the_end(
     assert "tracker Hangs did not finish within 1 s and was killed" in warnings[1]
 
 
-async def wait_for_warning(running: Trackers, reported: asyncio.Event) -> None:
-    warn = running._running[0]._warn
-    running._running[0]._warn = lambda text: (warn(text), reported.set())[0]
+async def wait_for_warning(running: list[TrackerProcess], reported: asyncio.Event) -> None:
+    warn = running[0]._warn
+    running[0]._warn = lambda text: (warn(text), reported.set())[0]
     await reported.wait()
 
 
@@ -157,10 +156,9 @@ def test_a_tracker_ends_with_a_controller_that_is_killed(tmp_path: Path) -> None
     """Ctrl-C and SIGTERM don't reach it; when its controller is killed, it sends what is recorded and ends."""
     records = Records(tmp_path / "run", 1)
     code = (
-        "import asyncio, pathlib, sys\nfrom slipstream.controller.trackers import Trackers\n"
-        "from slipstream.config.schema import ObserveConfig\n"
+        "import asyncio, pathlib, sys\nfrom slipstream.controller.trackers import TrackerProcess\n"
         "async def main():\n"
-        "    Trackers(ObserveConfig(trackers=[sys.argv[1]]), pathlib.Path(sys.argv[2]), print).start()\n"
+        "    tracker = TrackerProcess(sys.argv[1], '', pathlib.Path(sys.argv[2]), print)\n"
         "    await asyncio.Event().wait()\n"
         "asyncio.run(main())"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.config.loading import load_config
-from slipstream.controller.errors import RunError
+from slipstream.errors import RunError
 from slipstream.observe.recorder import Recorder, RecordError
 from slipstream.run import resume, train
 from slipstream.runtime import disk

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from slipstream.config.schema import RuntimeConfig
+from slipstream.controller.engine_supervisor import scale
 from slipstream.runtime.runtime import open_runtime
 from tests.controller.test_engine_supervisor import Warned, balanced, play, run_of, send, step, until
 from tests.runtime.conftest import MEMORY
@@ -34,7 +35,7 @@ def test_engines_return_and_are_added_on_a_cluster(tiny: Path, tmp_path: Path, m
         send(pool.generators[1], signal.SIGKILL)
         await until(lambda: len(pool.alive) == 1)
         await until(lambda: len(pool.alive) == 2)
-        await run.cluster.scale(3)  # all CPUs are taken
+        await scale(run, 3)  # all CPUs are taken
         await step(run, 3)
         assert len(pool.alive) == 2
         node = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
@@ -47,7 +48,7 @@ def test_engines_return_and_are_added_on_a_cluster(tiny: Path, tmp_path: Path, m
         cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
         await until(lambda: len(pool.alive) == 3)
         await step(run, 2)
-        await run.cluster.scale(1)
+        await scale(run, 1)
         await step(run, 2)
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from slipstream.scheduling.failure_streak import FailureStreak
+from slipstream.scheduling.loop_state import FailureStreak
 
 LIMIT = 10
 

@@ -14,9 +14,9 @@ import pytest
 from slipstream.cli import main
 from slipstream.config.loading import load_config
 from slipstream.controller import node_checks
-from slipstream.controller.errors import RunError
 from slipstream.controller.node_checks import Examination, check_nodes, examine
 from slipstream.controller.node_faults import Fault
+from slipstream.errors import RunError
 from slipstream.runtime.process import Launch, LocalProcess
 from slipstream.runtime.runtime import Node, Runtime
 

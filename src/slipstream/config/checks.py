@@ -15,8 +15,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slipstream.config import engine_args
-from slipstream.config.schema import DEVICE, MAX_LORA_RANK, NO_DEVICE, SECTIONS, TRACKERS, Config, TeacherConfig
+from slipstream.config.schema import DEVICE, NO_DEVICE, SECTIONS, Config, TeacherConfig
 from slipstream.rollout import Sampling
+
+TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
 
 Condition = Callable[[Config], object]
 Check = tuple[Condition, str]  # what is wrong if it holds, and the message
@@ -203,8 +205,8 @@ CHECKS: tuple[Check, ...] = (
     (lambda c: c.serves_adapters and c.sync.in_flight == "recompute",
      "{sync.in_flight} can't be with adapters in vLLM, where keys and values belong to one; use \"continue\" (finish "
      'on it), "retry" or "drain"'),
-    (lambda c: c.serves_adapters and c.lora.rank > MAX_LORA_RANK,
-     f"{{lora.rank}} is more than the {MAX_LORA_RANK} that vLLM serves; lower it"),
+    (lambda c: c.serves_adapters and c.lora.rank > engine_args.MAX_LORA_RANK,
+     f"{{lora.rank}} is more than the {engine_args.MAX_LORA_RANK} that vLLM serves; lower it"),
     (lambda c: c.sync.link == "nccl_direct" and c.generator.engine == "torch",
      '{sync.link} is vLLM\'s own; set generator.engine = "vllm", or use "nccl"'),
     # the loop

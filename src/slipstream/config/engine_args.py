@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.config.schema import Config
 
+MAX_LORA_RANK = 512  # that vLLM serves
 RUN_SETS = {  # vLLM's argument: the option of a run that sets it, if any
     "model": "model.path",
     "dtype": "model.dtype",

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from slipstream.config import checks
 from slipstream.config.checks import is_writable, to_toml
-from slipstream.config.schema import SECTIONS, Config, ConfigError, LoraConfig
+from slipstream.config.schema import NO_DEVICE, SECTIONS, Config, ConfigError, LoraConfig
 
 PATHS = ("model.path", "teacher.path")
 RENAMED = {  # options of earlier versions: the new name in the same section
@@ -228,6 +228,7 @@ EXPECTED = {  # by pydantic's name of an error
     "bool_type": "it must be true or false",
     "string_type": "it must be text",
     "string_too_short": "it must not be empty",
+    "string_pattern_mismatch": NO_DEVICE,  # the only options with a pattern
     "list_type": 'it must be a list, such as ["a", "b"]',
     "tuple_type": "it must be a list, such as [0.9, 0.99]",
     "dict_type": "it must be a table, such as { name = 1 }",
@@ -239,7 +240,6 @@ EXPECTED = {  # by pydantic's name of an error
 def _explain(error: Any) -> str:
     """One line for an error of pydantic: the option, its value, and what it must be."""
     name = ".".join(str(part) for part in error["loc"])
-    cause = error.get("ctx", {}).get("error")
     if error["type"] == "extra_forbidden":
         known = option_names() if "." in name else list(SECTIONS)
         return f"unknown option {name}{suggest(name, known)}; `slipstream config` lists all"
@@ -247,7 +247,7 @@ def _explain(error: Any) -> str:
         if name in SECTIONS:
             name += "." + next(key for key, info in SECTIONS[name].model_fields.items() if info.is_required())
         return f"{name} is not set; add it to the file or give --{name} VALUE"
-    expected = EXPECTED.get(error["type"]) or (str(cause) if isinstance(cause, ConfigError) else error["msg"])
+    expected = EXPECTED.get(error["type"], error["msg"])
     expected = expected[0].lower() + expected[1:]
     shown = to_toml(error["input"]) if is_writable(error["input"]) else repr(error["input"])
     return f"{name} = {shown}: {expected.replace('input should', 'it must')}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from slipstream.controller.errors import RunError
 from slipstream.controller.run_context import RunContext
+from slipstream.errors import RunError
 from slipstream.observe.events import CONTROLLER
 from slipstream.runtime.closing import finish_in_thread
 from slipstream.runtime.disk import directory_bytes

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from slipstream.controller.engine_supervisor import scale
 from slipstream.controller.finish import record_pause, stop_run
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Policy
@@ -136,7 +137,7 @@ class Commands:
         if self._scaling.locked():
             raise ControlError("the number of engines is being changed already; try again when that has ended")
         async with self._scaling:
-            await self._run.cluster.scale(engines)
+            await scale(self._run, engines)
         return state(self._run)
 
     async def pause(self) -> str:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from collections.abc import Awaitable
 
-from slipstream.config.schema import Config, ConfigError
-from slipstream.controller.engine_restart import RestartPublisher
-from slipstream.controller.weight_publisher import WeightPublisher
-from slipstream.generators.pool import STOP_TIMEOUT_S, EngineReplica, GeneratorPool, Start
+from slipstream.config.schema import ConfigError
+from slipstream.controller.publishing import publish_to_new_engines
+from slipstream.controller.run_context import RunContext
+from slipstream.environments.episode import episode_slots
+from slipstream.generators.pool import STOP_TIMEOUT_S, EngineReplica, Start
 from slipstream.runtime.process import NOT_PLACED
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerDied, WorkerError
@@ -26,163 +25,157 @@ LEAVE_TIMEOUT_S = 60.0  # in which an engine that leaves may finish its requests
 LEAVE_POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class EngineEvents:
-    """Callbacks by which the supervisor reports events to the run, and asks it to publish."""
-
-    lost: Callable[[str, str, str], None]
-    """An engine has died: its track, a line that says why, and the end of its log."""
-    restarted: Callable[[str, str, float], None]
-    """A successor serves: its track, a line that says so, and the seconds since the death."""
-    serving: Callable[[str], None]
-    """An engine was added or has left: a line that says so."""
-    changed: Callable[[], None]
-    """The number of engines that serve has changed, or no engine will serve any more."""
-    publish: Callable[[], Awaitable[None]]
-    """Bring engines that wait to join to the current version, unless the next publish does so soon."""
-
-
-class EngineSupervisor:
-    """Keeps as many engines in the pool as the run wants. `exclusive` is the context of a start."""
-
-    def __init__(
-        self,
-        pool: GeneratorPool,
-        link: Callable[[], WeightPublisher | RestartPublisher],
-        config: Config,
-        events: EngineEvents,
-        exclusive: Callable[[], AbstractAsyncContextManager[object]],
-    ) -> None:
-        self._pool, self._link, self._config, self._events, self._exclusive = pool, link, config, events, exclusive
-        self._restarts = 0 if config.sync.link == "single_copy" else config.generator.max_restarts
-        self._scaling = asyncio.Lock()
+def supervise_engines(run: RunContext) -> None:
+    """Replace engines that die from now on. Does nothing if the engines are supervised already."""
+    pool = run.cluster.generator
+    if not pool.supervised:
         pool.supervised = True
-        self._watching = {engine: asyncio.create_task(self._watch(engine)) for engine in pool.generators}
+        for engine in pool.generators:
+            watch(run, engine)
 
-    @property
-    def lost(self) -> int:
-        """Engines that died and are not restarted any more."""
-        return sum(engine not in self._watching for engine in self._pool.generators if not engine.leaving)
 
-    async def close(self) -> None:
-        """End all watches and starts."""
-        for task in self._watching.values():
-            task.cancel()
-        await asyncio.gather(*self._watching.values(), return_exceptions=True)
+async def close_cluster(run: RunContext) -> None:
+    """End all watches and starts of engines, then all processes."""
+    watches, run.engine_watches = list(run.engine_watches.values()), {}
+    for task in watches:
+        task.cancel()
+    await asyncio.gather(*watches, return_exceptions=True)
+    if run.started_cluster:
+        await run.started_cluster.close()
 
-    async def scale(self, engines: int) -> None:
-        """Start or end engines until there are `engines`. Dead engines without restarts left are started again, too.
 
-        Returns once surplus engines have ended. Others start in the background.
-        """
-        async with self._scaling:
-            await asyncio.gather(*map(self._leave, self._pool.generators[engines:]))
-            for engine in self._pool.generators:
-                if engine not in self._watching:
-                    self._watching[engine] = asyncio.create_task(self._watch(engine))
-            for number in range(len(self._pool.generators), engines):
-                assert self._pool.begin
-                engine, start = self._pool.begin(number, self._link().start_config(self._config))
-                self._pool.change(add=[engine])
-                self._watching[engine] = asyncio.create_task(self._watch(engine, start))
-            self._events.changed()
+async def scale(run: RunContext, engines: int) -> None:
+    """Start or end engines until there are `engines`. Dead engines without restarts left are started again, too.
 
-    async def _leave(self, engine: EngineReplica) -> None:
-        """Let an engine finish its requests, and end it. Others sample again what it does not finish in time."""
-        engine.leaving = True
-        watching = self._watching.pop(engine, None)
-        if watching and not engine.started:
-            watching.cancel()
-        last = time.monotonic() + LEAVE_TIMEOUT_S
-        while engine.pending_requests and not engine.process.dead and time.monotonic() < last:
-            await asyncio.sleep(LEAVE_POLL_S)
-        await self._link().leave(engine)
-        await engine.process.stop(STOP_TIMEOUT_S)
-        self._pool.change(remove=[engine])
-        current_runtime().release(engine.process.name)
-        self._events.serving(f"{engine.process.name} has left the pool")
+    Returns once surplus engines have ended. Others start in the background. Raises `ConfigError` for a number of
+    engines that the run can't have.
+    """
+    cluster, pool = run.cluster, run.cluster.generator
+    cluster.validate_engine_count(engines)
+    await asyncio.gather(*(remove_engine(run, engine) for engine in pool.generators[engines:]))
+    for engine in pool.generators:
+        if engine not in run.engine_watches:
+            watch(run, engine)
+    for number in range(len(pool.generators), engines):
+        assert pool.begin
+        engine, start = pool.begin(number, cluster.link.start_config(run.config))
+        pool.change(add=[engine])
+        watch(run, engine, start)
+    engines_changed(run)
 
-    async def _watch(self, engine: EngineReplica, start: Start | None = None) -> None:
-        """Start the engine if `start` is given, and replace it each time it dies, until no restarts are left."""
-        try:
-            await self._keep(engine, start)
-        except Exception as error:
-            name = engine.process.name
-            self._fail(WorkerDied(f"{name} can't be replaced any more: {type(error).__name__}: {error}"))
-            raise
 
-    async def _keep(self, engine: EngineReplica, start: Start | None) -> None:
-        tries = delays = 0
+def watch(run: RunContext, engine: EngineReplica, start: Start | None = None) -> None:
+    """Start the engine if `start` is given, and replace it each time it dies, in a background task."""
+    run.engine_watches[engine] = asyncio.create_task(keep_engine(run, engine, start))
+
+
+async def remove_engine(run: RunContext, engine: EngineReplica) -> None:
+    """Let an engine finish its requests, and end it. Others sample again what it does not finish in time."""
+    engine.leaving = True
+    watching = run.engine_watches.pop(engine, None)
+    if watching and not engine.started:
+        watching.cancel()
+    last = time.monotonic() + LEAVE_TIMEOUT_S
+    while engine.pending_requests and not engine.process.dead and time.monotonic() < last:
+        await asyncio.sleep(LEAVE_POLL_S)
+    await run.cluster.link.leave(engine)
+    await engine.process.stop(STOP_TIMEOUT_S)
+    run.cluster.generator.change(remove=[engine])
+    current_runtime().release(engine.process.name)
+    run.progress.note(f"{engine.process.name} has left the pool")
+
+
+async def keep_engine(run: RunContext, engine: EngineReplica, start: Start | None) -> None:
+    """Start the engine if `start` is given, and replace it each time it dies, until no restarts are left.
+
+    The death then ends the run if fewer engines remain than it needs.
+    """
+    pool = run.cluster.generator
+    limit = 0 if run.config.sync.link == "single_copy" else run.config.generator.max_restarts
+    tries = delays = 0
+    try:
         if start:
-            await self._start(engine, start)
+            await start_engine(run, engine, start)
             if engine.alive:
-                self._events.serving(f"{engine.process.name} was added to the pool and serves")
+                run.progress.note(f"{engine.process.name} was added to the pool and serves")
         while True:
             since = time.monotonic()
-            died = await _death(engine)
+            died = await wait_dead(engine)
             if engine.leaving:
                 return
-            pending = NOT_PLACED in str(died) and self._pool.alive
+            pending = NOT_PLACED in str(died) and pool.alive
             served = time.monotonic() - since if engine.serving.is_set() else 0.0
             tries = 0 if pending or served >= STABLE_S else tries
             delays = 0 if pending or served >= MAX_BACKOFF_S else delays
-            again = engine.replaceable and tries < self._restarts
-            self._report_death(engine, died, tries if again else None)
+            again = engine.replaceable and tries < limit
+            report_death(run, engine, died, f"; it is restarted (try {tries + 1} of {limit})" if again else "")
             if not again:
-                self._give_up(engine, died)
-                return
+                break
             await asyncio.sleep(min(MAX_BACKOFF_S, BACKOFF_S * 2**delays))
             tries, delays = tries + 1, delays + 1
             if engine.process.dead and not engine.leaving:  # else a publish has restarted it
-                engine = await self._replace(engine)
-
-    async def _replace(self, engine: EngineReplica) -> EngineReplica:
-        """Start a successor of a dead engine, and wait until it serves or dies. Returns it."""
-        began = time.monotonic()
-        successor, start = engine.successor(self._link().start_config(self._config))
-        self._pool.change(add=[successor], remove=[engine])
-        self._watching[successor] = self._watching.pop(engine)
-        await engine.process.stop(STOP_TIMEOUT_S)  # also frees the place of an actor
-        await self._start(successor, start)
-        if not successor.process.dead:
-            took = time.monotonic() - began
-            line = f"{successor.process.name} was restarted and serves again after {took:.1f} s"
-            self._events.restarted(successor.track, line, took)
-        return successor
-
-    async def _start(self, engine: EngineReplica, start: Start) -> None:
-        """Start an engine, and wait until it serves. An engine that does not is terminated."""
-        try:
-            async with self._exclusive():
-                await start()
-            engine.started = True
-            await self._link().join(engine)
-            if not engine.serving.is_set():
-                await self._events.publish()
-            await _first(engine.serving.wait(), engine.process.ended.wait())
-        except (WorkerDied, WorkerError, ConfigError, OSError) as error:
-            engine.terminate(f"{engine.process.name} did not start: {error}")
-        self._events.changed()
-
-    def _report_death(self, engine: EngineReplica, died: WorkerDied, tries: int | None) -> None:
-        first, _, log = str(died).partition("\n")
-        left = f"{len(self._pool.alive)} of {len(self._pool.generators)} generators are left"
-        again = "" if tries is None else f"; it is restarted (try {tries + 1} of {self._restarts})"
-        self._events.lost(engine.track, f"{first}; {left}{again}", log)
-        self._events.changed()
-
-    def _give_up(self, engine: EngineReplica, died: WorkerDied) -> None:
-        """End the run if fewer engines remain than it needs."""
-        del self._watching[engine]
-        if len(self._watching) < self._config.generator.min_replicas:
-            self._fail(died)
-
-    def _fail(self, died: WorkerDied) -> None:
-        self._pool.fail(died)
-        self._events.changed()
+                engine = await replace_engine(run, engine)
+    except Exception as error:
+        name = engine.process.name
+        pool.fail(WorkerDied(f"{name} can't be replaced any more: {type(error).__name__}: {error}"))
+        engines_changed(run)
+        raise
+    del run.engine_watches[engine]
+    if len(run.engine_watches) < run.config.generator.min_replicas:
+        pool.fail(died)
+        engines_changed(run)
 
 
-async def _death(engine: EngineReplica) -> WorkerDied:
+async def replace_engine(run: RunContext, engine: EngineReplica) -> EngineReplica:
+    """Start a successor of a dead engine, and wait until it serves or dies. Returns it."""
+    began = time.monotonic()
+    successor, start = engine.successor(run.cluster.link.start_config(run.config))
+    run.cluster.generator.change(add=[successor], remove=[engine])
+    run.engine_watches[successor] = run.engine_watches.pop(engine)
+    await engine.process.stop(STOP_TIMEOUT_S)  # also frees the place of an actor
+    await start_engine(run, successor, start)
+    if not successor.process.dead:
+        now, took = run.events.now(), time.monotonic() - began
+        line = f"{successor.process.name} was restarted and serves again after {took:.1f} s"
+        run.events.add("recovery", successor.track, now - took, now, what=line)
+        run.totals.engine_restarts += 1
+        run.progress.warn(line)
+    return successor
+
+
+async def start_engine(run: RunContext, engine: EngineReplica, start: Start) -> None:
+    """Start an engine, and wait until it serves. An engine that does not is terminated."""
+    try:
+        async with run.cluster.engine_start():
+            await start()
+        engine.started = True
+        await run.cluster.link.join(engine)
+        if not engine.serving.is_set():
+            await publish_to_new_engines(run)
+        await wait_first(engine.serving.wait(), engine.process.ended.wait())
+    except (WorkerDied, WorkerError, ConfigError, OSError) as error:
+        engine.terminate(f"{engine.process.name} did not start: {error}")
+    engines_changed(run)
+
+
+def engines_changed(run: RunContext) -> None:
+    """Let the loop look at the engines again: their number has changed, or none will serve any more."""
+    run.episode_slots.grow(episode_slots(run.config, run.cluster.generator.max_num_seqs).count)
+    run.changed.set()
+
+
+def report_death(run: RunContext, engine: EngineReplica, died: WorkerDied, consequence: str) -> None:
+    """Record and show why an engine died, with the end of its log."""
+    pool = run.cluster.generator
+    first, _, log = str(died).partition("\n")
+    line = f"{first}; {len(pool.alive)} of {len(pool.generators)} generators are left{consequence}"
+    run.events.add("fault", engine.track, what=line)
+    run.totals.engines_lost.append(line)
+    run.progress.warn(f"{line}\n{log}".rstrip())
+    engines_changed(run)
+
+
+async def wait_dead(engine: EngineReplica) -> WorkerDied:
     """Wait until the engine is dead. Returns why. A publish that restarts engines gives them other processes."""
     while True:
         process = engine.process
@@ -192,7 +185,7 @@ async def _death(engine: EngineReplica) -> WorkerDied:
             return process.dead
 
 
-async def _first(*waits: Awaitable[object]) -> None:
+async def wait_first(*waits: Awaitable[object]) -> None:
     """Wait until one of these is done."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:

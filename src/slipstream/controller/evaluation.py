@@ -1,13 +1,19 @@
-"""Evaluation: play held-out tasks on the engines, during the training of further steps or in a separate process."""
+"""Evaluation: play held-out tasks on the engines during the training of further steps, or on a model in this process.
+
+`slipstream eval` and `slipstream generate` use a model in this process.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slipstream.config.schema import Config
+import torch
+
+from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import ChatTokenizer, Environment, Policy, Task
 from slipstream.environments.concurrency import EpisodeSlots
@@ -17,16 +23,25 @@ from slipstream.environments.episode import (
     RolloutFailed,
     Scoring,
     episode_limits,
+    episode_slots,
     reward_error_counter,
     run_episode,
 )
+from slipstream.environments.load import close_environment, load_environment
 from slipstream.environments.reward_workers import ScoringError
+from slipstream.errors import RunError
 from slipstream.generators.base import Generator
+from slipstream.generators.torch.engine import Engine
+from slipstream.generators.torch.generator import TorchGenerator
+from slipstream.model.device import dtype_of, pick_device
+from slipstream.model.inspection import max_model_len
+from slipstream.model.loading import load_causal_lm, load_tokenizer
 from slipstream.observe.events import CONTROLLER
 from slipstream.observe.run_totals import metric_means
-from slipstream.rollout import Rollout, Sampling, build_samples, mean
-from slipstream.runtime.closing import gather_all
+from slipstream.rollout import Completion, Rollout, Sampling, build_samples, mean
+from slipstream.runtime.closing import closing, gather_all
 from slipstream.runtime.event_loop import throttle
+from slipstream.scoring.load import load_scoring
 
 RECORDED_TASKS = 200  # tasks whose outcomes are recorded
 RECORDED_CHARACTERS = 500  # of a prompt or a completion
@@ -128,6 +143,53 @@ async def evaluate(
             _sample(*played_task, tokenizer) for played_task in zip(tasks, played[:RECORDED_TASKS], strict=False)
         ],
     }
+
+
+async def evaluate_model(config: Config) -> dict[str, Any]:
+    """Evaluate the model at `model.path`, see `evaluate`. Raises `ConfigError`, and `RunError` if all fail."""
+    environment = load_environment(config.environment)
+    if not environment.test[: config.evaluation.tasks]:
+        raise ConfigError(
+            f"environment.name = {config.environment.name!r} has {len(environment.test)} held-out tasks, and "
+            f"evaluation.tasks = {config.evaluation.tasks}: there is nothing to evaluate on"
+        )
+    generator, tokenizer = load_generator(config)
+    chat_tokenizer = ChatTokenizer(tokenizer, max_model_len(config))
+    endpoint = Endpoint(chat_tokenizer)
+    scoring = load_scoring(config, chat_tokenizer)
+    closers = [part.close for part in (scoring, endpoint) if part]
+    async with closing(*closers, lambda: close_environment(environment)):
+        if scoring:
+            await scoring.start()
+        slots = episode_slots(config, config.generator.max_num_seqs)
+        result = await evaluate(config, environment, generator, chat_tokenizer, endpoint, scoring, slots)
+        if result["eval/failed"] == result["eval/tasks"]:
+            raise RunError(describe_failures(result))
+        return result
+
+
+async def generate_texts(config: Config, prompts: Sequence[str]) -> list[Completion]:
+    """Complete each prompt with the embedded engine in this process, sampling as evaluations do.
+
+    Uses the chat template if the tokenizer has one. Raises `ConfigError`.
+    """
+    generator, tokenizer = load_generator(config)
+    policy = Policy(generator, ChatTokenizer(tokenizer, max_model_len(config)), evaluation_sampling(config), "")
+    seed = config.loop.seed
+    return list(await asyncio.gather(*(policy.sample(p, seed=seed + i) for i, p in enumerate(prompts))))
+
+
+def load_generator(config: Config) -> tuple[TorchGenerator, Any]:
+    """An embedded engine in this process, and the tokenizer. Raises `ConfigError`, and as `Engine`."""
+    if config.generator.threads:
+        torch.set_num_threads(config.generator.threads)
+    device = pick_device(config.generator.device, "generator.device")
+    tokenizer = load_tokenizer(config.model.path)
+    model = load_causal_lm(config.model.path, device=device, dtype=dtype_of(config))
+    engine = Engine(
+        model, slots=config.generator.max_num_seqs, context=config.generator.max_model_len, tokenizer=tokenizer
+    )
+    return TorchGenerator(engine), tokenizer
 
 
 def evaluation_sampling(config: Config) -> Sampling:

@@ -6,24 +6,29 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import inspect
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from slipstream.config.plugins import one_line
 from slipstream.controller.checkpoints import save_checkpoint
+from slipstream.controller.engine_supervisor import close_cluster
 from slipstream.controller.evaluation import evaluate_run
 from slipstream.controller.publishing import publish_version, wait_published
 from slipstream.controller.run_context import RunContext
-from slipstream.environments.base import Environment
+from slipstream.environments.load import close_environment
+from slipstream.errors import RunError
 from slipstream.observe.events import CONTROLLER
 from slipstream.observe.page import write_report
+from slipstream.observe.recorder import RecordError
 from slipstream.observe.run_data import load_run
-from slipstream.runtime.closing import closing
-from slipstream.runtime.disk import writing
+from slipstream.runtime.closing import close_at_once, closing
+from slipstream.runtime.disk import DiskFull, describe_full_disk, writing
 from slipstream.runtime.run_directory import write_json
+from slipstream.runtime.worker import WorkerError
 
 
 def stop_run(run: RunContext, reason: str, hint: str) -> None:
@@ -119,10 +124,10 @@ async def close(run: RunContext) -> None:
     """Close processes, endpoint, environment, recorder and trackers, also if closing one of them raises."""
     if run.slow_episode_report:
         run.slow_episode_report.cancel()
-    closers = [part.close for part in (run.endpoint, run.scoring, run.started_cluster) if part]
-    async with closing(run.trackers.close):  # after the last record
+    parts = [part.close for part in (run.endpoint, run.scoring) if part]
+    async with closing(lambda: close_at_once(*(t.close for t in run.trackers))):  # after the last record
         try:
-            async with closing(*closers, lambda: close_environment(run.environment)):
+            async with closing(*parts, partial(close_cluster, run), partial(close_environment, run.environment)):
                 pass
         finally:
             if run.heap_frozen:
@@ -130,11 +135,15 @@ async def close(run: RunContext) -> None:
             run.recorder.close()
 
 
-async def close_environment(environment: Environment) -> None:
-    """Call the environment's `close`, if it has one, sync or async. Prints a failure: results are already written."""
+@contextlib.contextmanager
+def report_full_disk(path: Path) -> Iterator[None]:
+    """Turn errors caused by a full disk into a `RunError` with the command that resumes the run in `path`."""
     try:
-        closed = environment.close() if hasattr(environment, "close") else None
-        if inspect.isawaitable(closed):
-            await closed
-    except Exception as error:
-        print(f"slipstream: warning: closing the environment failed: {one_line(error)}", file=sys.stderr)
+        yield
+    except RecordError:
+        raise  # its message already names the full disk
+    except (OSError, WorkerError, DiskFull) as error:
+        if not (full := describe_full_disk(error, path)):
+            raise
+        again = f"slipstream train --resume {path}" if (path / "config.toml").exists() else "start the run again"
+        raise RunError(f"{full}; free space, then: {again}") from None

@@ -11,9 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from slipstream.config.schema import Config, ConfigError
-from slipstream.controller.colocation import ColocatedScheduler
 from slipstream.controller.engine_restart import RestartPublisher
-from slipstream.controller.engine_supervisor import EngineEvents, EngineSupervisor
 from slipstream.controller.weight_publisher import WeightPublisher
 from slipstream.environments.episode import first_error
 from slipstream.generators.base import EngineWorker
@@ -33,6 +31,43 @@ WORKER_CLASSES = {
     "vllm": "slipstream.generators.vllm.engine:VllmWorker",
     "pytorch": "slipstream.trainers.trainer_worker:PytorchTrainerWorker",
 }
+KEEP, DISCARD = 1, 2  # vLLM's sleep levels: keep the weights in host memory, or discard them
+
+
+class ColocatedScheduler:
+    """Placement `colocated`: engines and trainer alternate on the same GPUs, engines first. See ARCHITECTURE.md.
+
+    Requests wait in the pool while engines sleep, and the clocks of episodes are paused (`generators.pausable_clock`).
+    """
+
+    def __init__(self, trainer: TrainerWorker, pool: GeneratorPool) -> None:
+        self._trainer, self._pool = trainer, pool
+        self._handed_over = True
+
+    @asynccontextmanager
+    async def trainer_turn(self, publishes: bool) -> AsyncIterator[None]:
+        """Context in which the trainer has the GPUs. If it `publishes`, engines discard their weights.
+
+        After an error the GPUs stay with the trainer, because the run ends.
+        """
+        self._pool.pause()
+        await self._pool.call_all(lambda engine: engine.sleep(DISCARD if publishes else KEEP), "sleep")
+        await self._trainer.onload()
+        self._handed_over = False
+        yield
+        await self.hand_over()
+        await self._wake("kv_cache")
+        self._pool.resume()
+
+    async def hand_over(self) -> None:
+        """Within `trainer_turn`, offload the trainer and wake the engines' weights, so that engines take a version."""
+        if not self._handed_over:
+            await self._trainer.offload()
+            await self._wake("weights")
+            self._handed_over = True
+
+    async def _wake(self, tag: str) -> None:
+        await self._pool.call_all(lambda engine: engine.wake((tag,)), "wake")
 
 
 class Cluster:
@@ -44,7 +79,6 @@ class Cluster:
     ) -> None:  # fmt: skip
         self.generator, self._config, self._directory, self._placement = generator, config, directory, placement
         self._trainer_idle = asyncio.Lock()  # held while the trainer computes, or an engine starts on its GPUs
-        self.supervisor: EngineSupervisor | None = None
         self._use(trainer)
 
     def _use(self, trainer: WorkerProcess | RankGroup) -> None:
@@ -96,6 +130,12 @@ class Cluster:
             raise
 
     @property
+    def trainer_ranks(self) -> Sequence[WorkerProcess]:
+        """The processes of the trainer."""
+        trainer = self.trainer_process
+        return trainer.processes if isinstance(trainer, RankGroup) else (trainer,)
+
+    @property
     def engines_can_stay(self) -> bool:
         """Whether the engines can connect to another trainer; otherwise they have to be restarted with it."""
         gpus = bool(self._placement.trainer)
@@ -115,19 +155,10 @@ class Cluster:
         async with self._trainer_idle, self._colocation.trainer_turn(publishes) if self._colocation else nullcontext():
             yield
 
-    def supervise(self, events: EngineEvents) -> None:
-        """Replace engines that die from now on."""
-        self.supervisor = self.supervisor or EngineSupervisor(
-            self.generator, lambda: self.link, self._config, events, self._engine_start
-        )
-
-    async def scale(self, engines: int) -> None:
-        """Change the number of engines. Further ones start in the background; returns once surplus ones have ended.
-
-        Raises `ConfigError` for a number of engines that the run can't have.
-        """
-        generator = self._config.generator
-        if self.supervisor is None or self.generator.begin is None or self._colocation or self._placement.shared:
+    def validate_engine_count(self, engines: int) -> None:
+        """Raise `ConfigError` for a number of engines that the run can't have."""
+        generator, pool = self._config.generator, self.generator
+        if not (pool.supervised and pool.begin) or self._colocation or self._placement.shared:
             raise ConfigError(
                 "the number of engines can be changed in a run that has begun, for engines that it has started itself, "
                 "on CPUs or on GPUs that no other worker uses"
@@ -135,15 +166,12 @@ class Cluster:
         if engines < generator.min_replicas:
             raise ConfigError(f"engines = {engines} is less than generator.min_replicas = {generator.min_replicas}")
         gpus_of_engine(self._placement, engines - 1, assignable_gpus(self._config, engines))
-        await self.supervisor.scale(engines)
 
-    def _engine_start(self) -> AbstractAsyncContextManager[object]:
+    def engine_start(self) -> AbstractAsyncContextManager[object]:
         """Context in which an engine may start: an engine that shares the trainer's GPUs needs its memory."""
         return self._trainer_idle if self._colocation else nullcontext()
 
     async def close(self) -> None:
-        if self.supervisor:
-            await self.supervisor.close()
         async with closing(self.link.close):
             await close_at_once(self.generator.close, self.trainer_process.stop)
 

@@ -1,6 +1,6 @@
 """The metrics of a step, as written to `metrics.jsonl` and shown in the terminal.
 
-Every name is defined here or in `observe/run_totals.py`; `docs/metrics.md` has unit and meaning of each.
+Names are defined here, in `observe/run_totals.py` or in `rollout.StepStats`; `docs/metrics.md` has unit and meaning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from slipstream.scoring.stage import Interval
 def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: dict[str, float], wait: float) -> None:
     """Queue and show the record of the last step. The trainer waited `wait` seconds for the batch."""
     run.totals.extend_window(run.cluster.generator.totals, stats.seconds)
-    record_engine_times(run)
+    for activity in run.cluster.generator.take_activity():  # of each engine since the last step
+        run.events.add("engine", **dataclasses.asdict(activity))
     record = {
         "step": run.state.step,
         "version": run.state.version,
@@ -46,12 +47,6 @@ def record_trainer_time(run: RunContext, batch: Batch, stats: StepStats, waited:
         "step", TRAINER, now - stats.seconds, now,
         step=run.state.step + 1, version=batch.version, wait_s=waited, visit_ids=visits,
     )  # fmt: skip
-
-
-def record_engine_times(run: RunContext) -> None:
-    """Record what each engine did since the last call."""
-    for activity in run.cluster.generator.take_activity():
-        run.events.add("engine", **dataclasses.asdict(activity))
 
 
 def run_metrics(run: RunContext) -> dict[str, Any]:
@@ -114,11 +109,12 @@ def _state(engine: EngineReplica) -> str:
 
 def engine_metrics(run: RunContext) -> dict[str, float]:
     """How many engines there are, and the totals of each, as of the last publish."""
-    pool, supervisor = run.cluster.generator, run.cluster.supervisor
+    pool = run.cluster.generator
+    wanted = [engine for engine in pool.generators if not engine.leaving]
     return {
         "engines/alive": len(pool.alive),
-        "engines/total": sum(not engine.leaving for engine in pool.generators),
-        "engines/lost": supervisor.lost if supervisor else 0,
+        "engines/total": len(wanted),
+        "engines/lost": sum(engine not in run.engine_watches for engine in wanted),
         **{f"engines/tokens/{n}": engine.totals["tokens"] for n, engine in enumerate(pool.generators)},
         **{f"engines/busy_s/{n}": engine.totals["busy_s"] for n, engine in enumerate(pool.generators)},
     }
@@ -135,28 +131,6 @@ def memory_metrics() -> dict[str, float]:
 
 def trainer_metrics(stats: StepStats) -> dict[str, Any]:
     """The trainer's statistics of a step."""
-    return {
-        "time/step_s": stats.seconds,
-        "policy/entropy": stats.entropy,
-        "policy/kl": stats.kl,
-        "policy/mismatch_kl": stats.mismatch_kl,
-        "policy/ratio_mean": stats.ratio_mean,
-        "policy/ratio_max": stats.ratio_max,
-        "policy/effective_sample_size": stats.effective_sample_size,
-        "policy/clip_fraction": stats.clip_fraction,
-        "policy/masked_fraction": stats.masked_fraction,
-        "train/loss": stats.loss,
-        "train/grad_norm": stats.grad_norm,
-        "train/learning_rate": stats.learning_rate,
-        "train/skipped_steps": stats.skipped_steps,
-        "train/tokens": stats.tokens,
-        "train/packed_tokens": stats.packed_tokens,
-        "train/tokens_per_s": stats.tokens / max(stats.seconds, 1e-9),
-        "train/tflops": stats.tflops,
-        "train/matmul_utilisation": stats.matmul_utilisation,
-        "train/max_memory_gb": stats.max_memory_gb,
-        "experts/max_load": stats.expert_max_load,
-        "experts/load_entropy": stats.expert_load_entropy,
-        "experts/idle_fraction": stats.expert_idle_fraction,
-        "experts/changed_fraction": stats.expert_changed_fraction,
-    }
+    fields = [field for field in dataclasses.fields(StepStats) if field.metadata]
+    named = {field.metadata["metric"]: getattr(stats, field.name) for field in fields}
+    return named | {"train/tokens_per_s": stats.tokens / max(stats.seconds, 1e-9)}

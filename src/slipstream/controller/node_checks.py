@@ -17,11 +17,10 @@ from safetensors import safe_open
 
 from slipstream.config.loading import absolute_path
 from slipstream.config.schema import Config, ConfigError
-from slipstream.controller.errors import RunError
 from slipstream.controller.node_faults import Fault, Needs, bandwidth_faults, connection_faults, find_faults, several
 from slipstream.controller.node_worker import TOKEN, NodeReport, NodeWorker, versions
 from slipstream.environments.load import LIBRARIES
-from slipstream.errors import UserError
+from slipstream.errors import RunError, UserError
 from slipstream.model.device import dtype_name
 from slipstream.runtime.addresses import private_store
 from slipstream.runtime.placement import VISIBLE, place, resolve_auto

@@ -39,7 +39,6 @@ async def publish_version(run: RunContext, trainer_free: asyncio.Event) -> None:
     """Publish to all engines, then admit groups. Sets `trainer_free` once the trainer may take its next step.
 
     If no engine is alive, the version is not served: the first engine to be restarted is brought to the newest weights.
-    Warns of engines that were removed from the pool.
     """
     step = run.state.step
     run.state.stage()
@@ -60,10 +59,9 @@ async def publish_version(run: RunContext, trainer_free: asyncio.Event) -> None:
 
 def record_publish(run: RunContext, stats: PublishStats) -> None:
     """Record a publish with the pause of each engine."""
-    times = {"transfer_s": stats.sending, "ready_s": stats.ready, "verify_s": stats.total - stats.ready}
-    ended = stats.began + stats.total
     run.events.add(
-        "publish", CONTROLLER, stats.began, ended, version=stats.version, pauses=stats.pauses, **times
+        "publish", CONTROLLER, stats.began, stats.began + stats.total, version=stats.version, pauses=stats.pauses,
+        transfer_s=stats.sending, ready_s=stats.ready, verify_s=stats.total - stats.ready,
     )  # fmt: skip
 
 

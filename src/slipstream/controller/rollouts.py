@@ -7,16 +7,16 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from slipstream.controller.errors import RunError
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, episode_limits, run_episode
+from slipstream.errors import RunError
 from slipstream.objective import has_signal
 from slipstream.observe.events import CONTROLLER, SCORING
 from slipstream.rollout import Group, Rollout
 from slipstream.runtime.closing import gather_all
 from slipstream.runtime.event_loop import throttle
-from slipstream.scheduling.ledger import State, Visit
+from slipstream.scheduling.ledger import Visit
 
 FILTERED_STEPS = 20  # steps' worth of filtered groups in a row: the default limit, and the number that causes a warning
 SLOW_EPISODE_S = 10.0  # age at which an episode is first reported as slow
@@ -66,8 +66,8 @@ async def play_group(run: RunContext, visit: Visit) -> None:
     run.changed.set()
 
 
-async def play_rollout(run: RunContext, task: Task, visit: Visit, member: int) -> tuple[Rollout, ...] | None:
-    """Play one episode. Returns its rollouts, one per role, or None if it failed.
+async def play_rollout(run: RunContext, task: Task, visit: Visit, member: int) -> tuple[Rollout, ...] | RolloutFailed:
+    """Play one episode. Returns its rollouts, one per role, or why it failed.
 
     Raises `RunError` after too many failures in a row, and `WorkerDied` if all engines or a scoring process died.
     """
@@ -86,7 +86,7 @@ async def play_rollout(run: RunContext, task: Task, visit: Visit, member: int) -
     except RolloutFailed as failure:
         run.events.rollout_failed(visit.id, began, policy.recorded, failure.reason)
         count_failure(run, visit, failure)
-        return None
+        return failure
     finally:
         run.totals.tokens_generated += sum(len(c.token_ids) for c in policy.recorded)
     if not (run.reward_errors and run.reward_errors.in_a_row):
@@ -110,7 +110,6 @@ def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None
     if dead := run.cluster.generator.dead or (run.scoring and run.scoring.dead):
         raise dead from None
     run.state.ledger.reasons[failure.reason] += 1
-    run.last_failures[visit.id] = failure
     if run.failure_streak.failed(visit.task, run.state.ledger.running_tasks):
         streak = run.failure_streak
         found = f"{streak.rollouts} rollouts of {len(streak.tasks)} tasks in a row failed"
@@ -118,7 +117,7 @@ def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None
 
 
 def end_group(
-    run: RunContext, visit: Visit, task: Task, played: Sequence[tuple[Rollout, ...] | None], began: float
+    run: RunContext, visit: Visit, task: Task, played: Sequence[tuple[Rollout, ...] | RolloutFailed], began: float
 ) -> None:
     """Add the group to the buffer, filter it, or return its task to pending; retire the task after the last try.
 
@@ -126,23 +125,21 @@ def end_group(
     """
     options, first_step, before = run.config.algorithm, run.state.step == 0, run.state.filtered_in_a_row
     limit = options.max_filtered_in_a_row or FILTERED_STEPS * run.config.loop.groups_per_step
-    rollouts = [rollout for episode in played if episode for rollout in episode]
-    retired = run.state.end(
+    failures = [outcome for outcome in played if isinstance(outcome, RolloutFailed)]
+    rollouts = [rollout for outcome in played if not isinstance(outcome, RolloutFailed) for rollout in outcome]
+    fate = run.state.end(
         visit,
         task.id,
         rollouts,
-        failed=sum(episode is None for episode in played),
+        failed=len(failures),
         has_signal=lambda group: (
             not options.filter_zero_advantage or has_signal(run.objective, run.config, group, strict=first_step)
         ),
         max_filtered_in_a_row=limit,
     )
-    ready = visit.id in run.state.ledger.live and visit.state is State.READY
-    fate = "ready" if ready else "filtered" if run.state.filtered_in_a_row > before else "failed"
-    run.events.group(visit.id, task.id, fate, began, rollouts)
-    failure = run.last_failures.pop(visit.id, None)
-    if retired and failure:
-        retire_task(run, visit.task, failure)
+    run.events.group(visit.id, task.id, "failed" if fate == "retired" else fate, began, rollouts)
+    if fate == "retired" and failures:
+        retire_task(run, visit.task, failures[-1])
     if before < FILTERED_STEPS * run.config.loop.groups_per_step == run.state.filtered_in_a_row:
         run.progress.warn(
             f"the last {run.state.filtered_in_a_row} groups had advantages of 0 and were replaced; after "
@@ -153,7 +150,7 @@ def end_group(
 
 
 def take_groups(run: RunContext) -> list[Group]:
-    """The groups of the next step, as `LoopState.cut`. Records the groups that are dropped because they are stale."""
+    """The groups of the next step, as `LoopState.take_batch`. Records the stale groups that it drops."""
     dropped: list[int] = []
     groups = run.state.take_batch(dropped.append)
     if dropped:

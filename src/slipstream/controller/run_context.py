@@ -6,13 +6,14 @@ import asyncio
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster
-from slipstream.controller.trackers import Trackers
+from slipstream.controller.trackers import TrackerProcess
 from slipstream.environments.base import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.episode import RolloutFailed, reward_error_counter
+from slipstream.environments.episode import reward_error_counter
 from slipstream.environments.load import load_environment, takes_reward_workers
 from slipstream.environments.reward_workers import ScoringError
+from slipstream.generators.pool import EngineReplica
 from slipstream.model.inspection import has_experts, max_model_len
 from slipstream.model.loading import load_tokenizer
 from slipstream.objective import load_objective
@@ -23,8 +24,7 @@ from slipstream.observe.recorder import Recorder
 from slipstream.observe.run_totals import RunTotals
 from slipstream.rollout import Sampling
 from slipstream.runtime.run_directory import RunDirectory
-from slipstream.scheduling.failure_streak import FailureStreak
-from slipstream.scheduling.loop_state import LoopState
+from slipstream.scheduling.loop_state import FailureStreak, LoopState
 from slipstream.scoring.load import FunctionScorer, load_scoring
 
 
@@ -47,12 +47,12 @@ class RunContext:
         self.progress = Progress(config.loop.steps, quiet=quiet)
         self.recorder = Recorder(directory.path, self.tokenizer.decode, self.progress.warn)
         self.events = self.recorder.events
-        self.trackers = Trackers(config.observe, directory.path, self.progress.warn)
         self.scoring = load_scoring(config, self.chat_tokenizer, directory.path / "logs")
         if self.scoring:
             self.scoring.warn_by(self.warn_of_scoring)
         self._validate_reward_workers()
         self.started_cluster: Cluster | None = None
+        self.trackers: list[TrackerProcess] = []
 
         self.stopped: str | None = None  # name of the signal that stopped the run, or "slipstream stop"
         self.paused = False  # no group starts and no step is taken
@@ -65,6 +65,7 @@ class RunContext:
         self.heap_frozen = False
         self.health: Health | None = None  # unless `observe.health` is false, from the first step on
         self.checkpoint_gb: float | None = None  # size of the last checkpoint that this process wrote
+        self.engine_watches: dict[EngineReplica, asyncio.Task[None]] = {}  # tasks that replace engines which die
         self.waits_for_engines = False  # fewer than `generator.min_replicas` serve
         self.episode_slots = EpisodeSlots()
         self.reward_errors = reward_error_counter(config.environment, self.count_reward_error)
@@ -93,7 +94,6 @@ class RunContext:
         # Rollouts in flight.
         self.running_groups: set[asyncio.Task[None]] = set()
         self.failure_streak = FailureStreak(config.environment.max_failures, tasks)
-        self.last_failures: dict[int, RolloutFailed] = {}  # by ledger visit in flight
 
         # Background tasks, at most one of each kind.
         self.admission: asyncio.Task[None] | None = None

@@ -1,4 +1,8 @@
-"""Start a run: validate the configuration, start the processes, restore the last checkpoint, probe the policy."""
+"""Start a run: validate the configuration, start the processes, restore the last checkpoint, probe the policy.
+
+A dead trainer is restarted from the last whole checkpoint, as by `--resume`, while engines continue to run.
+ARCHITECTURE.md says why that is sound. Engines are restarted, too, if they can't connect to another trainer.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slipstream.config.schema import Config, ConfigError
-from slipstream.controller.engine_supervisor import EngineEvents
-from slipstream.controller.errors import RunError
+from slipstream.controller.engine_supervisor import close_cluster, supervise_engines
 from slipstream.controller.evaluation import evaluate_run
 from slipstream.controller.launch import Cluster
 from slipstream.controller.metrics import pool_state
-from slipstream.controller.model_checks import validate_models
 from slipstream.controller.node_checks import check_nodes
-from slipstream.controller.publishing import publish_to_new_engines, record_publish, refresh_teacher
+from slipstream.controller.publishing import record_publish, refresh_teacher
 from slipstream.controller.rollouts import report_slow_episodes
 from slipstream.controller.run_context import RunContext
+from slipstream.controller.trackers import TrackerProcess
+from slipstream.controller.weight_publisher import PublishError
 from slipstream.environments.base import Policy
 from slipstream.environments.episode import episode_slots
 from slipstream.environments.prompts import describe, find_overlong_prompts
+from slipstream.errors import RunError
 from slipstream.model.device import pick_device
+from slipstream.model.inspection import attention_heads, causal_lm, max_model_len
+from slipstream.model.loading import load_causal_lm, load_model, validate_same_vocabulary
 from slipstream.model.paths import check_paths
-from slipstream.observe.events import CONTROLLER
+from slipstream.observe.events import CONTROLLER, TRAINER
 from slipstream.observe.health import Health, replay
 from slipstream.observe.progress import report_startup
 from slipstream.observe.run_data import Run
@@ -36,8 +45,10 @@ from slipstream.runtime.memory import freeze_heap
 from slipstream.runtime.placement import resolve_auto
 from slipstream.runtime.run_directory import read_ready
 from slipstream.runtime.runtime import current_runtime
+from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death
 from slipstream.sync.link import find_link
 
+META = torch.device("meta")  # for models without their weights
 PROBES = 4  # completions that engine and trainer are compared on
 
 
@@ -70,15 +81,56 @@ def validate_devices(config: Config) -> None:
             raise ConfigError(f'{name} = "{device}", but Ray chooses the GPUs of each worker; give "auto" or "cpu"')
 
 
+def validate_models(config: Config) -> None:
+    """Raise `ConfigError` for a policy, reference or teacher that can't be loaded, or that an option can't apply to."""
+    context, longest = max_model_len(config), config.sampling.max_tokens
+    if 0 < context <= longest:
+        raise ConfigError(
+            f"sampling.max_tokens = {longest} leaves no room for a prompt in the model's context of {context} tokens; "
+            "lower it"
+        )
+    if config.trainer.kind == "pytorch":
+        _validate_policy(config, causal_lm(load_model(config.model, config.lora, device=META, dtype=torch.float32)))
+    others = {"teacher.path": config.teacher.path} if config.teacher.path else {}
+    if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
+        others["algorithm.reference"] = config.algorithm.reference
+    for option, path in others.items():
+        if option != "teacher.path" or config.teacher.engine == "torch":  # vLLM knows other models than transformers
+            load_causal_lm(path, device=META, dtype=torch.float32, option=option)
+        validate_same_vocabulary(path, option, config.model.path)
+
+
+def _validate_policy(config: Config, model: Any) -> None:
+    """Raise `ConfigError` if `model` can't be trained, or ranks can't share its heads or experts."""
+    from slipstream.trainers.experts import expert_modules
+    from slipstream.trainers.tensor_parallel import plan_shards
+
+    trainer, size = config.trainer, config.generator.tensor_parallel_size
+    quantization = getattr(model.config, "quantization_config", None) or {}
+    if quantization.get("quant_method") == "bitsandbytes" and not config.lora.rank:
+        raise ConfigError(
+            f"model.path = {config.model.path!r} has weights in the format of bitsandbytes, which can't be trained; "
+            "train adapters (lora.rank = 16), or give the model with whole weights"
+        )
+    if trainer.parallel == "tensor" and trainer.ranks > 1:
+        plan_shards(model, trainer.ranks)
+    if trainer.expert_parallel > 1:
+        expert_modules(model, trainer.expert_parallel)
+    heads, keys, _ = attention_heads(model.config)
+    if heads % size or (keys % size and size % keys):
+        raise ConfigError(
+            f"generator.tensor_parallel_size = {size} can't share {heads} attention heads and {keys} heads of keys and "
+            "values; give a divisor"
+        )
+
+
 async def start(run: RunContext) -> None:
     """Start the processes, restore the last checkpoint, publish version 0 and check that both sides agree."""
     await find_long_prompts(run)
     where, link = run.directory.path, run.config.sync.link
     restarts = ", sync.restart = true" if run.config.sync.restart else ""
     run.progress.note(f'run directory {where}, sync.link = "{link}"{restarts}; generators and trainer start')
-    checkpoint, state, damaged = await asyncio.to_thread(run.directory.newest_whole)
-    for line in damaged:
-        run.progress.warn(line)
+    checkpoint, state = await find_checkpoint(run)
     if run.config.runtime.kind == "ray":
         await check_nodes(run.config, run.directory.path)
     await start_cluster(run)
@@ -90,7 +142,8 @@ async def start(run: RunContext) -> None:
     await asyncio.to_thread(run.recorder.load_libraries)
     await continue_from(run, checkpoint, state)
     run.directory.write_config(run.config)  # the run can be resumed once this file exists
-    run.trackers.start()
+    for name in run.config.observe.trackers:
+        run.trackers.append(TrackerProcess(name, run.config.observe.project, run.directory.path, run.progress.warn))
     run.heap_frozen = not gc.get_freeze_count()  # a heap frozen by the caller is unfrozen by the caller
     freeze_heap()
 
@@ -99,6 +152,14 @@ async def start_cluster(run: RunContext) -> None:
     """Start engines and trainer."""
     starting = Cluster.start(run.config, run.directory.path)
     run.started_cluster = await report_startup(starting, run.progress.note, run.directory.path / "logs")
+
+
+async def find_checkpoint(run: RunContext) -> tuple[Path | None, dict[str, Any]]:
+    """The newest whole checkpoint and its state; None and {} without one. Warns of damaged checkpoints."""
+    checkpoint, state, damaged = await asyncio.to_thread(run.directory.newest_whole)
+    for line in damaged:
+        run.progress.warn(line)
+    return checkpoint, state
 
 
 async def continue_from(run: RunContext, checkpoint: Path | None, state: dict[str, Any]) -> None:
@@ -136,27 +197,6 @@ def watch_health(run: RunContext) -> None:
     if options.health:
         run.health = Health(run.config.model_dump(), options.ignore)
         replay(Run(run.directory.path), run.health)
-
-
-def supervise_engines(run: RunContext) -> None:
-    """Replace engines that die from now on. Reports deaths and restarts."""
-
-    def lost(track: str, line: str, log: str) -> None:
-        run.events.add("fault", track, what=line)
-        run.totals.engines_lost.append(line)
-        run.progress.warn(f"{line}\n{log}".rstrip())
-
-    def restarted(track: str, line: str, took: float) -> None:
-        run.events.add("recovery", track, run.events.now() - took, run.events.now(), what=line)
-        run.totals.engine_restarts += 1
-        run.progress.warn(line)
-
-    def changed() -> None:
-        run.episode_slots.grow(episode_slots(run.config, run.cluster.generator.max_num_seqs).count)
-        run.changed.set()
-
-    publish = partial(publish_to_new_engines, run)
-    run.cluster.supervise(EngineEvents(lost, restarted, run.progress.note, changed, publish))
 
 
 async def restore(run: RunContext, path: Path, data: dict[str, Any]) -> None:
@@ -219,3 +259,66 @@ async def probe(run: RunContext) -> None:
             "trainer.logprob_tolerance if you accept the difference"
         )
     run.progress.note(f"probe: {finding}")
+
+
+async def restart_trainer(run: RunContext, error: Exception) -> None:
+    """Continue from the newest whole checkpoint after the death of a trainer rank.
+
+    Raises `error` if it has another cause. Raises `RunError` after `runtime.max_restarts` restarts.
+    """
+    before, steps, first, died_at = run.totals, run.state.step, run.trainer_restarts, run.events.now()
+    failure: WorkerDied | WorkerError | PublishError | None = trainer_death(run, error)
+    limit = run.config.runtime.max_restarts
+    if failure is None or not limit:
+        raise error
+    dead = next(rank.name for rank in run.cluster.trainer_ranks if rank.dead)
+    run.events.add("fault", dead, died_at, what=describe_death(failure))
+    engines_stay = run.cluster.engines_can_stay
+    while run.trainer_restarts < limit:
+        run.trainer_restarts += 1
+        try:
+            rewound_to = await _rewind_and_restart(run, failure, steps, engines_stay)
+        except ConfigError as again:
+            raise RunError(f"the trainer can't be restarted: {again}") from None
+        except (WorkerDied, WorkerError, PublishError) as again:
+            engines_stay = run.cluster.engines_can_stay and trainer_death(run, again) is not None
+            failure = again
+        else:
+            run.totals.carry_over(before, run.trainer_restarts - first, steps - run.state.step)
+            lost, what = steps - run.state.step, f"the trainer continues from step {run.state.step}"
+            keys = {"what": what, "step": run.state.step, "steps_lost": lost, "rewound_to": rewound_to}
+            run.events.add("recovery", TRAINER, died_at, run.events.now(), **keys)
+            return
+    raise RunError(f"{failure}\nThe trainer was restarted {limit} times before (runtime.max_restarts)") from None
+
+
+def trainer_death(run: RunContext, error: BaseException) -> WorkerDied | None:
+    """The death of a trainer rank that is (one of) the errors; None for other errors."""
+    deaths = [rank.dead for rank in run.cluster.trainer_ranks if rank.dead]
+    group = BaseExceptionGroup("", [error])
+    return next((death for death in deaths if group.subgroup(lambda one: one is death)), None)  # noqa: B023
+
+
+async def _rewind_and_restart(run: RunContext, failure: Exception, steps: int, engines_stay: bool) -> float:
+    """Go back to the newest whole checkpoint, and start the trainer from it, and the engines unless they stay.
+
+    `steps` is the number of steps taken before. Returns the time of the run at which it wrote the checkpoint.
+    """
+    await run.cluster.trainer_process.stop()
+    await run.recorder.flush()
+    await asyncio.to_thread(run.directory.remove_partial)
+    checkpoint, state = await find_checkpoint(run)
+    step = state.get("step", 0)
+    run.progress.warn(
+        f"{describe_death(failure)}; {'the trainer restarts' if engines_stay else 'trainer and engines restart'} "
+        f"({run.trainer_restarts} of runtime.max_restarts = {run.config.runtime.max_restarts}) and the run continues "
+        f"from step {step}: {steps - step} steps are lost"
+    )
+    run.rewind()
+    if engines_stay:
+        await run.cluster.restart_trainer()
+    else:
+        await close_cluster(run)
+        await start_cluster(run)
+    await continue_from(run, checkpoint, state)
+    return float(state["totals"]["wall_seconds"]) if state else 0.0

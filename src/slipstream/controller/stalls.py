@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from slipstream.controller.errors import RunError
 from slipstream.controller.run_context import RunContext
+from slipstream.errors import RunError
 from slipstream.runtime.worker_process import HEARTBEAT_S, alive_workers
 
 PACKAGE = Path(__file__).parents[1]

@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.config.schema import ObserveConfig
 from slipstream.observe.trackers import Follower, label
-from slipstream.runtime.closing import close_at_once
 from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 
@@ -18,25 +16,11 @@ DRAIN_S, DRAIN_INTERRUPTED_S = 30.0, 2.0  # in which a tracker has to end; the l
 STOP_S = 5.0  # in which its process has to end once all is sent
 
 
-class Trackers:
-    """The trackers of a run. They get nothing but the path of its directory; `warn` is called with each problem."""
-
-    def __init__(self, config: ObserveConfig, path: Path, warn: Callable[[str], None]) -> None:
-        self._config, self._path, self._warn = config, path, warn
-        self._running: list[TrackerProcess] = []
-
-    def start(self) -> None:
-        """Start a process for each tracker, without a wait."""
-        for name in self._config.trackers:
-            self._running.append(TrackerProcess(name, self._config.project, self._path, self._warn))
-
-    async def close(self) -> None:
-        """Wait until all records are sent, at most `DRAIN_S`, and end the processes."""
-        await close_at_once(*(process.close for process in self._running))
-
-
 class TrackerProcess:
-    """The process of one tracker, started by the constructor."""
+    """The process of one tracker, started by the constructor.
+
+    It gets nothing but the path of the run's directory. `warn` is called with each problem.
+    """
 
     def __init__(self, name: str, project: str, path: Path, warn: Callable[[str], None]) -> None:
         self._name, self._path, self._warn = name, path, warn
@@ -47,6 +31,7 @@ class TrackerProcess:
         self._following = asyncio.create_task(self._follow(project))
 
     async def close(self) -> None:
+        """Wait until all records are sent, at most `DRAIN_S`, and end the process."""
         task, self._ending = asyncio.current_task(), True
         grace = DRAIN_INTERRUPTED_S if task and task.cancelling() else DRAIN_S
         self._finish()

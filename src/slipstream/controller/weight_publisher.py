@@ -8,10 +8,9 @@ version are withheld until then.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -125,9 +124,9 @@ class WeightPublisher:
         async with self._lock:
             if not (self._joining and self._connected):  # the first publish brings all
                 return None
-            others, new = list(self._members), list(self._joining)
+            new, others = list(self._joining), list[EngineReplica]()
             if self._sender.independent_receivers:
-                self._members = []
+                self._members, others = [], self._members
             try:
                 return await self._publish(version, "", asyncio.Event())
             except (WorkerError, WorkerDied, PublishError) as error:
@@ -137,8 +136,7 @@ class WeightPublisher:
                     generator.terminate(f"{generator.process.name} did not receive version {version}: {error}")
                 return None
             finally:
-                if self._sender.independent_receivers:
-                    self._members = others + self._members
+                self._members = others + self._members
 
     async def _publish(self, version: int, verify: str, free: asyncio.Event) -> PublishStats:
         began = self._pool.now()
@@ -170,15 +168,12 @@ class WeightPublisher:
 
     async def _connect_ends(self) -> None:
         """Connect the trainer to all members of the pool."""
-        self._in_transfer, ranks = True, [g.ranks for g in self._members]
-        connection_info = self._connection_info = await self._trainer.open_link(sum(ranks))
-        self._next_rank = 1 + sum(ranks)
-        shapes: dict[str, Any] = connection_info["shapes"]
+        self._in_transfer, self._next_rank = True, 1
+        self._connection_info = await self._trainer.open_link(sum(g.ranks for g in self._members))
+        shapes: dict[str, Any] = self._connection_info["shapes"]
         self._names = list(shapes)
         self._travel = sum(map(math.prod, shapes.values())) * BYTES_PER_PARAMETER / MIN_BYTES_PER_S
-        firsts = itertools.accumulate(ranks, initial=1)
-        calls = [g.worker.connect(connection_info, first) for g, first in zip(self._members, firsts, strict=False)]
-        connecting = asyncio.ensure_future(gather_all(map(self._connect, self._members, calls)))
+        connecting = asyncio.ensure_future(gather_all(self._connect(self._members)))
         connecting.add_done_callback(succeeded)  # an error of the trainer takes precedence
         try:
             while self._sender.collective and not (await asyncio.wait((connecting,), timeout=CONNECT_POLL_S))[0]:
@@ -188,8 +183,14 @@ class WeightPublisher:
             connecting.cancel()
         self._joined, self._in_transfer = list(self._members), False
 
-    async def _connect(self, generator: EngineReplica, call: Awaitable[None]) -> None:
-        await self._wait_for(generator, call, "connect", CONNECT_TIMEOUT_S)
+    def _connect(self, generators: Sequence[EngineReplica]) -> list[Coroutine[Any, Any, None]]:
+        """Call `connect` of these engines, with the next ranks of the link. Returns the waits for their replies."""
+        waits = []
+        for generator in generators:
+            call = generator.worker.connect(self._connection_info, self._next_rank)
+            waits.append(self._wait_for(generator, call, "connect", CONNECT_TIMEOUT_S))
+            self._next_rank += generator.ranks
+        return waits
 
     async def _wait_for(self, generator: EngineReplica, call: Awaitable[Any], doing: str, limit: float) -> Any:
         """The reply of a member. Records its failure, and raises it."""
@@ -207,10 +208,7 @@ class WeightPublisher:
         new, self._joining, self._failed = [g for g in self._joining if not g.process.dead], [], {}
         self._members += new
         if not self._sender.collective:
-            firsts = itertools.accumulate((g.ranks for g in new), initial=self._next_rank)
-            calls = [g.worker.connect(self._connection_info, first) for g, first in zip(new, firsts, strict=False)]
-            self._next_rank += sum(g.ranks for g in new)
-            await asyncio.gather(*map(self._connect, new, calls), return_exceptions=True)
+            await asyncio.gather(*self._connect(new), return_exceptions=True)
             self._remove_members(self._failed)
         return bool(new)
 

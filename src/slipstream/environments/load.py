@@ -1,10 +1,11 @@
-"""Load the environment that a configuration names. Any failure raises `ConfigError` with a message of one line."""
+"""Load the environment that a configuration names: any failure raises `ConfigError` with one line. And close it."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +45,16 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     except Exception as error:  # of a property, or of a lazily read data set
         raise ConfigError(f"environment.name = {config.name!r}: its tasks can't be read: {one_line(error)}") from None
     return environment
+
+
+async def close_environment(environment: Environment) -> None:
+    """Call the environment's `close`, if it has one, sync or async. Prints a failure: results are already written."""
+    try:
+        closed = environment.close() if hasattr(environment, "close") else None
+        if inspect.isawaitable(closed):
+            await closed
+    except Exception as error:
+        print(f"slipstream: warning: closing the environment failed: {one_line(error)}", file=sys.stderr)
 
 
 def takes_reward_workers(environment: Environment) -> bool:

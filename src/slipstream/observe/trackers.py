@@ -18,8 +18,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
+from slipstream.config.checks import TRACKERS
 from slipstream.config.plugins import build, load_object
-from slipstream.config.schema import TRACKERS, ConfigError
+from slipstream.config.schema import ConfigError
 from slipstream.observe.run_data import Record, Run, load_run
 from slipstream.runtime.run_directory import lock, write_json
 

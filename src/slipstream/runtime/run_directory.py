@@ -17,7 +17,8 @@ from typing import IO, Any
 from uuid import uuid4
 
 from slipstream.config.loading import dump
-from slipstream.config.schema import NO_SYSTEM, Config, ConfigError
+from slipstream.config.schema import Config, ConfigError
+from slipstream.errors import NO_SYSTEM
 from slipstream.rollout import Group
 from slipstream.runtime.closing import finish_in_thread
 from slipstream.runtime.integrity import MANIFEST, STATE, Damaged, manifest, read_whole, sealed

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 
@@ -68,15 +69,12 @@ class Ledger:
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     reasons: Counter[str] = field(default_factory=Counter)
     live: dict[int, Visit] = field(default_factory=dict)
-    _order: tuple[int, list[int]] = (-1, [])
     _retired: set[int] = field(default_factory=set)
 
     def start(self) -> Visit:
         """Start the pending visit with the lowest id, else the next visit of the shuffled epochs."""
-        pending = [e for e in self.live.values() if e.state is State.PENDING]
-        if pending:
-            visit = min(pending, key=lambda visit: visit.id)
-        else:
+        visit = next((v for v in self.live.values() if v.state is State.PENDING), None)  # live visits are ordered by id
+        if visit is None:
             visit = self._next()
             while visit.task in self._retired and len(self._retired) < self.tasks:
                 self.abandoned += 1
@@ -114,10 +112,7 @@ class Ledger:
         self._try_again(visit_id)
 
     def failed(self, visit_id: int, *, rollouts: int) -> bool:
-        """Too few of the visit's `rollouts` rollouts succeeded for a group; the task is tried again.
-
-        Returns whether the task is retired because every try failed.
-        """
+        """Too few of the visit's rollouts succeeded; its task is tried again. Returns whether it is retired instead."""
         visit = self._expect(visit_id, State.RUNNING)
         visit.failed += 1
         self.counts.generated += rollouts
@@ -155,14 +150,7 @@ class Ledger:
     def _next(self) -> Visit:
         epoch, position = divmod(self.next_id, self.tasks)
         self.next_id += 1
-        return Visit(self.next_id - 1, self._shuffled(epoch)[position])
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        if self._order[0] != epoch:
-            order = list(range(self.tasks))
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._order[1]
+        return Visit(self.next_id - 1, shuffled(self.tasks, self.seed, epoch)[position])
 
     def _leave_buffer(self, visit_id: int) -> int:
         visit = self._expect(visit_id, State.READY)
@@ -183,3 +171,11 @@ class Ledger:
             found = "unknown or ended" if visit is None else str(visit.state)
             raise LedgerError(f"visit {visit_id} should be {state}, but it is {found}")
         return visit
+
+
+@lru_cache(maxsize=1)
+def shuffled(tasks: int, seed: int, epoch: int) -> list[int]:
+    """The order of the tasks in an epoch."""
+    order = list(range(tasks))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order

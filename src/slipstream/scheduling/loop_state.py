@@ -1,22 +1,26 @@
-"""The state of the training loop as a pure state machine: ledger, buffer, version and step.
+"""The state of the training loop as a pure state machine: ledger, buffer, version, step, and consecutive failures.
 
 No I/O, no clock, no tensors. The loop reports events; the state machine returns the number of groups to start, the
 groups of the next batch, and the contents of a checkpoint.
+
+The *lag* of a token is the trainer's version minus the version that sampled it. Admission makes large lags rare: no
+more groups are started than the next `max_lag + 1` versions can consume. The check when a batch is taken drops stale
+groups, since a group admitted in time can still end late; their tasks are tried again.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal
 
 from slipstream.config.schema import LoopConfig
 from slipstream.rollout import Group, Rollout
 from slipstream.scheduling.ledger import Ledger, State, Visit
-from slipstream.scheduling.staleness import capacity, is_stale
 
 MIN_GROUP_SIZE = 2
+Fate = Literal["ready", "filtered", "failed", "retired"]  # of a group; "retired": so is its task, after its last try
 
 
 class BufferFull(RuntimeError):
@@ -68,26 +72,27 @@ class LoopState:
         failed: int,
         has_signal: Callable[[Group], bool] = lambda group: True,
         max_filtered_in_a_row: float = math.inf,
-    ) -> bool:
+    ) -> Fate:
         """A group has ended with these successful rollouts: add it to the buffer, filter it, or try its task again.
 
-        Returns whether the task is retired. Raises `BufferFull`. At most `max_filtered_in_a_row` consecutive groups
-        without signal are filtered; later ones are added to the buffer until a group has signal.
+        Raises `BufferFull`. At most `max_filtered_in_a_row` consecutive groups without signal are filtered; later ones
+        are added to the buffer until a group has signal.
         """
         group = Group(visit.id, task_id, tuple(rollouts))
         if max(map(len, group.roles.values()), default=0) < MIN_GROUP_SIZE:
-            return self.ledger.failed(visit.id, rollouts=len(rollouts) + failed)
+            retired = self.ledger.failed(visit.id, rollouts=len(rollouts) + failed)
+            return "retired" if retired else "failed"
         self.ledger.ready(visit.id, rollouts=len(rollouts), failed=failed)
         empty = not has_signal(group)
         if empty and self.filtered_in_a_row < max_filtered_in_a_row:
             self.ledger.filtered(visit.id)
             self.filtered_in_a_row += 1
-            return False
+            return "filtered"
         if len(self.ready) >= self.capacity:
             raise BufferFull(f"visit {visit.id} arrived at a buffer that holds {self.capacity} groups already")
         self.filtered_in_a_row = self.filtered_in_a_row if empty else 0
         bisect.insort(self.ready, group, key=lambda g: (g.oldest_version, g.visit_id))
-        return False
+        return "ready"
 
     def take_batch(self, on_stale: Callable[[int], object] = lambda visit_id: None) -> list[Group]:
         """Take the groups of the next step from the buffer; an empty list while too few are fresh.
@@ -148,3 +153,50 @@ class LoopState:
 
     def _pace(self) -> dict[str, int]:
         return {"loop.groups_per_step": self.options.groups_per_step, "sync.every": self.every}
+
+
+def capacity(
+    *, version: int, max_lag: int, groups_per_version: int, trained: int, ready: int, running: int, buffer: int
+) -> int:
+    """Number of groups that may start now.
+
+    `trained` counts groups since the start of the run. Dropped, failed and filtered groups are not counted, so each is
+    replaced at once. `buffer` bounds running and ready groups together. With `max_lag` 0, groups are replaced when the
+    last running group ends, so that the composition of every forward pass depends only on the seed.
+    """
+    if max_lag == 0 and running:
+        return 0
+    by_lag = (max_lag + version + 1) * groups_per_version - (trained + ready + running)
+    return max(0, min(by_lag, buffer - ready - running))
+
+
+def is_stale(version: int, oldest: int, max_lag: int) -> bool:
+    """Whether a token sampled by version `oldest` exceeds `max_lag` at `version`."""
+    return version - oldest > max_lag
+
+
+class FailureStreak:
+    """Failed rollouts since the last success. `limit` different tasks, or all tasks if there are fewer, end the run."""
+
+    def __init__(self, limit: int, tasks: int) -> None:
+        self.rollouts = 0
+        self.tasks: set[int] = set()
+        self._limit, self._all = limit, tasks
+        self._succeeded = False
+
+    def succeeded(self) -> None:
+        self.rollouts, self._succeeded = 0, True
+        self.tasks.clear()
+
+    def failed(self, task: int, running: Collection[int]) -> bool:
+        """Count a failed rollout of this task. Returns whether the run must end; `running` are the tasks in flight.
+
+        Before the first success, `limit` failed rollouts end the run if all tasks in flight have failures.
+        """
+        self.rollouts += 1
+        self.tasks.add(task)
+        if self.rollouts < self._limit:
+            return False
+        many = len(self.tasks) >= min(self._limit, self._all)
+        never = not self._succeeded and len(self.tasks) >= min(2, self._all) and self.tasks.issuperset(running)
+        return many or never

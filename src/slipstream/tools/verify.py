@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from slipstream.config.loading import with_options
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster, start_generators
-from slipstream.controller.model_checks import validate_models
+from slipstream.controller.setup import validate_models
 from slipstream.generators.generator_worker import Engine, GeneratorWorker, OpenWeights
 from slipstream.generators.vllm.engine import VllmEngine, VllmWorker
 from slipstream.model.device import dtype_name

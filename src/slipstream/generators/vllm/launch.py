@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from slipstream.config.schema import MAX_LORA_RANK, Config, ConfigError
+from slipstream.config.engine_args import MAX_LORA_RANK
+from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.vllm.compat import cpu_head_sizes, has_mamba_kernel, validate_experts_returned
 from slipstream.model.device import dtype_name, dtype_of
 from slipstream.model.inspection import attention_heads, has_experts, model_type
