@@ -17,6 +17,7 @@ from slipstream.controller import rollouts
 from slipstream.controller.evaluation import evaluate
 from slipstream.controller.finish import close, stop_generation
 from slipstream.controller.run_context import RunContext
+from slipstream.environments import load
 from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.episode import EpisodeOptions, run_episode
@@ -48,6 +49,17 @@ class AsyncClosable(Closable):
 def test_an_environment_is_closed_async_or_not(environment: Any) -> None:
     asyncio.run(close_environment(environment))
     assert environment.closed == 1
+
+
+def test_a_close_that_hangs_is_cancelled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Hanging:
+        async def close(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(load, "CLOSE_TIMEOUT_S", 0.01)
+    hanging: Any = Hanging()
+    asyncio.run(close_environment(hanging))
+    assert capsys.readouterr().err == "slipstream: warning: closing the environment took 0.01 s: cancelled\n"
 
 
 def test_an_environment_needs_no_close() -> None:

@@ -18,6 +18,7 @@ from tests.environments.test_environments import policy
 
 USERS = """
 import time
+from slipstream.environments.base import Task
 
 class Mine:
     train = [1]
@@ -57,6 +58,11 @@ class Strict(Mine):
 class Lazy(Mine):
     train = (n for n in range(3))
 
+class Numbered:
+    train = test = [Task(7, "1+1=")]
+    rollout = None
+class Halved(Numbered):
+    train = [Task("a\\ud800", "1+1=")]
 class Late(Mine):
     @property
     def train(self):
@@ -77,6 +83,7 @@ def users(tmp_path: Path) -> Path:
     (tmp_path / "named.jsonl").write_text('{"question": "1+1="}\n')
     (tmp_path / "twice.jsonl").write_text('{"prompt": "1", "id": 7}\n{"prompt": "2", "id": "7"}\n')
     (tmp_path / "chat.jsonl").write_text('{"prompt": [{"content": "1+1="}]}\n')
+    (tmp_path / "parts.jsonl").write_text('{"prompt": [{"role": "user", "content": 5}]}\n')
     (tmp_path / "deep.jsonl").write_text("[" * 100_000 + "\n")
     return tmp_path
 
@@ -93,6 +100,8 @@ def users(tmp_path: Path) -> Path:
             r"^environment.options for .*AssertionError: digits: 1 to 8 .*users.py, line",
         ),
         ("users.py:Mine", {}, r"^environment.name = .*train\[0\] is 1; make it a slipstream.environments.base.Task"),
+        ("users.py:Numbered", {}, r"^environment.name = .*the id of train\[0\] is 7, of type int; make it text"),
+        ("users.py:Halved", {}, r"^environment.name = .*the id of train\[0\] is 'a.ud800', of type str; make it text"),
         ("users.py:Lazy", {}, "^environment.name = .*train is a generator; make it a list of tasks"),
         ("users.py:Late", {}, "^environment.name = .*its tasks can't be read: KeyError: 'question' .*users.py, line"),
         ("users.py:made", {"hint": 1}, "^environment.options: .* is made already and takes none"),
@@ -104,6 +113,7 @@ def users(tmp_path: Path) -> Path:
         ("users.py:reward", {"train": "named.jsonl"}, '^named.jsonl, line 1: not a task: it has no "prompt"'),
         ("users.py:reward", {"train": "twice.jsonl"}, '^twice.jsonl, line 2: .* its id "7" is that of line 1, too'),
         ("users.py:reward", {"train": "chat.jsonl"}, '^chat.jsonl, line 1: .* has no "role"'),
+        ("users.py:reward", {"train": "parts.jsonl"}, '^parts.jsonl, line 1: .*the "content" of a message'),
         ("users.py:reward", {"train": "deep.jsonl"}, r"^deep.jsonl, line 1: .* not JSON"),
         ("users.py:reward", {"train": "task.jsonl"}, r"there is no file task.jsonl \(did you mean tasks.jsonl"),
         ("users.py:reward", {"train": "."}, "^environment.options: there is no file"),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,12 @@ def test_a_hung_worker_ends_after_its_controller_was_killed(rewards: str) -> Non
     ended = subprocess.run(command, check=False, timeout=30, capture_output=True, text=True)
     assert ended.returncode != 0
     assert "Timeout" in ended.stderr
+
+
+def test_an_error_of_several_lines_keeps_its_type_and_its_first_line() -> None:
+    try:
+        raise ValueError("strange answer\nsecond line")
+    except ValueError:
+        detail = traceback.format_exc()
+    assert ScoringError("raised", detail).one_line == "ValueError: strange answer second line"
+    assert ScoringError("raised", "").one_line == "raised"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -193,3 +194,28 @@ def test_completions_that_an_environment_adds_are_invalid() -> None:
 
     failure, _ = play(build)
     assert isinstance(failure, RolloutFailed) and failure.reason == "invalid rollout: completions.token_ids"
+
+
+def test_subclasses_of_an_environment_become_what_every_process_knows() -> None:
+    class Named(str):
+        pass
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(Rollout):
+        more: Any = None
+
+    def build(_: Policy, one: Completion, other: Completion) -> Rollout:
+        return Own((one, dataclasses.replace(other, text=Named("more"))), 1.0, {Named("m"): 2.0}, role=Named("judge"))
+
+    outcome, _ = play(build)
+    assert not isinstance(outcome, RolloutFailed)
+    [rollout] = outcome
+    texts = [rollout.role, *rollout.metrics, *(completion.text for completion in rollout.completions)]
+    assert type(rollout) is Rollout and {type(text) for text in texts} == {str}
+    assert pickle.loads(pickle.dumps(rollout)).role == "judge"
+
+
+@pytest.mark.parametrize("reward", [np.array([1.0, 2.0]), 10**400])
+def test_a_reward_that_is_no_single_number_fails_its_rollout(reward: Any) -> None:
+    outcome, _ = play(lambda *_: reward)
+    assert isinstance(outcome, RolloutFailed) and "return a number" in outcome.one_line

@@ -77,3 +77,10 @@ def test_packed_sequences_of_any_model_family_are_independent(kind: str, packs: 
             logits = alone(torch.tensor([sample.token_ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
             wanted = logits.gather(-1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
             torch.testing.assert_close(got, wanted[len(sample.prompt_ids) - 1 :], atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_whose_head_is_zero_has_equal_log_probabilities() -> None:
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**COMMON, tie_word_embeddings=False))
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    PackedPolicy(model)  # tests whether the logits are the head's outputs

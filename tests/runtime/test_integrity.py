@@ -82,6 +82,7 @@ def change_a_digit(path: Path) -> None:
         (STATE, lambda path: path.write_bytes(b"\xff\xfe"), "run.json or manifest.json is damaged"),
         (MANIFEST, Path.unlink, "manifest.json can't be read: No such file"),
         (MANIFEST, lambda path: path.write_text("null"), "run.json or manifest.json is damaged"),
+        (MANIFEST, lambda path: path.write_text("{}"), "manifest.json lists no file"),
     ],
 )
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(

@@ -75,7 +75,9 @@ def _sampling_faults(config: Config) -> Iterator[str]:
         try:
             Sampling(**changes)
         except ValueError as error:
-            yield f"{section}.{error}".replace("stop_strings", "stop")
+            message = f"{section}.{error}".replace("stop_strings", "stop")
+            # Training rollouts can't be greedy.
+            yield message.replace("0 (greedy), or from", "from") if section == "sampling" else message
 
 
 def _unwritable_values(config: Config) -> Iterator[str]:
@@ -350,7 +352,8 @@ CHECKS: tuple[Check, ...] = (
            "algorithm.reference_decay"),
     *_idle(_truncates, "sampling.top_k or top_p", "algorithm.replay_sampling_mask"),
     *_idle(lambda c: c.trainer.ranks > 1, "trainer.ranks above 1", "trainer.parallel"),
-    *_idle(lambda c: c.evaluation.tasks, "evaluation.tasks above 0", "evaluation.every", "evaluation.every_tokens"),
+    *_idle(lambda c: c.evaluation.tasks, "evaluation.tasks above 0", "evaluation.every", "evaluation.every_tokens",
+           "evaluation.temperature"),
     *_idle(lambda c: c.observe.health, "observe.health = true", "observe.ignore"),
     *_idle(lambda c: c.observe.trackers, "observe.trackers", "observe.project"),
     *_idle(lambda c: c.runtime.kind == "ray", 'runtime.kind = "ray"',

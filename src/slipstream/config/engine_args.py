@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 MAX_LORA_RANK = 512  # that vLLM serves
 RUN_SETS = {  # vLLM's argument: the option of a run that sets it, if any
     "model": "model.path",
+    "tokenizer": "model.path",
+    "hf_config_path": "model.path",
     "dtype": "model.dtype",
     "seed": "loop.seed",
     "tensor_parallel_size": "generator.tensor_parallel_size",

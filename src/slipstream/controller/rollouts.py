@@ -140,7 +140,7 @@ def end_group(
     run.events.group(visit.id, task.id, "failed" if fate == "retired" else fate, began, rollouts)
     if fate == "retired" and failures:
         retire_task(run, visit.task, failures[-1])
-    if before < FILTERED_STEPS * run.config.loop.groups_per_step == run.state.filtered_in_a_row:
+    if before < min(limit, FILTERED_STEPS * run.config.loop.groups_per_step) == run.state.filtered_in_a_row:
         run.progress.warn(
             f"the last {run.state.filtered_in_a_row} groups had advantages of 0 and were replaced; after "
             f"algorithm.max_filtered_in_a_row = {limit} in a row they are trained on as they are, which changes "

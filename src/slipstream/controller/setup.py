@@ -32,6 +32,7 @@ from slipstream.environments.base import Policy
 from slipstream.environments.episode import episode_slots
 from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
+from slipstream.generators.base import GenerationError
 from slipstream.model.device import pick_device
 from slipstream.model.inspection import attention_heads, causal_lm, max_model_len
 from slipstream.model.loading import load_causal_lm, load_model, validate_same_vocabulary
@@ -41,6 +42,7 @@ from slipstream.observe.health import Health, replay
 from slipstream.observe.progress import report_startup
 from slipstream.observe.run_data import Run
 from slipstream.observe.trackers import check_installed
+from slipstream.rollout import Completion
 from slipstream.runtime.memory import freeze_heap
 from slipstream.runtime.placement import resolve_auto
 from slipstream.runtime.run_directory import read_ready
@@ -50,6 +52,7 @@ from slipstream.sync.link import find_link
 
 META = torch.device("meta")  # for models without their weights
 PROBES = 4  # completions that engine and trainer are compared on
+PROBE_ROUNDS = 8  # in which other prompts are tried if none of these can be sampled from
 
 
 def resolve_config(config: Config) -> Config:
@@ -238,15 +241,32 @@ def retire_long_prompts(run: RunContext) -> None:
     run.totals.tasks_retired |= {run.environment.train[i].id: f"prompt of {n}" for i, n in run.long_prompts.items()}
 
 
+async def sample_probes(run: RunContext, policy: Policy) -> list[Completion]:
+    """Completions of the first prompts that can be sampled from. Raises the error of a prompt if none of them can be.
+
+    The tasks of other prompts are retired once they are visited.
+    """
+    playable = (task for i, task in enumerate(run.environment.train) if i not in run.long_prompts)
+    outcomes: list[Completion | BaseException] = []
+    for _ in range(PROBE_ROUNDS):
+        sampling = [policy.sample(task.prompt, seed=i) for i, task in enumerate(itertools.islice(playable, PROBES))]
+        outcomes = await asyncio.gather(*sampling, return_exceptions=True) or outcomes
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        for error in errors:
+            if not isinstance(error, GenerationError):
+                raise error
+        if len(errors) < len(outcomes):
+            return [outcome for outcome in outcomes if isinstance(outcome, Completion)]
+    raise errors[0]
+
+
 async def probe(run: RunContext) -> None:
     """Sample from an engine and score with the trainer. Raises `RunError` if the log-probabilities differ."""
     sampling = run.sampling
     if not sampling.record_sampling_mask:  # the trainer scores the full distribution, without top_k and top_p
         sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0)
     policy = Policy(run.cluster.generator, run.chat_tokenizer, sampling, f"{run.config.loop.seed}/probe")
-    playable = (task for i, task in enumerate(run.environment.train) if i not in run.long_prompts)
-    tasks = itertools.islice(playable, PROBES)
-    sampled = await asyncio.gather(*(policy.sample(task.prompt, seed=i) for i, task in enumerate(tasks)))
+    sampled = await sample_probes(run, policy)
     async with run.cluster.trainer_turn(publishes=False):
         scored = await run.cluster.trainer.score(sampled)
     pairs = zip(sampled, scored, strict=True)

@@ -17,13 +17,15 @@ from slipstream.errors import RunError
 from slipstream.runtime.worker_process import HEARTBEAT_S, alive_workers
 
 PACKAGE = Path(__file__).parents[1]
+WORKER_WATCH_S = 3 * HEARTBEAT_S  # in which the watch of a worker, which has the same limit, acts on one that hangs
 
 
 @asynccontextmanager
 async def end_if_stalled(run: RunContext) -> AsyncIterator[None]:
     """Context that raises `RunError` once the run has made no progress for `runtime.progress_timeout`.
 
-    The limits of episodes, scores and starts of workers are added. A paused run is exempt.
+    The limits of episodes, scores and starts of workers are added, and a few seconds in which a worker that hangs is
+    terminated and restarted instead. A paused run is exempt.
     """
     main, found = asyncio.current_task(), list[str]()
     assert main
@@ -68,7 +70,7 @@ def _activity(run: RunContext) -> object:
 
 def _limit(run: RunContext) -> float:
     """Seconds without progress that are permitted now."""
-    limit = run.config.runtime.progress_timeout
+    limit = run.config.runtime.progress_timeout + WORKER_WATCH_S
     limit += run.config.runtime.start_timeout if any(worker.starting for worker in alive_workers()) else 0.0
     limit += run.config.environment.timeout if run.episode_slots.longest else 0.0
     return limit + (run.config.scoring.timeout if run.scoring and run.scoring.running else 0.0)

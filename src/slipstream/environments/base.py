@@ -82,7 +82,10 @@ def as_reward(value: Any) -> float:
     """A reward as a float, which may be NaN. Raises `InvalidReward` for what is no number, such as the text "1.0"."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise InvalidReward(f"the reward is {value!r:.80}, of type {type(value).__name__}: return a number")
-    return float(value)
+    try:
+        return float(value)
+    except Exception as error:  # a tensor of several elements, an integer beyond all floats
+        raise InvalidReward(f"the reward is {value!r:.80}: {error}: return a number") from None
 
 
 def _invalid_prompt_error(prompt: Any) -> GenerationError:
@@ -353,7 +356,7 @@ class Policy:
         for name in ("turns", "tokens"):
             if limit := getattr(self._limits, name):
                 raise ConfigError(
-                    f"environment.{name} = {limit} limits conversations, and this environment draws by {where}; "
+                    f"environment.max_{name} = {limit} limits conversations, and this environment draws by {where}; "
                     "leave it out and limit episodes in the environment, or use policy.conversation()"
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import random
@@ -23,6 +24,7 @@ LIBRARIES = {  # their environments are named "library:environment"
 }
 Item = TypeVar("Item")
 HELD_OUT = 0.1
+CLOSE_TIMEOUT_S = 30.0  # of an environment
 REWARD_SHARE = 0.1  # of an episode's timeout: one hung reward must not use up that of the episodes behind it
 
 
@@ -48,11 +50,16 @@ def load_environment(config: EnvironmentConfig) -> Environment:
 
 
 async def close_environment(environment: Environment) -> None:
-    """Call the environment's `close`, if it has one, sync or async. Prints a failure: results are already written."""
+    """Call the environment's `close`, if it has one, sync or async. Prints a failure: results are already written.
+
+    A `close` that does not end within `CLOSE_TIMEOUT_S` is cancelled.
+    """
     try:
         closed = environment.close() if hasattr(environment, "close") else None
         if inspect.isawaitable(closed):
-            await closed
+            await asyncio.wait_for(closed, CLOSE_TIMEOUT_S)
+    except TimeoutError:
+        print(f"slipstream: warning: closing the environment took {CLOSE_TIMEOUT_S:g} s: cancelled", file=sys.stderr)
     except Exception as error:
         print(f"slipstream: warning: closing the environment failed: {one_line(error)}", file=sys.stderr)
 
@@ -80,6 +87,11 @@ def _validate(environment: Any, name: str) -> None:
                 raise ConfigError(
                     f"environment.name = {name!r}: {split}[{index}] is {task!r:.80}; make it a "
                     "slipstream.environments.base.Task, whose prompt is text or a list of messages"
+                )
+            if not isinstance(task.id, str) or task.id != task.id.encode(errors="replace").decode():
+                raise ConfigError(
+                    f"environment.name = {name!r}: the id of {split}[{index}] is {task.id!r:.80}, of type "
+                    f"{type(task.id).__name__}; make it text that UTF-8 can encode"
                 )
     if not len(environment.train):
         raise ConfigError(f"environment.name = {name!r} has no training tasks; check environment.options")
@@ -188,6 +200,8 @@ def _task(data: Any, number: int, path: Path) -> Task:
         for message in prompt:
             if not isinstance(message.get("role"), str) or "content" not in message:
                 raise ValueError('a message of its prompt has no "role" or no "content"')
+            if any(not isinstance(message["content"], str | list | None) for message in prompt):
+                raise ValueError('the "content" of a message of its prompt is no text and no list of parts')
         prompt = tuple(prompt)
     elif not isinstance(prompt, str):
         raise ValueError("its prompt is neither text nor a list of messages")

@@ -39,8 +39,10 @@ class ScoringError(UserError):
 
     @property
     def one_line(self) -> str:
-        """The end of the detail, which names the error."""
-        return (str(self).splitlines() or [self.reason])[-1]
+        """The error that the detail ends with: its text after the frames of a traceback."""
+        lines = str(self).splitlines()
+        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+        return " ".join(lines[frames[-1] + 1 if frames else 0 :]) or self.reason
 
 
 class RewardRaised(ScoringError):

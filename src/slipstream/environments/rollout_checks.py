@@ -56,16 +56,18 @@ def _validate(rollout: Rollout, sampled: Sequence[Completion], used: dict[str, s
         taken.add(id(original))
         _validate_text("completions.text", completion.text, f"{at}.text")
         same_text = original.text == completion.text
-        completions.append(original if same_text else dataclasses.replace(original, text=completion.text))
+        completions.append(original if same_text else dataclasses.replace(original, text=str(completion.text)))
     if not isinstance(rollout.metrics, Mapping):
         raise InvalidRollout("metrics", f"is a {type(rollout.metrics).__name__}, not a mapping of names to numbers")
     for name in rollout.metrics:
         _validate_text("metrics", name)
-    return dataclasses.replace(
-        rollout,
-        completions=tuple(completions),
-        steps=_validate_steps(rollout.steps, completions),
-        teacher=_validate_teacher(rollout.teacher, completions),
+    return Rollout(  # not of the environment's own subclasses, which other processes can't unpickle
+        tuple(completions),
+        rollout.reward,
+        {str(name): value for name, value in rollout.metrics.items()},
+        _validate_steps(rollout.steps, completions),
+        _validate_teacher(rollout.teacher, completions),
+        str(rollout.role),
     )
 
 

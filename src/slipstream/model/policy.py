@@ -129,7 +129,9 @@ class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
 def _logits_are_head_outputs(model: Any, head: nn.Linear) -> bool:
     """Whether the model's logits are its head's outputs, tested with a random last hidden state."""
     hidden = torch.randn(1, 2, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
-    hidden *= PROBE_LOGIT / head(hidden).abs().amax().float().item()
+    if not (largest := head(hidden).abs().amax().float().item()):
+        return True  # a head of zeros gives the same logits scaled or not
+    hidden *= PROBE_LOGIT / largest
     backbone = text_decoder(model)  # called by the model's forward method
     own = vars(backbone).pop("forward", None)
     backbone.forward = lambda *_, **__: _Hidden(last_hidden_state=hidden)

@@ -44,6 +44,8 @@ def read_whole(checkpoint: Path) -> dict[str, Any]:
         seal = state.pop(SEAL)
         if _digest_of_text(json.dumps([state, seal["files"]])) != seal["digest"]:
             raise Damaged(f"{STATE} has other bytes than were written")
+        if listed == {}:
+            raise Damaged(f"{MANIFEST} lists no file")
         listed |= seal["files"]
         for name, found in zip(listed, _sizes_and_digests([checkpoint / name for name in listed]), strict=True):
             if found != listed[name]:

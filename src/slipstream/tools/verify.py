@@ -83,6 +83,7 @@ class Verdict:
     how: str = "continue"  # `sync.in_flight`
     tokens_discarded: int = 0  # tokens that the engine discarded at the swap
     longer: str = RAISE_TOKENS  # advice to get longer completions
+    link: str = ""  # the link that was verified, where the configuration says "auto"
 
     @property
     def exact(self) -> bool:
@@ -108,7 +109,7 @@ class Verdict:
         discarded = f"; {self.tokens_discarded} tokens were discarded" if self.tokens_discarded else ""
         rows = [
             ("engine", f"{generator.engine}, tensor parallel {generator.tensor_parallel_size}, {dtype_name(config)}"),
-            ("link", f"{config.sync.link}, in flight: {config.sync.in_flight}"),
+            ("link", f"{self.link or config.sync.link}, in flight: {config.sync.in_flight}"),
             ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
             ("in flight", f"{self.met} at the publish{discarded}"),
             ("A and B", f"answer {self.differ} prompts differently"),
@@ -183,9 +184,10 @@ async def verify(config: Config, *, prompts: int = 16, tokens: int | None = None
     The duration of a publish is unknown before: without `tokens`, the lengths in LENGTHS are tried. If A and B answer
     alike, the next of STRENGTHS is tried. Raises `ConfigError`.
     """
-    config = resolve_auto(config)
-    validate_models(config)
     lengths = [tokens] if tokens is not None else [n for n in LENGTHS if n > after] or [LENGTHS[-1] + after]
+    # `tokens` bounds completions here, not the run's option, for which a small context may have no room.
+    config = resolve_auto(with_options(config, sampling=config.sampling.model_dump() | {"max_tokens": 1}))
+    validate_models(config)
     strengths = list(STRENGTHS)
     while True:
         verdict = await _verify(config, prompts, lengths[0], after, strengths[0])
@@ -217,7 +219,7 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
         by_a = by_a or [(c, c.spans[-1]) for c in completions[prompts:]]
         again = [await _generate_fresh(fresh, folder / name, s) for name, s in (("A", by_a), ("B", by_b))]
     longer = _longer(completions[:prompts], tokens)
-    return _verdict(completions, again, how=config.sync.in_flight, longer=longer, **observed)
+    return _verdict(completions, again, how=config.sync.in_flight, longer=longer, link=config.sync.link, **observed)
 
 
 def _for_local_engines(config: Config) -> Config:

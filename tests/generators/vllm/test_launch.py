@@ -149,9 +149,7 @@ def test_head_sizes_without_a_vllm_kernel_are_refused(tmp_path: Path) -> None:
     build_model(head_dim=16).save_pretrained(tmp_path)
     for supported in ([16, 32], []):
         validate_head_size(str(tmp_path), supported)
-    with pytest.raises(
-        ConfigError, match=r"head dimension of 16, and vLLM on a CPU supports 32, 64; set generator.engine"
-    ):
+    with pytest.raises(ConfigError, match=r"head dimension of 16, and vLLM on a CPU supports 32, 64; use a GPU"):
         validate_head_size(str(tmp_path), [32, 64])
 
 

@@ -138,7 +138,8 @@ def validate_head_size(path: str, supported: Sequence[int]) -> None:
     if supported and size and size not in supported:
         raise ConfigError(
             f"model.path = {path!r} has a head dimension of {size}, and vLLM on a CPU supports "
-            f'{", ".join(map(str, supported))}; set generator.engine = "torch", or give another model'
+            f'{", ".join(map(str, supported))}; use a GPU, another model, or generator.engine = "torch" if it takes '
+            "this model"
         )
 
 

@@ -1,0 +1,64 @@
+"""The probe at the start of a run, and the limit of the watch over a whole run."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.config.loading import load_config
+from slipstream.controller import stalls
+from slipstream.controller.setup import PROBE_ROUNDS, PROBES, sample_probes
+from slipstream.environments.base import Task
+from slipstream.generators.base import GenerationError
+from slipstream.rollout import Completion, VersionSpan
+from slipstream.runtime.worker import WorkerDied
+from slipstream.runtime.worker_process import HEARTBEAT_S
+
+COMPLETION = Completion((3, 4), (5,), (-1.0,), (VersionSpan(0, 0, 1),), "stop")
+
+
+class Prompts:
+    """A policy that can't encode prompts marked "bad", and whose engine is dead for those marked "dead"."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def sample(self, prompt: str, seed: int) -> Completion:
+        self.asked += 1
+        if prompt == "bad":
+            raise GenerationError("the prompt is empty")
+        if prompt == "dead":
+            raise WorkerDied("generator 0 died")
+        return COMPLETION
+
+
+def probed(prompts: list[str]) -> tuple[list[Completion], Prompts]:
+    train = [Task(str(number), prompt) for number, prompt in enumerate(prompts)]
+    run: Any = SimpleNamespace(environment=SimpleNamespace(train=train), long_prompts={})
+    policy: Any = Prompts()
+    return asyncio.run(sample_probes(run, policy)), policy
+
+
+def test_the_probe_leaves_out_prompts_that_fail() -> None:
+    assert probed(["bad", "good", "bad", "good", "good"])[0] == [COMPLETION, COMPLETION]
+    assert probed(["bad"] * PROBES + ["good"])[0] == [COMPLETION]
+
+
+def test_the_probe_raises_what_all_prompts_fail_by_after_a_few_rounds() -> None:
+    policies: list[Prompts] = []
+    for prompts in (["bad"], ["bad"] * PROBES, ["bad"] * 1000):
+        with pytest.raises(GenerationError, match="the prompt is empty"):
+            policies.append(probed(prompts)[1])
+    with pytest.raises(WorkerDied):
+        probed(["good", "dead"])
+    assert not policies and PROBE_ROUNDS * PROBES < 1000
+
+
+def test_a_worker_that_hangs_is_replaced_before_the_run_ends() -> None:
+    """Both watches have `runtime.progress_timeout`. A worker's acts within two intervals of `HEARTBEAT_S`."""
+    config = load_config(None, ["--model.path=m", "--environment.name=addition", "--runtime.progress_timeout=20"])
+    run: Any = SimpleNamespace(config=config, episode_slots=SimpleNamespace(longest=None), scoring=None)
+    assert stalls._limit(run) > config.runtime.progress_timeout + 2 * HEARTBEAT_S
