@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import struct
@@ -23,6 +22,8 @@ def own_address() -> str:
 
 def interface_of(address: str) -> str:
     """Name of the network interface with this IPv4 address, or "" (Linux only)."""
+    import fcntl  # which Windows lacks; `run_directory` says so
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

@@ -25,6 +25,7 @@ MAX_ROLLOUTS = 200_000  # of a run in a file; of more, evenly spaced steps and g
 MAX_RANKS = 8  # of more, only the first has a track
 POLL_S = 0.5  # between two looks at the files, for any number of live pages
 READ_S = 0.3  # for rollouts of earlier steps in one answer, so that metrics don't wait for them
+CURSORS = 1000  # answers that are remembered; a page that asks with an older one gets all data
 MEASURE_SHARE = 0.02  # of the time, at most, in which the timeline of a growing run is measured again
 
 Sizes = tuple[int, int, int, int]  # numbers of metrics, evaluations and events, and of steps with rollouts
@@ -177,6 +178,8 @@ class LivePage:
         whole = since not in self._sizes
         known = [(0, 0, 0, 0)] * len(self.runs) if whole else self._sizes[since]
         self._sizes[cursor] = [data.sizes for data in self.runs]
+        if len(self._sizes) > CURSORS:
+            del self._sizes[next(iter(self._sizes))]
         found = [data.since(sizes) for data, sizes in zip(self.runs, known, strict=True)]
         options = {"options": list(describe_options())} if whole else {}
         more = any(data.unread for data in self.runs)
