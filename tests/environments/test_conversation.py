@@ -337,7 +337,7 @@ def test_limits_without_a_conversation_raise(limits: ConversationLimits, option:
             return 1.0
 
     it = policy(None, "12", "34", limits=limits)
-    with pytest.raises(ConfigError, match=rf"^environment.{option} .*policy.{where}\(\); leave it out"):
+    with pytest.raises(ConfigError, match=rf"^environment.max_{option} .*policy.{where}\(\); leave it out"):
         run(lambda: run_episode(Samples(), Samples.train[0], it, EpisodeOptions(10.0)))
     assert len(it.completions) == 1
 

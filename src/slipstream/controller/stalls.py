@@ -17,7 +17,7 @@ from slipstream.errors import RunError
 from slipstream.runtime.worker_process import HEARTBEAT_S, alive_workers
 
 PACKAGE = Path(__file__).parents[1]
-WORKER_WATCH_S = 3 * HEARTBEAT_S  # in which the watch of a worker, which has the same limit, acts on one that hangs
+WORKER_WATCH = 3  # intervals in which the watch of a worker, which has the same limit, acts on one that hangs
 
 
 @asynccontextmanager
@@ -52,7 +52,7 @@ async def end_if_stalled(run: RunContext) -> AsyncIterator[None]:
 async def _wait_for_stall(run: RunContext, main: asyncio.Task[Any]) -> str:
     """Wait until the run is stalled, and describe it. Intervals are counted: the host may have been suspended."""
     idle, before = 0.0, _activity(run)
-    interval = min(HEARTBEAT_S, run.config.runtime.progress_timeout / 4)
+    interval = _interval(run)
     while idle < _limit(run):
         await asyncio.sleep(interval)
         now = _activity(run)
@@ -68,9 +68,13 @@ def _activity(run: RunContext) -> object:
     return run.state.step, run.state.published, run.totals.tokens_generated, fates, workers
 
 
+def _interval(run: RunContext) -> float:
+    return min(HEARTBEAT_S, run.config.runtime.progress_timeout / 4)
+
+
 def _limit(run: RunContext) -> float:
     """Seconds without progress that are permitted now."""
-    limit = run.config.runtime.progress_timeout + WORKER_WATCH_S
+    limit = run.config.runtime.progress_timeout + WORKER_WATCH * _interval(run)
     limit += run.config.runtime.start_timeout if any(worker.starting for worker in alive_workers()) else 0.0
     limit += run.config.environment.timeout if run.episode_slots.longest else 0.0
     return limit + (run.config.scoring.timeout if run.scoring and run.scoring.running else 0.0)
