@@ -133,4 +133,4 @@ def faults(run: Run, found: Sequence[Record]) -> Iterator[str]:
     if skipped := last.get("train/skipped_steps"):
         yield f"{number(skipped)} steps were skipped because loss or gradient was not finite"
     if retired := run.summary.get("tasks_retired"):
-        yield f"{len(retired)} tasks are no longer visited because each try failed"
+        yield f"{len(retired)} tasks are no longer visited: each try failed, or the prompt is too long"
