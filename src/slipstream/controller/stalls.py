@@ -17,7 +17,7 @@ from slipstream.errors import RunError
 from slipstream.runtime.worker_process import HEARTBEAT_S, alive_workers
 
 PACKAGE = Path(__file__).parents[1]
-WORKER_WATCH = 3  # intervals in which the watch of a worker, which has the same limit, acts on one that hangs
+WORKER_WATCH = 3  # further intervals: the watch of a single worker has the same limit, and restarts a hung worker first
 
 
 @asynccontextmanager

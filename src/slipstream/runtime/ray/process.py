@@ -55,7 +55,7 @@ class RayProcess(Process):
         self._stop(LocalProcess.kill)
 
     def _receive(self) -> None:
-        """Start the other direction once the process is started, and relay what it sends."""
+        """Relay the messages of the worker to the controller. Starts `_send` once the worker's process runs."""
         try:
             ray.get(self._started, timeout=self._limit)
             threading.Thread(target=self._send, daemon=True).start()
@@ -119,7 +119,7 @@ class WorkerActor:
 
     @ray.method(concurrency_group="receive")
     def receive(self) -> bytes:
-        """Wait for bytes of the worker. None are the end of the connection."""
+        """Wait for bytes of the worker. Empty bytes mark the end of the connection."""
         with contextlib.suppress(OSError):
             return _read(self._process.connection)
         return b""
@@ -136,7 +136,7 @@ ACTOR: Any = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"send": 
 
 
 def _read(connection: socket.socket) -> bytes:
-    """Wait for bytes, and gather those that follow at once. None are the end of the connection."""
+    """Wait for bytes, and add bytes that follow within `GATHER_MS`. Empty bytes mark the end of the connection."""
     data, arriving = connection.recv(READ_BYTES), select.poll()
     arriving.register(connection, select.POLLIN)
     for _ in range(READS - 1):
