@@ -20,16 +20,16 @@ import torch
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError, TrainerConfig
 from slipstream.errors import InvalidInput
-from slipstream.generators.served_weights import ParameterShard, ServedWeights, local_shards
+from slipstream.generators.served_weights import ServedWeights, local_shards
 from slipstream.model.inspection import trained_parameters
 from slipstream.sync import nccl_direct
 from slipstream.sync.checksum import checksum
-from slipstream.sync.link import PublishHandle, find_link
+from slipstream.sync.link import ParameterShard, PublishHandle, find_link
 from slipstream.trainers.master_weights import compute_on
 from slipstream.trainers.parallel import TrainerRanks
 from tests.conftest import build_model
 
-LINKS = ("shared", "checkpoint", "nccl")
+LINKS = ("shared", "checkpoint", "nccl", "delta")
 DEVICE = torch.device("cpu")
 
 

@@ -185,7 +185,7 @@ COPY_CONFLICTS: tuple[Conflict, ...] = (  # of `trainer.keep_compute_copy = fals
 CHECKS: tuple[Check, ...] = (
     _known("generator.engine", "torch", "vllm"),
     _known("trainer.kind", "pytorch"),
-    _known("sync.link", "auto", "shared", "single_copy", "nccl", "nccl_direct", "lora", "checkpoint"),
+    _known("sync.link", "auto", "shared", "single_copy", "nccl", "nccl_direct", "lora", "delta", "checkpoint"),
     _known("scoring.kind", "", "http", "model", own='"module:thing"'),
     # weight links
     *_conflicts(
@@ -308,7 +308,7 @@ CHECKS: tuple[Check, ...] = (
          "set it to 0, or leave servers out"),
         (lambda c: c.sync.link in ("shared", "nccl") and c.generator.remote,
          "{sync.link}, which does not reach {=generator.remote}",
-         'set it to "checkpoint", with run.dir on a file system that both hosts have'),
+         'set it to "delta", or to "checkpoint" with run.dir on a file system that both hosts have'),
     ),
     # the objective, scorers and teachers
     (lambda c: c.algorithm.kl_coef and c.algorithm.kl_estimator == "k1" and not c.algorithm.kl_weighted,
@@ -344,6 +344,7 @@ CHECKS: tuple[Check, ...] = (
     *_idle(lambda c: c.generator.engine != "torch", 'generator.engine = "vllm"', "generator.tensor_parallel_size",
            "generator.gpu_memory_utilization", "generator.engine_args"),
     *_idle(lambda c: c.sync.link in ("auto", "checkpoint"), 'sync.link = "checkpoint"', "sync.keep_versions"),
+    *_idle(lambda c: c.sync.link == "delta", 'sync.link = "delta"', "sync.max_mb_per_s"),
     *_idle(lambda c: c.algorithm.filter_zero_advantage, "algorithm.filter_zero_advantage = true",
            "algorithm.max_filtered_in_a_row"),
     *_idle(lambda c: c.algorithm.kl_coef, "algorithm.kl_coef", "algorithm.reference", "algorithm.reference_decay",

@@ -278,8 +278,8 @@ class SyncConfig(Section):
     link: str = option(
         "auto",
         '"auto" (by placement), "shared" (host memory), "single_copy" (GPU memory), "nccl" (broadcast while the '
-        'engine runs), "nccl_direct" (by a paused vLLM), "lora" (adapters only), "checkpoint" (files), or '
-        '"module:Class" or "file.py:Class".',
+        'engine runs), "nccl_direct" (by a paused vLLM), "lora" (adapters only), "delta" (changed elements over TCP), '
+        '"checkpoint" (files), or "module:Class" or "file.py:Class".',
     )
     placement: Literal["disaggregated", "colocated"] = option(
         "disaggregated",
@@ -291,6 +291,7 @@ class SyncConfig(Section):
         "continue", "Sequences in flight at a swap: keep their KV cache, recompute it, start again, or finish first."
     )
     restart: bool = option(False, "Restart engines on each version's files, if they can't reload (checkpoint).")
+    max_mb_per_s: float = option(0.0, "Bandwidth that the trainer uses at most, in MB/s; 0 is no limit (delta).", ge=0)
     keep_versions: int = option(0, "Versions whose published files are kept after the run (checkpoint).", ge=0)
     verify: Literal["sampled", "full", "off"] = option(
         "sampled", "Parameters whose checksums are compared between engines and trainer after each publish."

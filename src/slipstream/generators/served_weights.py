@@ -11,24 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.sync.checksum import checksum
-from slipstream.sync.link import ConnectionInfo, PublishHandle, find_link, validate_same_shapes
-
-
-@dataclass(frozen=True)
-class ParameterShard:
-    """`tensor` holds `[index]` of a parameter of shape `shape`; `counted` unless another rank holds the same part."""
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    index: tuple[slice, ...] = ()
-    counted: bool = True
+from slipstream.sync.changes import Update, apply_all
+from slipstream.sync.link import ConnectionInfo, ParameterShard, PublishHandle, find_link, validate_same_shapes
 
 
 class DeviceTimer:
@@ -103,9 +93,10 @@ class ServedWeights:
         shapes = {name: list(shard.shape) for name, shard in shards.items()}
         validate_same_shapes(shapes, connection_info["shapes"])
         self._receiver = find_link(link)[1](connection_info, shapes, rank, self._device)
+        self._receiver.attach(shards)
         self._stream = side_stream(self._device)
         self._rebind = rebind and self._receiver.rebindable
-        self._next: Future[list[tuple[Tensor, Tensor]]] | None = None
+        self._next: Future[list[tuple[Tensor, Tensor | Update]]] | None = None
         self._sums: Future[dict[str, int]] | None = None
         self._timer = DeviceTimer(self._device)
         self._background = BackgroundWorker("weights")
@@ -114,14 +105,14 @@ class ServedWeights:
         """Start to receive and stage a version while the engine runs."""
         self._next = self._background.submit(lambda: self._stage(handle))
 
-    def _stage(self, handle: PublishHandle) -> list[tuple[Tensor, Tensor]]:
+    def _stage(self, handle: PublishHandle) -> list[tuple[Tensor, Tensor | Update]]:
         self._timer.seconds()  # the last swap's copy may still read the memory that this version goes to
         weights = self._receiver.prepare(handle)
         new = [weights[name][shard.index] for name, shard in self._shards.items()]
         served = [shard.tensor for shard in self._shards.values()]
         if self._stream and self._staged:
             with torch.cuda.stream(self._stream):
-                new = [tensor.to(self._device) for tensor in new]
+                new = [update if isinstance(update, Update) else update.to(self._device) for update in new]
             self._stream.synchronize()
         return list(zip(served, new, strict=True))
 
@@ -132,17 +123,23 @@ class ServedWeights:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Swap to the staged version. Call it between two forward passes; on a GPU it runs in their stream."""
+        """Swap to the staged version. Call it between two forward passes; on a GPU it runs in their stream.
+
+        Raises `RolledBack` if a tensor does not have the values of an update afterwards: the old version is served.
+        """
         assert self._next is not None
         self._timer.mark(0)
-        copies = []
+        copies, updates = [], []
         for target, new in self._next.result():
-            if self._rebind and new.dtype == target.dtype and new.device == target.device:
+            if isinstance(new, Update):
+                updates.append((target, new))
+            elif self._rebind and new.dtype == target.dtype and new.device == target.device:
                 target.data = new
             else:
                 copies.append((target, new))
         if copies:
             torch._foreach_copy_([target for target, _ in copies], [new for _, new in copies])
+        apply_all(updates)
         self._timer.mark(1)
         self._next = None
 

@@ -38,6 +38,7 @@ LINKS = {
     "lora": "slipstream.sync.adapters:Adapters",
     "single_copy": "slipstream.sync.single_copy:SingleCopy",
     "nccl": "slipstream.sync.nccl:Nccl",
+    "delta": "slipstream.sync.delta:Delta",
     "nccl_direct": "slipstream.sync.nccl_direct:NcclDirect",
 }
 
@@ -95,13 +96,28 @@ class Receiver(Protocol):
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None: ...
 
+    def attach(self, shards: Mapping[str, ParameterShard]) -> None:
+        """Called once with the tensors that the engine serves, which change in `ServedWeights.apply` alone."""
+
     def prepare(self, handle: PublishHandle) -> Mapping[str, Any]:
         """All weights of the version by the trainer's names: tensors, or objects whose index returns a tensor.
+
+        An index is that of a shard. It may also return an `Update` of the shard.
 
         Called in a thread while the engine decodes.
         """
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """`tensor` holds `[index]` of a parameter of shape `shape`; `counted` unless another rank holds the same part."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    index: tuple[slice, ...] = ()
+    counted: bool = True
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 from slipstream.config.schema import Config
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import own_address, private_store
-from slipstream.sync.link import ConnectionInfo, Layout, Parameters, PublishHandle, Sender, Shapes, shapes_of
+from slipstream.sync.link import ConnectionInfo, Layout, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
 
 BUCKET = 2**30  # bytes of one broadcast; few launches, since each waits for free SMs while the engine decodes
 TIME_LIMIT = timedelta(seconds=60)
@@ -67,7 +67,7 @@ class NcclSender(Sender):
         self._group = None
 
 
-class NcclReceiver:
+class NcclReceiver(Receiver):
     """The engine's end: a staging buffer of the whole model."""
 
     rebindable = False  # the next version overwrites the buffer

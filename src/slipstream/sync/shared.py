@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from slipstream.config.schema import Config
 from slipstream.model.device import dtype_of
-from slipstream.sync.link import ConnectionInfo, Layout, Parameters, PublishHandle, Sender, Shapes, shapes_of
+from slipstream.sync.link import ConnectionInfo, Layout, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
 
 
 class SharedSender(Sender):
@@ -76,7 +76,7 @@ class SharedSender(Sender):
         self._home = index
 
 
-class SharedReceiver:
+class SharedReceiver(Receiver):
     """The engine's end: maps both buffers."""
 
     rebindable = True

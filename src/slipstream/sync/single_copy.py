@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from slipstream.config.schema import Config
-from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, Shapes, shapes_of
+from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
 
 DEVICE_ARGUMENT = 6  # index of the device argument of `rebuild_cuda_tensor`
 
@@ -40,7 +40,7 @@ class SingleCopySender(Sender):
         return {"version": version}
 
 
-class SingleCopyReceiver:
+class SingleCopyReceiver(Receiver):
     """The engine's end: maps the masters of the trainer rank on its GPU."""
 
     rebindable = False

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.errors import InvalidInput
-from slipstream.generators.served_weights import ParameterShard
+from slipstream.sync.link import ParameterShard
 
 USE_RESTART = 'set sync.link = "checkpoint", sync.restart = true and sync.in_flight = "retry"'
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

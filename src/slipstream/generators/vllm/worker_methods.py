@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from slipstream.errors import InvalidInput, UserError
-from slipstream.generators.served_weights import ParameterShard, ServedWeights, side_stream
+from slipstream.generators.served_weights import ServedWeights, side_stream
 from slipstream.generators.vllm.compat import count_tokens, is_known_runner
 from slipstream.generators.vllm.requests import LEASE_S, TokenCounts
 from slipstream.generators.vllm.weight_mapping import USE_RESTART, expert_tensor, map_parameters
 from slipstream.model.inspection import config_sizes, end_of_sequence, generation_config
 from slipstream.runtime.memory import raise_gc_thresholds
-from slipstream.sync.link import ConnectionInfo, PublishHandle
+from slipstream.sync.link import ConnectionInfo, ParameterShard, PublishHandle
 from slipstream.sync.nccl_direct import NcclDirectReceiver
 from slipstream.sync.single_copy import export_ipc_handles
 
