@@ -110,7 +110,7 @@ def main() -> None:
     options, flags = parser().parse_known_args()
 
     start = options.dir / "start"
-    config = configuration(parser, "addition", options.dir, options.seed, flags)
+    config = configuration(parser(), "addition", options.dir, options.seed, flags)
     began = time.perf_counter()
     torch.set_num_threads(1)
     tokenizer, model = build_tokenizer(), build_model(options.seed, options.head_size)
