@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.engine_restart import RestartPublisher
+from slipstream.controller.staggered_publisher import StaggeredPublisher
 from slipstream.controller.weight_publisher import WeightPublisher
 from slipstream.environments.episode import first_error
 from slipstream.generators.base import EngineWorker
@@ -23,6 +24,7 @@ from slipstream.runtime.rank_group import RankGroup, trainer_process
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerError, handle
 from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.sync.link import find_link
 from slipstream.trainers.base import TrainerWorker
 
 # Worker classes of `generator.engine` and `trainer.kind`; other names are `module:Class` of the user.
@@ -88,11 +90,14 @@ class Cluster:
         self.trainer = handle(TrainerWorker, trainer)
         self._colocation = ColocatedScheduler(self.trainer, generator) if config.sync.placement == "colocated" else None
         hand_over = self._colocation.hand_over if self._colocation else None
-        self.link: WeightPublisher | RestartPublisher = (
-            RestartPublisher(self.trainer, generator, config, self._directory)
-            if config.sync.restart
-            else WeightPublisher(trainer, generator, config.sync, hand_over, config.environment.timeout)
-        )
+        if config.sync.restart:
+            self.link: WeightPublisher | RestartPublisher = RestartPublisher(
+                self.trainer, generator, config, self._directory
+            )
+            return
+        may_lag = config.loop.max_lag and not config.loop.force_max_lag and not self._colocation
+        kind = StaggeredPublisher if may_lag and find_link(config.sync.link)[0].late_receivers else WeightPublisher
+        self.link = kind(trainer, generator, config.sync, hand_over, config.environment.timeout)
 
     @classmethod
     async def start(cls, config: Config, directory: Path) -> Cluster:

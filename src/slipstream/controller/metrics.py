@@ -16,6 +16,7 @@ from slipstream.rollout import Batch, StepStats
 from slipstream.runtime.memory import resident_bytes
 from slipstream.runtime.worker_process import alive_workers
 from slipstream.scoring.stage import Interval
+from slipstream.sync.link import PublishStats
 
 
 def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: dict[str, float], wait: float) -> None:
@@ -69,12 +70,23 @@ def run_metrics(run: RunContext) -> dict[str, Any]:
         "checkpoint/size_gb": run.checkpoint_gb,
         "engines/restarts": totals.engine_restarts,
         "sync/pause_ms": 1000 * totals.pauses[-1] if totals.pauses else None,
+        **publish_metrics(run.last_publish),
         "buffer/groups_ready": len(state.ready),
         "buffer/groups_in_flight": state.running,
         "buffer/capacity": state.capacity,
         **{f"rollout/{fate}": count for fate, count in dataclasses.asdict(state.ledger.counts).items()},
         "rollout/failures": dict(state.ledger.reasons),
         "rollout/reward_s": totals.take_reward_seconds(),
+    }
+
+
+def publish_metrics(publish: PublishStats | None) -> dict[str, Any]:
+    """The last completed publish of this process; None before it, and where a link does not count."""
+    return {
+        "sync/transfer_s": publish.sending if publish else None,
+        "sync/ready_s": publish.ready if publish else None,
+        "sync/bytes": publish.bytes if publish else None,
+        "sync/changed_fraction": publish.changed if publish else None,
     }
 
 

@@ -50,6 +50,7 @@ async def publish_version(run: RunContext, trainer_free: asyncio.Event) -> None:
         return
     run.state.publish(step)
     run.totals.pauses.append(stats.pause_s)
+    run.last_publish = stats
     record_publish(run, stats)
     await refresh_teacher(run)
     if run.config.loop.max_lag:  # a synchronous run admits groups after the step is recorded

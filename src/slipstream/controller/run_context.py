@@ -26,6 +26,7 @@ from slipstream.rollout import Sampling
 from slipstream.runtime.run_directory import RunDirectory
 from slipstream.scheduling.loop_state import FailureStreak, LoopState
 from slipstream.scoring.load import FunctionScorer, load_scoring
+from slipstream.sync.link import PublishStats
 
 
 class RunContext:
@@ -98,6 +99,7 @@ class RunContext:
         # Background tasks, at most one of each kind.
         self.admission: asyncio.Task[None] | None = None
         self.publishing: asyncio.Task[None] | None = None
+        self.last_publish: PublishStats | None = None  # by this process
         self.evaluation: asyncio.Task[None] | None = None
         self.checkpoint: asyncio.Task[None] | None = None
 

@@ -22,7 +22,7 @@ from slipstream.runtime.rank_group import RankGroup, detect_death
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.sync.checksum import chosen
-from slipstream.sync.link import PublishStats, find_link
+from slipstream.sync.link import PublishHandle, PublishStats, find_link
 from slipstream.trainers.base import TrainerWorker
 
 PROGRESS_TIMEOUT_S = 15.0  # for engines to respond or make progress after a failed transfer
@@ -71,9 +71,11 @@ class WeightPublisher:
         self._joined: list[EngineReplica] = []  # engines connected to the sender; empty after a failure
         self._joining: list[EngineReplica] = []  # started since the last publish
         self._connection_info: dict[str, Any] = {}
+        self._published: PublishHandle = {}
         self._next_rank = 1  # on the link
         self._connected = False
         self._failed: dict[EngineReplica, Exception] = {}  # in the last call to all members
+        self._late: dict[EngineReplica, asyncio.Future[Pause]] = {}  # of `StaggeredPublisher`
         self._lost: list[str] = []  # removed since the last publish
         self._sending = False  # a collective sender waits for engines, whose calls have time limits
         waiting = TrainerWorker.send.__name__, TrainerWorker.checksums.__name__
@@ -152,7 +154,10 @@ class WeightPublisher:
             raise
         lost, self._lost = tuple(self._lost), []
         longest, total = max(end - start for _, start, end in pauses), self._pool.now() - began
-        return PublishStats(version, longest, sending, ready - began, total, lost, began, tuple(pauses))
+        return PublishStats(
+            version, longest, sending, ready - began, total, lost, began, tuple(pauses),
+            self._published.get("bytes"), self._published.get("changed"),
+        )  # fmt: skip
 
     def engines_can_reconnect(self, on_gpus: bool) -> bool:
         """Whether engines can connect to another trainer, after the death of this one.
@@ -238,32 +243,20 @@ class WeightPublisher:
 
     async def _try_publish(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[Pause], float, float]:
         """Publish to all members. Returns the pause of each, the duration of the send, the time of the last swap."""
-        names = chosen(self._names, version, verify)
-        publish_handle = await self._trainer.stage(version)
+        publish_handle = self._published = await self._trainer.stage(version)
+        incremental = "sums" in publish_handle  # an error would stay for all later versions
+        names = chosen(self._names, version, "full" if incremental and verify != "off" else verify)
         if self._hand_over:
             await self._hand_over()
         sent = asyncio.ensure_future(_duration(self._trainer.send(publish_handle)))
         if self._sender.trainer_free_after_send:
             sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
         # Called before any further step, so the trainer computes it on the published weights.
-        wanted = asyncio.ensure_future(self._trainer.checksums(names)) if names else None
+        wanted = asyncio.ensure_future(self._wanted(publish_handle, names)) if names else None
         if wanted:
             wanted.add_done_callback(succeeded)  # another error may take precedence
-        # Every member has received the whole version before the first one swaps.
         try:
-            self._sending, self._in_transfer = self._sender.collective, True
-            prepares = [g.worker.prepare(publish_handle) for g in self._members]
-            receive = f"receive version {version}"
-            await _receive_while_sending(
-                sent, self._call_members(prepares, receive, lambda: self._sender.collective and not free.is_set())
-            )
-            swaps = [self._swap(g, version) for g in self._members]
-            swap = f"swap in version {version}"
-            pauses = await _receive_while_sending(
-                sent, self._call_members(swaps, swap, lambda: self._sender.receives_in_place, self._drain)
-            )
-            ready, self._sending = self._pool.now(), False
-            sending, self._in_transfer = await sent, False
+            pauses, sending, ready = await self._exchange(publish_handle, sent, names, wanted, version, free)
         finally:
             self._sending = False
             sent.cancel()
@@ -271,12 +264,42 @@ class WeightPublisher:
         self._released = asyncio.ensure_future(self._trainer.release(publish_handle))
         self._released.add_done_callback(succeeded)  # the next publish raises its error
         free.set()
+        await self._commit(names, wanted, version)
+        return pauses, sending, ready
+
+    async def _wanted(self, publish_handle: PublishHandle, names: list[str]) -> dict[str, int]:
+        """Checksums of the published parameters: the link's own, or those that the trainer computes."""
+        if "sums" in publish_handle:
+            return {name: int(publish_handle["sums"][name]) for name in names}
+        return await self._trainer.checksums(names)
+
+    async def _exchange(
+        self, publish_handle: PublishHandle, sent: asyncio.Future[float], names: list[str],
+        wanted: Awaitable[dict[str, int]] | None, version: int, free: asyncio.Event,
+    ) -> tuple[list[Pause], float, float]:  # fmt: skip
+        """Every member receives the whole version before the first one swaps. Returns as `_try_publish`."""
+        self._sending, self._in_transfer = self._sender.collective, True
+        prepares = [g.worker.prepare(publish_handle) for g in self._members]
+        receive = f"receive version {version}"
+        await _receive_while_sending(
+            sent, self._call_members(prepares, receive, lambda: self._sender.collective and not free.is_set())
+        )
+        swaps = [self._swap(g, version) for g in self._members]
+        swap = f"swap in version {version}"
+        pauses = await _receive_while_sending(
+            sent, self._call_members(swaps, swap, lambda: self._sender.receives_in_place, self._drain)
+        )
+        ready, self._sending = self._pool.now(), False
+        sending, self._in_transfer = await sent, False
+        return list(pauses.values()), sending, ready
+
+    async def _commit(self, names: list[str], wanted: Awaitable[dict[str, int]] | None, version: int) -> None:
+        """Use completions of the new version, once its checksums are right."""
         if wanted:
             await self._verify_checksums(names, wanted, version)
         for generator in self._members:
             generator.release()
             self._pool.serve(generator)
-        return list(pauses.values()), sending, ready
 
     async def _call_members(
         self,
@@ -356,15 +379,26 @@ class WeightPublisher:
         served = await self._call_members(sums, f"return the checksums of version {version}")
         published = await wanted
         for generator, its in served.items():
-            other = next((name for name in names if its[name] % 2**64 != published[name]), "")
-            if other:
-                self._failed[generator] = PublishError(
-                    f"{generator.process.name} serves {other} with other values than the trainer published as version "
-                    f"{version}; nothing was trained on them. Try another sync.link"
-                )
+            if error := differing(generator, names, its, published, version):
+                self._failed[generator] = error
         if self._failed and all(g in self._failed for g in self._members):
             raise self._failed[self._members[0]]
         self._remove_members(self._failed)
+
+
+def differing(
+    generator: EngineReplica, names: list[str], served: dict[str, int], published: dict[str, int], version: int
+) -> PublishError | None:
+    """The error of an engine that serves a parameter with another checksum than the published one, or None."""
+    other = next((name for name in names if served[name] % 2**64 != published[name]), "")
+    return (
+        PublishError(
+            f"{generator.process.name} serves {other} with other values than the trainer published as version "
+            f"{version}; nothing was trained on them. Try another sync.link"
+        )
+        if other
+        else None
+    )
 
 
 async def _receive_while_sending(sent: asyncio.Future[float], receiving: Awaitable[Replies]) -> Replies:

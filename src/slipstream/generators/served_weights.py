@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.sync.checksum import checksum
 from slipstream.sync.changes import Update, apply_all
+from slipstream.sync.checksum import checksum
 from slipstream.sync.link import ConnectionInfo, ParameterShard, PublishHandle, find_link, validate_same_shapes
 
 

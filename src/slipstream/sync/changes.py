@@ -154,7 +154,7 @@ def encode(changes: Changes, size: int) -> bytes:
     return header + b"".join(_to_bytes(part) for part in (stream, small, listed))
 
 
-def decode(data: bytes | memoryview, size: int, device: torch.device) -> Changes:
+def decode(data: bytes | bytearray, size: int, device: torch.device) -> Changes:
     """The inverse of `encode`. Raises `ValueError` if the lengths in `data` contradict each other."""
     view = memoryview(data)
     if len(view) < HEADER.size:

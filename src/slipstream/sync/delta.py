@@ -31,7 +31,7 @@ from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import own_address
 from slipstream.sync.changes import Changes, Update, columns_of, decode, encode, find_changes, merge, words
 from slipstream.sync.checksum import checksum
-from slipstream.sync.frames import FRAME, FrameServer, Refused, Request, Stream, fetch
+from slipstream.sync.frames import FRAME, FrameServer, Refused, Request, Stream, Superseded, fetch
 from slipstream.sync.link import (
     ConnectionInfo,
     Parameters,
@@ -53,7 +53,7 @@ Entry = tuple[str, str, int]  # name, kind and bytes of a parameter's part of a 
 class DeltaSender(Sender):
     """The trainer's end: the last version on its device, the latest changes, and a server of both."""
 
-    trainer_free_after_send = independent_receivers = True
+    trainer_free_after_send = independent_receivers = late_receivers = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype_of(config)
@@ -96,7 +96,10 @@ class DeltaSender(Sender):
             if entries or not self._state:
                 self._advance(entries, payloads)
             size, total = sum(map(len, payloads)), sum(w.numel() for w in self._served.values())
-            return {"version": version, "state": self._state, "bytes": size, "changed": elements / max(1, total)}
+            sums = {name: str(value) for name, value in self._sums.items()}  # beyond the integers of some encodings
+            return {
+                "version": version, "state": self._state, "bytes": size, "changed": elements / total, "sums": sums,
+            }  # fmt: skip
 
     def close(self) -> None:
         self._server.close()
@@ -162,8 +165,7 @@ class DeltaSender(Sender):
         else:
             parts = [self._steps[n] for n in range(base + 1, self._state + 1)]
             steps, payloads = [entries for entries, _ in parts], [p for _, payloads in parts for p in payloads]
-        sums = {name: str(value) for name, value in self._sums.items()}
-        stream = Stream({"base": base, "state": self._state, "steps": steps, "sums": sums})
+        stream = Stream({"base": base, "state": self._state, "steps": steps})
         rate = median(self._rates.values()) if self._rates else 0.0
         threading.Thread(target=_add_frames, args=(stream, payloads, rate), name="delta", daemon=True).start()
         return stream
@@ -196,27 +198,38 @@ class DeltaReceiver(Receiver):
 
     @torch.no_grad()
     def prepare(self, handle: PublishHandle) -> dict[str, _OfShard]:
-        """For each shard the whole of it, or an update of it, on the device."""
+        """For each shard the whole of it, or an update of it, on the device. Raises `Superseded`."""
         with torch.cuda.stream(self._stream):
             self._settle()
-            stream, began = Stream(), time.monotonic()
-            request = {
-                "state": handle["state"], "base": self._held, "rank": self._rank, "rate": self._rate,
-                "listens": self._relay.address,
-            }  # fmt: skip
-            self._incoming = {"request": request, "stream": stream}
-            receiving = threading.Thread(target=self._fetch, args=(request, stream), name="delta", daemon=True)
-            receiving.start()
-            header = stream.wait_header()
-            weights = self._read(header, stream)
-            receiving.join()
-            self._rate = stream.size / max(time.monotonic() - began, 1e-6)
-            sums = self._predict(header, weights)
+            weights, sums = self._receive(handle)
+            if self._held is not None and not self._is_published(handle, sums):
+                self._held = None
+                weights, sums = self._receive(handle)
+            if not self._is_published(handle, sums):
+                raise InvalidInput(f"the weights of version {handle['version']} differ from those that were published")
             updates = {name: new if isinstance(new, Update) else None for name, new in weights.items()}
-            self._next = header["state"], sums, updates
+            self._next = handle["state"], sums, updates
             if self._stream:
                 self._stream.synchronize()
             return {name: _OfShard(new) for name, new in weights.items()}
+
+    def _receive(self, handle: PublishHandle) -> tuple[dict[str, Tensor | Update], dict[str, int]]:
+        """New weights of the shards and their checksums: the changes since the held state, or all weights."""
+        stream, began = Stream(), time.monotonic()
+        request = {
+            "state": handle["state"], "base": self._held, "rank": self._rank, "rate": self._rate,
+            "listens": self._relay.address,
+        }  # fmt: skip
+        self._incoming = {"request": request, "stream": stream}
+        fetching = threading.Thread(target=self._fetch, args=(request, stream), name="delta", daemon=True)
+        fetching.start()
+        try:
+            weights = self._read(stream.wait_header(), stream)
+        except Refused as error:
+            raise Superseded(f"version {handle['version']} did not arrive: {error}") from None
+        fetching.join()
+        self._rate = stream.size / max(time.monotonic() - began, 1e-6)
+        return weights, {name: self._sum_with(name, new) for name, new in weights.items()}
 
     def close(self) -> None:
         self._relay.close()
@@ -278,25 +291,20 @@ class DeltaReceiver(Receiver):
                 weights[name] = Update.of(shard.tensor, chain or Changes.none(self._device))
         return weights
 
-    def _predict(self, header: dict[str, Any], weights: Mapping[str, Tensor | Update]) -> dict[str, int]:
-        """Checksums of the shards once the weights are swapped in.
+    def _sum_with(self, name: str, new: Tensor | Update) -> int:
+        """Checksum of a shard once `new` is swapped in."""
+        shard = self._shards[name]
+        if isinstance(new, Tensor):
+            return checksum(new, shard.index)
+        if new.changes is None:
+            return checksum(new.new.view(self._dtype).view(shard.tensor.shape), shard.index)
+        row, column = ((s.start or 0) for s in (*shard.index, slice(0), slice(0))[:2])
+        return (self._sums[name] + new.changes.checksum(columns_of(shard.tensor.shape), (row, column))) % 2**64
 
-        Raises `InvalidInput` if they differ from the trainer's, where a shard is a whole parameter.
-        """
-        sums = {}
-        for name, update in weights.items():
-            shard = self._shards[name]
-            if isinstance(update, Update) and update.changes:
-                start = tuple((s.start or 0) for s in (*shard.index, slice(0), slice(0))[:2])
-                raised = update.changes.checksum(columns_of(shard.tensor.shape), start)
-                sums[name] = (self._sums[name] + raised) % 2**64
-            else:
-                new = update.new.view(self._dtype).view(shard.tensor.shape) if isinstance(update, Update) else update
-                sums[name] = checksum(new, shard.index)
-            if shard.tensor.numel() == prod(shard.shape) and sums[name] != int(header["sums"][name]):
-                self._held = None  # all weights next time
-                raise InvalidInput(f"{name} would have other values than were published")
-        return sums
+    def _is_published(self, handle: PublishHandle, sums: Mapping[str, int]) -> bool:
+        """Whether shards that are whole parameters will have the published checksums."""
+        whole = [name for name, shard in self._shards.items() if shard.tensor.numel() == prod(shard.shape)]
+        return all(sums[name] == int(handle["sums"][name]) for name in whole)
 
 
 class Delta:

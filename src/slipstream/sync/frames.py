@@ -20,6 +20,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
+from slipstream.errors import InvalidInput
+
 FRAME = 2**20  # bytes of a frame before compression
 LARGEST = 2 * FRAME  # bytes of a message
 DIGEST = 16  # bytes
@@ -31,7 +33,11 @@ Request = dict[str, Any]
 
 
 class Refused(Exception):
-    """The server does not have what was asked for, or the client does not have the secret. Trying again is useless."""
+    """The server does not have what was asked for. Asking again is useless."""
+
+
+class Superseded(InvalidInput):
+    """A version did not arrive in time; the engine serves the one before."""
 
 
 class Stream:
@@ -80,13 +86,16 @@ class Stream:
     def frames(self, start: int = 0) -> Iterator[bytes]:
         """Frames from number `start` on, as they are added."""
         while True:
-            with self._changed:
-                self._wait(lambda: len(self._frames) > start)
-                new = self._frames[start:]
+            new = self._wait_frames(start)
             if not new:
                 return
             yield from new
             start += len(new)
+
+    def _wait_frames(self, start: int) -> list[bytes]:
+        with self._changed:
+            self._wait(lambda: len(self._frames) > start)
+            return self._frames[start:]
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: ready() or bool(self._ended))
@@ -141,8 +150,8 @@ class FrameServer:
     def _serve(self, connected: socket.socket) -> None:
         """Answer one client. It may break off at any point, or be no client of ours."""
         with contextlib.suppress(*FAILURES), _wrap(connected) as connection:
-            deliver_challenge(connection, self._secret)  # type: ignore[no-untyped-call]
-            answer_challenge(connection, self._secret)  # type: ignore[no-untyped-call]
+            deliver_challenge(connection, self._secret)
+            answer_challenge(connection, self._secret)
             request = json.loads(connection.recv_bytes(LARGEST))
             try:
                 answer, stream = self._find(request)
@@ -190,8 +199,8 @@ def fetch(server: Address, secret: bytes, request: Request, into: Stream, limit:
 def _fetch_from(address: Address, secret: bytes, request: Request, into: Stream) -> Address | None:
     """Read the rest of a stream. Returns the address of a peer to read it from if the server names one."""
     with _wrap(socket.create_connection(address, timeout=SILENCE_S)) as connection:
-        answer_challenge(connection, secret)  # type: ignore[no-untyped-call]
-        deliver_challenge(connection, secret)  # type: ignore[no-untyped-call]
+        answer_challenge(connection, secret)
+        deliver_challenge(connection, secret)
         _send(connection, {**request, "start": len(into)})
         answer = _receive(connection)
         if "peer" in answer:

@@ -60,6 +60,8 @@ class Sender(Protocol):
     """Engines can't connect to the sender of another trainer: after the death of this one they are restarted, too."""
     independent_receivers: bool = False
     """A version that engines serve may be published again to others alone."""
+    late_receivers: bool = False
+    """A receiver may still receive a version after its `release`, so that no engine waits for a slower one."""
     on_every_rank: bool = False
     """Each trainer rank has a sender with its own part of the parameters, and `parts` of the connection information
     lists what all of them returned. Otherwise rank 0 has the only sender."""
@@ -126,7 +128,8 @@ class PublishStats:
 
     `pause_s` is the longest pause of an engine, `sending` the transfer, `ready` the time until every engine served the
     version, `total` includes the comparison of checksums. `engines_lost` lists why engines left the pool since the last
-    publish. On the pool's clock, `began` is the start and `pauses` lists track, start and end of each engine's pause.
+    publish. `bytes` is the size of the version as coded for one engine that has the previous one, and `changed` the
+    share of elements that differ from it (None: not counted). On the pool's clock, `began` is the start and `pauses` lists track, start and end of each engine's pause.
     """
 
     version: int
@@ -137,6 +140,8 @@ class PublishStats:
     engines_lost: tuple[str, ...] = ()
     began: float = 0.0
     pauses: tuple[tuple[str, float, float], ...] = ()
+    bytes: int | None = None
+    changed: float | None = None
 
 
 class Layout:
