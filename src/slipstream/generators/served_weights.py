@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.sync.changes import Update, apply_all
+from slipstream.sync.changes import Update
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import ConnectionInfo, ParameterShard, PublishHandle, find_link, validate_same_shapes
 
@@ -96,7 +96,7 @@ class ServedWeights:
         self._receiver.attach(shards)
         self._stream = side_stream(self._device)
         self._rebind = rebind and self._receiver.rebindable
-        self._next: Future[list[tuple[Tensor, Tensor | Update]]] | None = None
+        self._next: Future[list[tuple[Tensor, Tensor]] | Update] | None = None
         self._sums: Future[dict[str, int]] | None = None
         self._timer = DeviceTimer(self._device)
         self._background = BackgroundWorker("weights")
@@ -105,14 +105,16 @@ class ServedWeights:
         """Start to receive and stage a version while the engine runs."""
         self._next = self._background.submit(lambda: self._stage(handle))
 
-    def _stage(self, handle: PublishHandle) -> list[tuple[Tensor, Tensor | Update]]:
+    def _stage(self, handle: PublishHandle) -> list[tuple[Tensor, Tensor]] | Update:
         self._timer.seconds()  # the last swap's copy may still read the memory that this version goes to
         weights = self._receiver.prepare(handle)
+        if isinstance(weights, Update):
+            return weights
         new = [weights[name][shard.index] for name, shard in self._shards.items()]
         served = [shard.tensor for shard in self._shards.values()]
         if self._stream and self._staged:
             with torch.cuda.stream(self._stream):
-                new = [update if isinstance(update, Update) else update.to(self._device) for update in new]
+                new = [tensor.to(self._device) for tensor in new]
             self._stream.synchronize()
         return list(zip(served, new, strict=True))
 
@@ -125,23 +127,28 @@ class ServedWeights:
     def apply(self) -> None:
         """Swap to the staged version. Call it between two forward passes; on a GPU it runs in their stream.
 
-        Raises `RolledBack` if a tensor does not have the values of an update afterwards: the old version is served.
+        Raises `RolledBack` if an update fails; then the version before it is served.
         """
         assert self._next is not None
         self._timer.mark(0)
-        copies, updates = [], []
-        for target, new in self._next.result():
-            if isinstance(new, Update):
-                updates.append((target, new))
-            elif self._rebind and new.dtype == target.dtype and new.device == target.device:
+        new = self._next.result()
+        if isinstance(new, Update):
+            new.apply()
+        else:
+            self._copy(new)
+        self._timer.mark(1)
+        self._next = None
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy new tensors into the served ones, or rebind these where possible."""
+        copies = []
+        for target, new in pairs:
+            if self._rebind and new.dtype == target.dtype and new.device == target.device:
                 target.data = new
             else:
                 copies.append((target, new))
         if copies:
             torch._foreach_copy_([target for target, _ in copies], [new for _, new in copies])
-        apply_all(updates)
-        self._timer.mark(1)
-        self._next = None
 
     def applied(self) -> bool:
         """Whether the device has finished the last swap."""

@@ -8,8 +8,9 @@ learning rate, is a difference of 1 or -1, so both streams compress well. The co
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -21,104 +22,136 @@ from slipstream.sync.checksum import WORDS
 DENSE = 0.4  # share of changed elements from which a parameter is sent whole without coding its changes
 ESCAPE = 255  # in a stream of bytes: continued in the next byte (gaps), or listed after the stream (differences)
 HEADER = struct.Struct("<III")  # bytes of the gaps, number of differences, number of those that are listed
-MASK = 2**64 - 1
+Index = tuple[slice, ...]
 
 
 class RolledBack(InvalidInput):
     """A swap failed, and the engine serves the version that it served before."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Changes:
-    """Differences of words at ascending flat `indices` of a parameter, as int64 tensors on one device."""
+    """Differences of words at ascending `indices` of an `ElementSpace`, as int64 tensors on one device."""
 
     indices: Tensor
     differences: Tensor
 
+    def without(self, part: slice) -> Changes:
+        """The changes outside of these elements."""
+        kept = (self.indices < part.start) | (self.indices >= part.stop)
+        return Changes(self.indices[kept], self.differences[kept])
+
+    def only(self, part: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The changes of these elements, numbered from 0, with differences as words."""
+        kept = (self.indices >= part.start) & (self.indices < part.stop)
+        return self.indices[kept] - part.start, self.differences[kept].to(dtype)
+
     @classmethod
-    def none(cls, device: torch.device) -> Changes:
-        """No changes."""
-        return cls(*(torch.empty(0, dtype=torch.int64, device=device) for _ in range(2)))
-
-    def within(self, shape: tuple[int, ...], index: tuple[slice, ...]) -> Changes:
-        """The changes in `parameter[index]`, which slices at most the first two dimensions of a parameter of `shape`.
-
-        Indices of the result are flat indices of this part.
-        """
-        if not index:
-            return self
-        row = columns_of(shape)
-        first, last, _ = index[0].indices(shape[0])
-        begin, end = torch.searchsorted(self.indices, self.indices.new_tensor([first * row, last * row])).tolist()
-        indices, differences = self.indices[begin:end] - first * row, self.differences[begin:end]
-        if len(index) == 1:
-            return Changes(indices, differences)
-        inner = row // shape[1]  # elements of one column
-        low, high, _ = (inner * bound for bound in index[1].indices(shape[1]))
-        rows, columns = indices // row, indices % row
-        kept = (columns >= low) & (columns < high)
-        return Changes((rows * (high - low) + columns - low)[kept], differences[kept])
-
-    def checksum(self, columns: int, start: tuple[int, int] = (0, 0)) -> int:
-        """By how much these changes raise `checksum` of a part with `columns` columns that starts at this row and
-        column of the parameter.
-
-        Differences must be those of signed words, as `find_changes` returns them.
-        """
-        rows, cols = self.indices // columns + start[0], self.indices % columns + start[1]
-        return int((self.differences * (2 * rows + 1) * (2 * cols + 1)).sum().item()) & MASK
+    def join(cls, parts: Sequence[Changes], device: torch.device) -> Changes:
+        """Changes of disjoint ascending ranges as one."""
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        indices, differences = ([*(getattr(part, name) for part in parts), empty] for name in cls.__slots__)
+        return cls(torch.cat(indices), torch.cat(differences))
 
 
-@dataclass(frozen=True)
+class ElementSpace:
+    """Numbers the elements of parameters of these shapes, one parameter after the other.
+
+    With `shards`, it numbers the elements of these parts of the parameters: slices of at most the first two dimensions.
+    All work is done by a few operations on all parameters together: an engine that decodes in another thread would
+    delay each operation.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Sequence[int]], device: torch.device, shards: Mapping[str, Index] | None = None
+    ) -> None:
+        self.names, self.device = list(shapes), device
+        bounds = [_bounds(shapes[name], (shards or {}).get(name, ())) for name in self.names]
+        self.starts = [0, *accumulate((r1 - r0) * (c1 - c0) for r0, r1, c0, c1 in bounds)]
+        table = [[start, *bound] for start, bound in zip(self.starts, bounds, strict=False)]
+        self._table = torch.tensor(table, device=device).T.contiguous()
+
+    def owners(self, indices: Tensor) -> Tensor:
+        """The number of the parameter of each element."""
+        return torch.searchsorted(self._table[0], indices, right=True) - 1
+
+    def counts(self, indices: Tensor) -> list[int]:
+        """How many of these ascending elements each parameter has."""
+        bounds = torch.searchsorted(indices, torch.tensor(self.starts, device=self.device))
+        found: list[int] = bounds.diff().tolist()
+        return found
+
+    def of(self, name: str) -> slice:
+        """The numbers of a parameter's elements."""
+        number = self.names.index(name)
+        return slice(self.starts[number], self.starts[number + 1])
+
+    def place(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Parameter number, row and column of each element in its whole parameter, as `checksum` counts them."""
+        owners = self.owners(indices)
+        start, r0, _, c0, c1 = self._table[:, owners]
+        local, width = indices - start, c1 - c0
+        return owners, r0 + local // width, c0 + local % width
+
+    def within(self, changes: Changes, whole: ElementSpace) -> Changes:
+        """Those changes of the parameters `whole` that fall into these shards, numbered as in this space."""
+        owners, rows, columns = whole.place(changes.indices)
+        start, r0, r1, c0, c1 = self._table[:, owners]
+        kept = (rows >= r0) & (rows < r1) & (columns >= c0) & (columns < c1)
+        return Changes((start + (rows - r0) * (c1 - c0) + columns - c0)[kept], changes.differences[kept])
+
+    def checksum_changes(self, changes: Changes) -> list[int]:
+        """By how much the changes raise the `checksum` of each parameter or shard, modulo 2^64."""
+        owners, rows, columns = self.place(changes.indices)
+        raised = changes.differences * (2 * rows + 1) * (2 * columns + 1)
+        sums = torch.zeros(len(self.names), dtype=torch.int64, device=self.device).index_add_(0, owners, raised)
+        return [value % 2**64 for value in sums.tolist()]
+
+
 class Update:
-    """New words of a tensor and the old ones, at the indices of `changes`, or all of them (None)."""
+    """Changes of tensors, with the words before and after, which are read when the update is made.
 
-    changes: Changes | None
-    old: Tensor
-    new: Tensor
+    `tensors` are flat words in the order of `space`; `whole` has new words of tensors that change as a whole.
+    """
 
-    @classmethod
-    def of(cls, tensor: Tensor, changes: Changes) -> Update:
-        """The update of `tensor` by `changes`."""
-        old = words(tensor)[changes.indices]
-        return cls(changes, old, (old.long() + changes.differences).to(old.dtype))
+    def __init__(
+        self, space: ElementSpace, tensors: Sequence[Tensor], changes: Changes, whole: Mapping[int, Tensor]
+    ) -> None:
+        counts = space.counts(changes.indices)
+        starts = torch.tensor(space.starts, device=space.device)[space.owners(changes.indices)]
+        parts = (changes.indices - starts).split(counts)  # type: ignore[no-untyped-call]
+        self._places = [(tensors[i], part) for i, part in enumerate(parts) if counts[i]]
+        self._counts = [count for count in counts if count]
+        self._old = self._read()
+        self._new = (self._old.long() + changes.differences).to(self._old.dtype) if self._counts else self._old
+        self._whole = [(tensors[i], tensors[i].clone(), new) for i, new in whole.items()]
 
-    @classmethod
-    def replacing(cls, tensor: Tensor, new: Tensor) -> Update:
-        """The update of all elements of `tensor`."""
-        return cls(None, words(tensor).clone(), words(new))
+    def apply(self) -> None:
+        """Write the new words. Reads them back, and if any differs, writes the old ones and raises `RolledBack`."""
+        self._write(self._new)
+        for tensor, _, new in self._whole:
+            tensor.copy_(new)
+        if not self.is_applied():
+            self._write(self._old)
+            for tensor, old, _ in self._whole:
+                tensor.copy_(old)
+            raise RolledBack("a tensor had other values after the swap than were sent; it has the old ones again")
 
-    def apply(self, tensor: Tensor) -> None:
-        self._write(tensor, self.new)
+    def is_applied(self) -> bool:
+        """Whether the tensors have the new words at the places of the update."""
+        return torch.equal(self._read(), self._new) and all(torch.equal(t, new) for t, _, new in self._whole)
 
-    def undo(self, tensor: Tensor) -> None:
-        self._write(tensor, self.old)
+    def is_undone(self) -> bool:
+        """Whether they have the old words there."""
+        return torch.equal(self._read(), self._old) and all(torch.equal(t, old) for t, old, _ in self._whole)
 
-    def is_applied(self, tensor: Tensor) -> Tensor:
-        """Whether `tensor` has the new words, as a tensor of one boolean, so that a device need not be waited for."""
-        return (self._read(tensor) == self.new).all()
+    def _read(self) -> Tensor:
+        read = [tensor[part] for tensor, part in self._places]
+        return torch.cat(read) if read else torch.empty(0, dtype=torch.int16)
 
-    def is_undone(self, tensor: Tensor) -> Tensor:
-        return (self._read(tensor) == self.old).all()
-
-    def _read(self, tensor: Tensor) -> Tensor:
-        return words(tensor)[self.changes.indices] if self.changes else words(tensor)
-
-    def _write(self, tensor: Tensor, values: Tensor) -> None:
-        if self.changes is None:
-            words(tensor).copy_(values)
-        elif len(values):
-            words(tensor)[self.changes.indices] = values
-
-
-def apply_all(updates: Sequence[tuple[Tensor, Update]]) -> None:
-    """Apply updates to tensors and read the words back. Undoes all and raises `RolledBack` if any differs."""
-    for tensor, update in updates:
-        update.apply(tensor)
-    if updates and not torch.stack([update.is_applied(tensor) for tensor, update in updates]).all():
-        for tensor, update in updates:
-            update.undo(tensor)
-        raise RolledBack("a tensor had other values after the swap than were sent; it has the old ones again")
+    def _write(self, new: Tensor) -> None:
+        for (tensor, part), values in zip(self._places, new.split(self._counts), strict=True):  # type: ignore[no-untyped-call]
+            tensor[part] = values
 
 
 def words(tensor: Tensor) -> Tensor:
@@ -126,13 +159,19 @@ def words(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(WORDS[tensor.element_size()])
 
 
-def columns_of(shape: tuple[int, ...] | list[int]) -> int:
-    """Columns of a parameter as `checksum` counts them: elements of a row, 1 for a vector."""
-    return prod(shape[1:])
+def _bounds(shape: Sequence[int], index: Index) -> tuple[int, int, int, int]:
+    """First row, end of rows, first column and end of columns of a part of a parameter.
+
+    Rows are of the first dimension; all others are columns. A vector has one column.
+    """
+    inner = prod(shape[2:])
+    row, column = (*index, *(slice(None),) * (2 - len(index)))
+    low, high, _ = column.indices(shape[1]) if len(shape) > 1 else (0, 1, 1)
+    return (*row.indices(shape[0])[:2], low * inner, high * inner)
 
 
 def find_changes(old: Tensor, new: Tensor) -> Changes | None:
-    """Changes between two flat tensors of words; None if so many changed that the whole parameter is smaller."""
+    """Changes between two flat tensors of words; None if so many changed that the new words are smaller."""
     indices = (old != new).nonzero().flatten()
     if len(indices) > DENSE * len(new):
         return None
@@ -180,7 +219,7 @@ def decode(data: bytes | bytearray, size: int, device: torch.device) -> Changes:
 
 
 def merge(chain: list[Changes]) -> Changes:
-    """Consecutive changes of a parameter as one. Differences that cancel stay, as zeros."""
+    """Consecutive changes of the same elements as one. Differences that cancel stay, as zeros."""
     if len(chain) == 1:
         return chain[0]
     indices, places = torch.unique(torch.cat([c.indices for c in chain]), return_inverse=True)

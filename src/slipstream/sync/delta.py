@@ -29,7 +29,7 @@ from slipstream.config.schema import Config
 from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import own_address
-from slipstream.sync.changes import Changes, Update, columns_of, decode, encode, find_changes, merge, words
+from slipstream.sync.changes import Changes, ElementSpace, Update, decode, encode, find_changes, merge, words
 from slipstream.sync.checksum import checksum
 from slipstream.sync.frames import FRAME, FrameServer, Refused, Request, Stream, Superseded, fetch
 from slipstream.sync.link import (
@@ -46,8 +46,7 @@ from slipstream.sync.link import (
 SILENCE_LIMIT_S = 60.0  # without a frame: the transfer of a version fails
 COMPRESSION = 2e8  # bytes per second of the fastest network on which compression is tried
 SLOW = 0.5  # of the median rate: below, a receiver passes nothing on
-WHOLE, CHANGED = "whole", "changed"  # kinds of entries
-Entry = tuple[str, str, int]  # name, kind and bytes of a parameter's part of a stream
+Entry = tuple[str, int]  # name of a parameter that is sent whole, or "" for the changes of all others; bytes
 
 
 class DeltaSender(Sender):
@@ -58,6 +57,7 @@ class DeltaSender(Sender):
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype_of(config)
         self._shapes = shapes_of(parameters)
+        self._space = ElementSpace(self._shapes, next(iter(parameters.values())).device)
         self._secret = secrets.token_bytes(32)
         self._lock = threading.Lock()  # of all that follows
         self._served: dict[str, Tensor] = {}  # words of the staged version
@@ -79,54 +79,52 @@ class DeltaSender(Sender):
     def stage(self, version: int) -> PublishHandle:
         """Compare the weights with the last version, and keep a copy."""
         with self._lock:
-            entries, payloads, elements = list[Entry](), list[bytes](), 0
-            for name, parameter in self._parameters.items():
-                new = words(parameter.detach().to(self._dtype).contiguous())
-                old = self._served.get(name)
-                if old is None:
-                    self._served[name] = new.clone()
-                    self._sums[name] = self._checksum(name)
-                    continue
-                changes = find_changes(old, new)
-                if changes is None or len(changes.indices):
-                    elements += len(new) if changes is None else len(changes.indices)
-                    entry, payload = self._replace(name, old, new, changes)
-                    entries.append(entry)
-                    payloads.append(payload)
-            if entries or not self._state:
-                self._advance(entries, payloads)
-            size, total = sum(map(len, payloads)), sum(w.numel() for w in self._served.values())
-            sums = {name: str(value) for name, value in self._sums.items()}  # beyond the integers of some encodings
+            first = not self._served
+            changes, whole = self._compare()
+            elements = len(changes.indices) + sum(self._served[name].numel() for name in whole)
+            payloads = [encode(changes, self._dtype.itemsize)] if len(changes.indices) else []
+            names = [""] * len(payloads)
+            if not first:
+                payloads += [to_bytes(self._served[name]) for name in whole]
+                names += whole
+            if first or payloads:
+                self._advance([(name, len(p)) for name, p in zip(names, payloads, strict=True)], payloads)
+            sums = {name: str(value) for name, value in self._sums.items()}  # too large for msgpack
             return {
-                "version": version, "state": self._state, "bytes": size, "changed": elements / total, "sums": sums,
+                "version": version, "state": self._state, "sums": sums, "bytes": sum(map(len, payloads)),
+                "changed": elements / self._space.starts[-1],
             }  # fmt: skip
 
     def close(self) -> None:
         self._server.close()
 
-    def _replace(self, name: str, old: Tensor, new: Tensor, changes: Changes | None) -> tuple[Entry, bytes]:
-        """Keep `new` as the served version of a parameter. Returns its entry and payload, the smaller of both kinds."""
-        payload, size = None, new.element_size()
-        if changes is not None:
-            self._sums[name] = (self._sums[name] + changes.checksum(columns_of(self._shapes[name]))) % 2**64
-            payload = encode(changes, size)
-        old.copy_(new)
-        if changes is None:
-            self._sums[name] = self._checksum(name)
-        if payload is None or len(payload) >= size * new.numel():
-            payload = to_bytes(new)
-            return (name, WHOLE, len(payload)), payload
-        return (name, CHANGED, len(payload)), payload
+    def _compare(self) -> tuple[Changes, list[str]]:
+        """Changes since the last version, and names of the parameters to send whole.
 
-    def _checksum(self, name: str) -> int:
-        return checksum(self._served[name].view(self._dtype).view(*self._shapes[name]))
+        Keeps a copy of the new words, and their checksums.
+        """
+        parts, whole = list[Changes](), list[str]()
+        for name, parameter in self._parameters.items():
+            new = words(parameter.detach().to(self._dtype).contiguous())
+            changes = find_changes(self._served[name], new) if name in self._served else None
+            if changes is None:
+                whole.append(name)
+                self._served[name] = new.clone()
+                self._sums[name] = checksum(self._served[name].view(self._dtype).view(*self._shapes[name]))
+            elif len(changes.indices):
+                parts.append(Changes(changes.indices + self._space.of(name).start, changes.differences))
+                self._served[name].copy_(new)
+        found = Changes.join(parts, self._space.device)
+        for name, raised in zip(self._space.names, self._space.checksum_changes(found), strict=True):
+            self._sums[name] = (self._sums[name] + raised) % 2**64
+        return found, whole
 
     def _advance(self, entries: list[Entry], payloads: list[bytes]) -> None:
         """Begin a new state. Old changes are kept while they are smaller than all weights."""
         self._state += 1
         self._steps[self._state] = entries, payloads
         self._streams, self._tails = {}, {}
-        total, kept = sum(w.numel() * w.element_size() for w in self._served.values()), 0
+        total, kept = self._space.starts[-1] * self._dtype.itemsize, 0
         for state in sorted(self._steps, reverse=True):
             kept += sum(map(len, self._steps[state][1]))
             if kept > total:
@@ -161,7 +159,7 @@ class DeltaSender(Sender):
         """The stream of changes since `base`, or of all weights. Frames are added in a thread."""
         if base is None:
             payloads = [to_bytes(served) for served in self._served.values()]
-            steps = [[(n, WHOLE, len(payload)) for n, payload in zip(self._served, payloads, strict=True)]]
+            steps = [[(name, len(payload)) for name, payload in zip(self._served, payloads, strict=True)]]
         else:
             parts = [self._steps[n] for n in range(base + 1, self._state + 1)]
             steps, payloads = [entries for entries, _ in parts], [p for _, payloads in parts for p in payloads]
@@ -172,7 +170,7 @@ class DeltaSender(Sender):
 
 
 class DeltaReceiver(Receiver):
-    """The engine's end. `shards` are the served tensors, which it reads to derive the version that they hold."""
+    """The engine's end. It reads the served tensors to derive which version they hold."""
 
     rebindable = False
 
@@ -182,59 +180,79 @@ class DeltaReceiver(Receiver):
         self._dtype: torch.dtype = getattr(torch, connection_info["dtype"])
         self._rank, self._device, self._rate = rank, device, 0.0
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._shards: Mapping[str, ParameterShard] = {}
+        self._whole = ElementSpace(connection_info["shapes"], device)
         self._held: int | None = None  # the state that the engine serves, and the checksums of its shards
         self._sums: dict[str, int] = {}
-        self._next: tuple[int, dict[str, int], dict[str, Update | None]] | None = None  # prepared, maybe swapped in
-        self._incoming: dict[str, Any] = {}  # the last request and its stream, which other receivers may read
+        self._next: tuple[int, dict[str, int], Update | None] | None = None  # prepared, maybe swapped in
+        self._incoming: tuple[Request, Stream] | None = None  # the last stream, which another receiver may read
         self._relay = FrameServer(own_address(), self._secret, self._find)
 
     def attach(self, shards: Mapping[str, ParameterShard]) -> None:
-        """The tensors into which the engine copies versions."""
+        """The tensors into which the engine copies versions. Raises `InvalidInput` if they can't be updated."""
         for name, shard in shards.items():
             if not shard.tensor.is_contiguous() or shard.tensor.dtype != self._dtype:
                 raise InvalidInput(f'the engine stores {name} in another layout or dtype: use sync.link = "checkpoint"')
-        self._shards = shards
+        self._shards = {name: shards[name] for name in self._whole.names}
+        shapes = {name: shard.shape for name, shard in self._shards.items()}
+        self._own = ElementSpace(shapes, self._device, {name: s.index for name, s in self._shards.items()})
 
     @torch.no_grad()
-    def prepare(self, handle: PublishHandle) -> dict[str, _OfShard]:
-        """For each shard the whole of it, or an update of it, on the device. Raises `Superseded`."""
+    def prepare(self, handle: PublishHandle) -> Mapping[str, Tensor] | Update:
+        """All weights, or an update of the shards, on the device. Raises `Superseded`."""
         with torch.cuda.stream(self._stream):
             self._settle()
-            weights, sums = self._receive(handle)
+            new, sums = self._receive(handle)
             if self._held is not None and not self._is_published(handle, sums):
                 self._held = None
-                weights, sums = self._receive(handle)
+                new, sums = self._receive(handle)
             if not self._is_published(handle, sums):
                 raise InvalidInput(f"the weights of version {handle['version']} differ from those that were published")
-            updates = {name: new if isinstance(new, Update) else None for name, new in weights.items()}
-            self._next = handle["state"], sums, updates
+            self._next = handle["state"], sums, new if isinstance(new, Update) else None
             if self._stream:
                 self._stream.synchronize()
-            return {name: _OfShard(new) for name, new in weights.items()}
+            return new
 
-    def _receive(self, handle: PublishHandle) -> tuple[dict[str, Tensor | Update], dict[str, int]]:
-        """New weights of the shards and their checksums: the changes since the held state, or all weights."""
+    def close(self) -> None:
+        self._relay.close()
+        if self._incoming:
+            self._incoming[1].end("the link is closed")
+
+    def _settle(self) -> None:
+        """Find out whether the engine serves the version prepared last, the one before it, or neither."""
+        if self._next is None:
+            return
+        state, sums, update = self._next
+        self._next = None
+        served = {name: checksum(s.tensor, s.index) for name, s in self._shards.items()} if update is None else {}
+        if update.is_applied() if update else served == sums:
+            self._held, self._sums = state, sums
+        elif not (update and update.is_undone()):
+            self._held = None
+
+    def _receive(self, handle: PublishHandle) -> tuple[dict[str, Tensor] | Update, dict[str, int]]:
+        """New weights and the checksums of the shards with them: the changes since the held state, or all weights."""
         stream, began = Stream(), time.monotonic()
         request = {
             "state": handle["state"], "base": self._held, "rank": self._rank, "rate": self._rate,
             "listens": self._relay.address,
         }  # fmt: skip
-        self._incoming = {"request": request, "stream": stream}
-        fetching = threading.Thread(target=self._fetch, args=(request, stream), name="delta", daemon=True)
-        fetching.start()
+        self._incoming = request, stream
+        threading.Thread(target=self._fetch, args=(request, stream), name="delta", daemon=True).start()
         try:
-            weights = self._read(stream.wait_header(), stream)
+            header = stream.wait_header()
+            changes, whole = self._read(header["steps"], _Reader(stream))
         except Refused as error:
             raise Superseded(f"version {handle['version']} did not arrive: {error}") from None
-        fetching.join()
         self._rate = stream.size / max(time.monotonic() - began, 1e-6)
-        return weights, {name: self._sum_with(name, new) for name, new in weights.items()}
-
-    def close(self) -> None:
-        self._relay.close()
-        if self._incoming:
-            self._incoming["stream"].end("the link is closed")
+        parts = {name: new[self._shards[name].index] for name, new in whole.items()}
+        sums = {name: checksum(part, self._shards[name].index) for name, part in parts.items()}
+        if header["base"] is None:
+            return whole, sums
+        changes = self._own.within(changes, self._whole)
+        raised = zip(self._own.names, self._own.checksum_changes(changes), strict=True)
+        sums = {name: (self._sums[name] + by) % 2**64 for name, by in raised} | sums
+        numbers = {self._own.names.index(name): words(part.contiguous()) for name, part in parts.items()}
+        return Update(self._own, [words(shard.tensor) for shard in self._shards.values()], changes, numbers), sums
 
     def _fetch(self, request: Request, stream: Stream) -> None:
         try:
@@ -244,62 +262,29 @@ class DeltaReceiver(Receiver):
 
     def _find(self, request: Request) -> tuple[Request, Stream | None]:
         """Answer another receiver, which wants the same stream."""
-        own = self._incoming
-        if not own or any(own["request"][key] != request[key] for key in ("state", "base")):
+        if self._incoming is None or any(self._incoming[0][key] != request[key] for key in ("state", "base")):
             raise Refused("another stream")
-        return {}, own["stream"]
+        return {}, self._incoming[1]
 
-    def _settle(self) -> None:
-        """Find out whether the engine serves the version prepared last, the one before it, or neither."""
-        if self._next is None:
-            return
-        state, sums, updates = self._next
-        self._next = None
-        if all(self._serves(name, update, sums[name]) for name, update in updates.items()):
-            self._held, self._sums = state, sums
-        elif not all(update and update.is_undone(self._shards[name].tensor) for name, update in updates.items()):
-            self._held = None
-
-    def _serves(self, name: str, update: Update | None, wanted: int) -> bool:
-        shard = self._shards[name]
-        return bool(update.is_applied(shard.tensor)) if update else checksum(shard.tensor, shard.index) == wanted
-
-    def _read(self, header: dict[str, Any], stream: Stream) -> dict[str, Tensor | Update]:
-        """The shards' new weights, from the entries of one or more consecutive states."""
-        whole: dict[str, Tensor] = {}
-        chains: dict[str, list[Changes]] = {}
-        data = _Reader(stream)
-        for entries in header["steps"]:
-            for name, kind, size in entries:
-                shard, payload = self._shards[name], data.read(size)
-                if kind == WHOLE:
-                    tensor = torch.frombuffer(payload, dtype=self._dtype).view(*shard.shape)[shard.index]
-                    whole[name], chains[name] = tensor.to(self._device), []
-                else:
-                    changes = decode(payload, self._dtype.itemsize, self._device)
-                    chains.setdefault(name, []).append(changes.within(shard.shape, shard.index))
-        weights: dict[str, Tensor | Update] = {}
-        for name, shard in self._shards.items():
-            chain = merge(chains[name]) if chains.get(name) else None
-            if name in whole:
-                if chain:
-                    whole[name] = whole[name].clone()
-                    Update.of(whole[name], chain).apply(whole[name])
-                full = header["base"] is None
-                weights[name] = whole[name] if full else Update.replacing(shard.tensor, whole[name])
-            else:
-                weights[name] = Update.of(shard.tensor, chain or Changes.none(self._device))
-        return weights
-
-    def _sum_with(self, name: str, new: Tensor | Update) -> int:
-        """Checksum of a shard once `new` is swapped in."""
-        shard = self._shards[name]
-        if isinstance(new, Tensor):
-            return checksum(new, shard.index)
-        if new.changes is None:
-            return checksum(new.new.view(self._dtype).view(shard.tensor.shape), shard.index)
-        row, column = ((s.start or 0) for s in (*shard.index, slice(0), slice(0))[:2])
-        return (self._sums[name] + new.changes.checksum(columns_of(shard.tensor.shape), (row, column))) % 2**64
+    def _read(self, steps: list[list[Entry]], data: _Reader) -> tuple[Changes, dict[str, Tensor]]:
+        """Changes, and whole parameters, from the entries of one or more consecutive states."""
+        whole, chain = dict[str, Tensor](), list[Changes]()
+        for name, size in (entry for entries in steps for entry in entries):
+            payload = data.read(size)
+            if name:
+                whole[name] = torch.frombuffer(payload, dtype=self._dtype).to(self._device)
+                chain = [changes.without(self._whole.of(name)) for changes in chain]
+                continue
+            changes = decode(payload, self._dtype.itemsize, self._device)
+            if len(changes.indices) and changes.indices[-1] >= self._whole.starts[-1]:
+                raise InvalidInput("a change of an element that no parameter has")
+            for other, earlier in whole.items():
+                part = self._whole.of(other)
+                words(earlier).index_add_(0, *changes.only(part, words(earlier).dtype))
+                changes = changes.without(part)
+            chain.append(changes)
+        shaped = {name: tensor.view(*self._shards[name].shape) for name, tensor in whole.items()}
+        return merge(chain) if chain else Changes.join((), self._device), shaped
 
     def _is_published(self, handle: PublishHandle, sums: Mapping[str, int]) -> bool:
         """Whether shards that are whole parameters will have the published checksums."""
@@ -309,16 +294,6 @@ class DeltaReceiver(Receiver):
 
 class Delta:
     Sender, Receiver = DeltaSender, DeltaReceiver
-
-
-class _OfShard:
-    """What a shard changes to. Any index returns it, as the index can be that of this shard alone."""
-
-    def __init__(self, new: Tensor | Update) -> None:
-        self._new = new
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor | Update:
-        return self._new
 
 
 class _Reader:
@@ -335,7 +310,7 @@ class _Reader:
                 frame = next(self._frames, None)
                 if frame is None:
                     raise InvalidInput("the stream of a version ended early")
-                self._rest = memoryview(zlib.decompress(frame[1:]) if frame[0] else frame)[0 if frame[0] else 1 :]
+                self._rest = memoryview(zlib.decompress(frame[1:])) if frame[0] else memoryview(frame)[1:]
             taken = min(size - len(found), len(self._rest))
             found += self._rest[:taken]
             self._rest = self._rest[taken:]

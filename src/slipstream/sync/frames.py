@@ -156,7 +156,7 @@ class FrameServer:
             try:
                 answer, stream = self._find(request)
                 _send(connection, answer)
-                if stream:
+                if stream is not None:
                     _send(connection, stream.wait_header())
                     self._send_frames(connection, stream, int(request.get("start", 0)))
             except Refused as refused:

@@ -26,6 +26,7 @@ from torch import Tensor
 from slipstream.config.plugins import load_option
 from slipstream.config.schema import Config, ConfigError
 from slipstream.errors import InvalidInput
+from slipstream.sync.changes import Update
 
 ConnectionInfo = dict[str, Any]  # plain data by which a receiver connects; `shapes` by name are always in it
 PublishHandle = dict[str, Any]  # plain data that identifies a staged version; `version` is always in it
@@ -101,10 +102,10 @@ class Receiver(Protocol):
     def attach(self, shards: Mapping[str, ParameterShard]) -> None:
         """Called once with the tensors that the engine serves, which change in `ServedWeights.apply` alone."""
 
-    def prepare(self, handle: PublishHandle) -> Mapping[str, Any]:
+    def prepare(self, handle: PublishHandle) -> Mapping[str, Any] | Update:
         """All weights of the version by the trainer's names: tensors, or objects whose index returns a tensor.
 
-        An index is that of a shard. It may also return an `Update` of the shard.
+        Or an update of the attached tensors.
 
         Called in a thread while the engine decodes.
         """
@@ -128,8 +129,9 @@ class PublishStats:
 
     `pause_s` is the longest pause of an engine, `sending` the transfer, `ready` the time until every engine served the
     version, `total` includes the comparison of checksums. `engines_lost` lists why engines left the pool since the last
-    publish. `bytes` is the size of the version as coded for one engine that has the previous one, and `changed` the
-    share of elements that differ from it (None: not counted). On the pool's clock, `began` is the start and `pauses` lists track, start and end of each engine's pause.
+    publish. On the pool's clock, `began` is the start and `pauses` lists track, start and end of each engine's pause.
+    `bytes` is the size of the version as coded for an engine that has the one before, and `changed` the fraction of
+    elements that differ from it (None: not counted).
     """
 
     version: int
