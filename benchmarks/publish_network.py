@@ -3,11 +3,11 @@
     sudo python benchmarks/publish_network.py MODEL [--links delta nccl checkpoint] [--rate 1gbit] [--engines 1]
         [--changed 0.01] [--publishes 6] [--json FILE]
 
-Two namespaces are joined by a pair of virtual devices whose rate is limited in both directions (`tc tbf`). The trainer's
-end of the link runs in the first, engines that decode in the second. Between publishes the given share of the elements
-moves to the next bfloat16 value. `held` is the time of the trainer's calls, `ready` the time from the start of `stage`
-until the engine serves the version, `pause` the time of the swap, `step` that of a decode step. `delta, all weights` is
-the `delta` link to an engine without a version. `sent` is what crossed the trainer's network device.
+Two namespaces are joined by a pair of virtual devices whose rate is limited both ways (`tc tbf`). The trainer's end of
+the link runs in the first, engines that decode in the second. Between publishes the given share of the elements moves
+to the next bfloat16 value. `held` is the time of `stage`, `ready` the time from its start until all engines serve the
+version, `pause` the time of the swap, `step` that of a decode step. "delta, all weights" is the `delta` link to engines
+without a version. `sent` is what left the trainer's namespace.
 """
 
 from __future__ import annotations
@@ -117,19 +117,17 @@ class EngineEnd:
         if self._link == ALL_WEIGHTS:
             receiver: Any = self._weights._receiver
             assert isinstance(receiver, DeltaReceiver)
-            receiver._next, receiver._held = None, None
+            receiver._held = None
         self._weights.prepare(handle)
         while not self._weights.prepared():
             time.sleep(0.001)
-        began = time.perf_counter()
         with self._lock:
-            got = time.perf_counter()
+            began = time.perf_counter()
             self._weights.apply()
-            pause = time.perf_counter() - got
+            pause = time.perf_counter() - began
         return {
             "ended": time.monotonic(),
             "pause": pause,
-            "waited": got - began,
             "step": statistics.median(self._steps),
         }
 

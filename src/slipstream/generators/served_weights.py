@@ -137,6 +137,7 @@ class ServedWeights:
         else:
             self._copy(new)
         self._timer.mark(1)
+        self._receiver.swapped()
         self._next = None
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

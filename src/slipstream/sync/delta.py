@@ -6,8 +6,8 @@ whole. Each receiver says which version its engine serves, and gets the changes 
 none or one too old. Receivers form a chain: each passes frames on to the next while they come (`frames`), so the
 trainer sends about one copy for any number of engines.
 
-Differences are right only on the version that they were made from. A receiver derives from the served tensors which
-version they hold, and compares the checksums that the new version will have with the trainer's before it is swapped in.
+Differences are right only on the version that they were made from. A receiver computes the checksums that its shards
+will have, and compares them with the trainer's before the engine swaps. The swap reads back what it wrote.
 """
 
 from __future__ import annotations
@@ -29,9 +29,19 @@ from slipstream.config.schema import Config
 from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import own_address
-from slipstream.sync.changes import Changes, ElementSpace, Update, decode, encode, find_changes, merge, words
+from slipstream.sync.changes import (
+    Changes,
+    ElementSpace,
+    Update,
+    checksum_change,
+    decode,
+    encode,
+    find_changes,
+    merge,
+    words,
+)  # fmt: skip
 from slipstream.sync.checksum import checksum
-from slipstream.sync.frames import FRAME, FrameServer, Refused, Request, Stream, Superseded, fetch
+from slipstream.sync.frames import FrameServer, Refused, Request, Stream, Superseded, fetch
 from slipstream.sync.link import (
     ConnectionInfo,
     Parameters,
@@ -43,6 +53,8 @@ from slipstream.sync.link import (
     shapes_of,
 )
 
+MIN_FRAME, MAX_FRAME = 2**16, 2**22  # bytes before compression
+FRAMES = 64  # of a stream, so that a chain of receivers is hardly slower than one
 SILENCE_LIMIT_S = 60.0  # without a frame: the transfer of a version fails
 COMPRESSION = 2e8  # bytes per second of the fastest network on which compression is tried
 SLOW = 0.5  # of the median rate: below, a receiver passes nothing on
@@ -103,7 +115,7 @@ class DeltaSender(Sender):
 
         Keeps a copy of the new words, and their checksums.
         """
-        parts, whole = list[Changes](), list[str]()
+        parts, raised, whole = list[Changes](), dict[str, Tensor](), list[str]()
         for name, parameter in self._parameters.items():
             new = words(parameter.detach().to(self._dtype).contiguous())
             changes = find_changes(self._served[name], new) if name in self._served else None
@@ -113,11 +125,11 @@ class DeltaSender(Sender):
                 self._sums[name] = checksum(self._served[name].view(self._dtype).view(*self._shapes[name]))
             elif len(changes.indices):
                 parts.append(Changes(changes.indices + self._space.of(name).start, changes.differences))
-                self._served[name].copy_(new)
-        found = Changes.join(parts, self._space.device)
-        for name, raised in zip(self._space.names, self._space.checksum_changes(found), strict=True):
-            self._sums[name] = (self._sums[name] + raised) % 2**64
-        return found, whole
+                raised[name] = checksum_change(changes, prod(self._shapes[name][1:]))
+                self._served[name][changes.indices] = new[changes.indices]
+        for name, by in zip(raised, torch.stack(list(raised.values())).tolist() if raised else (), strict=True):
+            self._sums[name] = (self._sums[name] + by) % 2**64
+        return Changes.join(parts, self._space.device), whole
 
     def _advance(self, entries: list[Entry], payloads: list[bytes]) -> None:
         """Begin a new state. Old changes are kept while they are smaller than all weights."""
@@ -170,7 +182,7 @@ class DeltaSender(Sender):
 
 
 class DeltaReceiver(Receiver):
-    """The engine's end. It reads the served tensors to derive which version they hold."""
+    """The engine's end. It knows which state the engine serves, and passes on what it receives."""
 
     rebindable = False
 
@@ -183,7 +195,7 @@ class DeltaReceiver(Receiver):
         self._whole = ElementSpace(connection_info["shapes"], device)
         self._held: int | None = None  # the state that the engine serves, and the checksums of its shards
         self._sums: dict[str, int] = {}
-        self._next: tuple[int, dict[str, int], Update | None] | None = None  # prepared, maybe swapped in
+        self._next: tuple[int, dict[str, int]] = 0, {}  # the same of the version that is prepared
         self._incoming: tuple[Request, Stream] | None = None  # the last stream, which another receiver may read
         self._relay = FrameServer(own_address(), self._secret, self._find)
 
@@ -200,34 +212,27 @@ class DeltaReceiver(Receiver):
     def prepare(self, handle: PublishHandle) -> Mapping[str, Tensor] | Update:
         """All weights, or an update of the shards, on the device. Raises `Superseded`."""
         with torch.cuda.stream(self._stream):
-            self._settle()
             new, sums = self._receive(handle)
             if self._held is not None and not self._is_published(handle, sums):
                 self._held = None
                 new, sums = self._receive(handle)
             if not self._is_published(handle, sums):
                 raise InvalidInput(f"the weights of version {handle['version']} differ from those that were published")
-            self._next = handle["state"], sums, new if isinstance(new, Update) else None
             if self._stream:
                 self._stream.synchronize()
+            if not isinstance(new, Update):
+                self._held = None  # if the engine fails to copy all, it serves a mixture
+            self._next = handle["state"], sums
             return new
+
+    def swapped(self) -> None:
+        """The engine serves what was prepared last."""
+        self._held, self._sums = self._next
 
     def close(self) -> None:
         self._relay.close()
         if self._incoming:
             self._incoming[1].end("the link is closed")
-
-    def _settle(self) -> None:
-        """Find out whether the engine serves the version prepared last, the one before it, or neither."""
-        if self._next is None:
-            return
-        state, sums, update = self._next
-        self._next = None
-        served = {name: checksum(s.tensor, s.index) for name, s in self._shards.items()} if update is None else {}
-        if update.is_applied() if update else served == sums:
-            self._held, self._sums = state, sums
-        elif not (update and update.is_undone()):
-            self._held = None
 
     def _receive(self, handle: PublishHandle) -> tuple[dict[str, Tensor] | Update, dict[str, int]]:
         """New weights and the checksums of the shards with them: the changes since the held state, or all weights."""
@@ -319,7 +324,8 @@ class _Reader:
 
 def _add_frames(stream: Stream, payloads: list[bytes], rate: float) -> None:
     """Cut payloads into frames, compressed if that is faster at `rate` bytes per second (0: unknown), and add them."""
-    for chunk in _chunks(payloads):
+    size = max(MIN_FRAME, min(MAX_FRAME, sum(map(len, payloads)) // FRAMES))
+    for chunk in _chunks(payloads, size):
         packed, began = chunk, time.perf_counter()
         if 0 < rate < COMPRESSION:
             packed = zlib.compress(chunk, 1)
@@ -328,17 +334,17 @@ def _add_frames(stream: Stream, payloads: list[bytes], rate: float) -> None:
     stream.end()
 
 
-def _chunks(payloads: list[bytes]) -> Iterator[bytes]:
-    """The concatenated payloads in pieces of `FRAME` bytes."""
-    piece = bytearray()
+def _chunks(payloads: list[bytes], size: int) -> Iterator[bytes]:
+    """The concatenated payloads in pieces of at most `size` bytes."""
+    small = bytearray()
     for payload in payloads:
-        for at in range(0, len(payload), FRAME):
-            piece += payload[at : at + FRAME]
-            while len(piece) >= FRAME:
-                yield bytes(piece[:FRAME])
-                del piece[:FRAME]
-    if piece:
-        yield bytes(piece)
+        if len(small) + len(payload) <= size:
+            small += payload
+            continue
+        yield bytes(small)
+        small.clear()
+        yield from (payload[at : at + size] for at in range(0, len(payload), size))
+    yield bytes(small)
 
 
 def to_bytes(tensor: Tensor) -> bytes:

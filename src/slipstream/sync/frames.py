@@ -1,33 +1,31 @@
 """Streams of frames over TCP: served to authenticated clients, fetched with resumption, and passed on while they come.
 
-Both ends of a connection prove that they have the shared secret before anything else is read (HMAC, as in
-`multiprocessing.connection`). Messages are JSON and frames of bytes, never pickles. Each frame carries a digest keyed
-with the secret; a client asks for a damaged frame, or the rest after a broken connection, again.
+Both ends of a connection prove that they have the shared secret before anything else is read. Messages are JSON and
+frames of bytes, never pickles. Each frame carries a digest keyed with the secret; a client asks for a damaged frame, or
+for the rest after a broken connection, again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import json
+import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from slipstream.errors import InvalidInput
 
-FRAME = 2**20  # bytes of a frame before compression
-LARGEST = 2 * FRAME  # bytes of a message
-DIGEST = 16  # bytes
+LARGEST = 2**28  # bytes of a message
+DIGEST, NONCE = 16, 32  # bytes
+LENGTH = struct.Struct("<Q")
 SILENCE_S = 20.0  # after which a connection counts as broken
 RETRY_S = 0.2
-FAILURES = (OSError, EOFError, AuthenticationError, ValueError)  # of a connection or its data: try again
+FAILURES = (OSError, EOFError, ValueError)  # of a connection or its data: try again
 Address = tuple[str, int]
 Request = dict[str, Any]
 
@@ -149,10 +147,9 @@ class FrameServer:
 
     def _serve(self, connected: socket.socket) -> None:
         """Answer one client. It may break off at any point, or be no client of ours."""
-        with contextlib.suppress(*FAILURES), _wrap(connected) as connection:
-            deliver_challenge(connection, self._secret)
-            answer_challenge(connection, self._secret)
-            request = json.loads(connection.recv_bytes(LARGEST))
+        with contextlib.suppress(*FAILURES), Channel(connected) as connection:
+            connection.authenticate(self._secret, b"server", b"client")
+            request = json.loads(connection.recv_bytes())
             try:
                 answer, stream = self._find(request)
                 _send(connection, answer)
@@ -162,10 +159,10 @@ class FrameServer:
             except Refused as refused:
                 _send(connection, {"refused": str(refused)})
 
-    def _send_frames(self, connection: Connection, stream: Stream, start: int) -> None:
+    def _send_frames(self, connection: Channel, stream: Stream, start: int) -> None:
         for number, frame in enumerate(stream.frames(start), start):
             self._limiter.wait(len(frame))
-            connection.send_bytes(_digest(self._secret, number, frame) + frame)
+            connection.send_bytes(_digest(self._secret, number, frame), frame)
             self.sent += len(frame)
         connection.send_bytes(b"")
 
@@ -198,9 +195,8 @@ def fetch(server: Address, secret: bytes, request: Request, into: Stream, limit:
 
 def _fetch_from(address: Address, secret: bytes, request: Request, into: Stream) -> Address | None:
     """Read the rest of a stream. Returns the address of a peer to read it from if the server names one."""
-    with _wrap(socket.create_connection(address, timeout=SILENCE_S)) as connection:
-        answer_challenge(connection, secret)
-        deliver_challenge(connection, secret)
+    with Channel(socket.create_connection(address, timeout=SILENCE_S)) as connection:
+        connection.authenticate(secret, b"client", b"server")
         _send(connection, {**request, "start": len(into)})
         answer = _receive(connection)
         if "peer" in answer:
@@ -210,36 +206,75 @@ def _fetch_from(address: Address, secret: bytes, request: Request, into: Stream)
             into.begin(header)
         elif into.header != header:
             raise Refused("the stream was replaced while it was read")
-        while message := connection.recv_bytes(LARGEST):
-            digest, frame = message[:DIGEST], message[DIGEST:]
+        while message := connection.recv_bytes():
+            digest, frame = message[:DIGEST], bytes(memoryview(message)[DIGEST:])
             if not hmac.compare_digest(digest, _digest(secret, len(into), frame)):
                 raise ValueError(f"frame {len(into)} is damaged")
             into.add(frame)
     return None
 
 
-def _receive(connection: Connection) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(connection.recv_bytes(2**28))
+def _receive(connection: Channel) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(connection.recv_bytes())
     if "refused" in message:
         raise Refused(message["refused"])
     return message
 
 
-def _send(connection: Connection, message: dict[str, Any]) -> None:
+def _send(connection: Channel, message: dict[str, Any]) -> None:
     connection.send_bytes(json.dumps(message).encode())
 
 
 def _digest(secret: bytes, number: int, frame: bytes) -> bytes:
-    digest = hashlib.blake2b(struct.pack("<Q", number), key=secret, digest_size=DIGEST)
+    digest = hmac.new(secret, struct.pack("<Q", number), "sha256")
     digest.update(frame)
-    return digest.digest()
+    return digest.digest()[:DIGEST]
 
 
-def _wrap(connected: socket.socket) -> Connection:
-    """A connection whose reads and writes fail after `SILENCE_S`."""
-    connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    silence = struct.pack("ll", int(SILENCE_S), 0)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connected.setsockopt(socket.SOL_SOCKET, option, silence)
-    return Connection(connected.detach())
+class Channel:
+    """Messages over a connected socket: a length and that many bytes. Calls fail after `SILENCE_S`.
+
+    A message is read by one system call, since a thread waits for the interpreter's lock after each.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.settimeout(None)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(SILENCE_S), 0))
+        self._socket = connected
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def authenticate(self, secret: bytes, own: bytes, other: bytes) -> None:
+        """Prove to the other end that this one has the secret, and the reverse. Raises `PermissionError`.
+
+        `own` and `other` name the roles of the ends, so that no answer can be sent back as the other's.
+        """
+        challenge = os.urandom(NONCE)
+        self.send_bytes(challenge)
+        received = self.recv_bytes(NONCE)
+        self.send_bytes(hmac.digest(secret, own + received + challenge, "sha256"))
+        if not hmac.compare_digest(self.recv_bytes(NONCE), hmac.digest(secret, other + challenge + received, "sha256")):
+            raise PermissionError("the other end does not have the secret")
+
+    def send_bytes(self, *parts: bytes) -> None:
+        self._socket.sendall(LENGTH.pack(sum(map(len, parts))))
+        for part in parts:
+            self._socket.sendall(part)
+
+    def recv_bytes(self, largest: int = LARGEST) -> bytearray:
+        size: int = LENGTH.unpack(self._read(LENGTH.size))[0]
+        if size > largest:
+            raise ValueError(f"a message of {size} bytes")
+        return self._read(size)
+
+    def _read(self, size: int) -> bytearray:
+        found = bytearray(size)
+        if size and self._socket.recv_into(found, size, socket.MSG_WAITALL) < size:
+            raise EOFError("the connection ended")
+        return found

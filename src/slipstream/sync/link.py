@@ -110,6 +110,9 @@ class Receiver(Protocol):
         Called in a thread while the engine decodes.
         """
 
+    def swapped(self) -> None:
+        """Called when the engine serves the version that was prepared last."""
+
     def close(self) -> None: ...
 
 
