@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tomllib
@@ -283,7 +284,7 @@ def test_paths_of_existing_files_become_absolute(tmp_path: Path, monkeypatch: py
     )
 
 
-VLLM = ["--generator.engine=vllm"]
+VLLM = ["--generator.engine=vllm", "--teacher.path=t", "--teacher.engine=vllm"]
 
 
 @pytest.mark.parametrize(
@@ -312,6 +313,19 @@ VLLM = ["--generator.engine=vllm"]
         (["--generator.engine_args.max_model_len=9"], "= 9 is set by the run; set generator.max_model_len instead", []),
         (["--generator.engine_args.enable_lora=true"], "= true is set by the run; set lora.rank instead", []),
         (["--generator.engine_args.worker_extension_cls=a.B"], '= "a.B" is set by the run; leave it out', []),
+        (
+            ["--generator.engine_args.kv_cache_dtype=fp8", "--model.dtype=float32"],
+            "rounds keys and values, so that log-probabilities differ",
+            ["--trainer.logprob_tolerance=0.1"],
+        ),
+        (
+            ['--generator.engine_args.speculative_config={"method": "ngram"}'],
+            "can't be served: versions of accepted draft tokens are not tracked; leave it out",
+            [],
+        ),
+        (["--teacher.engine_args.model=m"], '= "m" is set by the run; set teacher.path instead', []),
+        (["--teacher.engine_args.gpu_memory_utilization=0.5"], "set teacher.gpu_memory_utilization instead", []),
+        (["--teacher.engine_args.data_parallel_size=2"], "= 2 can't be served: a teacher is one replica", []),
     ],
 )
 def test_engine_arguments_set_by_the_run_or_not_supported_are_refused(
@@ -324,6 +338,29 @@ def test_engine_arguments_set_by_the_run_or_not_supported_are_refused(
     assert "\n" not in str(caught.value)
     if then:
         load_config(file, [*VLLM, *flags, *then])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("section", ["generator", "teacher"])
+def test_an_unknown_engine_argument_is_answered_with_the_nearest(file: Path, section: str) -> None:
+    """Without an import of vLLM, which takes seconds."""
+    for given, nearest in (("block_sise=32", "block_size"), ("kv-cache-dtype=auto", "kv_cache_dtype")):
+        name = f"{section}.engine_args.{given.partition('=')[0]}"
+        with pytest.raises(ConfigError) as caught:
+            load_config(file, [*VLLM, f"--{section}.engine_args.{given}"])
+        hint = f"did you mean {section}.engine_args.{nearest}?"
+        assert str(caught.value) == f"{name} is no engine argument of the installed vLLM ({hint})"
+    own = ["--generator.engine=mine.py:Engine", "--generator.engine_args.block_sise=32"]
+    assert load_config(file, own).generator.engine_args == {"block_sise": 32}
+
+
+@pytest.mark.parametrize("given", ['{"a": {"b": [1, true]}}', "{ a = { b = [1, true] } }"])
+def test_a_table_is_given_as_toml_or_json(file: Path, given: str) -> None:
+    flags = ["--generator.engine_args.hf_overrides", given]
+    assert load_config(file, [*VLLM, *flags]).generator.engine_args == {"hf_overrides": {"a": {"b": [1, True]}}}
+    with pytest.raises(ConfigError, match=r"^environment.options.text = None is no text, finite number"):
+        load_config(file, ["--environment.options", '{"text": null}'])
+    assert load_config(file, ["--environment.options.text={no table"]).environment.options == {"text": "{no table"}
 
 
 def test_other_engine_arguments_are_passed_on(file: Path) -> None:

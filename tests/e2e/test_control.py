@@ -191,6 +191,37 @@ def test_a_run_without_progress_ends_and_names_the_waiting_calls(model: Path, tm
     assert "trainer: no pending call, last progress" in said and "slipstream train --resume" in said
 
 
+HANGS = """
+import time
+
+class Engine:
+    def __init__(self, *arguments):
+        print("loading weights", flush=True)
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("by", ["SIGINT", "SIGTERM", "slipstream stop", "the limit"])
+def test_a_run_that_hangs_in_its_start_ends_at_once(by: str, model: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "engine.py").write_text(HANGS)
+    directory, limit = tmp_path / "run", 5 if by == "the limit" else 600
+    engine = f"{tmp_path / 'engine.py'}:Engine"
+    process = begin(model, directory, generator__engine=engine, runtime__start_timeout=limit)
+    log = directory / "logs" / "generator_0.log"
+    wait_until(lambda: log.exists() and "loading" in log.read_text() and attach(directory))
+    if by == "the limit":
+        said = end(process, status=1).stderr
+        assert "slipstream: generator 0 has not started within runtime.start_timeout = 5 s; raise that if" in said
+        assert said.endswith(f"(log: {log})\nloading weights\n")
+        return
+    if by == "slipstream stop":
+        assert attach(directory).stop() == "stopping"
+    else:
+        process.send_signal(signal.Signals[by])
+    said = end(process, status=130, seconds=20).stderr
+    assert said.endswith(f"{by}: stopping at once, before the first step\nslipstream: stopped at once\n")
+
+
 SLOW = """
 import asyncio
 from slipstream.environments.base import Task

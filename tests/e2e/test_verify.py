@@ -26,7 +26,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.e2e
 def test_the_command_prints_exact(model: Path) -> None:
-    done = slipstream("verify", model, "--sync.link=shared", popen=subprocess.Popen)
+    done = slipstream("verify", model, popen=subprocess.Popen)
+    assert "\nlink           shared, in flight: recompute\n" in done.stdout, 'which sync.link = "auto" resolves to'
     assert done.stdout.strip().endswith("EXACT") and "NOT EXACT" not in done.stdout
 
 

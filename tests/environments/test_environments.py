@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError, EnvironmentConfig
 from slipstream.environments.addition import Addition, target
 from slipstream.environments.base import ChatTokenizer, Policy, Task
-from slipstream.environments.episode import EpisodeOptions, run_episode
+from slipstream.environments.episode import EpisodeOptions, episode_limits, run_episode
 from slipstream.environments.gsm8k import Gsm8k, is_correct
 from slipstream.environments.load import load_environment
 from slipstream.generators.base import GenerationError
@@ -327,6 +328,19 @@ def test_an_unknown_option_of_sample_lists_the_known_ones() -> None:
     policy = Policy(Scripted("1"), ChatTokenizer(build_tokenizer()), Sampling(), "0")
     with pytest.raises(TypeError, match=r"policy\.sample\(\) has no option 'stop'; it takes .*stop_strings"):
         asyncio.run(policy.sample("1", stop=["."]))
+
+
+@pytest.mark.parametrize("option", ["max_turns", "max_tokens"])
+def test_limits_of_conversations_are_named_where_none_is_played(option: str) -> None:
+    """By the names of the options."""
+    config = load_config(None, ["--model.path=m", "--environment.name=addition", f"--environment.{option}=3"])
+    policy = Policy(
+        Scripted("1"), ChatTokenizer(build_tokenizer()), Sampling(), "0", limits=episode_limits(config.environment)
+    )
+    with pytest.raises(
+        ConfigError, match=rf"^environment\.{option} = 3 limits conversations, .* by policy\.sample\(\)"
+    ):
+        asyncio.run(policy.sample("1"))
 
 
 def test_concurrent_completions_differ_and_record_the_sampling_mask() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.schema import ScoringConfig
+from slipstream.config.schema import RuntimeConfig, ScoringConfig
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import RewardWorkerPool, ScoringError
 from slipstream.rollout import Rollout
@@ -63,7 +63,7 @@ def test_a_stopped_teacher_or_reward_model_is_terminated(tiny: Path, tmp_path: P
     async def main() -> list[str]:
         save(tmp_path, "SequenceClassification")
         teacher = Teacher(config(tiny, tiny, "--runtime.max_restarts=0"), tmp_path / "teacher.log")
-        reward = RewardModel({"path": str(tmp_path), "threads": 1}, str(tiny), None, 600.0)
+        reward = RewardModel({"path": str(tmp_path), "threads": 1}, str(tiny), None, RuntimeConfig(max_restarts=0))
         stages = ScoringStage(ScoringConfig(), None, teacher), ScoringStage(ScoringConfig(), reward)
         await asyncio.gather(teacher.start(), reward.start())
         for one in (teacher, reward):

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.config.schema import RuntimeConfig
 from slipstream.errors import UserError
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, float32_array, int32_array
 from slipstream.runtime.process import Launch, LocalProcess, process_group_alive
@@ -43,6 +44,9 @@ class Echo(Worker):
     def __init__(self, prefix: str) -> None:
         if prefix == "refuse":
             raise ValueError("this prefix can't be had")
+        if prefix == "hang":
+            print("loading weights", flush=True)
+            time.sleep(600)
         self._prefix = prefix
         self._units = 0
         self._built_with: list[int] = []
@@ -384,7 +388,8 @@ def test_a_hung_process_is_terminated_and_its_calls_fail(tmp_path: Path, monkeyp
     monkeypatch.setattr("slipstream.runtime.process.TERMINATION_GRACE_S", 0.2)
 
     async def started(name: str, stop: bool) -> tuple[WorkerProcess, Echo, int]:
-        process = WorkerProcess(name, tmp_path / f"{name}.log", progress_timeout=60.0 if stop else 2.5)
+        limits = RuntimeConfig(progress_timeout=60.0 if stop else 2.5)
+        process = WorkerProcess(name, tmp_path / f"{name}.log", limits=limits)
         echo = await process.start(Echo, REFERENCE, "")
         process.excused = lambda method: method == Echo.excused.__name__
         pid = await echo.pid()
@@ -425,6 +430,24 @@ def test_a_hung_process_is_terminated_and_its_calls_fail(tmp_path: Path, monkeyp
         )  # fmt: skip
 
     asyncio.run(all_of_them())
+
+
+def test_a_worker_that_hangs_in_its_start_is_terminated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its start has a limit of its own, and needs no progress."""
+    monkeypatch.setattr("slipstream.runtime.worker_process.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("slipstream.runtime.process.TERMINATION_GRACE_S", 0.2)
+    log = tmp_path / "echo.log"
+
+    async def main() -> None:
+        process = WorkerProcess("echo", log, limits=RuntimeConfig(start_timeout=3, progress_timeout=0.1))
+        said = r"^echo has not started within runtime.start_timeout = 3 s; .* \(log: .*echo.log\)\n.*loading weights$"
+        with pytest.raises(WorkerDied, match=said):
+            await process.start(Echo, REFERENCE, "hang")
+        assert process.process
+        while alive(process.process.pid):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
 
 
 def test_a_process_whose_monitor_fails_is_terminated() -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
 
-from slipstream.config.schema import ConfigError, ScoringConfig
+from slipstream.config.schema import ConfigError, RuntimeConfig, ScoringConfig
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout, VersionSpan
@@ -103,7 +103,7 @@ def test_a_dead_reward_model_is_restarted_and_asked_again(tmp_path: Path, tiny: 
     said: list[str] = []
 
     async def main() -> list[Any]:
-        model = RewardModel({"path": str(tmp_path), "threads": 1}, str(tiny), None, max_restarts=1)
+        model = RewardModel({"path": str(tmp_path), "threads": 1}, str(tiny), None, RuntimeConfig(max_restarts=1))
         stage = ScoringStage(ScoringConfig(), model)
         stage.warn_by(said.append)
         await stage.start()
@@ -130,7 +130,7 @@ def test_episodes_of_several_turns_fail_with_a_foreign_chat_template(tmp_path: P
     save(tmp_path, "SequenceClassification", other=True, template=TEMPLATE)
 
     async def main() -> tuple[ScoringError, Any]:
-        model = RewardModel({"path": str(tmp_path), "threads": 1}, str(tiny), None)
+        model = RewardModel({"path": str(tmp_path), "threads": 1}, str(tiny), None, RuntimeConfig())
         await model.start()
         episodes = (Rollout(tuple(COMPLETIONS[:2]), 0.0), Rollout((COMPLETIONS[1],), 0.0))
         several, one = await asyncio.gather(
@@ -177,7 +177,7 @@ def test_a_model_that_is_not_a_classifier_raises(tmp_path: Path, tiny: Path) -> 
         scores(tmp_path / "gone", tiny)
     save(tmp_path, "TokenClassification", other=True)
     with pytest.raises(ConfigError, match=r"scoring.options.path = .* has another vocabulary"):
-        RewardModel({"path": str(tmp_path)}, str(tiny), None)
+        RewardModel({"path": str(tmp_path)}, str(tiny), None, RuntimeConfig())
     for wrong in ({}, {"path": "x", "reduce": "max"}, {"path": "x", "batch": 3}, {"path": 3}):
         with pytest.raises(ConfigError, match=r"scoring.options\.\w+"):
-            RewardModel(wrong, str(tiny), None)
+            RewardModel(wrong, str(tiny), None, RuntimeConfig())

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.config.loading import load_config
+from slipstream.config.loading import load_config, load_verify_config
+from slipstream.config.schema import Config
 from slipstream.generators.vllm.requests import VllmRequest
 from slipstream.rollout import Completion, Sampling, VersionSpan, int32_array
 from slipstream.tools import verify as verification
 from slipstream.tools.verify import RAISE_TOKENS, PerturbingTrainer, Verdict, _longer, _scratch, _verdict
+from tests.conftest import build_model, build_tokenizer
 
 
 def of_b(prompt: int, *token_ids: int) -> Completion:
@@ -132,6 +134,21 @@ def test_completions_are_lengthened_until_one_is_in_flight_at_the_publish(
     assert lengths() == [64, 256, 1024] and lengths(after=100) == [256, 1024] and lengths(after=2000) == [3024]
     wrong = ("in flight, by A: at token 3 of 9",)
     assert lengths() == [64], "a wrong token is reported without another try"
+
+
+def test_a_small_context_and_an_automatic_link_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sampling.max_tokens` of training, 128 by default, is no limit of this command."""
+    build_model(max_position_embeddings=100).save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+
+    async def attempt(config: Config, *_: object) -> Verdict:
+        return Verdict(2, 1, 1, 1, (1, 1), (2, 2), (9, 9), 0.0, (), link=config.sync.link)
+
+    monkeypatch.setattr(verification, "_verify", attempt)
+    config = load_verify_config(str(tmp_path), [])
+    assert config.sync.link == "auto" and config.sampling.max_tokens > 100
+    said = asyncio.run(verification.verify(config)).describe(config)
+    assert "\nlink           shared, in flight: recompute\n" in said and said.endswith(" EXACT")
 
 
 def test_the_message_names_the_option_that_allows_longer_completions() -> None:

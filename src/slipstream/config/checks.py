@@ -358,6 +358,6 @@ CHECKS: tuple[Check, ...] = (
     *_idle(lambda c: c.observe.health, "observe.health = true", "observe.ignore"),
     *_idle(lambda c: c.observe.trackers, "observe.trackers", "observe.project"),
     *_idle(lambda c: c.runtime.kind == "ray", 'runtime.kind = "ray"',
-           "runtime.address", "runtime.placement", "runtime.start_timeout"),
+           "runtime.address", "runtime.placement"),
     *_idle(_in_flight_at_swap, "loop.max_lag above 0", "sync.in_flight"),
 )  # fmt: skip

@@ -1,9 +1,16 @@
-"""vLLM engine arguments that `generator.engine_args` may not set: set by the run, or not supported by weight links."""
+"""vLLM engine arguments that `generator.engine_args` and `teacher.engine_args` may not set: unknown to vLLM, set by the
+run, or not supported by weight links.
+"""
 
 from __future__ import annotations
 
+import ast
+import difflib
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,23 +47,86 @@ UNSUPPORTED: dict[str, tuple[Any, str, str]] = {  # vLLM's argument: the default
     "enable_elastic_ep": (False, "experts would move between GPUs", "leave it out"),
     "runner": ("generate", "a generator samples tokens", "leave it out"),
     "convert": ("none", "a generator samples tokens", "leave it out"),
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        (None, "versions of accepted draft tokens are not tracked", "leave it out"),
+    ),
+}
+TEACHER_SETS = {"model": "teacher.path", "gpu_memory_utilization": "teacher.gpu_memory_utilization"}
+TEACHER_UNSUPPORTED: dict[str, tuple[Any, str, str]] = {
+    "data_parallel_size": (1, "a teacher is one replica", "leave it out"),
+    "runner": ("generate", "a teacher scores tokens", "leave it out"),
+    "convert": ("none", "a teacher scores tokens", "leave it out"),
 }
 
 
 def faults(config: Config) -> Iterator[str]:
     """One line for each engine argument that can't be set."""
-    as_trained = not (config.serves_adapters or config.sync.restart)  # else adapters are separate, or files are loaded
-    for name, value in config.generator.engine_args.items():
-        setting = f"generator.engine_args.{name} = {json.dumps(value, default=str)}"
-        option = RUN_SETS.get(name, "")
-        default, why, remedy = UNSUPPORTED.get(name, (value, "", ""))
-        if name in RUN_SETS:
+    generator, teacher = config.generator, config.teacher
+    yield from _refused("generator", generator.engine_args, RUN_SETS, UNSUPPORTED)
+    yield from _unsupported_by_links(config)
+    yield from _refused("teacher", teacher.engine_args, TEACHER_SETS, TEACHER_UNSUPPORTED)
+    if generator.engine == "vllm":  # not a worker class of the user
+        yield from _unknown("generator", generator.engine_args)
+    yield from _unknown("teacher", teacher.engine_args)
+
+
+def _refused(
+    section: str, arguments: Mapping[str, Any], sets: Mapping[str, str], unsupported: Mapping[str, tuple[Any, str, str]]
+) -> Iterator[str]:
+    """Arguments that the run `sets`, or whose values are `unsupported`."""
+    for name, value in arguments.items():
+        setting, option = _setting(section, name, value), sets.get(name, "")
+        default, why, remedy = unsupported.get(name, (value, "", ""))
+        if name in sets:
             yield f"{setting} is set by the run; " + (f"set {option} instead" if option else "leave it out")
         elif value not in (default, "auto", None):
             yield f"{setting} can't be served: {why}; {remedy}"
-        elif name.startswith("data_parallel_") and name not in UNSUPPORTED:
+
+
+def _unsupported_by_links(config: Config) -> Iterator[str]:
+    as_trained = not (config.serves_adapters or config.sync.restart)  # else adapters are separate, or files are loaded
+    for name, value in config.generator.engine_args.items():
+        setting = _setting("generator", name, value)
+        if name.startswith("data_parallel_") and name not in UNSUPPORTED:
             yield f"{setting} can't be served: a generator is one replica; use generator.replicas"
         elif name == "distributed_executor_backend" and value not in ("mp", "uni", None):
             yield f'{setting} can\'t be served: workers run on this host; use "mp", or generator.servers on others'
         elif name.startswith("quantization") and value is not None and as_trained:
             yield f"{setting} can't be served: links write weights as trained; set sync.restart, or leave it out"
+        elif name == "kv_cache_dtype" and value not in ("auto", None) and _is_exact(config):
+            yield (
+                f"{setting} rounds keys and values, so that log-probabilities differ from the trainer's; leave it out, "
+                "or set trainer.logprob_tolerance to the largest difference that you accept"
+            )
+
+
+def _is_exact(config: Config) -> bool:
+    """Whether engine and trainer must agree to the last digits of a float32."""
+    return config.model.dtype == "float32" and not config.trainer.logprob_tolerance
+
+
+def _unknown(section: str, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Arguments that the installed vLLM does not have."""
+    names = known() if arguments else frozenset()
+    for name in arguments if names else ():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f" (did you mean {section}.engine_args.{close[0]}?)" if close else ""
+            yield f"{section}.engine_args.{name} is no engine argument of the installed vLLM{hint}"
+
+
+@functools.cache
+def known() -> frozenset[str]:
+    """Names of the installed vLLM's engine arguments, from its source: its import takes seconds. Empty without vLLM."""
+    spec = find_spec("vllm")
+    source = Path(spec.origin).with_name("engine") / "arg_utils.py" if spec and spec.origin else None
+    if not source or not source.exists():
+        return frozenset()
+    classes = [part for part in ast.parse(source.read_text("utf-8")).body if isinstance(part, ast.ClassDef)]
+    fields = [line for part in classes if part.name == "EngineArgs" for line in part.body]
+    return frozenset(ast.unparse(line.target) for line in fields if isinstance(line, ast.AnnAssign))
+
+
+def _setting(section: str, name: str, value: Any) -> str:
+    return f"{section}.engine_args.{name} = {json.dumps(value, default=str)}"

@@ -5,7 +5,9 @@ Errors raise `ConfigError`; its lines name the option and the remedy.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,7 +163,8 @@ def join_flags(arguments: Sequence[str]) -> list[str]:
 def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """`--a.b v` and `--a.b=v` as ("a.b", value).
 
-    The value of a text option is taken literally; any other value is parsed as TOML, or taken as text if that fails.
+    The value of a text option is taken literally; any other value is parsed as TOML or as a table in JSON, or taken as
+    text if both fail.
     Raises `ConfigError` for anything else than an option with a value.
     """
     for flag in join_flags(flags):
@@ -214,10 +217,12 @@ def _flag_value(name: str, text: str) -> Any:
     option = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
     if option and option.annotation is str:
         return text
-    try:
+    with contextlib.suppress(ValueError):
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+    with contextlib.suppress(ValueError, RecursionError):
+        if text.startswith("{"):
+            return json.loads(text)
+    return text
 
 
 EXPECTED = {  # by pydantic's name of an error

@@ -169,7 +169,7 @@ class Commands:
         return state(self._run)
 
     def _refuse_if_starting(self) -> None:
-        if not hasattr(self._run, "tasks"):
+        if not self._run.begun:
             raise ControlError('the run is starting; try again when its state is "running"')
 
     def _refuse_if_ending(self) -> None:
@@ -181,7 +181,7 @@ def state(run: RunContext) -> str:
     """One word for what the run does."""
     if run.stopped:
         return "stopping"
-    if not hasattr(run, "tasks"):
+    if not run.begun:
         return "starting"
     if run.complete:
         return "finishing"

@@ -32,12 +32,16 @@ from slipstream.runtime.worker import WorkerError
 
 
 def stop_run(run: RunContext, reason: str, hint: str) -> None:
-    """End the run after the current step."""
+    """End the run after the current step, or at once if it has not begun."""
     if run.paused and not run.stopped:
         record_pause(run)
     run.stopped = run.stopped or reason
     run.changed.set()
-    run.progress.note(f"{reason}: stopping after this step; {hint}")
+    if run.begun:
+        run.progress.note(f"{reason}: stopping after this step; {hint}")
+    else:
+        run.progress.note(f"{reason}: stopping at once, before the first step")
+        run.main.cancel()
 
 
 def record_pause(run: RunContext) -> None:
@@ -47,8 +51,10 @@ def record_pause(run: RunContext) -> None:
 
 @contextlib.contextmanager
 def stop_on_signals(run: RunContext) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the run after the current step; a second signal ends it immediately."""
-    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+    """Let Ctrl-C and SIGTERM end the run as `stop_run`; a second signal ends it immediately."""
+    loop, numbers, main = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM), asyncio.current_task()
+    assert main
+    run.main = main
 
     def stop(number: int) -> None:
         for handled in numbers:

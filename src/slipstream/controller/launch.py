@@ -183,7 +183,7 @@ class Cluster:
 
 def new_trainer(config: Config, directory: Path, placement: Placement) -> WorkerProcess | RankGroup:
     """The trainer's processes, not started."""
-    return trainer_process(directory, placement, config.trainer.ranks, config.runtime.progress_timeout)
+    return trainer_process(directory, placement, config.trainer.ranks, config.runtime)
 
 
 async def start_trainer(trainer: WorkerProcess | RankGroup, config: Config, directory: Path) -> None:
@@ -210,7 +210,7 @@ async def start_generators(
         role, log = f"generator {number}", directory / "logs" / f"generator_{number}.log"
         gpus = gpus_of_engine(placement, number, assignable_gpus(config, number))
         launcher = current_runtime().launcher(role, gpus)
-        process = WorkerProcess(role, log, launcher, progress_timeout=config.runtime.progress_timeout)
+        process = WorkerProcess(role, log, launcher, limits=config.runtime)
 
         async def start() -> None:
             async with locks.hold(gpus):

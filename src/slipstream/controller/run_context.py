@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster
@@ -36,6 +37,7 @@ class RunContext:
     """
 
     tasks: asyncio.TaskGroup  # all asyncio tasks of the training loop
+    main: asyncio.Task[Any]  # the task of the training loop, and of the start before it
 
     def __init__(self, config: Config, directory: RunDirectory, quiet: bool) -> None:
         self.config, self.directory = config, directory
@@ -107,6 +109,11 @@ class RunContext:
     def cluster(self) -> Cluster:
         assert self.started_cluster is not None, "the processes are not started"
         return self.started_cluster
+
+    @property
+    def begun(self) -> bool:
+        """Whether the run has started all processes and tried to take a step."""
+        return hasattr(self, "tasks")
 
     @property
     def complete(self) -> bool:

@@ -141,7 +141,7 @@ async def start(run: RunContext) -> None:
     run.episode_slots = episode_slots(run.config, run.cluster.generator.max_num_seqs)
     run.slow_episode_report = asyncio.create_task(report_slow_episodes(run))
     if run.scoring:  # later than the engines, since it may share a GPU with them
-        await run.scoring.start()
+        await report_startup(run.scoring.start(), run.progress.note, run.directory.path / "logs")
     await asyncio.to_thread(run.recorder.load_libraries)
     await continue_from(run, checkpoint, state)
     run.directory.write_config(run.config)  # the run can be resumed once this file exists

@@ -27,8 +27,7 @@ async def end_if_stalled(run: RunContext) -> AsyncIterator[None]:
     The limits of episodes, scores and starts of workers are added, and a few seconds in which a worker that hangs is
     terminated and restarted instead. A paused run is exempt.
     """
-    main, found = asyncio.current_task(), list[str]()
-    assert main
+    main, found = run.main, list[str]()
 
     async def watch() -> None:
         found.append(await _wait_for_stall(run, main))

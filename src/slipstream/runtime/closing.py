@@ -60,7 +60,10 @@ async def finish_in_thread(function: Callable[..., Result], *arguments: Any) -> 
 
 
 def run_bounded(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run`, which waits for `TASK_END_S` for other tasks that swallow their cancellation."""
+    """`asyncio.run`, which waits for `TASK_END_S` for other tasks that swallow their cancellation.
+
+    Raises `KeyboardInterrupt` if `main` was cancelled, as by Ctrl-C.
+    """
     own: list[asyncio.Task[Any] | None] = []
 
     async def body() -> Result:
@@ -70,6 +73,8 @@ def run_bounded(main: Coroutine[Any, Any, Result]) -> Result:
     with asyncio.Runner() as runner:
         try:
             return runner.run(body())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
         finally:
             runner.get_loop().run_until_complete(_end_tasks(own))
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slipstream.config.schema import RuntimeConfig
 from slipstream.runtime.addresses import private_store
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.runtime import current_runtime
@@ -78,7 +79,7 @@ async def detect_death(ends: Sequence[Any]) -> WorkerDied | None:
 
 
 def trainer_process(
-    directory: Path, placement: Placement, ranks: int, progress_timeout: float | None = None
+    directory: Path, placement: Placement, ranks: int, limits: RuntimeConfig | None = None
 ) -> WorkerProcess | RankGroup:
     """The trainer's process, or one for each rank, with its GPU and the variables that `torchrun` sets."""
     runtime, processes = current_runtime(), []
@@ -90,5 +91,5 @@ def trainer_process(
         } if store else {}  # fmt: skip
         name, log = (f"trainer rank {rank}", f"trainer_{rank}.log") if rank else ("trainer", "trainer.log")
         launcher = runtime.launcher(f"trainer {rank}", placement.trainer[rank : rank + 1])
-        processes.append(WorkerProcess(name, directory / "logs" / log, launcher, environment, progress_timeout))
+        processes.append(WorkerProcess(name, directory / "logs" / log, launcher, environment, limits))
     return RankGroup(processes, store) if store else processes[0]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakSet
 
+from slipstream.config.schema import RuntimeConfig
 from slipstream.runtime.event_loop import call_throttled
 from slipstream.runtime.process import Launch, Launcher, LocalProcess, Process
 from slipstream.runtime.worker import WorkerDied, WorkerError, fail_unawaited, handle, last_lines, methods_of, succeeded
@@ -69,17 +70,17 @@ class WorkerProcess:
         log: Path | None = None,
         launcher: Launcher = LocalProcess,
         environment: Mapping[str, str] | None = None,
-        progress_timeout: float | None = None,
+        limits: RuntimeConfig | None = None,
         essential: bool = True,
     ) -> None:
-        """`progress_timeout` is in seconds; without it the process is not watched for hangs. Calls of a method for
-        which `excused` is true need no progress at present. Work that is not `essential` is no progress of the run."""
+        """Without `limits` the process is not watched for hangs. Calls of a method for which `excused` is true need no
+        progress at present. Work that is not `essential` is no progress of the run."""
         self.name = name
         self._essential = essential
         self.excused: Callable[[str], bool] = lambda method: False
         self.heartbeats = 0
         self.finished = 0  # calls
-        self._progress_timeout = progress_timeout
+        self._limits = limits
         self._progress: Any = None  # as of the last heartbeat
         self.memory_bytes = 0  # resident and not shared, with its children, as of the last heartbeat
         self._progressed = time.monotonic()
@@ -107,9 +108,9 @@ class WorkerProcess:
         writing = threading.Thread(target=self._write, name=f"to {self.name}", daemon=True)
         writing.start()
         threading.Thread(target=self._read, args=(writing,), name=f"from {self.name}", daemon=True).start()
+        if self._limits:
+            self._watching = supervise(self._watch(self._limits), self.name, self.terminate)
         await self.call("start", (reference, pickle.dumps(arguments), methods_of(kind), HEARTBEAT_S))
-        if self._progress_timeout is not None:
-            self._watching = supervise(self._watch(self._progress_timeout), self.name, self.terminate)
         return handle(kind, self)
 
     def call(self, method: str, arguments: tuple[Any, ...], large: bool = False) -> asyncio.Future[Any]:
@@ -161,29 +162,37 @@ class WorkerProcess:
             self._die(f"{self.name} was killed")
             self._in_thread(self.process.kill)
 
-    async def _watch(self, progress_timeout: float) -> None:
-        """Terminate the process if it has pending calls and is silent, or makes no progress, for too long.
+    async def _watch(self, limits: RuntimeConfig) -> None:
+        """Terminate the process if its start takes too long, or if it has pending calls and is silent, or makes no
+        progress, for too long. A start sends no heartbeats: imports and compilation may hold the interpreter.
 
         Intervals are counted, so that time in which this process itself was stopped does not count.
         """
-        silent = idle = 0
+        starting = silent = idle = 0
         while not self.dead:
             heartbeats, progress = self.heartbeats, self._progress
             await asyncio.sleep(HEARTBEAT_S)
+            if self.starting:
+                starting += 1
+                if starting * HEARTBEAT_S > limits.start_timeout:  # not at the limit, which Ray reports with a reason
+                    limit = f"runtime.start_timeout = {limits.start_timeout:g} s"
+                    self._hang(f"has not started within {limit}; raise that if it loads or compiles for longer")
+                continue
             pending = self._calls.values()
             wanted = [call for call in pending if not self.excused(call.method)]
             silent = silent + 1 if pending and self.heartbeats == heartbeats else 0
             idle = idle + 1 if wanted and self._progress == progress else 0
             if silent * HEARTBEAT_S >= HEARTBEAT_TIMEOUT_S:
-                self._hang(f"has been silent for {silent * HEARTBEAT_S:.3g} s, as if it were stopped,", pending)
-            elif idle * HEARTBEAT_S >= progress_timeout:
-                limit = f"runtime.progress_timeout = {progress_timeout:g}"
-                self._hang(f"has made no progress for {idle * HEARTBEAT_S:.3g} s ({limit})", wanted)
+                calls = f"as if it were stopped, with pending calls: {_describe_calls(pending)}"
+                self._hang(f"has been silent for {silent * HEARTBEAT_S:.3g} s, {calls}")
+            elif idle * HEARTBEAT_S >= limits.progress_timeout:
+                limit = f"runtime.progress_timeout = {limits.progress_timeout:g}"
+                calls = f"with pending calls: {_describe_calls(wanted)}"
+                self._hang(f"has made no progress for {idle * HEARTBEAT_S:.3g} s ({limit}) {calls}")
 
-    def _hang(self, found: str, pending: Collection[PendingCall]) -> None:
-        """Terminate the process as hung; `pending` are the calls that wait for it."""
-        calls = f"pending calls: {_describe_calls(pending)}"
-        self.terminate(f"{self.name} {found} with {calls} ({self._where})\n{self.log_tail()}".rstrip())
+    def _hang(self, found: str) -> None:
+        """Terminate the process as hung."""
+        self.terminate(f"{self.name} {found} ({self._where})\n{self.log_tail()}".rstrip())
 
     def _in_thread(self, end: Callable[[], None]) -> None:
         """End the process in a thread: waiting for it, or walking through /proc, would block the event loop."""

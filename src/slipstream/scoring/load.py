@@ -34,8 +34,7 @@ def make_scorer(config: Config, tokenizer: ChatTokenizer, logs: Path | None) -> 
     if kind == "http":
         return Judge(options, tokenizer)
     if kind == "model":
-        log, runtime = logs and logs / "reward_model.log", config.runtime
-        return RewardModel(options, config.model.path, log, runtime.progress_timeout, runtime.max_restarts)
+        return RewardModel(options, config.model.path, logs and logs / "reward_model.log", config.runtime)
     return user_scorer(config) if kind else None
 
 

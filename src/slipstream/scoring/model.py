@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from slipstream.config.schema import ConfigError, Section
+from slipstream.config.schema import ConfigError, RuntimeConfig, Section
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout
@@ -53,16 +53,11 @@ class RewardModelOptions(Section):
 class RewardModel(ScoringProcess):
     """The controller's handle of the worker. Raises `ConfigError` for invalid options, or a model that can't score."""
 
-    def __init__(
-        self, options: Mapping[str, Any], policy: str, log: Path | None, progress_timeout: float | None = None,
-        max_restarts: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, options: Mapping[str, Any], policy: str, log: Path | None, limits: RuntimeConfig) -> None:
         self._options, self._policy = parse_options(RewardModelOptions, options), policy
         _validate_model(self._options.path, policy)
         launcher = current_runtime().service(self._options.device)
-        super().__init__(
-            lambda: WorkerProcess("reward model", log, launcher, progress_timeout=progress_timeout), max_restarts
-        )
+        super().__init__(lambda: WorkerProcess("reward model", log, launcher, limits=limits), limits.max_restarts)
 
     async def _start(self, process: WorkerProcess) -> None:
         reference = "slipstream.scoring.model:RewardModelWorker"

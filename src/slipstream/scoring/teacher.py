@@ -33,8 +33,8 @@ class Teacher(ScoringProcess):
         self._config, self._log = config, log
         gpu = visible_device_env(teacher.device, mine) if teacher.engine == "vllm" else {}
         launcher = current_runtime().service(teacher.device)
-        timeout, restarts = config.runtime.progress_timeout, config.runtime.max_restarts
-        super().__init__(lambda: WorkerProcess("teacher", log, launcher, gpu, timeout), restarts)
+        limits = config.runtime
+        super().__init__(lambda: WorkerProcess("teacher", log, launcher, gpu, limits), limits.max_restarts)
 
     async def _start(self, process: WorkerProcess) -> None:
         reference = "slipstream.scoring.teacher:TeacherWorker"

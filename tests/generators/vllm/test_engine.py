@@ -592,7 +592,7 @@ def test_a_run_learns_with_vllm_from_the_command_line(model: Path, tmp_path: Pat
 def test_a_failed_start_of_vllm_is_an_error_of_one_line(model: Path, tmp_path: Path) -> None:
     for flags, said in (
         (["--generator.max_model_len=100000"], "does not start.*100000"),
-        (["--generator.engine_args.no_such_option=1"], "does not start.*no_such_option"),
+        (['--generator.engine_args.hf_overrides="text"'], "does not start.*hf_overrides"),
         (["--generator.tensor_parallel_size=2"], "tensor_parallel_size = 2, but there are 0 GPUs"),
     ):
         with pytest.raises(Exception, match=said):
