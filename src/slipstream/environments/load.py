@@ -16,6 +16,7 @@ from slipstream.config.plugins import load_option, one_line
 from slipstream.config.schema import ConfigError, EnvironmentConfig
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.reward_workers import RewardFunction, cores
+from slipstream.environments.text_limits import is_encodable
 
 BUILT_IN = {"addition": "slipstream.environments.addition:Addition", "gsm8k": "slipstream.environments.gsm8k:Gsm8k"}
 LIBRARIES = {  # their environments are named "library:environment"
@@ -88,7 +89,7 @@ def _validate(environment: Any, name: str) -> None:
                     f"environment.name = {name!r}: {split}[{index}] is {task!r:.80}; make it a "
                     "slipstream.environments.base.Task, whose prompt is text or a list of messages"
                 )
-            if not isinstance(task.id, str) or task.id != task.id.encode(errors="replace").decode():
+            if not isinstance(task.id, str) or not is_encodable(task.id):
                 raise ConfigError(
                     f"environment.name = {name!r}: the id of {split}[{index}] is {task.id!r:.80}, of type "
                     f"{type(task.id).__name__}; make it text that UTF-8 can encode"
@@ -227,12 +228,10 @@ def read_lines(path: Path) -> list[tuple[int, Any]]:
 def _parsed(line: str) -> Any:
     try:
         value = json.loads(line)
-        if "\\u" in line:  # maybe half of a surrogate pair
-            json.dumps(value, ensure_ascii=False).encode()
+        if "\\u" in line and not is_encodable(json.dumps(value, ensure_ascii=False)):
+            return ValueError("it holds half of a surrogate pair")
         return value
     except json.JSONDecodeError as error:
         return ValueError(f"not JSON ({error.msg} at column {error.colno})")
-    except UnicodeEncodeError:
-        return ValueError("it holds half of a surrogate pair")
     except (ValueError, RecursionError):
         return ValueError("not JSON (a number or a nesting is too long)")
