@@ -242,7 +242,7 @@ CORPUS = {
     EVAL + "envs.py:Empty": "has no training tasks",
     EVAL + "envs.py:Needs": "missing 1 required positional argument: 'size'",
     EVAL + "envs.py:Away": "the data base is away",
-    EVAL + "envs.py:Ends": "environment.options for envs.py:Ends: SystemExit: 3",
+    EVAL + "envs.py:Ends": "can't be loaded: SystemExit: 3 (",
     EVAL + "envs.py:Mine --environment.options.sise=1": "sise is unknown to envs.py:Mine (did you mean size?)",
     EVAL + "envs.py:three": "takes 3 arguments; write `async def rollout(task, policy)`",
     EVAL + "envs.py:policy_sync": "write it as `async def`",

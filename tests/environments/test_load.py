@@ -63,6 +63,10 @@ class Numbered:
     rollout = None
 class Halved(Numbered):
     train = [Task("a\\ud800", "1+1=")]
+class Stop(BaseException): pass
+class Stopped(Mine):
+    def __init__(self):
+        raise Stop("the data base\\nis away")
 class Late(Mine):
     @property
     def train(self):
@@ -97,13 +101,14 @@ def users(tmp_path: Path) -> Path:
         (
             "users.py:Strict",
             {"digits": 9},
-            r"^environment.options for .*AssertionError: digits: 1 to 8 .*users.py, line",
+            r"^environment.name = .*can't be loaded: AssertionError: digits: 1 to 8 .*users.py, line",
         ),
         ("users.py:Mine", {}, r"^environment.name = .*train\[0\] is 1; make it a slipstream.environments.base.Task"),
         ("users.py:Numbered", {}, r"^environment.name = .*the id of train\[0\] is 7, of type int; make it text"),
         ("users.py:Halved", {}, r"^environment.name = .*the id of train\[0\] is 'a.ud800', of type str; make it text"),
         ("users.py:Lazy", {}, "^environment.name = .*train is a generator; make it a list of tasks"),
-        ("users.py:Late", {}, "^environment.name = .*its tasks can't be read: KeyError: 'question' .*users.py, line"),
+        ("users.py:Late", {}, "^environment.name = .*can't be loaded: KeyError: 'question' .*users.py, line"),
+        ("users.py:Stopped", {}, "^environment.name = .*can't be loaded: Stop: the data base is away .*users.py, line"),
         ("users.py:made", {"hint": 1}, "^environment.options: .* is made already and takes none"),
         ("users.py:forgot_async", {"train": "tasks.jsonl"}, "^environment.name = .*`async def`"),
         ("users.py:reward", {"train": "latin.jsonl"}, "latin.jsonl: not UTF-8 at byte 15"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.config.loading import suggest
-from slipstream.config.plugins import load_option, one_line
+from slipstream.config.plugins import construct, load_option, one_line, option_code
 from slipstream.config.schema import ConfigError, EnvironmentConfig
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.reward_workers import RewardFunction, cores
@@ -35,18 +35,14 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     name = LIBRARIES.get(library) or BUILT_IN.get(config.name, config.name)
     loaded = load_option("environment.name", name, "environment", list(BUILT_IN))
     environment: Environment = loaded
-    if inspect.isclass(loaded):
-        environment = _construct(loaded, config, {"name": inside} if library in LIBRARIES else {})
-    elif callable(loaded) and not hasattr(loaded, "rollout"):
-        environment = FunctionEnvironment(loaded, config)
-    elif config.options:
-        raise ConfigError(f"environment.options: {config.name} is made already and takes none; name its class")
-    try:
+    with option_code("environment.name", config.name):
+        if inspect.isclass(loaded):
+            environment = _construct(loaded, config, {"name": inside} if library in LIBRARIES else {})
+        elif callable(loaded) and not hasattr(loaded, "rollout"):
+            environment = FunctionEnvironment(loaded, config)
+        elif config.options:
+            raise ConfigError(f"environment.options: {config.name} is made already and takes none; name its class")
         _validate(environment, config.name)
-    except ConfigError:
-        raise
-    except Exception as error:  # of a property, or of a lazily read data set
-        raise ConfigError(f"environment.name = {config.name!r}: its tasks can't be read: {one_line(error)}") from None
     return environment
 
 
@@ -110,14 +106,7 @@ def _construct(kind: type, config: EnvironmentConfig, from_name: dict[str, str])
     # An environment with its own `RewardWorkerPool` gets the run's settings.
     settings = {"reward_workers": config.reward_workers or cores(), "timeout": config.timeout * REWARD_SHARE}
     options = {name: value for name, value in settings.items() if name in parameters} | options
-    try:
-        return kind(**options)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"environment.options for {config.name}: {' '.join(str(error).split())}") from None
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"environment.options for {config.name}: {one_line(error)}") from None
+    return construct("environment", config.name, kind, options)
 
 
 class FunctionEnvironment:
