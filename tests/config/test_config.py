@@ -87,6 +87,10 @@ def test_every_option_is_documented_once() -> None:
         (["--loop.steps", "0"], "loop.steps = 0: it must be greater than or equal to 1"),
         (["--loop.group_size", "1"], "loop.group_size = 1: it must be greater than or equal to 2"),
         (["--sampling.temperature", "0"], "sampling.temperature = 0: it must be greater than 0"),
+        (
+            ["--sampling.temperature", "0.001"],
+            "sampling.temperature = 0.001 must be from 0.01 to 100, or 0 (greedy) outside of training",
+        ),
         (["--sampling.top_p", "1.5"], "sampling.top_p = 1.5: it must be less than or equal to 1"),
         (["--trainer.schedule", "sudden"], "'constant', 'linear' or 'cosine'"),
         (["--model.dtype", "int3"], "'auto', 'float32' or 'bfloat16'"),

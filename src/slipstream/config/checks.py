@@ -75,9 +75,7 @@ def _sampling_faults(config: Config) -> Iterator[str]:
         try:
             Sampling(**changes)
         except ValueError as error:
-            message = f"{section}.{error}".replace("stop_strings", "stop")
-            # Training rollouts can't be greedy.
-            yield message.replace("0 (greedy), or from", "from") if section == "sampling" else message
+            yield f"{section}.{error}".replace("stop_strings", "stop")
 
 
 def _unwritable_values(config: Config) -> Iterator[str]:
