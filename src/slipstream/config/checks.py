@@ -153,6 +153,13 @@ def _rewards_steps(config: Config) -> bool:
     return bool(config.scoring.kind or (colon and library not in ("reasoning-gym", "verifiers")))
 
 
+def _has_reward_function(config: Config) -> bool:
+    """Whether a reward function may raise: a user's environment may have one."""
+    library, colon, _ = config.environment.name.partition(":")
+    own = ":" in config.scoring.kind or (colon and library != "verifiers")
+    return bool(own or config.environment.name == "gsm8k")
+
+
 def _in_flight_at_swap(config: Config) -> bool:
     """Whether a publish can find sequences in flight: a synchronous run that drains has none."""
     sync = config.sync
@@ -356,5 +363,8 @@ CHECKS: tuple[Check, ...] = (
     *_idle(lambda c: c.observe.trackers, "observe.trackers", "observe.project"),
     *_idle(lambda c: c.runtime.kind == "ray", 'runtime.kind = "ray"',
            "runtime.address", "runtime.placement", "runtime.start_timeout"),
+    *_idle(lambda c: c.loop.max_lag, "loop.max_lag above 0", "loop.force_max_lag"),
+    *_idle(lambda c: c.loop.max_lag or c.sync.every > 1, "loop.max_lag above 0", "loop.buffer_size"),
+    *_idle(_has_reward_function, "a reward function", "environment.reward_error"),
     *_idle(_in_flight_at_swap, "loop.max_lag above 0", "sync.in_flight"),
 )  # fmt: skip
