@@ -38,6 +38,10 @@ Exits, Interrupted, Cancelled = raises(SystemExit(3)), raises(KeyboardInterrupt(
 
 class PlainLink: Sender = Receiver = Plain
 class BareLink: Sender, Receiver = Sender, Receiver
+class LateKind(type):
+    @property
+    def Sender(cls): raise KeyError("late")
+class LateLink(metaclass=LateKind): pass
 class FunctionLink: Sender = Receiver = raises
 class RaisingLink(Shared):
     Sender = type("Raises", (Shared.Sender,), {"__init__": raises(OSError("one\\ntwo")).__init__})
@@ -114,6 +118,7 @@ def test_a_misspelt_worker_class_is_an_error_of_one_line(
         ("{file}:PlainLink", "derive it from slipstream.sync.link.Sender; docs/own-parts.md"),
         ("{file}:BareLink", "its Sender does not implement connection_info, stage; docs/own-parts.md"),
         ("{file}:FunctionLink", "and no class"),
+        ("{file}:LateLink", "can't be loaded: KeyError: 'late' ("),
     ],
 )
 def test_a_misspelt_link_is_an_error_of_one_line(name: str, said: str, parts: Path) -> None:

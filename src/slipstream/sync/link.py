@@ -165,12 +165,13 @@ class Layout:
 def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:
     """The two ends of the link named by `sync.link`. Raises `ConfigError`."""
     link = load_option("sync.link", LINKS.get(name, name), "link", list(LINKS))
-    for end, protocol in (("Sender", Sender), ("Receiver", Receiver)) if name not in LINKS else ():
-        if not hasattr(link, end):
-            raise ConfigError(f'sync.link = "{name}" has no {end}; a link has a Sender and a Receiver')
-        if missing := _missing(getattr(link, end), protocol):
-            raise ConfigError(f'sync.link = "{name}": its {end} {missing}; {SEE}')
-    return link.Sender, link.Receiver
+    with option_code("sync.link", name):
+        for end, protocol in (("Sender", Sender), ("Receiver", Receiver)) if name not in LINKS else ():
+            if not hasattr(link, end):
+                raise ConfigError(f'sync.link = "{name}" has no {end}; a link has a Sender and a Receiver')
+            if missing := _missing(getattr(link, end), protocol):
+                raise ConfigError(f'sync.link = "{name}": its {end} {missing}; {SEE}')
+        return link.Sender, link.Receiver
 
 
 def _missing(end: Any, protocol: type) -> str:
