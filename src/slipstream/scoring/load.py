@@ -52,8 +52,9 @@ def _scorer(loaded: Any, config: Config) -> Scorer:
     """The scorer of a loaded function or class."""
     options = config.scoring
     if inspect.isclass(loaded):
-        if not inspect.iscoroutinefunction(getattr(loaded, "score", None)):
-            raise ConfigError(f"scoring.kind = {options.kind!r} has no `async def score(self, task, rollout)`")
+        for name, parameters in ("score", "self, task, rollout"), ("close", "self"):
+            if not inspect.iscoroutinefunction(getattr(loaded, name, None)):
+                raise ConfigError(f"scoring.kind = {options.kind!r} has no `async def {name}({parameters})`")
         scorer: Scorer = construct("scoring", options.kind, loaded, options.options)
         return scorer
     if not inspect.isfunction(loaded):
