@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slipstream.sync.checksum import checksum
-from slipstream.sync.link import ConnectionInfo, PublishHandle, find_link, validate_same_shapes
+from slipstream.sync.link import ConnectionInfo, PublishHandle, call_link, find_link, validate_same_shapes
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ServedWeights:
         self._device = next(iter(shards.values())).tensor.device
         shapes = {name: list(shard.shape) for name, shard in shards.items()}
         validate_same_shapes(shapes, connection_info["shapes"])
-        self._receiver = find_link(link)[1](connection_info, shapes, rank, self._device)
+        self._receiver = call_link(link, find_link(link)[1], connection_info, shapes, rank, self._device)
         self._stream = side_stream(self._device)
         self._rebind = rebind and self._receiver.rebindable
         self._next: Future[list[tuple[Tensor, Tensor]]] | None = None
