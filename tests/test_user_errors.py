@@ -53,6 +53,8 @@ class Ends:
     def __init__(self): raise SystemExit(3)
 class Scorer:
     def __init__(self): ...
+class Unclosed(Scorer):
+    async def score(self, task, rollout): return 1.0
 def three(a, b, c): ...
 def policy_sync(task, policy): ...
 def reward(task, completion): return 1.0
@@ -222,6 +224,7 @@ CORPUS = {
     TRAIN + "--scoring.kind=envs.py:number": "is neither a function nor a class",
     TRAIN + "--scoring.kind=envs.py:three": "write `def score(task, rollout)`",
     TRAIN + "--scoring.kind=envs.py:Scorer": "has no `async def score(self, task, rollout)`",
+    TRAIN + "--scoring.kind=envs.py:Unclosed": "has no `async def close(self)`",
     EVAL + "gsm9k": "no such environment (did you mean gsm8k?)",
     EVAL + "envs.py": "your own is 'module:thing' or 'path/to/file.py:thing'",
     EVAL + "gone.py:Mine": "there is no file",
@@ -242,7 +245,7 @@ CORPUS = {
     EVAL + "envs.py:Empty": "has no training tasks",
     EVAL + "envs.py:Needs": "missing 1 required positional argument: 'size'",
     EVAL + "envs.py:Away": "the data base is away",
-    EVAL + "envs.py:Ends": "environment.options for envs.py:Ends: SystemExit: 3",
+    EVAL + "envs.py:Ends": "can't be loaded: SystemExit: 3 (",
     EVAL + "envs.py:Mine --environment.options.sise=1": "sise is unknown to envs.py:Mine (did you mean size?)",
     EVAL + "envs.py:three": "takes 3 arguments; write `async def rollout(task, policy)`",
     EVAL + "envs.py:policy_sync": "write it as `async def`",

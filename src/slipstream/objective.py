@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from torch import Tensor
 from slipstream.algorithms import advantages, aggregation, corrections, losses
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config.loading import suggest
-from slipstream.config.plugins import load_option, one_line
+from slipstream.config.plugins import LoadError, load_option, message_of, user_code
 from slipstream.config.schema import Config, ConfigError
 from slipstream.rollout import Batch, Group, Rollout
 
+Result = TypeVar("Result")
 ADVANTAGES = (advantages.group_mean, advantages.leave_one_out, advantages.pass_at_k, advantages.reward)
 LOSSES = (
     losses.grpo, losses.ppo, losses.gspo, losses.cispo, losses.topr, losses.reinforce, losses.decoupled,
@@ -194,17 +195,23 @@ def _loss_gradient(loss: Callable[[Tokens], Tensor], tokens: Tokens) -> Tensor:
     found = _evaluate("algorithm.loss", loss, tokens, len(tokens.logprobs))
     if not found.requires_grad:
         raise ConfigError("algorithm.loss returned numbers that do not depend on tokens.logprobs")
-    return torch.autograd.grad(found.sum(), tokens.logprobs)[0]
+    return _call("algorithm.loss", torch.autograd.grad, found.sum(), tokens.logprobs)[0]
+
+
+def _call(option: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """The function's result. Raises `ConfigError` if it fails."""
+    try:
+        with user_code():
+            return function(*arguments)
+    except LoadError as error:
+        if isinstance(error.__cause__, ValueError):  # of a wrong option
+            raise ConfigError(f"{option}: {message_of(error.__cause__)}") from error
+        raise ConfigError(f"{option} failed on two tokens: {error}") from error
 
 
 def _evaluate(option: str, function: Callable[[Any], Tensor], argument: Any, size: int) -> Tensor:
     """The function's value, `[size]`. Raises `ConfigError` if it fails or returns anything but finite numbers."""
-    try:
-        result = function(argument)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from None
-    except Exception as error:
-        raise ConfigError(f"{option} failed on two tokens: {one_line(error)}") from None
+    result = _call(option, function, argument)
     if not isinstance(result, Tensor) or result.shape != (size,) or not result.isfinite().all():
         shown = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise ConfigError(f"{option} returned {shown} for {size} of its inputs; it returns one finite number each")

@@ -76,7 +76,7 @@ class Sampling:
         for name, valid, wanted in (
             ("temperature",
              _number(self.temperature, MAX_TEMPERATURE) and not 0 < self.temperature < MIN_TEMPERATURE,
-             f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"),
+             f"from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, or 0 (greedy) outside of training"),
             ("top_k", _whole(self.top_k), f"a whole number up to {MAX_INT}, 0 for all"),
             ("top_p", _number(self.top_p, 1) and self.top_p > 0, "a number above 0, 1 at most"),
             ("max_tokens", isinstance(self.max_tokens, int) and self.max_tokens >= 1, "a whole number, 1 or more"),

@@ -88,6 +88,10 @@ def test_every_option_is_documented_once() -> None:
         (["--loop.steps", "0"], "loop.steps = 0: it must be greater than or equal to 1"),
         (["--loop.group_size", "1"], "loop.group_size = 1: it must be greater than or equal to 2"),
         (["--sampling.temperature", "0"], "sampling.temperature = 0: it must be greater than 0"),
+        (
+            ["--sampling.temperature", "0.001"],
+            "sampling.temperature = 0.001 must be from 0.01 to 100, or 0 (greedy) outside of training",
+        ),
         (["--sampling.top_p", "1.5"], "sampling.top_p = 1.5: it must be less than or equal to 1"),
         (["--trainer.schedule", "sudden"], "'constant', 'linear' or 'cosine'"),
         (["--model.dtype", "int3"], "'auto', 'float32' or 'bfloat16'"),
@@ -231,6 +235,11 @@ def test_faults_are_one_line(file: Path, flags: list[str], said: str) -> None:
         (["--evaluation.every=5", "--evaluation.tasks=0"], "evaluation.tasks above 0", ["--evaluation.tasks=9"]),
         (["--evaluation.every_tokens=5", "--evaluation.tasks=0"], "evaluation.tasks above 0", ["--evaluation.tasks=9"]),
         (["--sync.in_flight=drain", "--loop.max_lag=0"], "loop.max_lag above 0", ["--loop.max_lag=1"]),
+        (["--loop.force_max_lag=true", "--loop.max_lag=0"], "loop.max_lag above 0", ["--loop.max_lag=1"]),
+        (["--loop.buffer_size=8", "--loop.max_lag=0"], "loop.max_lag above 0", ["--loop.max_lag=1"]),
+        (["--loop.buffer_size=8", "--loop.max_lag=0"], "loop.max_lag above 0", ["--sync.every=2"]),
+        (["--environment.reward_error=fail"], "a reward function", ["--environment.name=mine.py:reward"]),
+        (["--environment.reward_error=fail"], "a reward function", ["--scoring.kind=mine.py:score"]),
         (["--sync.in_flight=drain", "--loop.max_lag=0"], "loop.max_lag above 0", ["--sync.placement=colocated"]),
         (["--algorithm.replay_sampling_mask=false"], "sampling.top_k or top_p", ["--sampling.top_p=0.9"]),
         (

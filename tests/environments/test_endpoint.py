@@ -232,7 +232,7 @@ def test_content_in_parts_and_tools_reach_the_template() -> None:
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs is not supported"),
         ({"temperature": -1}, "temperature: Input should be greater"),
         ({"temperature": float("nan")}, "temperature: Input should be a finite number"),
-        ({"temperature": 1e-320}, "temperature = 1e-320 must be 0 (greedy), or from 0.01 to 100"),
+        ({"temperature": 1e-320}, "temperature = 1e-320 must be from 0.01 to 100, or 0 (greedy) outside of training"),
         ({"temperature": 1e308}, "temperature = 1e+308 must be"),
         ({"stop": ["x"] * 65}, "stop = "),
         ({"stop": ["x" * 1001]}, "at most 64 strings of 1 to 1000 characters"),

@@ -63,6 +63,10 @@ class Numbered:
     rollout = None
 class Halved(Numbered):
     train = [Task("a\\ud800", "1+1=")]
+class Stop(BaseException): pass
+class Stopped(Mine):
+    def __init__(self):
+        raise Stop("the data base\\nis away")
 class Late(Mine):
     @property
     def train(self):
@@ -72,7 +76,7 @@ class Late(Mine):
 
 @pytest.fixture
 def users(tmp_path: Path) -> Path:
-    (tmp_path / "users.py").write_text(USERS)
+    (tmp_path / "answers.py").write_text(USERS)
     (tmp_path / "broken.py").write_text("\nraise KeyError('nowhere')\n")
     (tmp_path / "unclosed.py").write_text("def f(:\n")
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(4)))
@@ -93,30 +97,39 @@ def users(tmp_path: Path) -> Path:
     [
         ("broken.py:f", {}, r"^environment.name = .*KeyError: 'nowhere' \(.*broken.py, line 2\)"),
         ("unclosed.py:f", {}, r"^environment.name = .*invalid syntax \(unclosed.py, line 1\)"),
-        ("users.py:rewrad", {}, "^environment.name = .*no attribute 'rewrad' .did you mean reward"),
+        ("answers.py:rewrad", {}, "^environment.name = .*no attribute 'rewrad' .did you mean reward"),
         (
-            "users.py:Strict",
+            "answers.py:Strict",
             {"digits": 9},
-            r"^environment.options for .*AssertionError: digits: 1 to 8 .*users.py, line",
+            r"^environment.name = .*can't be loaded: AssertionError: digits: 1 to 8 .*users.py, line",
         ),
-        ("users.py:Mine", {}, r"^environment.name = .*train\[0\] is 1; make it a slipstream.environments.base.Task"),
-        ("users.py:Numbered", {}, r"^environment.name = .*the id of train\[0\] is 7, of type int; make it text"),
-        ("users.py:Halved", {}, r"^environment.name = .*the id of train\[0\] is 'a.ud800', of type str; make it text"),
-        ("users.py:Lazy", {}, "^environment.name = .*train is a generator; make it a list of tasks"),
-        ("users.py:Late", {}, "^environment.name = .*its tasks can't be read: KeyError: 'question' .*users.py, line"),
-        ("users.py:made", {"hint": 1}, "^environment.options: .* is made already and takes none"),
-        ("users.py:forgot_async", {"train": "tasks.jsonl"}, "^environment.name = .*`async def`"),
-        ("users.py:reward", {"train": "latin.jsonl"}, "latin.jsonl: not UTF-8 at byte 15"),
-        ("users.py:reward", {"train": "empty.jsonl"}, "empty.jsonl, line 2: not a task"),
-        ("users.py:reward", {"train": "nothing.jsonl"}, "^nothing.jsonl holds no tasks; write lines of"),
-        ("users.py:reward", {"train": "cut.jsonl"}, r"^cut.jsonl, line 2: .* not JSON .Unterminated .* at column 12"),
-        ("users.py:reward", {"train": "named.jsonl"}, '^named.jsonl, line 1: not a task: it has no "prompt"'),
-        ("users.py:reward", {"train": "twice.jsonl"}, '^twice.jsonl, line 2: .* its id "7" is that of line 1, too'),
-        ("users.py:reward", {"train": "chat.jsonl"}, '^chat.jsonl, line 1: .* has no "role"'),
-        ("users.py:reward", {"train": "parts.jsonl"}, '^parts.jsonl, line 1: .*the "content" of a message'),
-        ("users.py:reward", {"train": "deep.jsonl"}, r"^deep.jsonl, line 1: .* not JSON"),
-        ("users.py:reward", {"train": "task.jsonl"}, r"there is no file task.jsonl \(did you mean tasks.jsonl"),
-        ("users.py:reward", {"train": "."}, "^environment.options: there is no file"),
+        ("answers.py:Mine", {}, r"^environment.name = .*train\[0\] is 1; make it a slipstream.environments.base.Task"),
+        ("answers.py:Numbered", {}, r"^environment.name = .*the id of train\[0\] is 7, of type int; make it text"),
+        (
+            "answers.py:Halved",
+            {},
+            r"^environment.name = .*the id of train\[0\] is 'a.ud800', of type str; make it text",
+        ),
+        ("answers.py:Lazy", {}, "^environment.name = .*train is a generator; make it a list of tasks"),
+        ("answers.py:Late", {}, "^environment.name = .*can't be loaded: KeyError: 'question' .*users.py, line"),
+        (
+            "answers.py:Stopped",
+            {},
+            "^environment.name = .*can't be loaded: Stop: the data base is away .*users.py, line",
+        ),
+        ("answers.py:made", {"hint": 1}, "^environment.options: .* is made already and takes none"),
+        ("answers.py:forgot_async", {"train": "tasks.jsonl"}, "^environment.name = .*`async def`"),
+        ("answers.py:reward", {"train": "latin.jsonl"}, "latin.jsonl: not UTF-8 at byte 15"),
+        ("answers.py:reward", {"train": "empty.jsonl"}, "empty.jsonl, line 2: not a task"),
+        ("answers.py:reward", {"train": "nothing.jsonl"}, "^nothing.jsonl holds no tasks; write lines of"),
+        ("answers.py:reward", {"train": "cut.jsonl"}, r"^cut.jsonl, line 2: .* not JSON .Unterminated .* at column 12"),
+        ("answers.py:reward", {"train": "named.jsonl"}, '^named.jsonl, line 1: not a task: it has no "prompt"'),
+        ("answers.py:reward", {"train": "twice.jsonl"}, '^twice.jsonl, line 2: .* its id "7" is that of line 1, too'),
+        ("answers.py:reward", {"train": "chat.jsonl"}, '^chat.jsonl, line 1: .* has no "role"'),
+        ("answers.py:reward", {"train": "parts.jsonl"}, '^parts.jsonl, line 1: .*the "content" of a message'),
+        ("answers.py:reward", {"train": "deep.jsonl"}, r"^deep.jsonl, line 1: .* not JSON"),
+        ("answers.py:reward", {"train": "task.jsonl"}, r"there is no file task.jsonl \(did you mean tasks.jsonl"),
+        ("answers.py:reward", {"train": "."}, "^environment.options: there is no file"),
     ],
 )
 def test_user_errors_are_one_line(
@@ -131,7 +144,7 @@ def test_user_errors_are_one_line(
 def test_one_task_is_trained_on_and_a_byte_order_mark_is_read(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(users)
     (users / "one.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1+1="}\n')
-    [task] = load_environment(EnvironmentConfig(name="users.py:reward", options={"train": "one.jsonl"})).train
+    [task] = load_environment(EnvironmentConfig(name="answers.py:reward", options={"train": "one.jsonl"})).train
     assert task.prompt == "1+1="
     (users / "math.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "1+1?", "answer": "#### 2"}\n')
     environment = load_environment(EnvironmentConfig(name="gsm8k", options={"data": "math.jsonl"}))

@@ -75,6 +75,9 @@ class Echo(Worker):
     async def interrupt(self) -> None:
         raise KeyboardInterrupt("of a library's thread")
 
+    async def cancel_itself(self) -> None:
+        raise asyncio.CancelledError("by a library")
+
     async def at_exit(self, text: str) -> None:
         multiprocessing.util.Finalize(None, print, (text, "by", "multiprocessing"), exitpriority=1)
         atexit.register(print, text)
@@ -196,6 +199,8 @@ def test_an_exception_reaches_the_caller_and_the_process_continues(tmp_path: Pat
             await echo.refuse()
         with pytest.raises(WorkerError, match="of a library's thread"):
             await echo.interrupt()
+        with pytest.raises(WorkerError, match="by a library"):
+            await asyncio.wait_for(echo.cancel_itself(), 60)
         assert error.value.kind == "KeyError" and "Traceback" in error.value.details
         (note,) = error.value.__notes__
         assert re.search(r"^echo \(log: .*echo.log\) failed:\n.*KeyError: 'lost'$", note, re.DOTALL)
@@ -256,9 +261,11 @@ def test_the_last_lines_of_the_log_are_in_the_error(tmp_path: Path) -> None:
 
 
 def test_the_error_of_a_worker_that_fails_to_start_is_raised(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match="this prefix can't be had") as error:
+    with pytest.raises(
+        WorkerError, match=r"^ValueError: this prefix can't be had \(.*test_worker.py, line \d+\)$"
+    ) as error:
         run(None, tmp_path, prefix="refuse")
-    assert error.value.kind == "ValueError"
+    assert error.value.kind == "LoadError"
 
 
 def test_a_process_that_does_not_end_is_terminated(tmp_path: Path) -> None:

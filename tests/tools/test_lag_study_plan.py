@@ -50,9 +50,16 @@ def test_runs_differ_only_in_lag_correction_and_seed(tmp_path: Path) -> None:
     configs: list[Config] = [wanted.configuration(run) for run in runs]
     for run, config in zip(runs, configs, strict=True):
         assert (config.loop.max_lag, config.loop.seed) == (run.lag, run.seed)
-        assert config.loop.force_max_lag and config.loop.max_tokens == 4000 and config.evaluation.every_tokens == 200
+        assert (
+            config.loop.force_max_lag == bool(run.lag)
+            and config.loop.max_tokens == 4000
+            and config.evaluation.every_tokens == 200
+        )
         assert config.loop.steps * 4 * 4 > 4000, "the limit on steps could end a run before the limit on tokens"
-        studied = {"loop": config.loop.model_copy(update={"max_lag": 0, "seed": 0}), "run": configs[0].run}
+        studied = {
+            "loop": config.loop.model_copy(update={"max_lag": 0, "seed": 0, "force_max_lag": False}),
+            "run": configs[0].run,
+        }
         assert config.model_copy(update=studied | {"algorithm": configs[0].algorithm}) == configs[0]
     assert configs[0].algorithm.loss == {"name": "reinforce"} and configs[2].algorithm.loss == {"name": "grpo"}
 

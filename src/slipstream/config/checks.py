@@ -75,9 +75,7 @@ def _sampling_faults(config: Config) -> Iterator[str]:
         try:
             Sampling(**changes)
         except ValueError as error:
-            message = f"{section}.{error}".replace("stop_strings", "stop")
-            # Training rollouts can't be greedy.
-            yield message.replace("0 (greedy), or from", "from") if section == "sampling" else message
+            yield f"{section}.{error}".replace("stop_strings", "stop")
 
 
 def _unwritable_values(config: Config) -> Iterator[str]:
@@ -153,6 +151,13 @@ def _rewards_steps(config: Config) -> bool:
     """Whether a scorer, or a user's environment, may reward single steps of an episode."""
     library, colon, _ = config.environment.name.partition(":")
     return bool(config.scoring.kind or (colon and library not in ("reasoning-gym", "verifiers")))
+
+
+def _has_reward_function(config: Config) -> bool:
+    """Whether a reward function may raise: a user's environment may have one."""
+    library, colon, _ = config.environment.name.partition(":")
+    own = ":" in config.scoring.kind or (colon and library != "verifiers")
+    return bool(own or config.environment.name == "gsm8k")
 
 
 def _in_flight_at_swap(config: Config) -> bool:
@@ -359,5 +364,8 @@ CHECKS: tuple[Check, ...] = (
     *_idle(lambda c: c.observe.trackers, "observe.trackers", "observe.project"),
     *_idle(lambda c: c.runtime.kind == "ray", 'runtime.kind = "ray"',
            "runtime.address", "runtime.placement"),
+    *_idle(lambda c: c.loop.max_lag, "loop.max_lag above 0", "loop.force_max_lag"),
+    *_idle(lambda c: c.loop.max_lag or c.sync.every > 1, "loop.max_lag above 0", "loop.buffer_size"),
+    *_idle(_has_reward_function, "a reward function", "environment.reward_error"),
     *_idle(_in_flight_at_swap, "loop.max_lag above 0", "sync.in_flight"),
 )  # fmt: skip

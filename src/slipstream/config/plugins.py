@@ -6,9 +6,11 @@ import importlib
 import importlib.util
 import inspect
 import json
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,12 +26,36 @@ class LoadError(UserError):
     """A reference that can't be loaded. The message is one line for its user."""
 
 
+@contextmanager
+def user_code() -> Iterator[None]:
+    """Context for the user's code: whatever it raises becomes a `LoadError` of one line.
+
+    Errors whose message is written for users pass, and Ctrl-C, which workers ignore.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            raise
+        raise LoadError(one_line(error)) from error
+
+
+@contextmanager
+def option_code(option: str, reference: str) -> Iterator[None]:
+    """`user_code` for the value of an option. Raises `ConfigError`, which names the option."""
+    try:
+        with user_code():
+            yield
+    except LoadError as error:
+        raise ConfigError(f"{option} = {json.dumps(reference)} can't be loaded: {error}") from error
+
+
 def load_option(option: str, reference: str, kind: str = "function", known: Sequence[str] = ()) -> Any:
     """`load_object` for the value of an option. Raises `ConfigError`, which names the option."""
-    try:
+    with option_code(option, reference):
         return load_object(reference, kind, known)
-    except LoadError as error:
-        raise ConfigError(f"{option} = {json.dumps(reference)} can't be loaded: {error}") from None
 
 
 def load_object(reference: str, kind: str = "function", known: Sequence[str] = ()) -> Any:
@@ -41,42 +67,58 @@ def load_object(reference: str, kind: str = "function", known: Sequence[str] = (
     if not source or not name:
         hint = suggest(reference, known) or f"; there are {', '.join(known)}" * bool(known)
         raise LoadError(f"no such {kind}{hint}; your own is 'module:thing' or 'path/to/file.py:thing'")
-    try:
+    with user_code():
         module = _import(source)
-    except LoadError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise LoadError(one_line(error)) from error
-    if not hasattr(module, name):
-        raise LoadError(f"{source} has no attribute {name!r}{suggest(name, list(vars(module)))}")
-    return getattr(module, name)
+        if not hasattr(module, name):
+            raise LoadError(f"{source} has no attribute {name!r}{suggest(name, list(vars(module)))}")
+        return getattr(module, name)
 
 
 def build(factory: Callable[..., Any], arguments: Sequence[Any], needed: Sequence[str]) -> Any:
-    """`factory(*arguments)`, whose exceptions pass.
+    """`factory(*arguments)`. What it raises is a `LoadError`, or passes if it is Slipstream's own class.
 
     Raises `LoadError` if the arguments don't fit, or the result lacks a `needed` attribute.
     """
     try:
         inspect.signature(factory).bind(*arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise LoadError(f"it can't be called with {len(arguments)} arguments ({error}); {SEE}") from None
-    built = factory(*arguments)
-    for name in needed:
-        if not hasattr(built, name):
-            raise LoadError(f"it has no attribute {name!r}; {SEE}")
+    with nullcontext() if str(getattr(factory, "__module__", "")).startswith("slipstream.") else user_code():
+        built = factory(*arguments)
+        for name in needed:
+            if not hasattr(built, name):
+                raise LoadError(f"it has no attribute {name!r}; {SEE}")
     return built
+
+
+def construct(section: str, reference: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """`factory(**options)`, within `option_code`. Errors of wrong options are a `ConfigError` about SECTION.options."""
+    try:
+        return factory(**options)
+    except UserError:
+        raise
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"{section}.options for {reference}: {message_of(error) or one_line(error)}") from error
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an error in one line; "" if it has none."""
+    try:
+        return " ".join(str(error).split())
+    except Exception:
+        return ""
 
 
 def one_line(error: BaseException) -> str:
     """An error of the user's code in one line, with the file and line that raised it."""
-    text = " ".join(str(error).split())
+    text = message_of(error)
     if isinstance(error, SyntaxError):
         return text
     ours = ("<frozen", str(importlib.__file__), str(Path(__file__).parent))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{text}{where}" if isinstance(error, ImportError) else f"{type(error).__name__}: {text}{where}"
+    name = type(error).__name__
+    return f"{text}{where}" if isinstance(error, ImportError) else f"{name}: {text}".removesuffix(": ") + where
 
 
 def _import(source: str) -> ModuleType:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
 from slipstream.config.schema import ConfigError
 from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
 from slipstream.environments.rollout_checks import copy_arrays, validate_rollouts
-from slipstream.environments.text_limits import MAX_INLINE, PromptLimits, count_characters, run_in_thread
+from slipstream.environments.text_limits import MAX_INLINE, PromptLimits, count_characters, is_encodable, run_in_thread
 from slipstream.environments.tools import Tool, ToolCallParser, Tools, hermes, plain
 from slipstream.errors import UserError
 from slipstream.generators.base import GenerationError, Generator
@@ -218,7 +218,7 @@ class ChatTokenizer:
     def _tokenize(self, text: str, **options: Any) -> array[int]:
         """Encode text without a chat template. Raises `ContextFull`, or `GenerationError` for half a surrogate pair."""
         self.limits.validate_text(text)
-        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        if not is_encodable(text):
             raise GenerationError("the prompt holds half of a surrogate pair, which is no text; remove it")
         return int32_array(self._tokenizer.encode(text, **options))
 

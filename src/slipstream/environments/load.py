@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.config.loading import suggest
-from slipstream.config.plugins import load_option, one_line
+from slipstream.config.plugins import construct, load_option, one_line, option_code
 from slipstream.config.schema import ConfigError, EnvironmentConfig
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.reward_workers import RewardFunction, cores
+from slipstream.environments.text_limits import is_encodable
 
 BUILT_IN = {"addition": "slipstream.environments.addition:Addition", "gsm8k": "slipstream.environments.gsm8k:Gsm8k"}
 LIBRARIES = {  # their environments are named "library:environment"
@@ -34,18 +35,14 @@ def load_environment(config: EnvironmentConfig) -> Environment:
     name = LIBRARIES.get(library) or BUILT_IN.get(config.name, config.name)
     loaded = load_option("environment.name", name, "environment", list(BUILT_IN))
     environment: Environment = loaded
-    if inspect.isclass(loaded):
-        environment = _construct(loaded, config, {"name": inside} if library in LIBRARIES else {})
-    elif callable(loaded) and not hasattr(loaded, "rollout"):
-        environment = FunctionEnvironment(loaded, config)
-    elif config.options:
-        raise ConfigError(f"environment.options: {config.name} is made already and takes none; name its class")
-    try:
+    with option_code("environment.name", config.name):
+        if inspect.isclass(loaded):
+            environment = _construct(loaded, config, {"name": inside} if library in LIBRARIES else {})
+        elif callable(loaded) and not hasattr(loaded, "rollout"):
+            environment = FunctionEnvironment(loaded, config)
+        elif config.options:
+            raise ConfigError(f"environment.options: {config.name} is made already and takes none; name its class")
         _validate(environment, config.name)
-    except ConfigError:
-        raise
-    except Exception as error:  # of a property, or of a lazily read data set
-        raise ConfigError(f"environment.name = {config.name!r}: its tasks can't be read: {one_line(error)}") from None
     return environment
 
 
@@ -88,7 +85,7 @@ def _validate(environment: Any, name: str) -> None:
                     f"environment.name = {name!r}: {split}[{index}] is {task!r:.80}; make it a "
                     "slipstream.environments.base.Task, whose prompt is text or a list of messages"
                 )
-            if not isinstance(task.id, str) or task.id != task.id.encode(errors="replace").decode():
+            if not isinstance(task.id, str) or not is_encodable(task.id):
                 raise ConfigError(
                     f"environment.name = {name!r}: the id of {split}[{index}] is {task.id!r:.80}, of type "
                     f"{type(task.id).__name__}; make it text that UTF-8 can encode"
@@ -109,14 +106,7 @@ def _construct(kind: type, config: EnvironmentConfig, from_name: dict[str, str])
     # An environment with its own `RewardWorkerPool` gets the run's settings.
     settings = {"reward_workers": config.reward_workers or cores(), "timeout": config.timeout * REWARD_SHARE}
     options = {name: value for name, value in settings.items() if name in parameters} | options
-    try:
-        return kind(**options)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"environment.options for {config.name}: {' '.join(str(error).split())}") from None
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"environment.options for {config.name}: {one_line(error)}") from None
+    return construct("environment", config.name, kind, options)
 
 
 class FunctionEnvironment:
@@ -227,12 +217,10 @@ def read_lines(path: Path) -> list[tuple[int, Any]]:
 def _parsed(line: str) -> Any:
     try:
         value = json.loads(line)
-        if "\\u" in line:  # maybe half of a surrogate pair
-            json.dumps(value, ensure_ascii=False).encode()
+        if "\\u" in line and not is_encodable(json.dumps(value, ensure_ascii=False)):
+            return ValueError("it holds half of a surrogate pair")
         return value
     except json.JSONDecodeError as error:
         return ValueError(f"not JSON ({error.msg} at column {error.colno})")
-    except UnicodeEncodeError:
-        return ValueError("it holds half of a surrogate pair")
     except (ValueError, RecursionError):
         return ValueError("not JSON (a number or a nesting is too long)")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.environments.text_limits import is_encodable
 from slipstream.errors import InvalidInput
 from slipstream.rollout import Completion, Rollout, StepReward, float32_array
 
@@ -109,10 +110,8 @@ def _equal(field: str, ours: Any, theirs: Any) -> bool:
 def _validate_text(field: str, value: Any, at: str = "") -> None:
     if not isinstance(value, str):
         raise InvalidRollout(field, f"is a {type(value).__name__}, not text", at)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise InvalidRollout(field, "has half of a surrogate pair, which is no text", at) from None
+    if not is_encodable(value):
+        raise InvalidRollout(field, "has half of a surrogate pair, which is no text", at)
 
 
 def _validate_steps(steps: Any, completions: Sequence[Completion]) -> tuple[tuple[StepReward, ...], ...]:

@@ -37,6 +37,15 @@ async def run_in_thread(size: int, function: Callable[..., Result], *arguments: 
     return result
 
 
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 can encode the text: it has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def count_characters(value: Any) -> int:
     """Size of a prompt: the characters of its text and keys, and one for each list element and other value."""
     if isinstance(value, str):

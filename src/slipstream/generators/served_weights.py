@@ -18,7 +18,14 @@ from torch import Tensor
 
 from slipstream.sync.changes import Update
 from slipstream.sync.checksum import checksum
-from slipstream.sync.link import ConnectionInfo, ParameterShard, PublishHandle, find_link, validate_same_shapes
+from slipstream.sync.link import (
+    ConnectionInfo,
+    ParameterShard,
+    PublishHandle,
+    call_link,
+    find_link,
+    validate_same_shapes,
+)
 
 
 class DeviceTimer:
@@ -92,7 +99,7 @@ class ServedWeights:
         self._device = next(iter(shards.values())).tensor.device
         shapes = {name: list(shard.shape) for name, shard in shards.items()}
         validate_same_shapes(shapes, connection_info["shapes"])
-        self._receiver = find_link(link)[1](connection_info, shapes, rank, self._device)
+        self._receiver = call_link(link, find_link(link)[1], connection_info, shapes, rank, self._device)
         self._receiver.attach(shards)
         self._stream = side_stream(self._device)
         self._rebind = rebind and self._receiver.rebindable

@@ -111,9 +111,10 @@ class WorkerServer:
         try:
             function = self._start if number == START else getattr(self._worker, method)
             answer = number, False, await function(*pickle.loads(arguments))
-        except asyncio.CancelledError:
-            return
         except BaseException as error:
+            call = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and call and call.cancelling():
+                return
             answer = number, True, describe_error(error)
         with contextlib.suppress(OSError):  # the controller is gone
             try:

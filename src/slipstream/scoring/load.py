@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.plugins import load_option
+from slipstream.config.plugins import construct, load_option, option_code
 from slipstream.config.schema import Config, ConfigError
 from slipstream.environments.base import ChatTokenizer, Task
 from slipstream.environments.reward_workers import RewardFunction
@@ -43,10 +42,20 @@ def user_scorer(config: Config) -> Scorer:
 
     A function takes (task, rollout) or (task, completion), the rollout's last completion. Raises `ConfigError`.
     """
+    loaded = load_option("scoring.kind", config.scoring.kind)
+    with option_code("scoring.kind", config.scoring.kind):
+        return _scorer(loaded, config)
+
+
+def _scorer(loaded: Any, config: Config) -> Scorer:
+    """The scorer of a loaded function or class."""
     options = config.scoring
-    loaded = load_option("scoring.kind", options.kind)
     if inspect.isclass(loaded):
-        return _construct(loaded, options.options, options.kind)
+        for name, parameters in ("score", "self, task, rollout"), ("close", "self"):
+            if not inspect.iscoroutinefunction(getattr(loaded, name, None)):
+                raise ConfigError(f"scoring.kind = {options.kind!r} has no `async def {name}({parameters})`")
+        scorer: Scorer = construct("scoring", options.kind, loaded, options.options)
+        return scorer
     if not inspect.isfunction(loaded):
         raise ConfigError(f"scoring.kind = {options.kind!r} is neither a function nor a class")
     names = list(inspect.signature(loaded).parameters)
@@ -75,13 +84,3 @@ class FunctionScorer:
 
     async def close(self) -> None:
         await self._function.close()
-
-
-def _construct(kind: type, options: Mapping[str, Any], name: str) -> Scorer:
-    if not inspect.iscoroutinefunction(getattr(kind, "score", None)):
-        raise ConfigError(f"scoring.kind = {name!r} has no `async def score(self, task, rollout)`")
-    try:
-        scorer: Scorer = kind(**options)
-    except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"scoring.options for {name}: {' '.join(str(error).split())}") from None
-    return scorer

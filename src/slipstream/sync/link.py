@@ -14,16 +14,19 @@ If a publish fails before the swap, engines continue to serve the old version.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from slipstream.config.plugins import load_option
+from slipstream.config.plugins import SEE, load_option, option_code
 from slipstream.config.schema import Config, ConfigError
 from slipstream.errors import InvalidInput
 from slipstream.sync.changes import Update
@@ -33,6 +36,7 @@ PublishHandle = dict[str, Any]  # plain data that identifies a staged version; `
 Shapes = dict[str, list[int]]  # by parameter name
 Parameters = Mapping[str, Tensor]  # full tensors by name; a sharded parameter is gathered when it is read
 ALIGNMENT = 64  # bytes
+Result = TypeVar("Result")
 LINKS = {
     "shared": "slipstream.sync.shared:Shared",
     "checkpoint": "slipstream.sync.checkpoint:Checkpoint",
@@ -69,6 +73,7 @@ class Sender(Protocol):
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None: ...
 
+    @abstractmethod
     def connection_info(self) -> ConnectionInfo:
         """Plain data by which a receiver connects: `shapes` by name, and what the link adds."""
 
@@ -79,6 +84,7 @@ class Sender(Protocol):
     def before_update(self) -> None:
         """Called by the optimizer step before parameters change in place."""
 
+    @abstractmethod
     def stage(self, version: int) -> PublishHandle:
         """Fix the weights of `version` for sending. Called when a publish starts."""
 
@@ -94,7 +100,7 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """An engine's end of a link, built by `ServedWeights` in each engine process that holds weights."""
 
-    rebindable: bool
+    rebindable: bool = False
     """The engine may bind its parameters to the tensors of `prepare`, which stay valid until the next `release`."""
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None: ...
@@ -102,6 +108,7 @@ class Receiver(Protocol):
     def attach(self, shards: Mapping[str, ParameterShard]) -> None:
         """Called once with the tensors that the engine serves, which change in `ServedWeights.apply` alone."""
 
+    @abstractmethod
     def prepare(self, handle: PublishHandle) -> Mapping[str, Any] | Update:
         """All weights of the version by the trainer's names: tensors, or objects whose index returns a tensor.
 
@@ -184,10 +191,30 @@ class Layout:
 def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:
     """The two ends of the link named by `sync.link`. Raises `ConfigError`."""
     link = load_option("sync.link", LINKS.get(name, name), "link", list(LINKS))
-    for end in ("Sender", "Receiver"):
-        if not hasattr(link, end):
-            raise ConfigError(f'sync.link = "{name}" has no {end}; a link has a Sender and a Receiver')
-    return link.Sender, link.Receiver
+    with option_code("sync.link", name):
+        for end, protocol in (("Sender", Sender), ("Receiver", Receiver)) if name not in LINKS else ():
+            if not hasattr(link, end):
+                raise ConfigError(f'sync.link = "{name}" has no {end}; a link has a Sender and a Receiver')
+            if missing := _missing(getattr(link, end), protocol):
+                raise ConfigError(f'sync.link = "{name}": its {end} {missing}; {SEE}')
+        return link.Sender, link.Receiver
+
+
+def _missing(end: Any, protocol: type) -> str:
+    """What this end of a user's link lacks, or ""."""
+    if not inspect.isclass(end):
+        return f"is {end!r:.80} and no class"
+    lacks = [name for name in dir(protocol) if not name.startswith("_") and not hasattr(end, name)]
+    if lacks:
+        return f"has no {', '.join(lacks)}: derive it from slipstream.sync.link.{protocol.__name__}"
+    abstract: frozenset[str] = getattr(end, "__abstractmethods__", frozenset())
+    return f"does not implement {', '.join(sorted(abstract))}" if abstract else ""
+
+
+def call_link(link: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of a function of the link `sync.link`. What a user's own link raises becomes a `ConfigError`."""
+    with nullcontext() if link in LINKS else option_code("sync.link", link):
+        return function(*arguments)
 
 
 def shapes_of(parameters: Mapping[str, Tensor]) -> Shapes:

@@ -16,7 +16,7 @@ from slipstream.rollout import Batch, Completion, StepStats
 from slipstream.runtime.placement import threads
 from slipstream.runtime.worker import Worker
 from slipstream.sync.checksum import checksum
-from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, find_link, shapes_of
+from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, call_link, find_link, shapes_of
 from slipstream.sync.sharded_weights import GatheredParameters
 from slipstream.sync.single_copy import import_ipc_handles
 from slipstream.trainers.failures import explain_out_of_memory
@@ -122,9 +122,10 @@ class PytorchTrainerWorker(Worker):
         if self._sender:
             self._sender.close()
         weights: Parameters = self._trainer.parameters if self._on_every_rank else self._weights
-        self._sender = kind(weights, self._config, self._run_dir, receivers)
+        link = self._config.sync.link
+        self._sender = call_link(link, kind, weights, self._config, self._run_dir, receivers)
         self._trainer.before_update = self._sender.before_update
-        return self._sender.connection_info()
+        return call_link(link, self._sender.connection_info)
 
     def _on_link_ranks(self, work: Callable[[], Result]) -> Result | None:
         """Run `work` on every rank that has a sender."""

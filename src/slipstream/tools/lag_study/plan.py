@@ -96,9 +96,13 @@ class Plan:
         path, loop = self.directory / f"lag{lag}-{correction}-seed{seed}", self._base.loop
         # A completion has at least one token, so the limit on tokens ends the run before this limit on steps.
         steps = self.tokens // (loop.groups_per_step * loop.group_size) + 1
+        synchronous = ["loop.force_max_lag=false"]  # options without effect at lag 0 are refused
+        if self._base.sync.every == 1:
+            synchronous.append("loop.buffer_size=0")
         flags = (
             "loop.force_max_lag=true", f"evaluation.every_tokens={max(1, self.tokens // EVALUATIONS)}",
             "evaluation.every=0", *self.flags, *self.corrections[correction],
+            *([] if lag else synchronous),
             f"loop.max_lag={lag}", f"loop.seed={seed}", f"loop.steps={steps}", f"run.dir={path}",
         )  # fmt: skip
         return Run(lag, correction, seed, path, tuple(f"--{flag.removeprefix('--')}" for flag in flags))
