@@ -91,6 +91,8 @@ def test_lost_steps_are_outside_of_the_window(tmp_path: Path) -> None:
         (0.05, 0.02, {}, "both are well used"),
         (0.05, 0.02, {"trainer_busy": 0.03}, "the trainer was busy 3%, the engines 98%; the rest went to evaluations"),
         (0.05, 0.2, {"trainer_busy": 0.3}, "the trainer was busy 30%, the engines 80%; the rest went to evaluations"),
+        (0.2, 0.2, {"trainer_busy": 0.1}, "the trainer was busy 10%, the engines 80%; the rest went to evaluations"),
+        (0.2, 0.2, {"trainer_busy": 0.1, "publish": 0.9}, "publishes kept the trainer from its next step for 70%"),
         (0.5, 0.02, {"max_lag": 1}, "add an engine (generator.replicas) or raise loop.max_lag"),
         (0.02, 0.5, {"max_lag": 1}, "training is the slower side"),
         (0.4, 0.5, {"max_lag": 4}, "each waits for the other in turn; raise loop.max_lag"),
@@ -101,9 +103,10 @@ def test_lost_steps_are_outside_of_the_window(tmp_path: Path) -> None:
 )
 def test_the_verdict_names_the_slower_side(trainer: float, idle: float, options: dict[str, Any], remedy: str) -> None:
     scoring = Track("scoring", [(0, 100 * options.pop("scoring", 0))])
+    publish = Track("publish", [(0, 100 * options.pop("publish", 0))])
     busy = 100 * options.pop("trainer_busy", 1 - trainer)
     engine = Track("engine 0", [(100 * idle, 100)], [(0, 100 * idle)])
-    tracks = [engine, Track("trainer", [(0, busy)], [(0, 100 * trainer)]), scoring]
+    tracks = [engine, Track("trainer", [(0, busy)], [(0, 100 * trainer)]), scoring, publish]
     found = Timeline([(0, 100)], [], {track.name: track for track in tracks}, **options)
     assert f"waited {trainer:.0%}" in found.verdict() and remedy in found.verdict()
 

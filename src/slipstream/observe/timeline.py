@@ -17,6 +17,7 @@ from slipstream.observe.run_data import Record, Run
 
 Interval = tuple[float, float]
 STATES = ("busy", "waiting", "paused")
+PUBLISH = "publish"
 NOTABLE = 0.1  # fraction of the window above which a wait is worth a remedy
 WELL_USED = 0.5  # fraction of the window in which a well used worker is busy
 
@@ -99,6 +100,9 @@ class Timeline:
             return "they share GPUs, so one waits while the other works; separate GPUs would let both work at once"
         if min(trainer, scored) >= NOTABLE and scored > idle / 2:
             return "both wait for scores; use a faster scorer, or raise scoring.concurrency if scores are queued"
+        busy = f"the trainer was busy {trainers['busy']:.0%}, the engines {engines['busy']:.0%}"
+        if 1 - trainers["busy"] - trainer > max(trainers["busy"], trainer, idle):
+            return f"{busy}; {self._rest()}"
         if self.max_lag == 0 and max(trainer, idle) >= NOTABLE:
             return "with loop.max_lag = 0 they take turns; raise it to let both work at the same time"
         if min(trainer, idle) >= NOTABLE:
@@ -109,8 +113,16 @@ class Timeline:
             return "training is the slower side; give the trainer more GPUs (trainer.ranks) or use fewer engines"
         if min(trainers["busy"], engines["busy"]) >= WELL_USED:
             return "both are well used"
-        busy = f"the trainer was busy {trainers['busy']:.0%}, the engines {engines['busy']:.0%}"
-        return f"{busy}; the rest went to evaluations, publishes, checkpoints and the controller"
+        return f"{busy}; {self._rest()}"
+
+    def _rest(self) -> str:
+        """What the trainer did while it neither took a step nor waited for rollouts."""
+        other = subtract(subtract(self.window, self.trainer.busy), self.trainer.waiting)
+        publishes = self.tracks[PUBLISH].busy if PUBLISH in self.tracks else []
+        share = self.fractions(Track(PUBLISH, intersect(publishes, other)))["busy"]
+        if share >= NOTABLE:
+            return f"publishes kept the trainer from its next step for {share:.0%}; raise sync.every"
+        return "the rest went to evaluations, publishes, checkpoints and the controller"
 
 
 class Shares(NamedTuple):
@@ -146,7 +158,7 @@ def timeline(run: Run) -> Timeline:
     for rank in range(options.get("trainer.ranks", 1)):  # which take each step together
         name = f"{TRAINER} rank {rank}" if rank else TRAINER
         tracks[name] = replace(trainer, name=name)
-    for kind, name in (("score", SCORING), *((kind, kind) for kind in ("evaluation", "checkpoint", "publish"))):
+    for kind, name in (("score", SCORING), *((kind, kind) for kind in ("evaluation", "checkpoint", PUBLISH))):
         if kind in by_kind:
             busy = union(map(_times, by_kind[kind]))
             tracks[name] = Track(name, busy, busy_s=length(busy))
