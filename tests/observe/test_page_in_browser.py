@@ -114,6 +114,15 @@ def test_the_timeline_begins_with_the_first_rollout_and_fits_any_window(page: Pa
     look(page, "one.html", check)
 
 
+def test_the_badge_counts_the_rules_that_warned(page: Path) -> None:
+    async def check(tab: browser.Tab) -> None:
+        for rules, text in (("'a'", "1 health warning"), ("'a', 'b', 'a'", "2 health warnings")):
+            badge = f"warningBadge({{warnings: [{rules}].map((rule) => ({{rule}}))}}).textContent"
+            assert await tab.run(badge) == text
+
+    look(page, "one.html", check)
+
+
 def test_values_that_differ_by_rounding_are_drawn(page: Path) -> None:
     async def check(tab: browser.Tab) -> None:
         values = "[1, 0.9999999]"
