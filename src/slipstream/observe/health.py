@@ -113,7 +113,8 @@ def _stale_weights(h: History) -> Measure:
     kl = h.mean("policy/mismatch_kl")
     found = f"engines seem to serve old weights: all {len(last)} held-out answers of version {version} are those of the"
     same = len(last) >= MIN_ANSWERS and first == last and version > 0
-    return Measure(kl, f"{found} differs from the sampler's (mismatch KL {kl:.3g} nats)") if same else HEALTHY
+    text = f"{found} start, yet the trainer's policy differs from the sampler's (mismatch KL {kl:.3g} nats)"
+    return Measure(kl, text) if same else HEALTHY
 
 
 def _answers(evaluation: Record) -> tuple[dict[str, Any], int]:
@@ -161,13 +162,13 @@ def _stale(h: History) -> Measure:
 
 
 def _waits(h: History) -> tuple[float, float, str]:
-    """Share of the last steps' time in which the trainer waited for a batch, that without forward passes, and both."""
+    """Share of the last steps' time in which the trainer waited for a batch, that without requests, and both."""
     window, generated = h.growth("time/window_s", LONG), h.growth("gen/busy_s", LONG)
     share = h.mean("engines/alive", LONG, 1.0) / max(h.mean("engines/total", LONG, 1.0), 1e-9)  # dead ones not counted
     waited = LONG * h.mean("time/batch_wait_s", LONG) / max(window, 1e-9)
     idle = 1 - generated / max(window * share, 1e-9)
     text = f"in the last {LONG} steps, the trainer waited {waited:.0%} of the time for batches"
-    return waited, idle, f"{text}, and engines were outside of forward passes {idle:.0%}"
+    return waited, idle, f"{text}, the engines {idle:.0%} for work"
 
 
 def _slow_rewards(h: History) -> Measure:

@@ -28,15 +28,13 @@ class Track:
 
     `busy`: an engine has requests in flight, the trainer takes a step, or work of another track is in progress.
     `paused`: an engine samples nothing because of a publish, or sleeps. `waiting`: the rest of the window of an engine,
-    and the trainer's wait for batches. `busy_s` are the seconds that `gen/busy_s` and `train/busy_s` count: for an
-    engine the seconds in forward passes. `alive` is the part of the window in which an engine was alive; None: all.
+    and the trainer's wait for batches. `alive` is the part of the window in which an engine was alive; None: all.
     """
 
     name: str
     busy: list[Interval] = field(default_factory=list)
     waiting: list[Interval] = field(default_factory=list)
     paused: list[Interval] = field(default_factory=list)
-    busy_s: float = 0.0
     alive: list[Interval] | None = None
 
 
@@ -100,11 +98,11 @@ class Timeline:
             return "they share GPUs, so one waits while the other works; separate GPUs would let both work at once"
         if min(trainer, scored) >= NOTABLE and scored > idle / 2:
             return "both wait for scores; use a faster scorer, or raise scoring.concurrency if scores are queued"
+        if self.max_lag == 0 and max(trainer, idle) >= NOTABLE:
+            return "with loop.max_lag = 0 they take turns; raise it to let both work at the same time"
         busy = f"the trainer was busy {trainers['busy']:.0%}, the engines {engines['busy']:.0%}"
         if 1 - trainers["busy"] - trainer > max(trainers["busy"], trainer, idle):
             return f"{busy}; {self._rest()}"
-        if self.max_lag == 0 and max(trainer, idle) >= NOTABLE:
-            return "with loop.max_lag = 0 they take turns; raise it to let both work at the same time"
         if min(trainer, idle) >= NOTABLE:
             return "each waits for the other in turn; raise loop.max_lag"
         if trainer >= NOTABLE:
@@ -160,8 +158,7 @@ def timeline(run: Run) -> Timeline:
         tracks[name] = replace(trainer, name=name)
     for kind, name in (("score", SCORING), *((kind, kind) for kind in ("evaluation", "checkpoint", PUBLISH))):
         if kind in by_kind:
-            busy = union(map(_times, by_kind[kind]))
-            tracks[name] = Track(name, busy, busy_s=length(busy))
+            tracks[name] = Track(name, union(map(_times, by_kind[kind])))
     paused = union(map(_times, by_kind.get("paused", ())))
     return Timeline(window, paused, tracks, options.get("loop.max_lag"), options.get("sync.placement") == "colocated")
 
@@ -175,12 +172,11 @@ def _engine_tracks(by_kind: dict[str, list[Record]], window: Sequence[Interval])
         asleep = [interval for event in events for interval in event["asleep"]]
         paused = union([*((start, end) for track, start, end in pauses if track == name), *asleep])
         requests = union(interval for event in events for interval in event["requests"])
-        busy_s = sum(event["busy_s"] for event in events)
         # It may have joined, left or died during the run.
         alive = subtract(intersect(window, union(map(_times, events))), _dead(name, by_kind))
         waiting = subtract(subtract(alive, requests), paused)
         busy = intersect(subtract(requests, paused), alive)
-        yield Track(name, busy, waiting, intersect(paused, alive), busy_s, alive)
+        yield Track(name, busy, waiting, intersect(paused, alive), alive)
 
 
 def _dead(name: str, by_kind: dict[str, list[Record]]) -> list[Interval]:
@@ -197,8 +193,7 @@ def _trainer_track(by_kind: dict[str, list[Record]], window: Sequence[Interval])
     for step in steps:
         if before := bisect.bisect_right(records, step["start"]):
             waiting.append((records[before - 1], records[before - 1] + step["wait_s"]))
-    busy = union(map(_times, steps))
-    return Track(TRAINER, busy, intersect(union(waiting), window), busy_s=length(busy))
+    return Track(TRAINER, union(map(_times, steps)), intersect(union(waiting), window))
 
 
 def _times(event: Record) -> Interval:
