@@ -1,36 +1,42 @@
-"""Trackers for `trackers.py` that record the processor time of their process. Imports no tensor library."""
+"""Trackers for `trackers.py`. Imports no tensor library."""
 
 from __future__ import annotations
 
-import json
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from slipstream.observe.tracker_backends import Tensorboard
-
-INTERVAL_S = 1.0
+from slipstream.observe.run_data import Record, Run
 
 
-class Measured(Tensorboard):
-    """Tensorboard. `cpu.jsonl` of the run directory gets wall and processor time each second, from its start on."""
+class Counts:
+    """Writes the number of steps that it got to the file `steps_sent` of the run directory."""
 
-    def start(self, run: Any, project: str, run_id: str) -> str:
-        started = super().start(run, project, run_id)
-        threading.Thread(target=self._record, args=(run.path / "cpu.jsonl",), daemon=True).start()
-        return started
+    def start(self, run: Run, project: str, run_id: str) -> str:
+        self._path, self._steps = run.path, set[int]()
+        return ""
 
-    def _record(self, path: Path) -> None:
-        while True:
-            with path.open("a") as file:
-                file.write(json.dumps([time.monotonic(), time.process_time()]) + "\n")
-            time.sleep(INTERVAL_S)
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._steps.add(step)
+
+    def table(self, name: str, step: int, rows: Sequence[Record]) -> None: ...
+
+    def rewind(self, step: int) -> bool:
+        return False
+
+    def finish(self, report: Path | None, complete: bool) -> None:
+        (self._path / "steps_sent").write_text(str(len(self._steps)))
 
 
-class Hangs(Measured):
-    """A tracker that never returns from its first call after its start."""
+class Hangs(Counts):
+    """Never returns from its first call after its start."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         threading.Event().wait()
+
+
+class Raises(Counts):
+    """Raises in its first call after its start."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        raise ConnectionError("no route to host")

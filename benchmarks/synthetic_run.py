@@ -117,7 +117,7 @@ class SyntheticRun:
         event = {"kind": "engine", "start": before, "end": end, "requests": [[before, before + busy]], "asleep": []}
         names = [f"engine {engine}" for engine in range(self.engines)]
         tokens = {name: sum(r[3] for r in rollouts if r[0] == name) for name in names}
-        return [event | {"track": name, "busy_s": busy, "tokens": tokens[name]} for name in names]
+        return [event | {"track": name, "forward_s": busy, "tokens": tokens[name]} for name in names]
 
     def write_rollouts(self, step: int, groups: list[dict[str, Any]], rollouts: list[list[Any]]) -> None:
         rewards = np.array([r[6] for r in rollouts]).reshape(self.groups, self.size)

@@ -98,7 +98,10 @@ RUNS: dict[str, tuple[tuple[str, ...], list[str]]] = {  # rules that must warn, 
         [f"--generator.engine={HERE}:DyingEngine", "--generator.replicas=2", "--generator.max_restarts=0"],
     ),
     "slow-scorer": (("slow-rewards",), [f"--scoring.kind={HERE}:slow_score", "--scoring.concurrency=64"]),
-    "entropy-collapse": (("entropy-collapse",), ["--trainer.learning_rate=2e-2", "--trainer.gradient_clip=0"]),
+    "entropy-collapse": (
+        ("entropy-collapse",),
+        ["--trainer.learning_rate=2e-2", "--trainer.gradient_clip=0", "--trainer.warmup_steps=0"],
+    ),
 }  # fmt: skip
 
 
@@ -107,7 +110,6 @@ def options(name: str, directory: Path, model: Path, steps: int) -> list[str]:
     common = {
         "model.path": model, "run.dir": directory / name, "loop.steps": steps, "evaluation.every": max(1, steps // 4),
         "evaluation.tasks": 200, "checkpoint.every": steps, "trainer.schedule": "constant",
-        "trainer.warmup_steps": 0,
     }  # fmt: skip
     return [*(f"--{option}={value}" for option, value in common.items()), *RUNS[name][1]]
 

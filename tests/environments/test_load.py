@@ -76,7 +76,7 @@ class Late(Mine):
 
 @pytest.fixture
 def users(tmp_path: Path) -> Path:
-    (tmp_path / "answers.py").write_text(USERS)
+    (tmp_path / "asker.py").write_text(USERS)
     (tmp_path / "broken.py").write_text("\nraise KeyError('nowhere')\n")
     (tmp_path / "unclosed.py").write_text("def f(:\n")
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1="}) + "\n" for i in range(4)))
@@ -97,39 +97,39 @@ def users(tmp_path: Path) -> Path:
     [
         ("broken.py:f", {}, r"^environment.name = .*KeyError: 'nowhere' \(.*broken.py, line 2\)"),
         ("unclosed.py:f", {}, r"^environment.name = .*invalid syntax \(unclosed.py, line 1\)"),
-        ("answers.py:rewrad", {}, "^environment.name = .*no attribute 'rewrad' .did you mean reward"),
+        ("asker.py:rewrad", {}, "^environment.name = .*no attribute 'rewrad' .did you mean reward"),
         (
-            "answers.py:Strict",
+            "asker.py:Strict",
             {"digits": 9},
-            r"^environment.name = .*can't be loaded: AssertionError: digits: 1 to 8 .*users.py, line",
+            r"^environment.name = .*can't be loaded: AssertionError: digits: 1 to 8 .*asker.py, line",
         ),
-        ("answers.py:Mine", {}, r"^environment.name = .*train\[0\] is 1; make it a slipstream.environments.base.Task"),
-        ("answers.py:Numbered", {}, r"^environment.name = .*the id of train\[0\] is 7, of type int; make it text"),
+        ("asker.py:Mine", {}, r"^environment.name = .*train\[0\] is 1; make it a slipstream.environments.base.Task"),
+        ("asker.py:Numbered", {}, r"^environment.name = .*the id of train\[0\] is 7, of type int; make it text"),
         (
-            "answers.py:Halved",
+            "asker.py:Halved",
             {},
             r"^environment.name = .*the id of train\[0\] is 'a.ud800', of type str; make it text",
         ),
-        ("answers.py:Lazy", {}, "^environment.name = .*train is a generator; make it a list of tasks"),
-        ("answers.py:Late", {}, "^environment.name = .*can't be loaded: KeyError: 'question' .*users.py, line"),
+        ("asker.py:Lazy", {}, "^environment.name = .*train is a generator; make it a list of tasks"),
+        ("asker.py:Late", {}, "^environment.name = .*can't be loaded: KeyError: 'question' .*asker.py, line"),
         (
-            "answers.py:Stopped",
+            "asker.py:Stopped",
             {},
-            "^environment.name = .*can't be loaded: Stop: the data base is away .*users.py, line",
+            "^environment.name = .*can't be loaded: Stop: the data base is away .*asker.py, line",
         ),
-        ("answers.py:made", {"hint": 1}, "^environment.options: .* is made already and takes none"),
-        ("answers.py:forgot_async", {"train": "tasks.jsonl"}, "^environment.name = .*`async def`"),
-        ("answers.py:reward", {"train": "latin.jsonl"}, "latin.jsonl: not UTF-8 at byte 15"),
-        ("answers.py:reward", {"train": "empty.jsonl"}, "empty.jsonl, line 2: not a task"),
-        ("answers.py:reward", {"train": "nothing.jsonl"}, "^nothing.jsonl holds no tasks; write lines of"),
-        ("answers.py:reward", {"train": "cut.jsonl"}, r"^cut.jsonl, line 2: .* not JSON .Unterminated .* at column 12"),
-        ("answers.py:reward", {"train": "named.jsonl"}, '^named.jsonl, line 1: not a task: it has no "prompt"'),
-        ("answers.py:reward", {"train": "twice.jsonl"}, '^twice.jsonl, line 2: .* its id "7" is that of line 1, too'),
-        ("answers.py:reward", {"train": "chat.jsonl"}, '^chat.jsonl, line 1: .* has no "role"'),
-        ("answers.py:reward", {"train": "parts.jsonl"}, '^parts.jsonl, line 1: .*the "content" of a message'),
-        ("answers.py:reward", {"train": "deep.jsonl"}, r"^deep.jsonl, line 1: .* not JSON"),
-        ("answers.py:reward", {"train": "task.jsonl"}, r"there is no file task.jsonl \(did you mean tasks.jsonl"),
-        ("answers.py:reward", {"train": "."}, "^environment.options: there is no file"),
+        ("asker.py:made", {"hint": 1}, "^environment.options: .* is made already and takes none"),
+        ("asker.py:forgot_async", {"train": "tasks.jsonl"}, "^environment.name = .*`async def`"),
+        ("asker.py:reward", {"train": "latin.jsonl"}, "latin.jsonl: not UTF-8 at byte 15"),
+        ("asker.py:reward", {"train": "empty.jsonl"}, "empty.jsonl, line 2: not a task"),
+        ("asker.py:reward", {"train": "nothing.jsonl"}, "^nothing.jsonl holds no tasks; write lines of"),
+        ("asker.py:reward", {"train": "cut.jsonl"}, r"^cut.jsonl, line 2: .* not JSON .Unterminated .* at column 12"),
+        ("asker.py:reward", {"train": "named.jsonl"}, '^named.jsonl, line 1: not a task: it has no "prompt"'),
+        ("asker.py:reward", {"train": "twice.jsonl"}, '^twice.jsonl, line 2: .* its id "7" is that of line 1, too'),
+        ("asker.py:reward", {"train": "chat.jsonl"}, '^chat.jsonl, line 1: .* has no "role"'),
+        ("asker.py:reward", {"train": "parts.jsonl"}, '^parts.jsonl, line 1: .*the "content" of a message'),
+        ("asker.py:reward", {"train": "deep.jsonl"}, r"^deep.jsonl, line 1: .* not JSON"),
+        ("asker.py:reward", {"train": "task.jsonl"}, r"there is no file task.jsonl \(did you mean tasks.jsonl"),
+        ("asker.py:reward", {"train": "."}, "^environment.options: there is no file"),
     ],
 )
 def test_user_errors_are_one_line(
@@ -144,7 +144,7 @@ def test_user_errors_are_one_line(
 def test_one_task_is_trained_on_and_a_byte_order_mark_is_read(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(users)
     (users / "one.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "1+1="}\n')
-    [task] = load_environment(EnvironmentConfig(name="answers.py:reward", options={"train": "one.jsonl"})).train
+    [task] = load_environment(EnvironmentConfig(name="asker.py:reward", options={"train": "one.jsonl"})).train
     assert task.prompt == "1+1="
     (users / "math.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "1+1?", "answer": "#### 2"}\n')
     environment = load_environment(EnvironmentConfig(name="gsm8k", options={"data": "math.jsonl"}))
@@ -157,9 +157,9 @@ def test_config_errors_of_an_environment_are_not_wrapped() -> None:
 
 
 def test_a_file_may_import_modules_of_its_directory(users: Path) -> None:
-    (users / "neighbour_of_users.py").write_text("BONUS = 0.5\n")
+    (users / "neighbour_of_asker.py").write_text("BONUS = 0.5\n")
     (users / "imports.py").write_text(
-        "from neighbour_of_users import BONUS\ndef reward(task, completion):\n    return BONUS\n"
+        "from neighbour_of_asker import BONUS\ndef reward(task, completion):\n    return BONUS\n"
     )
 
     async def main() -> float:
@@ -178,14 +178,14 @@ def test_unicode_separators_do_not_split_lines(users: Path) -> None:
     (users / "tasks.jsonl").write_text('{"prompt": "1\u20281"}\n{"prompt": "2"}\n', encoding="utf-8")
     tasks = str(users / "tasks.jsonl")
     options = {"train": tasks, "test": tasks}
-    environment = load_environment(EnvironmentConfig(name=f"{users / 'users.py'}:reward", options=options))
+    environment = load_environment(EnvironmentConfig(name=f"{users / 'asker.py'}:reward", options=options))
     assert [t.prompt for t in environment.train] == ["1\u20281", "2"]
 
 
 def test_a_hung_reward_fails_one_rollout_and_none_in_the_queue(users: Path) -> None:
     limit = 8.0
     config = EnvironmentConfig(
-        name=f"{users / 'users.py'}:reward",
+        name=f"{users / 'asker.py'}:reward",
         options={"train": str(users / "tasks.jsonl")},
         timeout=limit,
         reward_workers=1,
@@ -213,7 +213,7 @@ def played(
     users: Path, thing: str, count: int, limit: float = 60.0, errors: RewardErrorCounter | None = None
 ) -> list[Any]:
     """Outcomes of `count` episodes with a user's reward function: the reward, or the failure."""
-    name, options = f"{users / 'users.py'}:{thing}", {"train": str(users / "tasks.jsonl")}
+    name, options = f"{users / 'asker.py'}:{thing}", {"train": str(users / "tasks.jsonl")}
 
     async def main() -> list[Any]:
         environment: Any = load_environment(EnvironmentConfig(name=name, options=options, reward_workers=1))

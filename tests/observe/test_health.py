@@ -97,7 +97,7 @@ def test_answers_that_never_change_tell_of_stale_weights() -> None:
 
     drifts = {"policy/mismatch_kl": 0.1}
     (warning,) = warnings_of(lambda s: drifts, evaluations=evaluations("1"))
-    assert warning.rule == "stale-weights" and "all 30 held-out answers of version 8" in warning.text
+    assert warning.rule == "stale-weights" and "old weights: all 30 held-out answers of version 8" in warning.text
     assert warnings_of(lambda s: drifts, evaluations=evaluations("2")) == []
     assert warnings_of(lambda s: {}, evaluations=evaluations("1")) == [], "a low learning rate changes no answer, too"
     sampled = {"evaluation": {"temperature": 1.0}}

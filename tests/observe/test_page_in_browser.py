@@ -104,6 +104,36 @@ def test_the_score_leads_the_curves_and_the_verdict_is_in_the_summary(page: Path
     look(page, "one.html", check)
 
 
+def test_the_timeline_begins_with_the_first_rollout_and_fits_any_window(page: Path) -> None:
+    async def check(tab: browser.Tab) -> None:
+        first = "Math.min(...timeline.rows.flatMap((row) => row.rollouts.map((rollout) => rollout.start)))"
+        assert await tab.run(f"timeline.view[0] === {first} && timeline.view[0] > 0")
+        await tab.run("timeline.canvas.parentNode.style.display = 'none', resizeTimeline(), paintNow()")
+        assert await tab.run("timeline.width") == 200
+
+    look(page, "one.html", check)
+
+
+def test_the_badge_counts_the_rules_that_warned(page: Path) -> None:
+    async def check(tab: browser.Tab) -> None:
+        for rules, text in (("'a'", "1 health warning"), ("'a', 'b', 'a'", "2 health warnings")):
+            badge = f"warningBadge({{warnings: [{rules}].map((rule) => ({{rule}}))}}).textContent"
+            assert await tab.run(badge) == text
+
+    look(page, "one.html", check)
+
+
+def test_values_that_differ_by_rounding_are_drawn(page: Path) -> None:
+    async def check(tab: browser.Tab) -> None:
+        values = "[1, 0.9999999]"
+        await tab.run(f"state.data.runs[0].metrics = {{step: [1, 2], 'policy/ratio_mean': {values}}}, drawCurves()")
+        await tab.run("document.querySelector('[data-metric=\"policy/ratio_mean\"]').scrollIntoView()")
+        await tab.until("charts.all.some((chart) => chart.metric === 'policy/ratio_mean')")
+        await tab.run("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50)))")
+
+    look(page, "one.html", check)
+
+
 def test_a_rollout_of_the_timeline_tells_its_life(page: Path) -> None:
     async def check(tab: browser.Tab) -> None:
         await tab.run("document.querySelector('#timeline').scrollIntoView()")

@@ -25,7 +25,7 @@ RECORDS: list[dict[str, Any]] = [
 SUMMARY: dict[str, Any] = {"stopped": None, "directory": "runs/addition", "policy": "runs/addition/policy"}
 EVENTS = [
     {"kind": "engine", "track": "engine 0", "start": 0.0, "end": 10.0, "requests": [[0.0, 9.7]], "asleep": [],
-     "busy_s": 2.0, "tokens": 9},
+     "forward_s": 2.0, "tokens": 9},
     {"kind": "step", "track": "trainer", "start": 1.0, "end": 9.1, "step": 1, "version": 0, "wait_s": 0.1,
      "visit_ids": []},
 ]  # fmt: skip

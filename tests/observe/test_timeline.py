@@ -17,8 +17,8 @@ from slipstream.observe.trace import select
 ENGINES = ("engine 0", "engine 1")
 
 
-def engine(track: str, start: float, end: float, *requests: list[float], busy_s: float = 0.0) -> dict[str, Any]:
-    keys = {"requests": requests, "asleep": [], "busy_s": busy_s, "tokens": 0}
+def engine(track: str, start: float, end: float, *requests: list[float]) -> dict[str, Any]:
+    keys = {"requests": requests, "asleep": [], "forward_s": 0.0, "tokens": 0}
     return {"kind": "engine", "track": track, "start": start, "end": end, **keys}
 
 
@@ -44,11 +44,11 @@ EVENTS = [
     {"kind": "start", "track": "controller", "start": 0.0, "end": 2.0, "step": 0},
     group(0, 2.0, 5.0), group(1, 2.0, 4.0, "engine 1"), group(2, 2.0, 5.5, fate="filtered"),
     step(1, 6.5, 8.0, 4.0, 0, 1),
-    engine("engine 0", 2.0, 8.5, [2.0, 6.0], [7.0, 8.5], busy_s=5.0), engine("engine 1", 2.0, 8.5, [2.0, 4.0]),
+    engine("engine 0", 2.0, 8.5, [2.0, 6.0], [7.0, 8.5]), engine("engine 1", 2.0, 8.5, [2.0, 4.0]),
     publish(1, 8.0, 9.0),
     group(3, 7.0, 9.25),
     step(2, 10.0, 11.0, 1.0, 3),
-    engine("engine 0", 8.5, 12.0, [8.5, 12.0], busy_s=3.0), engine("engine 1", 8.5, 12.0),
+    engine("engine 0", 8.5, 12.0, [8.5, 12.0]), engine("engine 1", 8.5, 12.0),
 ]  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_each_track_is_busy_waiting_or_paused(tmp_path: Path) -> None:
     assert found.window == [(2.0, 12.0)]
     first, second = found.engines
     assert first.busy == [(2.0, 6.0), (7.0, 8.5), (8.75, 12.0)] and first.paused == [(8.5, 8.75)]
-    assert first.waiting == [(6.0, 7.0)] and first.busy_s == 8.0
+    assert first.waiting == [(6.0, 7.0)]
     assert second.waiting == [(4.0, 8.5), (8.75, 12.0)]
     assert found.trainer.busy == [(6.5, 8.0), (10.0, 11.0)] and found.trainer.waiting == [(2.0, 6.0), (8.5, 9.5)]
     assert found.fractions(second) == pytest.approx({"busy": 0.2, "waiting": 0.775, "paused": 0.025})
@@ -78,11 +78,11 @@ def test_lost_steps_are_outside_of_the_window(tmp_path: Path) -> None:
         {"kind": "fault", "track": "trainer", "start": 13.0, "end": None, "what": "it was killed"},
         {"kind": "recovery", "track": "trainer", "start": 13.0, "end": 20.0, "rewound_to": 8.6, "steps_lost": 1},
         step(2, 21.0, 22.0, 0.5, 3),
-        engine("engine 0", 20.0, 23.0, [20.0, 23.0], busy_s=2.0), engine("engine 1", 20.0, 23.0),
+        engine("engine 0", 20.0, 23.0, [20.0, 23.0]), engine("engine 1", 20.0, 23.0),
     ]  # fmt: skip
     found = timeline(load_run(write(tmp_path, [*EVENTS, *after])))
     assert found.window == [(2.0, 8.5), (20.0, 23.0)]
-    assert found.engines[0].busy_s == 7.0 and found.trainer.busy_s == 2.5
+    assert length(found.trainer.busy) == 2.5
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,8 @@ def test_lost_steps_are_outside_of_the_window(tmp_path: Path) -> None:
         (0.05, 0.02, {}, "both are well used"),
         (0.05, 0.02, {"trainer_busy": 0.03}, "the trainer was busy 3%, the engines 98%; the rest went to evaluations"),
         (0.05, 0.2, {"trainer_busy": 0.3}, "the trainer was busy 30%, the engines 80%; the rest went to evaluations"),
+        (0.2, 0.2, {"trainer_busy": 0.1}, "the trainer was busy 10%, the engines 80%; the rest went to evaluations"),
+        (0.2, 0.2, {"trainer_busy": 0.1, "publish": 0.9}, "publishes kept the trainer from its next step for 70%"),
         (0.5, 0.02, {"max_lag": 1}, "add an engine (generator.replicas) or raise loop.max_lag"),
         (0.02, 0.5, {"max_lag": 1}, "training is the slower side"),
         (0.4, 0.5, {"max_lag": 4}, "each waits for the other in turn; raise loop.max_lag"),
@@ -101,9 +103,10 @@ def test_lost_steps_are_outside_of_the_window(tmp_path: Path) -> None:
 )
 def test_the_verdict_names_the_slower_side(trainer: float, idle: float, options: dict[str, Any], remedy: str) -> None:
     scoring = Track("scoring", [(0, 100 * options.pop("scoring", 0))])
+    publish = Track("publish", [(0, 100 * options.pop("publish", 0))])
     busy = 100 * options.pop("trainer_busy", 1 - trainer)
     engine = Track("engine 0", [(100 * idle, 100)], [(0, 100 * idle)])
-    tracks = [engine, Track("trainer", [(0, busy)], [(0, 100 * trainer)]), scoring]
+    tracks = [engine, Track("trainer", [(0, busy)], [(0, 100 * trainer)]), scoring, publish]
     found = Timeline([(0, 100)], [], {track.name: track for track in tracks}, **options)
     assert f"waited {trainer:.0%}" in found.verdict() and remedy in found.verdict()
 

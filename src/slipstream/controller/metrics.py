@@ -21,9 +21,9 @@ from slipstream.sync.link import PublishStats
 
 def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: dict[str, float], wait: float) -> None:
     """Queue and show the record of the last step. The trainer waited `wait` seconds for the batch."""
-    run.totals.extend_window(run.cluster.generator.totals, stats.seconds)
     for activity in run.cluster.generator.take_activity():  # of each engine since the last step
         run.events.add("engine", **dataclasses.asdict(activity))
+    run.totals.extend_window(run.cluster.generator.totals, stats.seconds)
     record = {
         "step": run.state.step,
         "version": run.state.version,
@@ -120,7 +120,7 @@ def _state(engine: EngineReplica) -> str:
 
 
 def engine_metrics(run: RunContext) -> dict[str, float]:
-    """How many engines there are, and the totals of each, as of the last publish."""
+    """How many engines there are, and the totals of each."""
     pool = run.cluster.generator
     wanted = [engine for engine in pool.generators if not engine.leaving]
     return {
@@ -128,7 +128,7 @@ def engine_metrics(run: RunContext) -> dict[str, float]:
         "engines/total": len(wanted),
         "engines/lost": sum(engine not in run.engine_watches for engine in wanted),
         **{f"engines/tokens/{n}": engine.totals["tokens"] for n, engine in enumerate(pool.generators)},
-        **{f"engines/busy_s/{n}": engine.totals["busy_s"] for n, engine in enumerate(pool.generators)},
+        **{f"engines/busy_s/{n}": engine.activity.busy_s for n, engine in enumerate(pool.generators)},
     }
 
 

@@ -189,7 +189,6 @@ async def continue_from(run: RunContext, checkpoint: Path | None, state: dict[st
     if not run.totals.evaluations and not run.stopped:
         await evaluate_run(run)
     run.totals.open(await run.cluster.generator.stats())
-    run.cluster.generator.take_activity()  # of the start, which is not part of the window
     if not run.trainer_restarts:
         run.events.add("start", CONTROLLER, started_at, run.events.now(), step=run.state.step)
 

@@ -12,8 +12,8 @@ Interval = tuple[float, float]
 class Activity:
     """What an engine did from `start` to `end`, on the clock of its pool.
 
-    `requests` are the times with at least one request in flight, `asleep` those in which the pool was paused. `busy_s`
-    and `tokens` are as the engine has counted them, up to its last publish or call of `stats`.
+    `requests` are the times with at least one request in flight, `asleep` those in which the pool was paused.
+    `forward_s` and `tokens` are as the engine has counted them, up to its last publish or call of `stats`.
     """
 
     track: str
@@ -21,7 +21,7 @@ class Activity:
     end: float
     requests: list[Interval]
     asleep: list[Interval]
-    busy_s: float
+    forward_s: float
     tokens: float
 
 
@@ -55,12 +55,15 @@ class ActivityLog:
     def __init__(self, track: str = "", now: float = 0.0) -> None:
         self.track = track
         self.requests, self.asleep = Spans(), Spans()
-        self._taken, self._busy, self._tokens = now, 0.0, 0.0
+        self._taken, self._forward, self._tokens = now, 0.0, 0.0
+        self.busy_s = 0.0  # seconds with requests in flight and awake, up to the last call of `take`
 
     def take(self, now: float, totals: Mapping[str, float]) -> Activity:
         """The activity since the last call. `totals` are the engine's since its start."""
-        busy, tokens = totals["busy_s"] - self._busy, totals["tokens"] - self._tokens
-        spans = self.requests.take(now), self.asleep.take(now)
-        activity = Activity(self.track, self._taken, now, *spans, busy, tokens)
-        self._taken, self._busy, self._tokens = now, totals["busy_s"], totals["tokens"]
+        forward, tokens = totals["busy_s"] - self._forward, totals["tokens"] - self._tokens
+        spans = requests, asleep = self.requests.take(now), self.asleep.take(now)
+        slept = sum(max(0.0, min(e, end) - max(s, start)) for s, e in requests for start, end in asleep)
+        self.busy_s += sum(end - start for start, end in requests) - slept
+        activity = Activity(self.track, self._taken, now, *spans, forward, tokens)
+        self._taken, self._forward, self._tokens = now, totals["busy_s"], totals["tokens"]
         return activity

@@ -358,16 +358,16 @@ class GeneratorPool:
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def stats(self) -> dict[str, float]:
-        """Tokens of all engines, and mean busy seconds of an engine."""
+        """Tokens of all engines, and mean busy seconds of an engine. Discards the activity since `take_activity`."""
         await asyncio.gather(*(g.stats() for g in self.running), return_exceptions=True)
+        self.take_activity()
         return self.totals
 
     @property
     def totals(self) -> dict[str, float]:
-        """`stats` as of the last publish or call of `stats`."""
-        totals = [g.totals for g in self.generators]
-        tokens, busy = (sum(t[name] for t in totals) + 0.0 for name in ("tokens", "busy_s"))
-        found = {"tokens": tokens, "busy_s": busy / max(1, len(totals))}
+        """Tokens as of the last publish or call of `stats`, and busy seconds as of the last `take_activity`."""
+        busy = sum(g.activity.busy_s for g in self.generators) / max(1, len(self.generators))
+        found = {"tokens": sum(g.totals["tokens"] for g in self.generators) + 0.0, "busy_s": busy}
         return {name: value + self._offsets.get(name, 0.0) for name, value in found.items()}
 
     async def longest_in_flight(self) -> int:

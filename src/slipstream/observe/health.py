@@ -100,7 +100,8 @@ def _score_falls(h: History) -> Measure:
         return HEALTHY
     (best, tasks), (now, _) = max(scores), scores[-1]
     variance = max(best * (1 - best), now * (1 - now), 0.01)  # of one task, whose score is mostly 0 or 1
-    text = f"the held-out score fell from {best:.3f} to {now:.3f}, while the training reward rose by {gain:.3g}"
+    text = f"the reward may be hacked: the held-out score fell from {best:.3f} to {now:.3f}, "
+    text += f"while the training reward rose by {gain:.3g}"
     return Measure((best - now) / (3 * math.sqrt(2 * variance / tasks)), text)
 
 
@@ -110,9 +111,10 @@ def _stale_weights(h: History) -> Measure:
         return HEALTHY
     (first, _), (last, version) = (_answers(h.evaluations[i]) for i in (0, -1))
     kl = h.mean("policy/mismatch_kl")
-    found = f"all {len(last)} held-out answers of version {version} are those of the start, yet the trainer's policy"
+    found = f"engines seem to serve old weights: all {len(last)} held-out answers of version {version} are those of the"
     same = len(last) >= MIN_ANSWERS and first == last and version > 0
-    return Measure(kl, f"{found} differs from the sampler's (mismatch KL {kl:.3g} nats)") if same else HEALTHY
+    text = f"{found} start, yet the trainer's policy differs from the sampler's (mismatch KL {kl:.3g} nats)"
+    return Measure(kl, text) if same else HEALTHY
 
 
 def _answers(evaluation: Record) -> tuple[dict[str, Any], int]:
@@ -160,13 +162,13 @@ def _stale(h: History) -> Measure:
 
 
 def _waits(h: History) -> tuple[float, float, str]:
-    """Share of the last steps' time in which the trainer waited for a batch, that without forward passes, and both."""
+    """Share of the last steps' time in which the trainer waited for a batch, that without requests, and both."""
     window, generated = h.growth("time/window_s", LONG), h.growth("gen/busy_s", LONG)
     share = h.mean("engines/alive", LONG, 1.0) / max(h.mean("engines/total", LONG, 1.0), 1e-9)  # dead ones not counted
     waited = LONG * h.mean("time/batch_wait_s", LONG) / max(window, 1e-9)
     idle = 1 - generated / max(window * share, 1e-9)
     text = f"in the last {LONG} steps, the trainer waited {waited:.0%} of the time for batches"
-    return waited, idle, f"{text}, and engines were outside of forward passes {idle:.0%}"
+    return waited, idle, f"{text}, the engines {idle:.0%} for work"
 
 
 def _slow_rewards(h: History) -> Measure:
@@ -281,11 +283,9 @@ RULES = (  # the worst first
     Rule("engine-lost", _engine_lost, 1, 1, 1,
          "See its log in logs/; start another by slipstream scale RUN N, and raise generator.max_restarts"),
     Rule("stale-weights", _stale_weights, 0.05, 0.02, 3,
-         'Engines do not serve what is published: set sync.verify = "full", and check a weight link or engine of your '
-         "own"),
+         'Set sync.verify = "full", and check a weight link or engine of your own'),
     Rule("score-falls", _score_falls, 1.0, 0.7, 1,
-         "The reward may be hacked: read the best rollouts (slipstream rollouts RUN), mend the reward function, or set "
-         "algorithm.kl_coef"),
+         "Read the best rollouts (slipstream rollouts RUN), mend the reward function, or set algorithm.kl_coef"),
     Rule("slow-rewards", _slow_rewards, SLOW_REWARDS, 0.3, SHORT,
          "Make the reward function faster or async, or raise environment.reward_workers"),
     Rule("large-updates", _large_updates, 0.5, 0.3, 1,

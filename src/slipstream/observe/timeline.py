@@ -17,6 +17,7 @@ from slipstream.observe.run_data import Record, Run
 
 Interval = tuple[float, float]
 STATES = ("busy", "waiting", "paused")
+PUBLISH = "publish"
 NOTABLE = 0.1  # fraction of the window above which a wait is worth a remedy
 WELL_USED = 0.5  # fraction of the window in which a well used worker is busy
 
@@ -27,15 +28,13 @@ class Track:
 
     `busy`: an engine has requests in flight, the trainer takes a step, or work of another track is in progress.
     `paused`: an engine samples nothing because of a publish, or sleeps. `waiting`: the rest of the window of an engine,
-    and the trainer's wait for batches. `busy_s` are the seconds that `gen/busy_s` and `train/busy_s` count: for an
-    engine the seconds in forward passes. `alive` is the part of the window in which an engine was alive; None: all.
+    and the trainer's wait for batches. `alive` is the part of the window in which an engine was alive; None: all.
     """
 
     name: str
     busy: list[Interval] = field(default_factory=list)
     waiting: list[Interval] = field(default_factory=list)
     paused: list[Interval] = field(default_factory=list)
-    busy_s: float = 0.0
     alive: list[Interval] | None = None
 
 
@@ -101,6 +100,9 @@ class Timeline:
             return "both wait for scores; use a faster scorer, or raise scoring.concurrency if scores are queued"
         if self.max_lag == 0 and max(trainer, idle) >= NOTABLE:
             return "with loop.max_lag = 0 they take turns; raise it to let both work at the same time"
+        busy = f"the trainer was busy {trainers['busy']:.0%}, the engines {engines['busy']:.0%}"
+        if 1 - trainers["busy"] - trainer > max(trainers["busy"], trainer, idle):
+            return f"{busy}; {self._rest()}"
         if min(trainer, idle) >= NOTABLE:
             return "each waits for the other in turn; raise loop.max_lag"
         if trainer >= NOTABLE:
@@ -109,8 +111,16 @@ class Timeline:
             return "training is the slower side; give the trainer more GPUs (trainer.ranks) or use fewer engines"
         if min(trainers["busy"], engines["busy"]) >= WELL_USED:
             return "both are well used"
-        busy = f"the trainer was busy {trainers['busy']:.0%}, the engines {engines['busy']:.0%}"
-        return f"{busy}; the rest went to evaluations, publishes, checkpoints and the controller"
+        return f"{busy}; {self._rest()}"
+
+    def _rest(self) -> str:
+        """What the trainer did while it neither took a step nor waited for rollouts."""
+        other = subtract(subtract(self.window, self.trainer.busy), self.trainer.waiting)
+        publishes = self.tracks[PUBLISH].busy if PUBLISH in self.tracks else []
+        share = self.fractions(Track(PUBLISH, intersect(publishes, other)))["busy"]
+        if share >= NOTABLE:
+            return f"publishes kept the trainer from its next step for {share:.0%}; raise sync.every"
+        return "the rest went to evaluations, publishes, checkpoints and the controller"
 
 
 class Shares(NamedTuple):
@@ -146,10 +156,9 @@ def timeline(run: Run) -> Timeline:
     for rank in range(options.get("trainer.ranks", 1)):  # which take each step together
         name = f"{TRAINER} rank {rank}" if rank else TRAINER
         tracks[name] = replace(trainer, name=name)
-    for kind, name in (("score", SCORING), *((kind, kind) for kind in ("evaluation", "checkpoint", "publish"))):
+    for kind, name in (("score", SCORING), *((kind, kind) for kind in ("evaluation", "checkpoint", PUBLISH))):
         if kind in by_kind:
-            busy = union(map(_times, by_kind[kind]))
-            tracks[name] = Track(name, busy, busy_s=length(busy))
+            tracks[name] = Track(name, union(map(_times, by_kind[kind])))
     paused = union(map(_times, by_kind.get("paused", ())))
     return Timeline(window, paused, tracks, options.get("loop.max_lag"), options.get("sync.placement") == "colocated")
 
@@ -163,12 +172,11 @@ def _engine_tracks(by_kind: dict[str, list[Record]], window: Sequence[Interval])
         asleep = [interval for event in events for interval in event["asleep"]]
         paused = union([*((start, end) for track, start, end in pauses if track == name), *asleep])
         requests = union(interval for event in events for interval in event["requests"])
-        busy_s = sum(event["busy_s"] for event in events)
         # It may have joined, left or died during the run.
         alive = subtract(intersect(window, union(map(_times, events))), _dead(name, by_kind))
         waiting = subtract(subtract(alive, requests), paused)
         busy = intersect(subtract(requests, paused), alive)
-        yield Track(name, busy, waiting, intersect(paused, alive), busy_s, alive)
+        yield Track(name, busy, waiting, intersect(paused, alive), alive)
 
 
 def _dead(name: str, by_kind: dict[str, list[Record]]) -> list[Interval]:
@@ -185,8 +193,7 @@ def _trainer_track(by_kind: dict[str, list[Record]], window: Sequence[Interval])
     for step in steps:
         if before := bisect.bisect_right(records, step["start"]):
             waiting.append((records[before - 1], records[before - 1] + step["wait_s"]))
-    busy = union(map(_times, steps))
-    return Track(TRAINER, busy, intersect(union(waiting), window), busy_s=length(busy))
+    return Track(TRAINER, union(map(_times, steps)), intersect(union(waiting), window))
 
 
 def _times(event: Record) -> Interval:

@@ -135,8 +135,8 @@ function chartData(name) {
   return tables.some(([x]) => x.length) ? uPlot.join(tables) : [[], ...tables.map(() => [])];
 }
 
-// uPlot itself draws a constant 0 from 0 to 100.
-const yRange = (chart, low, high) => (low < high ? uPlot.rangeNum(low, high, 0.1, true)
+// uPlot draws a constant 0 from 0 to 100, and has no ticks for values that differ by rounding only.
+const yRange = (chart, low, high) => (high - low > 1e-5 * Math.max(Math.abs(low), Math.abs(high)) ? uPlot.rangeNum(low, high, 0.1, true)
   : [Math.min(low, 0), Math.max(low, 0) || 1]);
 
 function drawChart(node, name) {

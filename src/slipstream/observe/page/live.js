@@ -97,9 +97,8 @@ function refreshTimeline() {
   const [[from, to], last] = [timeline.view, timeline.extent[1]];
   prepareRows(run);
   timeline.extent = wholeRun();
-  const grown = timeline.extent[1] - last;
-  if (from <= 0 && to >= last) timeline.view = [...timeline.extent];
-  else if (to >= last * 0.999) timeline.view = [from + grown, to + grown];
+  const [end, start] = [timeline.extent[1], firstRollout()];
+  if (to >= last * 0.999) timeline.view = [from <= start ? Math.min(from, start) : from + end - last, to + end - last];
   return resizeTimeline();
 }
 

@@ -44,8 +44,10 @@ function drawSummary() {
 const STATES = { complete: "complete", running: "running", stopped: "stopped early", dead: "ended without a summary" };
 const badge = (run) => el("span", { class: `badge ${run.state}` }, STATES[run.state] || run.state);
 
-const warningBadge = ({ warnings }) => (warnings.length ? el("a", { class: "badge warned", href: "#health" },
-  `${new Set(warnings.map(({ rule }) => rule)).size} health warnings`) : null);
+const warningBadge = ({ warnings }) => {
+  const { size } = new Set(warnings.map(({ rule }) => rule));
+  return size ? el("a", { class: "badge warned", href: "#health" }, `${size} health warning${size > 1 ? "s" : ""}`) : null;
+};
 
 // Names of the runs with their colours; a click hides a run in the curves.
 function runLegend() {

@@ -27,7 +27,7 @@ function drawTimeline() {
     timelineLegend(), timeline.detail);
   prepareRows(run);
   timeline.extent = wholeRun();
-  if (!timeline.view || timeline.shownRun !== run) timeline.view = [...timeline.extent];
+  if (!timeline.view || timeline.shownRun !== run) timeline.view = [firstRollout(), timeline.extent[1]];
   timeline.shownRun = run;
   timeline.picked = null;
   timelineTools();
@@ -36,6 +36,8 @@ function drawTimeline() {
   resizeTimeline();
 }
 
+// The start of the window, over which the shares of each track are measured.
+const firstRollout = () => Math.min(timeline.extent[1], ...timeline.rows.flatMap((row) => [...row.starts.slice(0, 1)]));
 const showWholeRun = () => moveTo(timeline.extent);
 const wholeRun = () => [0, timeline.rows.reduce((end, row) => Math.max(end, row.last), 0) * 1.005 || 1];
 
@@ -54,7 +56,7 @@ const timelineLegend = () => el("div", { class: "keys" }, [["sampling", "accent"
 function resizeTimeline() {
   const { canvas } = timeline;
   const ratio = devicePixelRatio || 1;
-  timeline.width = canvas.parentNode.clientWidth;
+  timeline.width = Math.max(200, canvas.parentNode.clientWidth); // a window may have no width for a moment
   timeline.left = timeline.width < 600 ? 66 : 96;
   canvas.width = timeline.width * ratio;
   canvas.height = timeline.height * ratio;
