@@ -311,9 +311,9 @@ CHECKS: tuple[Check, ...] = (
          'set it to "shared", "nccl" or "checkpoint", or leave servers out'),
         (lambda c: c.lora.rank, "{lora.rank}: adapters take engines that the run starts",
          "set it to 0, or leave servers out"),
-        (lambda c: c.sync.link in ("shared", "nccl") and c.generator.remote,
+        (lambda c: c.sync.link in ("shared", "nccl", "delta") and c.generator.remote,
          "{sync.link}, which does not reach {=generator.remote}",
-         'set it to "delta", or to "checkpoint" with run.dir on a file system that both hosts have'),
+         'set it to "checkpoint", with run.dir on a file system that both hosts have'),
     ),
     # the objective, scorers and teachers
     (lambda c: c.algorithm.kl_coef and c.algorithm.kl_estimator == "k1" and not c.algorithm.kl_weighted,

@@ -149,6 +149,8 @@ class Cluster:
     async def restart_trainer(self) -> None:
         """End all ranks and start new ones. Then `link` is a new link that is not connected to the engines yet."""
         await self.trainer_process.stop()
+        if isinstance(self.link, WeightPublisher):
+            await self.link.close()
         for engine in self.generator.running:
             engine.release()  # of a version whose publish did not end
         self._use(new_trainer(self._config, self._directory, self._placement))

@@ -9,13 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from slipstream.controller.weight_publisher import (
-    CALL_TIMEOUT_S,
-    Pause,
-    PublishError,
-    WeightPublisher,
-    differing,
-)
+from slipstream.controller.publish_calls import PublishError, differing
+from slipstream.controller.weight_publisher import CALL_TIMEOUT_S, Pause, WeightPublisher
 from slipstream.generators.pool import EngineReplica
 from slipstream.runtime.worker import WorkerDied, WorkerError, succeeded
 from slipstream.sync.changes import RolledBack
@@ -36,7 +31,6 @@ class StaggeredPublisher(WeightPublisher):
             late.cancel()
 
     async def close(self) -> None:
-        """Stop waiting for engines that were left behind."""
         for late in self._late.values():
             late.cancel()
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from slipstream.config.schema import Config, SyncConfig
-from slipstream.errors import UserError
+from slipstream.controller.publish_calls import PublishError, Replies, differing, duration, receive_while_sending
 from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.runtime.closing import gather_all
 from slipstream.runtime.rank_group import RankGroup, detect_death
@@ -35,12 +34,7 @@ CALL_TIMEOUT_S = 300.0  # includes the current forward pass, which on a CPU may 
 BYTES_PER_PARAMETER = 4  # of the widest dtype
 MIN_BYTES_PER_S = 1e8  # of the slowest transfer: files over a network
 
-Replies = dict[EngineReplica, Any]
 Pause = tuple[str, float, float]  # track of an engine, start and end on the pool's clock
-
-
-class PublishError(UserError):
-    """An engine did not receive the published weights, or serves different ones."""
 
 
 class WeightPublisher:
@@ -169,7 +163,7 @@ class WeightPublisher:
         return not (self._sender.one_trainer or interrupted)
 
     async def close(self) -> None:
-        """Do nothing: both ends close with their processes."""
+        """Stop waiting for engines. Both ends of the link close with their processes."""
 
     async def _connect_ends(self) -> None:
         """Connect the trainer to all members of the pool."""
@@ -248,7 +242,7 @@ class WeightPublisher:
         names = chosen(self._names, version, "full" if incremental and verify != "off" else verify)
         if self._hand_over:
             await self._hand_over()
-        sent = asyncio.ensure_future(_duration(self._trainer.send(publish_handle)))
+        sent = asyncio.ensure_future(duration(self._trainer.send(publish_handle)))
         if self._sender.trainer_free_after_send:
             sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
         # Called before any further step, so the trainer computes it on the published weights.
@@ -281,12 +275,12 @@ class WeightPublisher:
         self._sending, self._in_transfer = self._sender.collective, True
         prepares = [g.worker.prepare(publish_handle) for g in self._members]
         receive = f"receive version {version}"
-        await _receive_while_sending(
+        await receive_while_sending(
             sent, self._call_members(prepares, receive, lambda: self._sender.collective and not free.is_set())
         )
         swaps = [self._swap(g, version) for g in self._members]
         swap = f"swap in version {version}"
-        pauses = await _receive_while_sending(
+        pauses = await receive_while_sending(
             sent, self._call_members(swaps, swap, lambda: self._sender.receives_in_place, self._drain)
         )
         ready, self._sending = self._pool.now(), False
@@ -384,38 +378,3 @@ class WeightPublisher:
         if self._failed and all(g in self._failed for g in self._members):
             raise self._failed[self._members[0]]
         self._remove_members(self._failed)
-
-
-def differing(
-    generator: EngineReplica, names: list[str], served: dict[str, int], published: dict[str, int], version: int
-) -> PublishError | None:
-    """The error of an engine that serves a parameter with another checksum than the published one, or None."""
-    other = next((name for name in names if served[name] % 2**64 != published[name]), "")
-    return (
-        PublishError(
-            f"{generator.process.name} serves {other} with other values than the trainer published as version "
-            f"{version}; nothing was trained on them. Try another sync.link"
-        )
-        if other
-        else None
-    )
-
-
-async def _receive_while_sending(sent: asyncio.Future[float], receiving: Awaitable[Replies]) -> Replies:
-    """Wait for the receivers. Returns their replies. Raises as soon as sending fails: they would wait without end."""
-    received = asyncio.ensure_future(receiving)
-    received.add_done_callback(succeeded)  # an error of the sender takes precedence
-    try:
-        await asyncio.wait((sent, received), return_when=asyncio.FIRST_COMPLETED)
-        if sent.done() and not received.done():
-            sent.result()
-        return await received
-    finally:
-        received.cancel()
-
-
-async def _duration(call: Awaitable[Any]) -> float:
-    """Await a call. Returns its duration in seconds."""
-    began = time.perf_counter()
-    await call
-    return time.perf_counter() - began

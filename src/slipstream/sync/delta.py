@@ -3,8 +3,8 @@
 For engines that share no fast network with the trainer. The sender keeps the last version on its device, compares the
 bits of the next one with it, and codes the differences (`changes`); a parameter of which most elements changed is sent
 whole. Each receiver says which version its engine serves, and gets the changes since then, or all weights if it has
-none or one too old. Receivers form a chain: each passes frames on to the next while they come (`frames`), so the
-trainer sends about one copy for any number of engines.
+none or one too old. Receivers form two chains, of fast and of slow ones: each passes frames on to the next while they
+come (`frames`), so the trainer sends at most two copies for any number of engines with the same version.
 
 Differences are right only on the version that they were made from. A receiver computes the checksums that its shards
 will have, and compares them with the trainer's before the engine swaps. The swap reads back what it wrote.
@@ -57,7 +57,7 @@ MIN_FRAME, MAX_FRAME = 2**16, 2**22  # bytes before compression
 FRAMES = 64  # of a stream, so that a chain of receivers is hardly slower than one
 SILENCE_LIMIT_S = 60.0  # without a frame: the transfer of a version fails
 COMPRESSION = 2e8  # bytes per second of the fastest network on which compression is tried
-SLOW = 0.5  # of the median rate: below, a receiver passes nothing on
+SLOW = 0.5  # of the median rate: receivers below form a chain of their own
 Entry = tuple[str, int]  # name of a parameter that is sent whole, or "" for the changes of all others; bytes
 
 
@@ -77,7 +77,8 @@ class DeltaSender(Sender):
         self._state = 0  # number of the staged weights; a version that is staged again unchanged keeps its number
         self._steps: dict[int, tuple[list[Entry], list[bytes]]] = {}  # by state: changes since the one before
         self._streams: dict[int | None, Stream] = {}  # to the current state, by the state that they start from
-        self._tails: dict[int | None, Any] = {}  # address of the receiver to ask next, by the same
+        self._tails: dict[tuple[int | None, bool], Any] = {}  # address of the receiver to ask next, by chain
+        self._asked: set[tuple[int, int | None]] = set()  # rank and state of the receivers that have asked
         self._rates: dict[int, float] = {}  # bytes per second of each receiver's last transfer
         self._server = FrameServer(own_address(), self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
 
@@ -135,7 +136,7 @@ class DeltaSender(Sender):
         """Begin a new state. Old changes are kept while they are smaller than all weights."""
         self._state += 1
         self._steps[self._state] = entries, payloads
-        self._streams, self._tails = {}, {}
+        self._streams, self._tails, self._asked = {}, {}, set()
         total, kept = self._space.starts[-1] * self._dtype.itemsize, 0
         for state in sorted(self._steps, reverse=True):
             kept += sum(map(len, self._steps[state][1]))
@@ -143,8 +144,7 @@ class DeltaSender(Sender):
                 del self._steps[state]
 
     def _find(self, request: Request) -> tuple[Request, Stream | None]:
-        """Answer a receiver: with a stream from the state that it has, or the receiver to ask. The next one is to ask
-        this one, unless it is slow."""
+        """Answer a receiver: with a stream from the state that it has, or with the receiver before it in its chain."""
         with self._lock:
             if request["state"] != self._state:
                 raise Refused("a newer version is published")
@@ -153,11 +153,12 @@ class DeltaSender(Sender):
                 base = None
             if base not in self._streams:
                 self._streams[base] = self._open_stream(base)
-            if request["direct"]:
+            asks = request["rank"], request["base"]
+            if request["direct"] or asks in self._asked:  # never from one that may wait for this receiver
                 return {}, self._streams[base]
-            peer = self._tails.get(request["base"])
-            if not self._is_slow(request):
-                self._tails[request["base"]] = request["listens"]
+            self._asked.add(asks)
+            chain = request["base"], self._is_slow(request)
+            peer, self._tails[chain] = self._tails.get(chain), request["listens"]
             return ({"peer": peer}, None) if peer else ({}, self._streams[base])
 
     def _is_slow(self, request: Request) -> bool:

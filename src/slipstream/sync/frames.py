@@ -186,6 +186,7 @@ def fetch(server: Address, secret: bytes, request: Request, into: Stream, limit:
                 into.end()
                 return
         except FAILURES as error:
+            direct = True
             if len(into) > known:
                 last, known = time.monotonic(), len(into)
             if time.monotonic() - last > limit:

@@ -1,0 +1,366 @@
+"""The `delta` link: engines serve what was published, whatever happens to connections, versions and receivers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.config.loading import load_config
+from slipstream.errors import InvalidInput
+from slipstream.generators.served_weights import ServedWeights
+from slipstream.sync import delta, frames
+from slipstream.sync.changes import RolledBack, Update, words
+from slipstream.sync.delta import DeltaReceiver, DeltaSender
+from slipstream.sync.link import ParameterShard, PublishHandle
+
+SHAPES = {"embed": (300, 64), "norm": (64,), "experts": (4, 24, 16), "head": (130, 64)}
+HALF = {
+    "embed": (slice(0, 150),), "norm": (), "experts": (), "head": (slice(0, 130), slice(32, 64)),
+}  # fmt: skip
+
+
+class Engine:
+    """Served tensors, and the engine's end of the link; `index` by name selects shards."""
+
+    def __init__(self, info: dict[str, Any], rank: int = 1, index: dict[str, tuple[slice, ...]] | None = None) -> None:
+        self.index = index or dict.fromkeys(SHAPES, ())
+        torch.manual_seed(rank)
+        self.tensors = {name: torch.randn(shape)[self.index[name]].bfloat16().clone() for name, shape in SHAPES.items()}
+        shards = {name: ParameterShard(self.tensors[name], SHAPES[name], self.index[name]) for name in SHAPES}
+        self.weights = ServedWeights("delta", info, shards, rank, rebind=False)
+        receiver = self.weights._receiver
+        assert isinstance(receiver, DeltaReceiver)
+        self.receiver = receiver
+
+    def prepare(self, handle: PublishHandle) -> None:
+        self.weights.prepare(json.loads(json.dumps(handle)))  # only plain data passes the controller
+        while not self.weights.prepared():
+            time.sleep(0.001)
+
+    def swap(self, handle: PublishHandle) -> None:
+        self.prepare(handle)
+        self.weights.apply()
+
+    def serves(self, parameters: dict[str, Tensor]) -> bool:
+        return all(
+            torch.equal(words(t), words(parameters[n][self.index[n]].contiguous())) for n, t in self.tensors.items()
+        )
+
+    def checksums_agree(self, handle: PublishHandle) -> bool:
+        self.weights.start_checksums(list(SHAPES))
+        while (sums := self.weights.checksums()) is None:
+            time.sleep(0.001)
+        return all(sums[name] % 2**64 == int(handle["sums"][name]) for name in SHAPES)
+
+
+class Trainer:
+    """Parameters, and the trainer's end of the link."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        torch.manual_seed(0)
+        self.parameters = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
+        own = ["--model.path=m", "--environment.name=e", "--model.dtype=bfloat16", "--sync.link=delta"]
+        self.sender = DeltaSender(self.parameters, load_config(None, [*own, *flags]), directory, 1)
+        self.info = json.loads(json.dumps(self.sender.connection_info()))
+        self.version = -1
+        self._draw = torch.Generator().manual_seed(0)
+
+    def publish(self, share: float = 0.02) -> PublishHandle:
+        """Change this share of each parameter, and stage the next version."""
+        for parameter in self.parameters.values():
+            bits = words(parameter)
+            count = int(share * len(bits))
+            places = torch.randperm(len(bits), generator=self._draw)[:count]
+            bits[places] += torch.randint(0, 2, (count,), generator=self._draw).to(bits.dtype) * 2 - 1
+        self.version += 1
+        handle = self.sender.stage(self.version)
+        self.sender.send(handle)
+        return handle
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    made = Trainer(tmp_path)
+    yield made
+    made.sender.close()
+
+
+def test_two_hundred_publishes_in_a_row_equal_a_full_copy(trainer: Trainer) -> None:
+    engine, draw = Engine(trainer.info), random.Random(0)
+    for _ in range(200):
+        handle = trainer.publish(draw.choice([0.0, 0.001, 0.02, 0.3, 1.0]))
+        engine.swap(handle)
+    assert engine.serves(trainer.parameters) and engine.checksums_agree(handle)
+
+
+def test_changes_are_small_and_never_larger_than_all_weights(trainer: Trainer) -> None:
+    total = 2 * sum(p.numel() for p in trainer.parameters.values())
+    trainer.publish()
+    small, large = trainer.publish(0.01), trainer.publish(1.0)
+    assert small["bytes"] < 0.05 * total and small["changed"] == pytest.approx(0.01, abs=0.001)
+    assert large["bytes"] <= 1.01 * total and large["changed"] == 1.0
+    assert trainer.publish(0.0)["state"] == large["state"]  # nothing to send
+
+
+def test_an_engine_that_missed_versions_gets_the_changes_since_its_own(trainer: Trainer) -> None:
+    engine, late = Engine(trainer.info), Engine(trainer.info, 2)
+    handle = trainer.publish()
+    engine.swap(handle)
+    late.swap(handle)
+    for share in (0.01, 0.02, 1.0, 0.02, 0.01):  # one of them is sent whole
+        engine.swap(handle := trainer.publish(share))
+    sent = trainer.sender._server.sent
+    late.swap(handle)
+    total = 2 * sum(p.numel() for p in trainer.parameters.values())
+    assert late.serves(trainer.parameters) and trainer.sender._server.sent - sent < 1.3 * total
+
+
+def test_a_version_that_was_prepared_and_not_swapped_in_is_no_base(trainer: Trainer) -> None:
+    engine = Engine(trainer.info)
+    engine.swap(trainer.publish())
+    engine.prepare(trainer.publish())
+    engine.swap(trainer.publish())
+    assert engine.serves(trainer.parameters)
+
+
+def test_an_engine_without_a_version_or_with_one_too_old_gets_all(trainer: Trainer) -> None:
+    old = Engine(trainer.info)
+    old.swap(trainer.publish())
+    for _ in range(30):
+        handle = trainer.publish(0.3)
+    assert 1 not in trainer.sender._steps  # forgotten: the changes since then are larger than all weights
+    for engine in (old, Engine(trainer.info, 2)):
+        engine.swap(handle)
+        assert engine.serves(trainer.parameters)
+
+
+def test_shards_of_two_ranks_get_their_parts(trainer: Trainer) -> None:
+    rest = {
+        "embed": (slice(150, 300),), "norm": (), "experts": (), "head": (slice(0, 130), slice(0, 32)),
+    }  # fmt: skip
+    ranks = [Engine(trainer.info, rank, index) for rank, index in ((1, HALF), (2, rest))]
+    for share in (0.02, 0.02, 1.0, 0.02):
+        handle = trainer.publish(share)
+        for engine in ranks:
+            engine.swap(handle)
+            assert engine.serves(trainer.parameters)
+
+
+def test_a_wrong_base_is_noticed_before_the_swap_and_answered_by_all_weights(trainer: Trainer) -> None:
+    """As if the engine served another version than it believes."""
+    engine = Engine(trainer.info)
+    for _ in range(3):
+        engine.swap(trainer.publish())
+    engine.receiver._held = 1
+    engine.swap(trainer.publish())
+    assert engine.serves(trainer.parameters)
+
+
+def test_a_flipped_bit_of_a_served_tensor_shows_in_its_checksum(trainer: Trainer) -> None:
+    engine = Engine(trainer.info)
+    engine.swap(trainer.publish())
+    words(engine.tensors["head"])[77] ^= 64
+    engine.swap(handle := trainer.publish())
+    assert not engine.checksums_agree(handle)
+
+
+def test_a_swap_that_is_rolled_back_leaves_the_old_version_and_the_next_one_arrives(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(trainer.info)
+    engine.swap(trainer.publish())
+    before = {name: tensor.clone() for name, tensor in trainer.parameters.items()}
+    handle = trainer.publish()
+    with monkeypatch.context() as patched, pytest.raises(RolledBack):
+        patched.setattr(Update, "_is_applied", lambda self: False)
+        engine.swap(handle)
+    assert engine.serves(before)
+    engine.swap(trainer.publish())
+    assert engine.serves(trainer.parameters)
+
+
+def test_a_tensor_that_can_not_be_updated_is_refused_by_name(trainer: Trainer) -> None:
+    shards = {name: ParameterShard(torch.zeros(shape, dtype=torch.bfloat16), shape) for name, shape in SHAPES.items()}
+    shards["head"] = ParameterShard(torch.zeros(64, 130, dtype=torch.bfloat16).T, SHAPES["head"])
+    with pytest.raises(InvalidInput, match="stores head in another layout"):
+        ServedWeights("delta", trainer.info, shards, 1, rebind=False)
+
+
+class Proxy:
+    """Forwards connections to an address, and damages them: each byte count in `cuts` ends one connection; `flip`
+    changes a byte of the answer of one connection; `rate` limits bytes per second."""
+
+    def __init__(self, address: Any, cuts: list[int] = [], flip: int = 0, rate: float = 0.0) -> None:  # noqa: B006
+        self._address, self._cuts, self._flip, self._rate = tuple(address), list(cuts), flip, rate
+        self.connections = 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = self._socket.getsockname()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._socket.accept()
+                self.connections += 1
+                server = socket.create_connection(self._address)
+                limit = self._cuts.pop(0) if self._cuts else 2**60
+                flip, self._flip = self._flip, 0
+                pairs = ((client, server, 2**60, 0), (server, client, limit, flip))
+                for pair in pairs:
+                    threading.Thread(target=self._forward, args=pair, daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket, limit: int, flip: int) -> None:
+        passed = 0
+        with contextlib.suppress(OSError):
+            while passed < limit and (data := bytearray(source.recv(4096))):
+                if passed <= flip - 1 < passed + len(data):
+                    data[flip - 1 - passed] ^= 1
+                target.sendall(data[: limit - passed])
+                passed += len(data)
+                if self._rate:
+                    time.sleep(len(data) / self._rate)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"cuts": [500, 9000, 20000, 30000]}, {"flip": 30000}, {"flip": 260}, {"cuts": [40]}]
+)
+def test_a_broken_or_damaged_connection_is_resumed(
+    trainer: Trainer, damage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut in the handshake, in the header or in a frame; a byte changed on the way."""
+    monkeypatch.setattr(frames, "RETRY_S", 0.01)
+    monkeypatch.setattr(delta, "MIN_FRAME", 4096)
+    proxy = Proxy(trainer.info["address"], **damage)
+    engine = Engine(trainer.info | {"address": proxy.address})
+    engine.swap(trainer.publish())
+    assert engine.serves(trainer.parameters) and proxy.connections > 1
+    proxy.close()
+
+
+def test_a_hundred_random_cuts_and_flips_leave_only_published_weights(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "RETRY_S", 0.001)
+    monkeypatch.setattr(delta, "MIN_FRAME", 2048)
+    draw, engine = random.Random(0), Engine(trainer.info)
+    for _ in range(100):
+        proxy = Proxy(trainer.info["address"], [draw.randrange(1, 30000)], draw.choice([0, draw.randrange(1, 4000)]))
+        engine.receiver._server = proxy.address
+        engine.swap(trainer.publish(draw.choice([0.01, 0.1, 1.0])))
+        assert engine.serves(trainer.parameters)
+        proxy.close()
+
+
+def swap_at_once(engines: list[Engine], handle: PublishHandle) -> list[float]:
+    """Let all engines swap to a version. Returns the seconds of each."""
+    seconds = [0.0] * len(engines)
+
+    def run(number: int) -> None:
+        began = time.monotonic()
+        engines[number].swap(handle)
+        seconds[number] = time.monotonic() - began
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(engines))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seconds
+
+
+def test_many_engines_pass_a_version_on(trainer: Trainer) -> None:
+    engines = [Engine(trainer.info, rank) for rank in range(1, 9)]
+    for share in (0.02, 0.02, 1.0):
+        before, handle = trainer.sender._server.sent, trainer.publish(share)
+        swap_at_once(engines, handle)
+        assert all(engine.serves(trainer.parameters) for engine in engines)
+        size = handle["bytes"] or 2 * sum(map(torch.numel, trainer.parameters.values()))
+        copies = (trainer.sender._server.sent - before) / size
+        assert copies < 2.1  # with headers
+
+
+def test_an_engine_whose_predecessor_dies_gets_the_rest_from_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta, "MIN_FRAME", 2048)
+    trainer = Trainer(tmp_path, "--sync.max_mb_per_s=0.2")
+    first, second = (Engine(trainer.info, rank) for rank in (1, 2))
+    handle = trainer.publish()
+    first.weights.prepare(handle)
+    while not trainer.sender._tails:
+        time.sleep(0.001)
+    passing = threading.Thread(target=second.swap, args=(handle,))
+    passing.start()
+    while second.receiver._incoming is None or len(second.receiver._incoming[1]) < 2:
+        time.sleep(0.001)
+    first.receiver.close()  # as its process dies
+    passing.join()
+    assert second.serves(trainer.parameters)
+    trainer.sender.close()
+
+
+def test_no_other_engine_waits_for_a_slow_one(trainer: Trainer) -> None:
+    slow = Proxy(trainer.info["address"], rate=2e5)
+    engines = [Engine(trainer.info | {"address": slow.address}, 1), *(Engine(trainer.info, n) for n in (2, 3, 4))]
+    for _ in range(2):  # until the rates of all are known
+        handle = trainer.publish(1.0)
+        for engine in engines:
+            engine.swap(handle)
+    handle, began, before = trainer.publish(1.0), time.monotonic(), engines[0].receiver._incoming
+    engines[0].weights.prepare(handle)
+    while engines[0].receiver._incoming is before or not trainer.sender._streams:
+        time.sleep(0.001)
+    seconds = swap_at_once(engines[1:], handle)
+    while not engines[0].weights.prepared():
+        time.sleep(0.001)
+    assert max(seconds) < 0.5 * (time.monotonic() - began)
+    slow.close()
+
+
+def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, "--sync.max_mb_per_s=0.1")
+    engine, began = Engine(trainer.info), time.monotonic()
+    engine.swap(trainer.publish())
+    size = 2 * sum(p.numel() for p in trainer.parameters.values())
+    assert time.monotonic() - began > 0.8 * size / 1e5
+    trainer.sender.close()
+
+
+def test_a_version_that_is_no_longer_the_newest_is_reported_as_superseded(trainer: Trainer) -> None:
+    engine, old = Engine(trainer.info), trainer.publish()
+    trainer.publish()
+    with pytest.raises(frames.Superseded, match="version 0 did not arrive: a newer version is published"):
+        engine.prepare(old)
+
+
+def test_a_client_without_the_secret_gets_nothing(trainer: Trainer) -> None:
+    """Nor does garbage disturb the server."""
+    engine = Engine(trainer.info)
+    handle = trainer.publish()
+    stranger = Engine(trainer.info | {"secret": "00" * 32}, 2)
+    into = frames.Stream()
+    with pytest.raises(TimeoutError, match=r"does not have the secret|ended"):
+        frames.fetch(stranger.receiver._server, bytes(32), {"state": 1, "base": None}, into, 0.0)
+    assert into.header is None and not len(into)
+    for data in (b"", b"\xff" * 8, b"GET / HTTP/1.1\r\n\r\n", bytes(100)):
+        with socket.create_connection(trainer.info["address"]) as client:
+            client.sendall(data)
+    engine.swap(handle)
+    assert engine.serves(trainer.parameters)
