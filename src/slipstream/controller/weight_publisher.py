@@ -246,7 +246,8 @@ class WeightPublisher:
         if self._sender.trainer_free_after_send:
             sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
         # Called before any further step, so the trainer computes it on the published weights.
-        wanted = asyncio.ensure_future(self._wanted(publish_handle, names)) if names else None
+        own = publish_handle.get("sums")
+        wanted = asyncio.ensure_future(_present(own) if own else self._trainer.checksums(names)) if names else None
         if wanted:
             wanted.add_done_callback(succeeded)  # another error may take precedence
         try:
@@ -260,12 +261,6 @@ class WeightPublisher:
         free.set()
         await self._commit(names, wanted, version)
         return pauses, sending, ready
-
-    async def _wanted(self, publish_handle: PublishHandle, names: list[str]) -> dict[str, int]:
-        """Checksums of the published parameters: the link's own, or those that the trainer computes."""
-        if "sums" in publish_handle:
-            return {name: int(publish_handle["sums"][name]) for name in names}
-        return await self._trainer.checksums(names)
 
     async def _exchange(
         self, publish_handle: PublishHandle, sent: asyncio.Future[float], names: list[str],
@@ -378,3 +373,8 @@ class WeightPublisher:
         if self._failed and all(g in self._failed for g in self._members):
             raise self._failed[self._members[0]]
         self._remove_members(self._failed)
+
+
+async def _present(sums: dict[str, str]) -> dict[str, int]:
+    """Checksums that a link counts itself."""
+    return {name: int(value) for name, value in sums.items()}

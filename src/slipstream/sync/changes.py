@@ -74,41 +74,43 @@ class ElementSpace:
         table = [[start, *bound] for start, bound in zip(self.starts, bounds, strict=False)]
         self._table = torch.tensor(table, device=device).T.contiguous()
 
-    def owners(self, indices: Tensor) -> Tensor:
-        """The number of the parameter of each element."""
-        return torch.searchsorted(self._table[0], indices, right=True) - 1
-
-    def counts(self, indices: Tensor) -> list[int]:
+    def counts(self, indices: Tensor) -> Tensor:
         """How many of these ascending elements each parameter has."""
-        bounds = torch.searchsorted(indices, torch.tensor(self.starts, device=self.device))
-        found: list[int] = bounds.diff().tolist()
-        return found
+        return torch.searchsorted(indices, torch.tensor(self.starts, device=self.device)).diff()
 
     def of(self, name: str) -> slice:
         """The numbers of a parameter's elements."""
         number = self.names.index(name)
         return slice(self.starts[number], self.starts[number + 1])
 
-    def place(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Parameter number, row and column of each element in its whole parameter, as `checksum` counts them."""
-        owners = self.owners(indices)
-        start, r0, _, c0, c1 = self._table[:, owners]
+    def spread(self, counts: Tensor) -> list[Tensor]:
+        """First number, rows and columns (first and end) of the parameter of each of so many elements of each."""
+        return [values.repeat_interleave(counts) for values in self._table]
+
+    def place(self, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Row and column of each element in its whole parameter, as `checksum` counts them."""
+        start, r0, _, c0, c1 = self.spread(counts)
         local, width = indices - start, c1 - c0
-        return owners, r0 + local // width, c0 + local % width
+        rows = local // width
+        return rows + r0, local - rows * width + c0
 
     def within(self, changes: Changes, whole: ElementSpace) -> Changes:
         """Those changes of the parameters `whole` that fall into these shards, numbered as in this space."""
-        owners, rows, columns = whole.place(changes.indices)
-        start, r0, r1, c0, c1 = self._table[:, owners]
+        if torch.equal(self._table, whole._table):
+            return changes
+        counts = whole.counts(changes.indices)
+        rows, columns = whole.place(changes.indices, counts)
+        start, r0, r1, c0, c1 = self.spread(counts)
         kept = (rows >= r0) & (rows < r1) & (columns >= c0) & (columns < c1)
         return Changes((start + (rows - r0) * (c1 - c0) + columns - c0)[kept], changes.differences[kept])
 
     def checksum_changes(self, changes: Changes) -> list[int]:
         """By how much the changes raise the `checksum` of each parameter or shard, modulo 2^64."""
-        owners, rows, columns = self.place(changes.indices)
-        raised = changes.differences * (2 * rows + 1) * (2 * columns + 1)
-        sums = torch.zeros(len(self.names), dtype=torch.int64, device=self.device).index_add_(0, owners, raised)
-        return [value % 2**64 for value in sums.tolist()]
+        counts = self.counts(changes.indices)
+        rows, columns = self.place(changes.indices, counts)
+        raised = (changes.differences * (2 * rows + 1) * (2 * columns + 1)).cumsum(0)
+        totals = torch.cat([raised.new_zeros(1), raised])[torch.cat([counts.new_zeros(1), counts.cumsum(0)])]
+        return [value % 2**64 for value in totals.diff().tolist()]
 
 
 class Update:
@@ -120,9 +122,9 @@ class Update:
     def __init__(
         self, space: ElementSpace, tensors: Sequence[Tensor], changes: Changes, whole: Mapping[int, Tensor]
     ) -> None:
-        counts = space.counts(changes.indices)
-        starts = torch.tensor(space.starts, device=space.device)[space.owners(changes.indices)]
-        parts = (changes.indices - starts).split(counts)  # type: ignore[no-untyped-call]
+        found = space.counts(changes.indices)
+        counts: list[int] = found.tolist()
+        parts = (changes.indices - space.spread(found)[0]).split(counts)  # type: ignore[no-untyped-call]
         self._places = [(tensors[i], part) for i, part in enumerate(parts) if counts[i]]
         self._counts = [count for count in counts if count]
         self._old = self._read()
@@ -197,15 +199,15 @@ def checksum_change(changes: Changes, columns: int) -> Tensor:
 
 def encode(changes: Changes, size: int) -> bytes:
     """The changes as bytes, for words of `size` bytes."""
-    gaps = torch.diff(changes.indices, prepend=changes.indices.new_full((1,), -1)) - 1
+    gaps = (torch.diff(changes.indices, prepend=changes.indices.new_full((1,), -1)) - 1).int()
     continued = gaps // ESCAPE
     ends = (continued + 1).cumsum(0) - 1
     stream = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), ESCAPE, dtype=torch.uint8, device=gaps.device)
     stream[ends] = (gaps % ESCAPE).to(torch.uint8)
-    folded = 2 * changes.differences.abs() - (changes.differences > 0).long()  # 1, -1, 2, -2 as 1, 2, 3, 4
+    differences = changes.differences.to(torch.int32 if size == 2 else torch.int64)  # one bit more than a word
+    folded = 2 * differences.abs() - (differences > 0).to(differences.dtype)  # 1, -1, 2, -2 as 1, 2, 3, 4
     small = folded.clamp(max=ESCAPE).to(torch.uint8)
-    listed = changes.differences[folded >= ESCAPE]
-    listed = listed.to(torch.int32 if size == 2 else torch.int64)  # of signed words: one bit more than a word
+    listed = differences[folded >= ESCAPE]
     header = HEADER.pack(len(stream), len(folded), len(listed))
     return header + b"".join(_to_bytes(part) for part in (stream, small, listed))
 
