@@ -228,7 +228,7 @@ def _engine_lost(h: History) -> Measure:
     down_s = (h.last.get("time/wall_s") or 0.0) - h.engines_complete_at
     if not lost and down_s < ENGINE_DOWN_S:
         return HEALTHY
-    why = f"{lost} died and will not be restarted" if lost else f"for {down_s:.0f} s"
+    why = "no restarts are left" if lost else f"for {down_s:.0f} s"
     return Measure(total - alive, f"{alive} of {total} engines serve: {why}")
 
 
