@@ -85,6 +85,13 @@ def test_a_rule_warns_once_of_its_trouble_alone(rule: str) -> None:
 def test_the_score_falls_while_the_reward_rises() -> None:
     rises = {"reward/mean": 0.9}
     assert [w.rule for w in warnings_of(lambda s: rises if s > 20 else {}, evaluations=REWARD_RISES)] == ["score-falls"]
+    shorter = {"env/correct": 0.02, "env/format": 0.9, "completions/mean_length": 90.0}
+    start = {"env/correct": 0.4, "env/format": 0.9}
+    by = {0: start, 1: start | shorter, 2: rises | shorter}
+    (warning,) = warnings_of(lambda s: by[min(2, s // 20)], evaluations=REWARD_RISES)
+    assert warning.text.endswith(
+        "; env/correct went from 0.40 to 0.02; completions/mean_length went from 200.00 to 90.00"
+    ), "what changed with the reward"
     assert warnings_of(lambda s: {}, steps=60, evaluations=REWARD_RISES) == [], "both are flat: chance"
     few = [e | {"eval/tasks": 10} for e in REWARD_RISES]
     assert warnings_of(lambda s: rises if s > 20 else {}, evaluations=few) == [], "within the error of ten tasks"
@@ -97,7 +104,12 @@ def test_answers_that_never_change_tell_of_stale_weights() -> None:
 
     drifts = {"policy/mismatch_kl": 0.1}
     (warning,) = warnings_of(lambda s: drifts, evaluations=evaluations("1"))
-    assert warning.rule == "stale-weights" and "old weights: all 30 held-out answers of version 8" in warning.text
+    assert warning.rule == "stale-weights" and "after 8 publishes all 30 held-out answers are identical" in warning.text
+    own = {"generator": {"engine": "mine.py:Engine"}, "sync": {"verify": "off", "link": "shared_memory"}}
+    (warning,) = warnings_of(lambda s: drifts, evaluations=evaluations("1"), config=own)
+    assert 'generator.engine (now "mine.py:Engine", default "torch")' in warning.remedy
+    assert 'sync.verify (now "off", default "sampled") to "full"' in warning.remedy
+    assert "sync.link" not in warning.remedy, "a link of the package"
     assert warnings_of(lambda s: drifts, evaluations=evaluations("2")) == []
     assert warnings_of(lambda s: {}, evaluations=evaluations("1")) == [], "a low learning rate changes no answer, too"
     sampled = {"evaluation": {"temperature": 1.0}}
@@ -131,7 +143,9 @@ def test_slow_rewards_name_one_option() -> None:
     queued = scoring(0.3, 2.6)
     assert "(0.3 s scoring + 2.6 s queued, 64 of 64 slots busy); in the last 20 steps, the trainer" in queued.text
     assert "waited 80% of the time" in queued.text
-    assert queued.remedy == "Raise scoring.concurrency (now 64, the default)"
+    # 64 rollouts a step of 1 s, in 80% of which both sides wait: 320 rollouts/s of 0.3 s, rounded up.
+    needed = "97: trainer and engines can process 320 rollouts/s"
+    assert queued.remedy == f"Raise scoring.concurrency (now 64, the default) to {needed}. Or use a faster scorer"
     assert scoring(2.6, 0.3).remedy == "Use a faster scorer"
 
 
@@ -139,6 +153,15 @@ def test_rewards_at_the_bound_are_one_warning() -> None:
     waits = {"time/batch_wait_s": 0.8, "gen/busy_s": 0.0}
     near = [w.rule for w in warnings_of(lambda s: waits | {"rollout/reward_s": 0.27 if s // 40 % 2 == 0 else 0.22})]
     assert near.count("slow-rewards") == 1
+
+
+def test_collapses_begin_at_the_values_of_the_start() -> None:
+    def soon(step: int) -> Values:
+        return {"policy/entropy": 0.7, "reward/mean": 0.9} if step < 4 else {"policy/entropy": 0.0, "reward/mean": 0.0}
+
+    texts = {w.rule: w.text for w in warnings_of(soon)}
+    assert texts["entropy-collapse"] == "entropy fell from 0.7 to 0 nats, while the mean reward changed by -0.9"
+    assert texts["reward-collapse"] == "the mean reward fell from 0.9 at its best to 0"
 
 
 def test_a_remedy_shows_values() -> None:
@@ -188,7 +211,7 @@ def test_a_run_is_checked_afterwards(tmp_path: Path) -> None:
     lines = [json.dumps(healthy(s) | TROUBLE["engine-lost"](s)) for s in range(1, 100)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 100, "rew')
     (warning,) = check(load_run(tmp_path))
-    assert warning.step == 60 and "generator.max_restarts" in str(warning)
+    assert warning.step == 60 and "generator.max_restarts" in str(warning) and "slipstream scale" in str(warning)
     (tmp_path / "metrics.jsonl").write_text("")
     assert check(load_run(tmp_path)) == []
 

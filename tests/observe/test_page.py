@@ -18,6 +18,7 @@ import pytest
 
 from slipstream import cli, load_run
 from slipstream.controller.finish import write_page
+from slipstream.observe.health import WHILE_RUNNING
 from slipstream.observe.page import data, render, write_report
 from slipstream.observe.page.data import page_data, run_data
 from slipstream.observe.page.render import pack
@@ -221,19 +222,24 @@ def test_numbers_that_are_not_finite_are_null() -> None:
 
 
 def test_causes_come_before_consequences_and_a_death_is_one_entry(copy: Path) -> None:
-    died = "generator 1 died (log: logs/generator_1.log); 1 of 2 generators are left"
+    why = "died (log: logs/generator_1.log): It was killed by SIGKILL"
+    died = f"generator 1 {why}; 1 of 2 generators are left"
     (copy / "summary.json").write_text(json.dumps({"engines_lost": [died]}))
-    rules = ("trainer-idle", "large-updates", "engine-lost", "gone", "mismatch")
-    with (copy / "events.jsonl").open("w") as file:
-        for rule in rules:
-            event = {"kind": "warning", "track": "controller", "start": 1.0, "rule": rule, "text": "", "remedy": ""}
-            file.write(json.dumps(event) + "\n")
+    rules = {"trainer-idle": 2, "large-updates": 9, "engine-lost": 4, "gone": 3, "mismatch": 1, "entropy-collapse": 8}
+    event = {"kind": "warning", "track": "controller", "start": 1.0, "text": "", "remedy": f"A{WHILE_RUNNING}B"}
+    events = [e for e in load_run(copy).events if e["kind"] != "warning"]
+    events += [event | {"rule": rule, "step": step} for rule, step in rules.items()]
+    (copy / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
     found = run_data(load_run(copy))
     assert [(w["rule"], w["follows"]) for w in found["warnings"]] == [
-        ("engine-lost", None), ("large-updates", None), ("gone", None), ("mismatch", "large-updates"),
-        ("trainer-idle", "engine-lost"),
+        ("gone", None), ("engine-lost", None), ("large-updates", None), ("mismatch", "large-updates"),
+        ("trainer-idle", "engine-lost"), ("entropy-collapse", "large-updates"),
     ]  # fmt: skip
-    assert found["warnings"][0]["detail"] == ["engine 1 died (log: logs/generator_1.log); 1 of 2 engines are left"]
+    assert found["warnings"][1]["detail"] == [f"engine 1 {why}"] and found["warnings"][1]["remedy"] == "A"
+    assert found["verdict"] is None, "trainer-idle has who waited"
+    (copy / "events.jsonl").write_text((copy / "events.jsonl").read_text().replace("trainer-idle", "no-signal"))
+    assert run_data(load_run(copy))["verdict"].startswith("Of the time since the first rollout")
+    assert not set(re.findall("; (?:raise|add|give|use) ", run_data(load_run(copy))["verdict"]))
     assert not any("engine 1" in fault for fault in found["faults"])
 
 

@@ -91,11 +91,13 @@ def test_curves_zoom_together_and_several_runs_are_overlaid(page: Path) -> None:
     look(page, "two.html", check)
 
 
-def test_the_score_leads_the_curves_and_the_verdict_is_in_the_summary(page: Path) -> None:
+def test_reward_and_score_lead_the_curves_and_the_verdict_is_in_the_summary(page: Path) -> None:
     async def check(tab: browser.Tab) -> None:
         names = await tab.run("[...document.querySelectorAll('.chart')].map((node) => node.dataset.metric)")
-        assert names[0] == "eval/score"
-        assert await tab.run("document.querySelector('#health .sentence').textContent.includes('trainer waited')")
+        assert names[:3] == ["reward/mean", "eval/score", "train/loss"]
+        assert await tab.run("document.querySelector('#curves').textContent.includes('* other metrics')") is True
+        assert await tab.run("yRange(null, 0.4, 0.4)") == [0, 0.8], "a flat line is in the middle"
+        assert await tab.run("document.querySelector('#health').textContent.includes('trainer waited')")
         assert await tab.run("tickLabels(null, [78.501, 78.502, 78.503])") == ["78.501", "78.502", "78.503"]
         assert await tab.run(
             "metricNames([{warnings: [], evaluations: {}, metrics: {'env/x': [1, 2], 'reward/mean': [1, 2]}}]).names"
@@ -119,6 +121,28 @@ def test_the_badge_counts_the_rules_that_warned(page: Path) -> None:
         for rules, text in (("'a'", "1 health warning"), ("'a', 'b', 'a'", "2 health warnings")):
             badge = f"warningBadge({{warnings: [{rules}].map((rule) => ({{rule}}))}}).textContent"
             assert await tab.run(badge) == text
+
+    look(page, "one.html", check)
+
+
+def test_a_cause_has_a_remedy_with_a_link_to_the_best_rollouts_and_a_consequence_has_none(page: Path) -> None:
+    async def check(tab: browser.Tab) -> None:
+        text = "Read the best (slipstream rollouts RUN), mend"
+        cause = f"{{rule: 'score-falls', step: 3, text: 'hacked', detail: [], follows: null, remedy: '{text}'}}"
+        await tab.run(
+            f"(() => {{ const cause = {cause}; state.data.runs[0].warnings = "
+            "[cause, {...cause, rule: 'no-signal', follows: 'score-falls'}]; state.data.runs[0].faults = []; "
+            "drawSummary(); })()"
+        )
+        items = "[...document.querySelectorAll('#health li > div:first-child')].map((item) => item.textContent)"
+        cause, consequence = await tab.run(items)
+        assert cause.endswith("What to do: Read the best (show), mend") and "What to do" not in consequence
+        await tab.run("document.querySelector('#health li button.link').click()")
+        await tab.until("document.querySelectorAll('.member.picked .token').length")
+        assert "reward 1" in await tab.run("document.querySelector('.member.picked header').textContent")
+        rewards = "[...document.querySelectorAll('.rollouts tbody tr')].map((row) => +row.cells[3].textContent)"
+        shown = await tab.run(rewards)
+        assert shown == sorted(shown, reverse=True)
 
     look(page, "one.html", check)
 

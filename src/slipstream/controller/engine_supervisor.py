@@ -16,7 +16,7 @@ from slipstream.environments.episode import episode_slots
 from slipstream.generators.pool import STOP_TIMEOUT_S, EngineReplica, Start
 from slipstream.runtime.process import NOT_PLACED
 from slipstream.runtime.runtime import current_runtime
-from slipstream.runtime.worker import WorkerDied, WorkerError
+from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death
 
 STABLE_S = 600.0  # of service after which earlier restarts of an engine count no more
 BACKOFF_S = 0.5  # before a restart, doubled with each further one until an engine serves for `MAX_BACKOFF_S`
@@ -168,10 +168,11 @@ def report_death(run: RunContext, engine: EngineReplica, died: WorkerDied, conse
     """Record and show why an engine died, with the end of its log."""
     pool = run.cluster.generator
     first, _, log = str(died).partition("\n")
-    line = f"{first}; {len(pool.alive)} of {len(pool.generators)} generators are left{consequence}"
+    left = f"{len(pool.alive)} of {len(pool.generators)} generators are left{consequence}"
+    line = f"{describe_death(died)}; {left}"
     run.events.add("fault", engine.track, what=line)
     run.totals.engines_lost.append(line)
-    run.progress.warn(f"{line}\n{log}".rstrip())
+    run.progress.warn(f"{first}; {left}\n{log}".rstrip())
     engines_changed(run)
 
 

@@ -8,13 +8,14 @@ from statistics import fmean, median
 from typing import Any
 
 from slipstream.observe.formatting import counts, duration, is_finite, number
-from slipstream.observe.health import RULES, check
+from slipstream.observe.health import RULES, WHILE_RUNNING, check
 from slipstream.observe.run_data import Record, Run
 from slipstream.observe.score import compare_scores
 from slipstream.observe.timeline import Shares, measure
 
 FATES = (("trained", "trained on"), ("filtered", "filtered"), ("dropped_stale", "stale"), ("failed", "failed"),
          ("ready", "ready"))  # fmt: skip
+LEFT = re.compile(r"; \d+ of \d+ engines are left")  # which the warning says
 
 
 def figures(run: Run) -> dict[str, str]:
@@ -35,8 +36,11 @@ def _interval(score: Sequence[float | None]) -> str:
     return number(value, 3) + (f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else "")
 
 
-def facts(run: Run, shares: Shares | None) -> Iterator[tuple[str, str, str]]:
-    """Label, value and note of each figure; "–" means not recorded. `shares` are those of the timeline."""
+def facts(run: Run, shares: Shares | None, scoring: bool = True) -> Iterator[tuple[str, str, str]]:
+    """Label, value and note of each figure; "–" means not recorded. `shares` are those of the timeline.
+
+    `scoring`: whether times of scores are noted.
+    """
     last: Mapping[str, Any] = run.metrics[-1] if run.metrics else {}
     rewards, window = run.values("reward/mean"), last.get("time/window_s") or 0
     tenth = max(1, len(rewards) // 10)
@@ -54,7 +58,8 @@ def facts(run: Run, shares: Shares | None) -> Iterator[tuple[str, str, str]]:
     lag = f"on average, at most {number(most)}{paused}"
     yield "Lag", f"{number(_mean(run.values('lag/mean')), 2)} versions", lag
     fates = [f"{number(last[key])} {text}" for fate, text in FATES if last.get(key := f"rollout/{fate}")]
-    yield "Rollouts", f"{number(last.get('rollout/generated'))} ended", ", ".join(fates) + _scoring(run)
+    scored = _scoring(run) if scoring else ""
+    yield "Rollouts", f"{number(last.get('rollout/generated'))} ended", ", ".join(fates) + scored
 
 
 def _scoring(run: Run) -> str:
@@ -90,21 +95,22 @@ def count(value: Any) -> str:
 def warnings(run: Run) -> list[Record]:
     """The health warnings that the run recorded, or those computed from its metrics if it recorded no events.
 
-    Most severe first; consequences of another warning come last, and `follows` is the rule of that warning. `detail`
-    has further lines.
+    In the order of their steps, but consequences of another warning come last, and `follows` is the rule of that
+    warning. `detail` has further lines. A remedy of a run that ended names nothing that needs the run.
     """
     found = [event for event in run.events if event.get("kind") == "warning"]
     if not run.events:
         found = [dict(warning._asdict()) for warning in check(run)]
-    rules: dict[Any, Any] = {rule.name: (position, rule.follows) for position, rule in enumerate(RULES)}
-    present = {warning.get("rule") for warning in found}
+    follows: dict[Any, Any] = {rule.name: rule.follows for rule in RULES}
+    present, running = {warning.get("rule") for warning in found}, run.state == "running"
     described = []
     for warning in found:
-        position, follows = rules.get(warning.get("rule"), (len(rules), ()))
-        cause = next((rule for rule in follows if rule in present), None)
-        detail = engines_lost(run) if warning.get("rule") == "engine-lost" else []
-        described.append((cause is not None, position, warning | {"follows": cause, "detail": detail}))
-    return [warning for *_, warning in sorted(described, key=lambda found: found[:2])]
+        rule, remedy = warning.get("rule"), str(warning.get("remedy") or "")
+        cause = next((other for other in follows.get(rule, ()) if other in present), None)
+        detail = [LEFT.sub("", line) for line in engines_lost(run)] if rule == "engine-lost" else []
+        remedy = remedy if running else remedy.partition(WHILE_RUNNING)[0]
+        described.append(warning | {"remedy": remedy, "follows": cause, "detail": detail})
+    return sorted(described, key=lambda warning: (warning["follows"] is not None, warning.get("step") or 0))
 
 
 def engines_lost(run: Run) -> list[str]:

@@ -29,6 +29,8 @@ MIN_FREE_GB = 2.0
 MIN_REWARD_S = 0.2  # shorter times after the last token are those of a busy controller
 SLOW_REWARDS = 0.4  # share of the time in which neither side works
 MIN_GROWTH_GB = 0.5
+WHILE_RUNNING = ". While it runs: "  # before the part of a remedy that a run that ended has no use for
+BEST_ROLLOUTS = "slipstream rollouts RUN"  # in a remedy; a link on the page
 
 
 class HealthWarning(NamedTuple):
@@ -71,9 +73,9 @@ class Rule(NamedTuple):
 
 def _entropy_collapse(h: History) -> Measure:
     """Share of the entropy that is lost, while rewards did not improve: a solved task has little entropy, too."""
-    before, now = h.start("policy/entropy"), h.mean("policy/entropy")
-    gain = h.mean("reward/mean") - h.start("reward/mean")
-    solved = h.mean("reward/std") < 0.5 * h.start("reward/std") and gain >= 0
+    before, now = h.start("policy/entropy", 1), h.mean("policy/entropy")
+    reward, gain = h.mean("reward/mean"), h.reward_gain
+    solved = h.mean("reward/std") < 0.5 * h.start("reward/std") and reward >= h.start("reward/mean")
     if not before > 0 or gain > 0.25 * h.spread or solved:
         return HEALTHY
     found = f"entropy fell from {before:.3g} to {now:.3g} nats, while the mean reward changed by {gain:+.3g}"
@@ -87,22 +89,30 @@ def _reward_collapse(h: History) -> Measure:
         return HEALTHY
     noise = statistics.pstdev(b - a for a, b in itertools.pairwise(rewards)) / math.sqrt(2 * SHORT)
     fall = h.best_reward - now
-    text = f"the mean reward fell to {now:.3g}, from {h.best_reward:.3g} at its best (means of {SHORT} steps)"
+    text = f"the mean reward fell from {max(h.best_reward, h.first_reward):.3g} at its best to {now:.3g}"
     return Measure(fall / max(0.4 * h.spread, 5 * noise, 1e-9), text)
 
 
 def _score_falls(h: History) -> Measure:
     """Fall of the held-out score below its best, divided by three standard errors; 0 unless the reward has risen."""
     scores = [(e["eval/score"], e.get("eval/tasks") or 1) for e in h.evaluations if is_finite(e.get("eval/score"))]
-    before = max(h.start("reward/mean"), h.start("reward/mean", 3))  # a first step too large lowers both at once
-    gain = h.mean("reward/mean") - before
+    gain = h.reward_gain
     if len(scores) < 2 or not gain > 0.2 * h.spread or scores[-1] > scores[-2]:
         return HEALTHY
     (best, tasks), (now, _) = max(scores), scores[-1]
     variance = max(best * (1 - best), now * (1 - now), 0.01)  # of one task, whose score is mostly 0 or 1
     text = f"the reward may be hacked: the held-out score fell from {best:.3f} to {now:.3f}, "
-    text += f"while the training reward rose by {gain:.3g}"
+    text += f"while the training reward rose by {gain:.3g}{_changed_too(h)}"
     return Measure((best - now) / (3 * math.sqrt(2 * variance / tasks)), text)
+
+
+def _changed_too(h: History) -> str:
+    """Metrics of the environment that halved, and a completion length that changed by a fifth, since the start."""
+    names = [name for name in h.last if name.startswith("env/") and h.mean(name) < 0.5 * h.start(name, FEW)]
+    length = "completions/mean_length"
+    names += [length] if abs(h.mean(length) / (h.start(length, FEW) or 1) - 1) > 0.2 else []
+    found = [f"{name} went from {number(h.start(name, FEW), 2)} to {number(h.mean(name), 2)}" for name in names]
+    return "".join(f"; {text}" for text in found)
 
 
 def _stale_weights(h: History) -> Measure:
@@ -111,10 +121,14 @@ def _stale_weights(h: History) -> Measure:
         return HEALTHY
     (first, _), (last, version) = (_answers(h.evaluations[i]) for i in (0, -1))
     kl = h.mean("policy/mismatch_kl")
-    found = f"engines seem to serve old weights: all {len(last)} held-out answers of version {version} are those of the"
+    found = f"engines serve old weights: after {version} publishes all {len(last)} held-out answers are identical to"
     same = len(last) >= MIN_ANSWERS and first == last and version > 0
-    text = f"{found} start, yet the trainer's policy differs from the sampler's (mismatch KL {kl:.3g} nats)"
-    return Measure(kl, text) if same else HEALTHY
+    text = (
+        f"{found} those of the start, yet the trainer's policy differs from the sampler's (mismatch KL {kl:.3g} nats)"
+    )
+    own = " and ".join(name for name in ("generator.engine", "sync.link") if ":" in h.option(name, ""))
+    remedy = f'Check that {own} loads what it receives; set sync.verify to "full"' if own else ""
+    return Measure(kl, text, remedy) if same else HEALTHY
 
 
 def _answers(evaluation: Record) -> tuple[dict[str, Any], int]:
@@ -183,7 +197,12 @@ def _slow_rewards(h: History) -> Measure:
     if score_s:
         slots = f"{number(h.last.get('scoring/in_flight'))} of {h.option('scoring.concurrency')} slots busy"
         split = f" ({score_s:.2g} s scoring + {queued_s:.2g} s queued, {slots})"
-        remedy = "Raise scoring.concurrency" if queued_s > score_s else "Use a faster scorer"
+        remedy = "Use a faster scorer"
+        # The rate at which the slower side of trainer and engines would work without waiting.
+        rate = h.growth("rollout/generated", LONG) / h.growth("time/window_s", LONG) / max(1 - min(waits, idle), 0.01)
+        if queued_s > score_s and rate > 0:
+            needed = f"{number(math.ceil(rate * score_s))}: trainer and engines can process {number(rate)} rollouts/s"
+            remedy = f"Raise scoring.concurrency to {needed}. Or use a faster scorer"
     found = f"rewards are slow: {reward_s:.3g} s after a rollout's last token{split}; {parts}"
     # A single bound on the time of rewards would begin and end the warning at one value.
     return Measure(min(waits, idle, SLOW_REWARDS * reward_s / long_s), found, remedy)
@@ -209,8 +228,7 @@ def _engine_lost(h: History) -> Measure:
     down_s = (h.last.get("time/wall_s") or 0.0) - h.engines_complete_at
     if not lost and down_s < ENGINE_DOWN_S:
         return HEALTHY
-    restarts = f"generator.max_restarts = {h.option('generator.max_restarts')}"
-    why = f"{lost} died and will not be restarted ({restarts})" if lost else f"for {down_s:.0f} s"
+    why = "no restarts are left" if lost else f"for {down_s:.0f} s"
     return Measure(total - alive, f"{alive} of {total} engines serve: {why}")
 
 
@@ -281,18 +299,19 @@ def _memory(h: History) -> Measure:
 
 RULES = (  # the worst first
     Rule("engine-lost", _engine_lost, 1, 1, 1,
-         "See its log in logs/; start another by slipstream scale RUN N, and raise generator.max_restarts"),
+         f"Read its log in logs/, and raise generator.max_restarts{WHILE_RUNNING}slipstream scale RUN N adds one"),
     Rule("stale-weights", _stale_weights, 0.05, 0.02, 3,
-         'Set sync.verify = "full", and check a weight link or engine of your own'),
+         'Set sync.verify to "full"'),
     Rule("score-falls", _score_falls, 1.0, 0.7, 1,
-         "Read the best rollouts (slipstream rollouts RUN), mend the reward function, or set algorithm.kl_coef"),
+         f"Read the rollouts of highest reward ({BEST_ROLLOUTS}), mend the reward function, or set algorithm.kl_coef"),
     Rule("slow-rewards", _slow_rewards, SLOW_REWARDS, 0.3, SHORT,
          "Make the reward function faster or async, or raise environment.reward_workers"),
     Rule("large-updates", _large_updates, 0.5, 0.3, 1,
          "Lower trainer.learning_rate, raise trainer.warmup_steps, or set trainer.gradient_clip",
          follows=("stale-weights",)),
     Rule("entropy-collapse", _entropy_collapse, 0.9, 0.8, SHORT,
-         "Lower trainer.learning_rate, raise sampling.temperature, or set algorithm.kl_coef"),
+         "Lower trainer.learning_rate, raise sampling.temperature, or set algorithm.kl_coef",
+         follows=("stale-weights", "large-updates")),
     Rule("reward-collapse", _reward_collapse, 1.0, 0.6, 3,
          "Resume from an earlier checkpoint with a lower trainer.learning_rate, or set algorithm.kl_coef",
          follows=("stale-weights", "score-falls", "large-updates", "entropy-collapse")),
@@ -311,13 +330,13 @@ RULES = (  # the worst first
          "Raise loop.max_lag, lower loop.buffer_size, or give generation more engines (generator.replicas)",
          follows=("engine-lost", "slow-rewards")),
     Rule("trainer-idle", _trainer_idle, 0.6, 0.5, SHORT,
-         "Add engines (generator.replicas, or slipstream scale RUN N), or raise loop.max_lag",
+         f"Raise generator.replicas or loop.max_lag{WHILE_RUNNING}slipstream scale RUN N adds engines",
          follows=("engine-lost", "slow-rewards")),
     Rule("engines-idle", _engines_idle, 0.7, 0.6, SHORT,
          "Use fewer engines (generator.replicas) or more trainer.ranks, or raise loop.max_lag",
          follows=("slow-rewards",)),
     Rule("engine-slow", _engine_slow, 0.5, 0.35, SHORT,
-         "Check its host and GPU (slipstream doctor); replace it by slipstream scale"),
+         f"Check its host and GPU (slipstream doctor){WHILE_RUNNING}slipstream scale replaces it"),
     Rule("completions-cut", _clipped, 0.5, 0.4, SHORT,
          'Raise sampling.max_tokens, or set algorithm.overlong = "penalty" or "filter"',
          follows=("score-falls", "large-updates", "entropy-collapse")),

@@ -57,9 +57,19 @@ class History:
         return mean(values) if len(values) == steps else default
 
     def start(self, name: str, steps: int = SHORT) -> float:
-        """Mean of a metric over the first steps, at most `SHORT`; NaN without any."""
-        values = [record[name] for record in self.first[:steps] if is_finite(record.get(name))]
+        """Mean of the first finite values of a metric, of those in the first `SHORT` steps; NaN without any."""
+        values = [record[name] for record in self.first if is_finite(record.get(name))][:steps]
         return mean(values) if values else math.nan
+
+    @property
+    def first_reward(self) -> float:
+        """Mean reward at the start. A first step too large lowers that of `SHORT` steps at once."""
+        return max(self.start("reward/mean"), self.start("reward/mean", 3))
+
+    @property
+    def reward_gain(self) -> float:
+        """By how much the mean reward is above that of the start."""
+        return self.mean("reward/mean") - self.first_reward
 
     def growth(self, name: str, steps: int) -> float:
         """By how much a total grew in the last steps; NaN if the records are fewer, or the total was reset."""

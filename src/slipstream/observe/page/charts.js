@@ -1,15 +1,12 @@
 // Curves of all runs, one chart for each metric, in groups by the section of its name.
 
-const ORDER = ["eval", "reward", "env", "policy", "lag", "completions", "train", "time", "gen", "buffer", "rollout",
+const FIRST = ["reward/mean", "eval/score", "train/loss", "policy/entropy", "policy/mismatch_kl", "train/grad_norm",
+  "completions/mean_length", "lag/mean"];
+const ORDER = ["reward", "env", "policy", "lag", "completions", "train", "eval", "time", "gen", "buffer", "rollout",
   "sync", "engines", "scoring", "experts"];
 const AXES = { step: "step", time: "time/wall_s", tokens: "train/total_tokens" };
 const TOTALS = /\/total_tokens$|\/(wall|window|busy)_s$|^rollout\/(generated|trained)$|^engines\/(tokens|busy_s)\//;
 const UNSMOOTHED = /^(eval|engines|buffer)\/|^lag\/max$|in_flight$|queued$/; // evaluations, and gauges of counts
-const TIED = { "engine-lost": ["engines", "gen"], "stale-weights": ["policy", "sync"], "slow-rewards": ["scoring", "time"],
-  "large-updates": ["policy"], "entropy-collapse": ["policy"], mismatch: ["policy"], "sample-size": ["policy"],
-  "score-falls": ["reward"], "reward-collapse": ["reward"], "no-signal": ["reward"], "trainer-idle": ["time"],
-  "engines-idle": ["time"], "lag-bound": ["lag"], "engine-slow": ["engines"], "completions-cut": ["completions"],
-  "identical-completions": ["completions"], "gradient-spikes": ["train"], "nonfinite-steps": ["train"] };
 const charts = { all: [], range: null, filter: "", observer: null };
 
 function drawCurves() {
@@ -18,11 +15,13 @@ function drawCurves() {
   charts.all = [];
   const lines = runs.flatMap((run) => run.warnings).map(({ rule, step }) => `${rule} (step ${number(step)})`);
   const { names, constant } = metricNames(runs);
-  const groups = Map.groupBy(names, (name) => (TOTALS.test(name) ? "totals" : name.split("/")[0]));
+  const groups = Map.groupBy(names, (name) => (TOTALS.test(name) ? "totals"
+    : FIRST.includes(name) ? "overview" : name.split("/")[0]));
   const totals = groups.get("totals");
   groups.delete("totals");
   const content = fill($("#curves .content"),
     lines.length ? hint(`Dashed lines: ${lines.join(", ")}`) : null,
+    [...charts.same.values()].some((same) => same.length) ? hint("* other metrics, named in its tooltip, have the same values.") : null,
     names.length ? null : empty("No step is recorded yet: there are no curves."),
     el("div", { class: "groups" }, [...groups].map(([section, members]) => chartGroup(section, members, true))),
     totals ? chartGroup("totals", totals, Boolean(charts.filter)) : null,
@@ -31,7 +30,8 @@ function drawCurves() {
   content.querySelectorAll(".chart").forEach((node) => charts.observer.observe(node));
 }
 
-const chartGroup = (section, members, open) => el("details", { open, class: `group n${Math.min(4, members.length)}` },
+const chartGroup = (section, members, open) => el("details", { open, 
+  class: `group n${section === "overview" ? 4 : Math.min(4, members.length)}` },
   el("summary", {}, section, muted(` ${members.length}`)),
   el("div", { class: "grid" }, members.map(chartPanel)));
 
@@ -62,11 +62,8 @@ function metricNames(runs) {
       range.high = Math.max(range.high, value);
     }
   }
-  const tied = new Set(["eval", ...runs.flatMap((run) => run.warnings.flatMap(({ rule }) => TIED[rule] || []))]);
-  const rank = (name) => {
-    const section = name.split("/")[0];
-    return name === "eval/score" ? -200 : (ORDER.indexOf(section) + 100) % 100 - (tied.has(section) ? 100 : 0);
-  };
+  const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) - FIRST.length
+    : (ORDER.indexOf(name.split("/")[0]) + 100) % 100);
   const names = [...ranges.keys()].sort((a, b) => rank(a) - rank(b));
   const varies = (name) => ranges.get(name).high > ranges.get(name).low;
   const alike = Map.groupBy(names.filter((name) => varies(name) || name === "eval/score"), (name) =>
@@ -86,9 +83,12 @@ function chartPanel(name) {
   const same = charts.same.get(name);
   const title = same.length ? `${name}; the same values: ${same.join(", ")}` : name;
   return el("figure", { class: "chart", "data-metric": name },
-    el("figcaption", {}, el("span", { class: "name", title }, name, same.length ? " *" : ""),
+    el("figcaption", {}, el("span", { class: "name", title }, breakable(name), same.length ? " *" : ""),
       label ? muted(label) : null, el("span", { class: "readout" })));
 }
+
+// The name of a metric, which may continue on the next line after "/" and "_".
+const breakable = (name) => name.split(/(?<=[/_])/).flatMap((part) => [part, el("wbr")]);
 
 function drawIfVisible(entries) {
   for (const { target, isIntersecting } of entries) {
@@ -135,9 +135,9 @@ function chartData(name) {
   return tables.some(([x]) => x.length) ? uPlot.join(tables) : [[], ...tables.map(() => [])];
 }
 
-// uPlot draws a constant 0 from 0 to 100, and has no ticks for values that differ by rounding only.
+// uPlot draws a constant 0 from 0 to 100, and has no ticks for values that differ by rounding only: both are in the middle.
 const yRange = (chart, low, high) => (high - low > 1e-5 * Math.max(Math.abs(low), Math.abs(high)) ? uPlot.rangeNum(low, high, 0.1, true)
-  : [Math.min(low, 0), Math.max(low, 0) || 1]);
+  : [low - (Math.abs(low) || 1), low + (Math.abs(low) || 1)]);
 
 function drawChart(node, name) {
   const grid = { stroke: cssColour("grid"), width: 1 };
@@ -193,7 +193,7 @@ function readout(chart, node) {
     return state.hidden.has(index) ? null : el("b", { style: { color: `var(--${runColour(index)})` } }, number(known));
   });
   const near = state.data.runs.flatMap((run) => run.warnings).filter(({ step }) => state.axis === "step" && step === x);
-  fill(node.querySelector(".readout"), muted(at === null ? "last" : `${state.axis} ${number(x)}`),
+  fill(node.querySelector(".readout"), at === null ? null : muted(`${state.axis} ${number(x)}`),
     near.map(({ rule }) => el("span", { class: "unusual" }, rule)), parts);
 }
 

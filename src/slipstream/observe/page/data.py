@@ -6,6 +6,7 @@ A live page gets all of it once, then the records that are new to it.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ MAX_ROLLOUTS = 200_000  # of a run in a file; of more, evenly spaced steps and g
 MAX_RANKS = 8  # of more, only the first has a track
 POLL_S = 0.5  # between two looks at the files, for any number of live pages
 READ_S = 0.3  # for rollouts of earlier steps in one answer, so that metrics don't wait for them
+WAITS = {"slow-rewards", "trainer-idle", "engines-idle"}  # rules whose warnings say who waited
 CURSORS = 1000  # answers that are remembered; a page that asks with an older one gets all data
 MEASURE_SHARE = 0.02  # of the time, at most, in which the timeline of a growing run is measured again
 
@@ -105,7 +107,10 @@ class RunData:
     def _describe(self, state: str) -> dict[str, Any]:
         """What the page shows of a run besides its records, which only grow."""
         run, found, shares = self.run, warnings(self.run), self._shares
-        tracks = shares.tracks if shares else {}
+        rules, tracks = {warning.get("rule") for warning in found}, shares.tracks if shares else {}
+        verdict = shares and shares.verdict
+        if verdict and found:  # the remedies are those of the warnings, which may have the facts, too
+            verdict = None if rules & WAITS else re.sub(r"; [^;]*\.$", ".", verdict)
         if sum(name.startswith(TRAINER) for name in tracks) > MAX_RANKS:
             tracks = {name: fractions for name, fractions in tracks.items() if not name.startswith(f"{TRAINER} rank")}
         return {
@@ -113,14 +118,14 @@ class RunData:
             "state": state,
             "every": self.every,
             "score": compare_scores(run.evaluations),
-            "facts": list(facts(run, shares)),
+            "facts": list(facts(run, shares, "slow-rewards" not in rules)),
             "faults": list(faults(run, found)),
             "config": run.options,
             "samples": run.summary.get("samples"),
             "warnings": found,
             "problems": run.problems,
             "fractions": tracks,
-            "verdict": shares and shares.verdict,
+            "verdict": verdict,
         }
 
     def since(self, sizes: Sizes) -> dict[str, Any]:

@@ -128,7 +128,8 @@ function findings(runs) {
   return el("div", { class: "health", id: "health" }, el("h2", {}, "Health"),
     items.length ? el("ul", {}, items) : el("p", { class: "fine" }, "No health warning and no fault is recorded."),
     consequences.length ? el("ul", { class: "consequences" }, consequences) : null,
-    runs.filter((run) => run.verdict).map((run) => el("p", { class: "sentence" }, ofRun(run), run.verdict)));
+    runs.filter((run) => run.verdict).map((run) => el("p",
+      { class: run.warnings.length ? "note" : "sentence" }, ofRun(run), run.verdict)));
 }
 
 // The warnings of one rule: the first one's text, and a link to the step of each.
@@ -138,8 +139,15 @@ function warningItem(run, same) {
     button(`${i ? "again at" : "first seen at"} step ${number(step)}`, () => showStep(run, step), { class: "link" }));
   return el("li", { class: "warning" }, el("div", {}, el("b", {}, ofRun(run), warning.rule),
     warning.follows ? ` (probably follows from ${warning.follows})` : "", " ", warning.text,
-    warning.detail.map((text) => el("div", {}, text)), el("div", { class: "remedy" }, "What to do: ", warning.remedy)),
+    warning.detail.map((text) => el("div", {}, text)),
+    warning.follows ? null : el("div", {}, el("b", {}, "What to do: "), remedyOf(run, warning))),
   el("div", { class: "steps" }, steps));
+}
+
+// The command that prints rollouts is a link to those of this page.
+function remedyOf(run, { remedy }) {
+  const [before, ...after] = remedy.split("slipstream rollouts RUN");
+  return [before, after.map((text) => [button("show", () => showBest(run), { class: "link" }), text])];
 }
 
 function samples({ samples: found }) {

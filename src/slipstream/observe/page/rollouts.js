@@ -44,7 +44,7 @@ function rolloutTools(run) {
   const bound = (label, placeholder, of, name) => field(label,
     { type: "number", step: "any", placeholder, "aria-label": of }, set(name));
   const between = (label, column) => el("div", { class: "between" },
-    bound(label, "min", `${label}, at least`, `${column}Low`), bound("to", "max", `${label}, at most`, `${column}High`));
+    bound(label, "min", `${label}, at least`, `${column}Low`), bound("", "max", `${label}, at most`, `${column}High`));
   const among = (label, values, name) => select(label, [["", "any"], ...values.map((value) => [value, value])], "",
     set(name, String));
   const names = environmentMetrics(run);
@@ -76,7 +76,8 @@ function applyFilter() {
   }
   const key = rollouts.order.replace("-", "");
   const sign = rollouts.order.startsWith("-") ? 1 : -1;
-  rollouts.matches = matches.sort((a, b) => sign * (columns[key][a] - columns[key][b]) || a - b);
+  rollouts.matches = matches.sort((a, b) => sign * (columns[key][a] - columns[key][b])
+    || columns.step[b] - columns.step[a] || a - b);
   drawHistogram(columns);
   drawList();
 }
@@ -116,7 +117,7 @@ function narrow(low, high) {
 function drawList() {
   const columns = state.data.runs[state.run].rollouts;
   const shown = rollouts.matches.slice(0, rollouts.shown);
-  const head = ["", "Step", "Task", "Reward", "Advantage", "Tokens", "Turns", "Versions", "Ended by"];
+  const head = ["Text", "Step", "Task", "Reward", "Advantage", "Tokens", "Turns", "Versions", "Ended by"];
   const rows = shown.map((i) => {
     const { step, visit, rollout, task, reward, advantage, tokens, turns, oldest, newest, reason } = Object.fromEntries(
       Object.entries(columns).map(([name, column]) => [name, column[i]]));
@@ -168,7 +169,17 @@ async function openGroup(step, visit, member) {
       tokenKeys(group), el("pre", { class: "prompt" }, group.prompt, cutNote(group.cut, "characters")),
       el("div", { class: "members" }, group.rollouts.map((each) => memberView(block, each, each.rollout === member))));
   }
-  view.scrollIntoView({ block: "nearest" });
+  for (const node of [view.querySelector(".picked"), view]) node?.scrollIntoView({ block: "nearest" });
+}
+
+// The rollouts of highest reward, and the text of the first one that has any here.
+function showBest(run) {
+  rollouts.order = "reward";
+  showRun(state.data.runs.indexOf(run));
+  const { step, visit, rollout } = run.rollouts;
+  const best = rollouts.matches.find((i) => source.has(state.run, step[i]));
+  if (best !== undefined) openGroup(step[best], visit[best], rollout[best]);
+  $("#rollouts").scrollIntoView();
 }
 
 const cutNote = (cut, what) => (cut ? el("span", { class: "cut" }, ` … ${number(cut)} more ${what} are cut`) : null);
