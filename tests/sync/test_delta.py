@@ -20,7 +20,7 @@ from slipstream.config.loading import load_config
 from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights
 from slipstream.sync import delta, frames
-from slipstream.sync.changes import RolledBack, Update, words
+from slipstream.sync.changes import RolledBack, words
 from slipstream.sync.delta import DeltaReceiver, DeltaSender
 from slipstream.sync.link import ParameterShard, PublishHandle
 
@@ -183,7 +183,7 @@ def test_a_swap_that_is_rolled_back_leaves_the_old_version_and_the_next_one_arri
     before = {name: tensor.clone() for name, tensor in trainer.parameters.items()}
     handle = trainer.publish()
     with monkeypatch.context() as patched, pytest.raises(RolledBack):
-        patched.setattr(Update, "_is_applied", lambda self: False)
+        patched.setattr(torch, "stack", lambda same: torch.tensor([False]))
         engine.swap(handle)
     assert engine.serves(before)
     engine.swap(trainer.publish())

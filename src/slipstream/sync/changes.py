@@ -122,36 +122,42 @@ class Update:
     def __init__(
         self, space: ElementSpace, tensors: Sequence[Tensor], changes: Changes, whole: Mapping[int, Tensor]
     ) -> None:
-        found = space.counts(changes.indices)
-        counts: list[int] = found.tolist()
-        parts = (changes.indices - space.spread(found)[0]).split(counts)  # type: ignore[no-untyped-call]
-        self._places = [(tensors[i], part) for i, part in enumerate(parts) if counts[i]]
-        self._counts = [count for count in counts if count]
-        self._old = self._read()
-        self._new = (self._old.long() + changes.differences).to(self._old.dtype) if self._counts else self._old
-        self._whole = [(tensors[i], tensors[i].clone(), new) for i, new in whole.items()]
+        counts = space.counts(changes.indices)
+        local = changes.indices - space.spread(counts)[0]
+        piece = PIECE // 4 if space.device.type == "cpu" else len(local) + 1  # read back from the cache
+        self._places = [
+            (tensors[i], part)
+            for i, parts in enumerate(_split(local, counts.tolist()))
+            for part in parts.split(piece)  # type: ignore[no-untyped-call]
+            if len(part)
+        ]
+        read = [tensor[part] for tensor, part in self._places]
+        old = torch.cat(read) if read else torch.empty(0, dtype=torch.int16)
+        new = (old.long() + changes.differences).to(old.dtype) if read else old
+        sizes = [len(part) for _, part in self._places]
+        self._old, self._new = _split(old, sizes), _split(new, sizes)
+        self._whole = [(tensors[i], tensors[i].clone(), words) for i, words in whole.items()]
 
     def apply(self) -> None:
         """Write the new words. Reads them back, and if any differs, writes the old ones and raises `RolledBack`."""
-        self._write(self._new)
-        for tensor, _, new in self._whole:
-            tensor.copy_(new)
-        if not self._is_applied():
+        if not self._write(self._new) or not all(torch.equal(t.copy_(new), new) for t, _, new in self._whole):
             self._write(self._old)
             for tensor, old, _ in self._whole:
                 tensor.copy_(old)
             raise RolledBack("a tensor had other values after the swap than were sent; it has the old ones again")
 
-    def _is_applied(self) -> bool:
-        return torch.equal(self._read(), self._new) and all(torch.equal(t, new) for t, _, new in self._whole)
-
-    def _read(self) -> Tensor:
-        read = [tensor[part] for tensor, part in self._places]
-        return torch.cat(read) if read else torch.empty(0, dtype=torch.int16)
-
-    def _write(self, new: Tensor) -> None:
-        for (tensor, part), values in zip(self._places, new.split(self._counts), strict=True):  # type: ignore[no-untyped-call]
+    def _write(self, parts: Sequence[Tensor]) -> bool:
+        """Write words to their places. Returns whether they are there afterwards."""
+        same = []
+        for (tensor, part), values in zip(self._places, parts, strict=True):
             tensor[part] = values
+            same.append((tensor[part] == values).all())
+        return not same or bool(torch.stack(same).all())
+
+
+def _split(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    parts: Sequence[Tensor] = tensor.split(sizes)  # type: ignore[no-untyped-call]
+    return parts
 
 
 def words(tensor: Tensor) -> Tensor:
