@@ -355,10 +355,7 @@ class RuntimeConfig(Section):
         "pack", "Trainer ranks on as few nodes as possible, on as many as possible, or all workers on one node (ray)."
     )
     start_timeout: float = option(
-        1800.0,
-        "Seconds in which a worker must start: load its model and compile it, and before, be placed on a node, which "
-        "may have to start (ray).",
-        gt=0,
+        1800.0, "Seconds in which a worker must start: be placed on a node (ray), load its model and compile it.", gt=0
     )
     progress_timeout: float = option(
         600.0,

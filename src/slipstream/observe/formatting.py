@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from slipstream.config.schema import SECTIONS
 
 SHOWN = 300  # characters of a text
 REASONS = 5  # that are named
@@ -58,3 +61,17 @@ def shorten(text: str, length: int = SHOWN) -> str:
     text = re.sub(r"\s*\n\s*", " ↵ ", text.strip()).replace("\t", " ")
     text = "".join(c if c.isprintable() else "·" for c in text)  # also marks that reverse text, and lone surrogates
     return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
+
+
+def with_values(text: str, config: Mapping[str, Any]) -> str:
+    """The text with current value and default after each option in it that has no value there."""
+
+    def shown(found: re.Match[str]) -> str:
+        section, key = found.groups()
+        if section not in SECTIONS or key not in config.get(section, {}):
+            return found[0]
+        value, default = config[section][key], SECTIONS[section].model_fields[key].default
+        usual = "the default" if value == default else f"default {json.dumps(default, default=str)}"
+        return f"{found[0]} (now {json.dumps(value)}, {usual})"
+
+    return re.sub(r"\b([a-z]+)\.([a-z_]+)\b(?! =)", shown, text)

@@ -7,15 +7,13 @@ only after the measure has fallen below `ends`. docs/seeing-a-run.md lists the r
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from slipstream.config.schema import SECTIONS, HealthRule
-from slipstream.observe.formatting import is_finite, number
+from slipstream.config.schema import HealthRule
+from slipstream.observe.formatting import is_finite, number, with_values
 from slipstream.observe.history import KEPT, SHORT, History, Record
 from slipstream.observe.run_data import Run
 from slipstream.rollout import mean
@@ -377,20 +375,6 @@ class Health:
                 remedy = with_values(measure.remedy or rule.remedy, self._history.config)
                 found.append(HealthWarning(rule.name, record.get("step") or 0, measure.text, remedy))
         return found
-
-
-def with_values(text: str, config: Mapping[str, Any]) -> str:
-    """The text with current value and default after each option in it that has no value there."""
-
-    def shown(found: re.Match[str]) -> str:
-        section, key = found.groups()
-        if section not in SECTIONS or key not in config.get(section, {}):
-            return found[0]
-        value, default = config[section][key], SECTIONS[section].model_fields[key].default
-        usual = "the default" if value == default else f"default {json.dumps(default, default=str)}"
-        return f"{found[0]} (now {json.dumps(value)}, {usual})"
-
-    return re.sub(r"\b([a-z]+)\.([a-z_]+)\b(?! =)", shown, text)
 
 
 def check(run: Run) -> list[HealthWarning]:
