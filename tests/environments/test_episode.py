@@ -96,6 +96,24 @@ def throw(error: BaseException) -> None:
     raise error
 
 
+class SlowToDie:
+    """An object whose destructor is interrupted, which Python ignores."""
+
+    def __del__(self) -> None:
+        time.sleep(60)
+
+
+def destroys() -> float:
+    SlowToDie()
+    return busy()
+
+
+def test_an_interruption_that_python_ignores_is_repeated(capfd: pytest.CaptureFixture[str]) -> None:
+    failure = outcome(destroys)
+    assert isinstance(failure, RolloutFailed) and failure.reason == "blocked the event loop"
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [

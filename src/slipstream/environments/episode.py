@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import math
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine
@@ -28,6 +29,7 @@ from slipstream.rollout import Rollout
 from slipstream.runtime.closing import abandon, gather_all
 from slipstream.runtime.worker import succeeded
 
+AGAIN_S = 0.01  # after which an ignored interruption is raised again
 MAX_REWARD = 1e12  # absolute value; float32 has to hold the squares of advantages
 MAX_REWARD_ERRORS_IN_A_ROW = 512  # a weak policy may give only malformed answers for a while
 MAX_MESSAGE = 1000  # characters of an exception's message
@@ -241,6 +243,7 @@ class EventLoopWatchdog:
     def __enter__(self) -> EventLoopWatchdog:
         if self._active:
             self._previous: Any = signal.signal(signal.SIGALRM, self._on_alarm)
+            self._ignored, sys.unraisablehook = sys.unraisablehook, self._on_ignored
             self._heartbeat()
         return self
 
@@ -250,6 +253,7 @@ class EventLoopWatchdog:
                 self._beat.cancel()
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self._previous)
+            sys.unraisablehook = self._ignored
 
     def _heartbeat(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, self._limit, self._limit)
@@ -258,3 +262,10 @@ class EventLoopWatchdog:
     def _on_alarm(self, _number: int, _frame: FrameType | None) -> None:
         if CURRENT_EPISODE.get():
             raise EpisodeBlocked
+
+    def _on_ignored(self, ignored: sys.UnraisableHookArgs) -> None:
+        """Raise soon again what Python ignored, since the alarm arrived in a destructor or the like."""
+        if isinstance(ignored.exc_value, EpisodeBlocked):
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S, self._limit)
+        else:
+            self._ignored(ignored)
