@@ -178,7 +178,7 @@ def _waits(h: History) -> tuple[float, float, str]:
     window, generated = h.growth("time/window_s", LONG), h.growth("gen/busy_s", LONG)
     share = h.mean("engines/alive", LONG, 1.0) / max(h.mean("engines/total", LONG, 1.0), 1e-9)  # dead ones not counted
     waited = LONG * h.mean("time/batch_wait_s", LONG) / max(window, 1e-9)
-    idle = 1 - generated / max(window * share, 1e-9)
+    idle = max(0.0, 1 - generated / max(window * share, 1e-9))
     text = f"in the last {LONG} steps, the trainer waited {waited:.0%} of the time for batches"
     return waited, idle, f"{text}, the engines {idle:.0%} for work"
 
