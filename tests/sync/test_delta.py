@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.config.loading import load_config
 from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights
-from slipstream.sync import delta, frames
+from slipstream.sync import changes, delta, frames
 from slipstream.sync.changes import RolledBack, words
 from slipstream.sync.delta import DeltaReceiver, DeltaSender
 from slipstream.sync.link import ParameterShard, PublishHandle
@@ -199,10 +199,10 @@ def test_a_tensor_that_can_not_be_updated_is_refused_by_name(trainer: Trainer) -
 
 class Proxy:
     """Forwards connections to an address, and damages them: each byte count in `cuts` ends one connection; `flip`
-    changes a byte of the answer of one connection; `rate` limits bytes per second."""
+    changes a byte of the answer of the first."""
 
-    def __init__(self, address: Any, cuts: list[int] = [], flip: int = 0, rate: float = 0.0) -> None:  # noqa: B006
-        self._address, self._cuts, self._flip, self._rate = tuple(address), list(cuts), flip, rate
+    def __init__(self, address: Any, cuts: list[int] = [], flip: int = 0) -> None:  # noqa: B006
+        self._address, self._cuts, self._flip = tuple(address), list(cuts), flip
         self.connections = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = self._socket.getsockname()
@@ -231,8 +231,6 @@ class Proxy:
                     data[flip - 1 - passed] ^= 1
                 target.sendall(data[: limit - passed])
                 passed += len(data)
-                if self._rate:
-                    time.sleep(len(data) / self._rate)
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -293,7 +291,7 @@ def test_many_engines_pass_a_version_on(trainer: Trainer) -> None:
         assert all(engine.serves(trainer.parameters) for engine in engines)
         size = handle["bytes"] or 2 * sum(map(torch.numel, trainer.parameters.values()))
         copies = (trainer.sender._server.sent - before) / size
-        assert copies < 2.1  # with headers
+        assert copies < 1.1
 
 
 def test_an_engine_whose_predecessor_dies_gets_the_rest_from_the_trainer(
@@ -316,22 +314,23 @@ def test_an_engine_whose_predecessor_dies_gets_the_rest_from_the_trainer(
     trainer.sender.close()
 
 
-def test_no_other_engine_waits_for_a_slow_one(trainer: Trainer) -> None:
-    slow = Proxy(trainer.info["address"], rate=2e5)
-    engines = [Engine(trainer.info | {"address": slow.address}, 1), *(Engine(trainer.info, n) for n in (2, 3, 4))]
-    for _ in range(2):  # until the rates of all are known
-        handle = trainer.publish(1.0)
-        for engine in engines:
-            engine.swap(handle)
-    handle, began, before = trainer.publish(1.0), time.monotonic(), engines[0].receiver._incoming
-    engines[0].weights.prepare(handle)
-    while engines[0].receiver._incoming is before or not trainer.sender._streams:
-        time.sleep(0.001)
-    seconds = swap_at_once(engines[1:], handle)
-    while not engines[0].weights.prepared():
-        time.sleep(0.001)
-    assert max(seconds) < 0.5 * (time.monotonic() - began)
-    slow.close()
+def test_a_stage_that_fails_half_way_is_followed_by_all_weights(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(trainer.info)
+    engine.swap(trainer.publish())
+    calls = iter(range(10))
+
+    def find(old: Tensor, new: Tensor) -> Any:
+        if next(calls) == 2:
+            raise MemoryError
+        return changes.find_changes(old, new)
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(delta, "find_changes", find)
+        trainer.publish()
+    engine.swap(handle := trainer.publish())
+    assert engine.serves(trainer.parameters) and engine.checksums_agree(handle)
 
 
 def test_the_bandwidth_is_limited(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from uuid import uuid4
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.engine_restart import RestartPublisher
-from slipstream.controller.staggered_publisher import StaggeredPublisher
 from slipstream.controller.weight_publisher import WeightPublisher
 from slipstream.environments.episode import first_error
 from slipstream.generators.base import EngineWorker
@@ -24,7 +23,6 @@ from slipstream.runtime.rank_group import RankGroup, trainer_process
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerError, handle
 from slipstream.runtime.worker_process import WorkerProcess
-from slipstream.sync.link import find_link
 from slipstream.trainers.base import TrainerWorker
 
 # Worker classes of `generator.engine` and `trainer.kind`; other names are `module:Class` of the user.
@@ -95,9 +93,7 @@ class Cluster:
                 self.trainer, generator, config, self._directory
             )
             return
-        may_lag = config.loop.max_lag and not config.loop.force_max_lag and not self._colocation
-        kind = StaggeredPublisher if may_lag and find_link(config.sync.link)[0].late_receivers else WeightPublisher
-        self.link = kind(trainer, generator, config.sync, hand_over, config.environment.timeout)
+        self.link = WeightPublisher(trainer, generator, config.sync, hand_over, config.environment.timeout)
 
     @classmethod
     async def start(cls, config: Config, directory: Path) -> Cluster:
@@ -149,8 +145,6 @@ class Cluster:
     async def restart_trainer(self) -> None:
         """End all ranks and start new ones. Then `link` is a new link that is not connected to the engines yet."""
         await self.trainer_process.stop()
-        if isinstance(self.link, WeightPublisher):
-            await self.link.close()
         for engine in self.generator.running:
             engine.release()  # of a version whose publish did not end
         self._use(new_trainer(self._config, self._directory, self._placement))

@@ -69,7 +69,6 @@ class WeightPublisher:
         self._next_rank = 1  # on the link
         self._connected = False
         self._failed: dict[EngineReplica, Exception] = {}  # in the last call to all members
-        self._late: dict[EngineReplica, asyncio.Future[Pause]] = {}  # of `StaggeredPublisher`
         self._lost: list[str] = []  # removed since the last publish
         self._sending = False  # a collective sender waits for engines, whose calls have time limits
         waiting = TrainerWorker.send.__name__, TrainerWorker.checksums.__name__
@@ -163,7 +162,7 @@ class WeightPublisher:
         return not (self._sender.one_trainer or interrupted)
 
     async def close(self) -> None:
-        """Stop waiting for engines. Both ends of the link close with their processes."""
+        """Do nothing: both ends close with their processes."""
 
     async def _connect_ends(self) -> None:
         """Connect the trainer to all members of the pool."""
@@ -237,17 +236,15 @@ class WeightPublisher:
 
     async def _try_publish(self, version: int, verify: str, free: asyncio.Event) -> tuple[list[Pause], float, float]:
         """Publish to all members. Returns the pause of each, the duration of the send, the time of the last swap."""
+        names = chosen(self._names, version, verify)
         publish_handle = self._published = await self._trainer.stage(version)
-        incremental = "sums" in publish_handle  # an error would stay for all later versions
-        names = chosen(self._names, version, "full" if incremental and verify != "off" else verify)
         if self._hand_over:
             await self._hand_over()
         sent = asyncio.ensure_future(duration(self._trainer.send(publish_handle)))
         if self._sender.trainer_free_after_send:
             sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
         # Called before any further step, so the trainer computes it on the published weights.
-        own = publish_handle.get("sums")
-        wanted = asyncio.ensure_future(_present(own) if own else self._trainer.checksums(names)) if names else None
+        wanted = asyncio.ensure_future(self._trainer.checksums(names)) if names else None
         if wanted:
             wanted.add_done_callback(succeeded)  # another error may take precedence
         try:
@@ -373,8 +370,3 @@ class WeightPublisher:
         if self._failed and all(g in self._failed for g in self._members):
             raise self._failed[self._members[0]]
         self._remove_members(self._failed)
-
-
-async def _present(sums: dict[str, str]) -> dict[str, int]:
-    """Checksums that a link counts itself."""
-    return {name: int(value) for name, value in sums.items()}

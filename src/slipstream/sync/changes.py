@@ -23,7 +23,7 @@ from slipstream.sync.checksum import WORDS
 
 DENSE = 0.4  # share of changed elements from which a parameter is sent whole without coding its changes
 ESCAPE = 255  # in a stream of bytes: continued in the next byte (gaps), or listed after the stream (differences)
-HEADER = struct.Struct("<III")  # bytes of the gaps, number of differences, number of those that are listed
+HEADER = struct.Struct("<QQQ")  # bytes of the gaps, number of differences, number of those that are listed
 PIECE = 2**18  # words
 Index = tuple[slice, ...]
 
@@ -205,7 +205,9 @@ def checksum_change(changes: Changes, columns: int) -> Tensor:
 
 def encode(changes: Changes, size: int) -> bytes:
     """The changes as bytes, for words of `size` bytes."""
-    gaps = (torch.diff(changes.indices, prepend=changes.indices.new_full((1,), -1)) - 1).int()
+    gaps = torch.diff(changes.indices, prepend=changes.indices.new_full((1,), -1)) - 1
+    if len(gaps) and int(changes.indices[-1]) < 2**31:
+        gaps = gaps.int()  # twice as fast
     continued = gaps // ESCAPE
     ends = (continued + 1).cumsum(0) - 1
     stream = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), ESCAPE, dtype=torch.uint8, device=gaps.device)

@@ -25,7 +25,7 @@ from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Rece
 class CheckpointSender(Sender):
     """The trainer's end. `release` keeps the served file and the newest older ones, `sync.keep_versions` in total."""
 
-    trainer_free_after_send = independent_receivers = late_receivers = True
+    trainer_free_after_send = independent_receivers = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype, self._keep = parameters, dtype_of(config), config.sync.keep_versions

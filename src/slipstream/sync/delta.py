@@ -3,8 +3,8 @@
 For engines that share no fast network with the trainer. The sender keeps the last version on its device, compares the
 bits of the next one with it, and codes the differences (`changes`); a parameter of which most elements changed is sent
 whole. Each receiver says which version its engine serves, and gets the changes since then, or all weights if it has
-none or one too old. Receivers form two chains, of fast and of slow ones: each passes frames on to the next while they
-come (`frames`), so the trainer sends at most two copies for any number of engines with the same version.
+none or one too old. Receivers with the same version form a chain: each passes frames on to the next while they come
+(`frames`), so the trainer sends one copy, and the rest of one to each receiver whose predecessor fails.
 
 Differences are right only on the version that they were made from. A receiver computes the checksums that its shards
 will have, and compares them with the trainer's before the engine swaps. The swap reads back what it wrote.
@@ -57,14 +57,13 @@ MIN_FRAME, MAX_FRAME = 2**16, 2**22  # bytes before compression
 FRAMES = 64  # of a stream, so that a chain of receivers is hardly slower than one
 SILENCE_LIMIT_S = 60.0  # without a frame: the transfer of a version fails
 COMPRESSION = 2e8  # bytes per second of the fastest network on which compression is tried
-SLOW = 0.5  # of the median rate: receivers below form a chain of their own
 Entry = tuple[str, int]  # name of a parameter that is sent whole, or "" for the changes of all others; bytes
 
 
 class DeltaSender(Sender):
     """The trainer's end: the last version on its device, the latest changes, and a server of both."""
 
-    trainer_free_after_send = independent_receivers = late_receivers = True
+    trainer_free_after_send = independent_receivers = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype_of(config)
@@ -77,7 +76,7 @@ class DeltaSender(Sender):
         self._state = 0  # number of the staged weights; a version that is staged again unchanged keeps its number
         self._steps: dict[int, tuple[list[Entry], list[bytes]]] = {}  # by state: changes since the one before
         self._streams: dict[int | None, Stream] = {}  # to the current state, by the state that they start from
-        self._tails: dict[tuple[int | None, bool], Any] = {}  # address of the receiver to ask next, by chain
+        self._tails: dict[int | None, Any] = {}  # address of the receiver to ask next, by the same
         self._asked: set[tuple[int, int | None]] = set()  # rank and state of the receivers that have asked
         self._rates: dict[int, float] = {}  # bytes per second of each receiver's last transfer
         self._server = FrameServer(own_address(), self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
@@ -93,7 +92,11 @@ class DeltaSender(Sender):
         """Compare the weights with the last version, and keep a copy."""
         with self._lock:
             first = not self._served
-            changes, whole = self._compare()
+            try:
+                changes, whole = self._compare()
+            except BaseException:
+                self._forget()
+                raise
             elements = len(changes.indices) + sum(self._served[name].numel() for name in whole)
             payloads = [encode(changes, self._dtype.itemsize)] if len(changes.indices) else []
             names = [""] * len(payloads)
@@ -132,6 +135,11 @@ class DeltaSender(Sender):
             self._sums[name] = (self._sums[name] + by) % 2**64
         return Changes.join(parts, self._space.device), whole
 
+    def _forget(self) -> None:
+        """Send all weights next time: the copy may be a mixture of two versions."""
+        self._state += 1
+        self._served, self._sums, self._steps = {}, {}, {}
+
     def _advance(self, entries: list[Entry], payloads: list[bytes]) -> None:
         """Begin a new state. Old changes are kept while they are smaller than all weights."""
         self._state += 1
@@ -157,16 +165,9 @@ class DeltaSender(Sender):
             if request["direct"] or asks in self._asked:  # never from one that may wait for this receiver
                 return {}, self._streams[base]
             self._asked.add(asks)
-            chain = request["base"], self._is_slow(request)
-            peer, self._tails[chain] = self._tails.get(chain), request["listens"]
+            self._rates[request["rank"]] = request["rate"]
+            peer, self._tails[request["base"]] = self._tails.get(request["base"]), request["listens"]
             return ({"peer": peer}, None) if peer else ({}, self._streams[base])
-
-    def _is_slow(self, request: Request) -> bool:
-        """Whether a receiver's last transfer took much longer than the median one."""
-        if not request["rate"]:
-            return False
-        self._rates[request["rank"]] = request["rate"]
-        return bool(request["rate"] < SLOW * median(self._rates.values()))
 
     def _open_stream(self, base: int | None) -> Stream:
         """The stream of changes since `base`, or of all weights. Frames are added in a thread."""
@@ -263,8 +264,8 @@ class DeltaReceiver(Receiver):
     def _fetch(self, request: Request, stream: Stream) -> None:
         try:
             fetch(self._server, self._secret, request, stream, SILENCE_LIMIT_S)
-        except (Refused, TimeoutError) as error:
-            stream.end(str(error))
+        except Exception as error:  # `_receive` waits for the stream
+            stream.end(str(error) or type(error).__name__)
 
     def _find(self, request: Request) -> tuple[Request, Stream | None]:
         """Answer another receiver, which wants the same stream."""
@@ -332,6 +333,7 @@ def _add_frames(stream: Stream, payloads: list[bytes], rate: float) -> None:
             packed = zlib.compress(chunk, 1)
         spent, spared = time.perf_counter() - began, (len(chunk) - len(packed)) / max(rate, 1)
         stream.add(b"\1" + packed if spent < spared else b"\0" + chunk)
+        rate = rate if spent < spared else 0.0  # don't try again
     stream.end()
 
 

@@ -130,9 +130,11 @@ class FrameServer:
         self._socket = socket.create_server((address, 0), backlog=256)
         self.address: Address = (address, self._socket.getsockname()[1])
         self.sent = 0  # bytes of frames
+        self._closed = False
         threading.Thread(target=self._accept, name="frames", daemon=True).start()
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -141,8 +143,11 @@ class FrameServer:
         while True:
             try:
                 connected, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(RETRY_S)  # such as too many open files
+                continue
             threading.Thread(target=self._serve, args=(connected,), name="frames", daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
@@ -156,8 +161,10 @@ class FrameServer:
                 if stream is not None:
                     _send(connection, stream.wait_header())
                     self._send_frames(connection, stream, int(request.get("start", 0)))
-            except Refused as refused:
-                _send(connection, {"refused": str(refused)})
+            except FAILURES:
+                raise
+            except Exception as error:  # such as memory that is full: the client reports it
+                _send(connection, {"refused": str(error) or type(error).__name__})
 
     def _send_frames(self, connection: Channel, stream: Stream, start: int) -> None:
         for number, frame in enumerate(stream.frames(start), start):

@@ -65,8 +65,6 @@ class Sender(Protocol):
     """Engines can't connect to the sender of another trainer: after the death of this one they are restarted, too."""
     independent_receivers: bool = False
     """A version that engines serve may be published again to others alone."""
-    late_receivers: bool = False
-    """A receiver may still receive a version after its `release`, so that no engine waits for a slower one."""
     on_every_rank: bool = False
     """Each trainer rank has a sender with its own part of the parameters, and `parts` of the connection information
     lists what all of them returned. Otherwise rank 0 has the only sender."""
