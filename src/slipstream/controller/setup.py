@@ -23,11 +23,11 @@ from slipstream.controller.evaluation import evaluate_run
 from slipstream.controller.launch import Cluster
 from slipstream.controller.metrics import pool_state
 from slipstream.controller.node_checks import check_nodes
-from slipstream.controller.publish_calls import PublishError
 from slipstream.controller.publishing import record_publish, refresh_teacher
 from slipstream.controller.rollouts import report_slow_episodes
 from slipstream.controller.run_context import RunContext
 from slipstream.controller.trackers import TrackerProcess
+from slipstream.controller.weight_publisher import PublishError
 from slipstream.environments.base import Policy
 from slipstream.environments.episode import episode_slots
 from slipstream.environments.prompts import describe, find_overlong_prompts

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from slipstream.config.schema import Config, SyncConfig
-from slipstream.controller.publish_calls import PublishError, Replies, differing, duration, receive_while_sending
+from slipstream.errors import UserError
 from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.runtime.closing import gather_all
 from slipstream.runtime.rank_group import RankGroup, detect_death
@@ -34,7 +35,12 @@ CALL_TIMEOUT_S = 300.0  # includes the current forward pass, which on a CPU may 
 BYTES_PER_PARAMETER = 4  # of the widest dtype
 MIN_BYTES_PER_S = 1e8  # of the slowest transfer: files over a network
 
+Replies = dict[EngineReplica, Any]
 Pause = tuple[str, float, float]  # track of an engine, start and end on the pool's clock
+
+
+class PublishError(UserError):
+    """An engine did not receive the published weights, or serves different ones."""
 
 
 class WeightPublisher:
@@ -240,7 +246,7 @@ class WeightPublisher:
         publish_handle = self._published = await self._trainer.stage(version)
         if self._hand_over:
             await self._hand_over()
-        sent = asyncio.ensure_future(duration(self._trainer.send(publish_handle)))
+        sent = asyncio.ensure_future(_duration(self._trainer.send(publish_handle)))
         if self._sender.trainer_free_after_send:
             sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
         # Called before any further step, so the trainer computes it on the published weights.
@@ -248,7 +254,7 @@ class WeightPublisher:
         if wanted:
             wanted.add_done_callback(succeeded)  # another error may take precedence
         try:
-            pauses, sending, ready = await self._exchange(publish_handle, sent, names, wanted, version, free)
+            pauses, sending, ready = await self._exchange(publish_handle, sent, version, free)
         finally:
             self._sending = False
             sent.cancel()
@@ -256,36 +262,31 @@ class WeightPublisher:
         self._released = asyncio.ensure_future(self._trainer.release(publish_handle))
         self._released.add_done_callback(succeeded)  # the next publish raises its error
         free.set()
-        await self._commit(names, wanted, version)
-        return pauses, sending, ready
-
-    async def _exchange(
-        self, publish_handle: PublishHandle, sent: asyncio.Future[float], names: list[str],
-        wanted: Awaitable[dict[str, int]] | None, version: int, free: asyncio.Event,
-    ) -> tuple[list[Pause], float, float]:  # fmt: skip
-        """Every member receives the whole version before the first one swaps. Returns as `_try_publish`."""
-        self._sending, self._in_transfer = self._sender.collective, True
-        prepares = [g.worker.prepare(publish_handle) for g in self._members]
-        receive = f"receive version {version}"
-        await receive_while_sending(
-            sent, self._call_members(prepares, receive, lambda: self._sender.collective and not free.is_set())
-        )
-        swaps = [self._swap(g, version) for g in self._members]
-        swap = f"swap in version {version}"
-        pauses = await receive_while_sending(
-            sent, self._call_members(swaps, swap, lambda: self._sender.receives_in_place, self._drain)
-        )
-        ready, self._sending = self._pool.now(), False
-        sending, self._in_transfer = await sent, False
-        return list(pauses.values()), sending, ready
-
-    async def _commit(self, names: list[str], wanted: Awaitable[dict[str, int]] | None, version: int) -> None:
-        """Use completions of the new version, once its checksums are right."""
         if wanted:
             await self._verify_checksums(names, wanted, version)
         for generator in self._members:
             generator.release()
             self._pool.serve(generator)
+        return pauses, sending, ready
+
+    async def _exchange(
+        self, publish_handle: PublishHandle, sent: asyncio.Future[float], version: int, free: asyncio.Event
+    ) -> tuple[list[Pause], float, float]:
+        """Every member receives the whole version before the first one swaps. Returns as `_try_publish`."""
+        self._sending, self._in_transfer = self._sender.collective, True
+        prepares = [g.worker.prepare(publish_handle) for g in self._members]
+        receive = f"receive version {version}"
+        await _receive_while_sending(
+            sent, self._call_members(prepares, receive, lambda: self._sender.collective and not free.is_set())
+        )
+        swaps = [self._swap(g, version) for g in self._members]
+        swap = f"swap in version {version}"
+        pauses = await _receive_while_sending(
+            sent, self._call_members(swaps, swap, lambda: self._sender.receives_in_place, self._drain)
+        )
+        ready, self._sending = self._pool.now(), False
+        sending, self._in_transfer = await sent, False
+        return list(pauses.values()), sending, ready
 
     async def _call_members(
         self,
@@ -365,8 +366,32 @@ class WeightPublisher:
         served = await self._call_members(sums, f"return the checksums of version {version}")
         published = await wanted
         for generator, its in served.items():
-            if error := differing(generator, names, its, published, version):
-                self._failed[generator] = error
+            other = next((name for name in names if its[name] % 2**64 != published[name]), "")
+            if other:
+                self._failed[generator] = PublishError(
+                    f"{generator.process.name} serves {other} with other values than the trainer published as version "
+                    f"{version}; nothing was trained on them. Try another sync.link"
+                )
         if self._failed and all(g in self._failed for g in self._members):
             raise self._failed[self._members[0]]
         self._remove_members(self._failed)
+
+
+async def _receive_while_sending(sent: asyncio.Future[float], receiving: Awaitable[Replies]) -> Replies:
+    """Wait for the receivers. Returns their replies. Raises as soon as sending fails: they would wait without end."""
+    received = asyncio.ensure_future(receiving)
+    received.add_done_callback(succeeded)  # an error of the sender takes precedence
+    try:
+        await asyncio.wait((sent, received), return_when=asyncio.FIRST_COMPLETED)
+        if sent.done() and not received.done():
+            sent.result()
+        return await received
+    finally:
+        received.cancel()
+
+
+async def _duration(call: Awaitable[Any]) -> float:
+    """Await a call. Returns its duration in seconds."""
+    began = time.perf_counter()
+    await call
+    return time.perf_counter() - began

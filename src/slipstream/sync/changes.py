@@ -23,7 +23,7 @@ from slipstream.sync.checksum import WORDS
 
 DENSE = 0.4  # share of changed elements from which a parameter is sent whole without coding its changes
 ESCAPE = 255  # in a stream of bytes: continued in the next byte (gaps), or listed after the stream (differences)
-HEADER = struct.Struct("<QQQ")  # bytes of the gaps, number of differences, number of those that are listed
+HEADER = struct.Struct("<QQQ")  # bytes of the gaps, number of differences, number of listed differences
 PIECE = 2**18  # words
 Index = tuple[slice, ...]
 
@@ -108,7 +108,7 @@ class ElementSpace:
         """By how much the changes raise the `checksum` of each parameter or shard, modulo 2^64."""
         counts = self.counts(changes.indices)
         rows, columns = self.place(changes.indices, counts)
-        raised = (changes.differences * (2 * rows + 1) * (2 * columns + 1)).cumsum(0)
+        raised = _weighted(changes.differences, rows, columns).cumsum(0)
         totals = torch.cat([raised.new_zeros(1), raised])[torch.cat([counts.new_zeros(1), counts.cumsum(0)])]
         return [value % 2**64 for value in totals.diff().tolist()]
 
@@ -200,7 +200,12 @@ def _find_on_cpu(old: Any, new: Any) -> Changes:
 def checksum_change(changes: Changes, columns: int) -> Tensor:
     """By how much changes of a parameter with so many columns raise its `checksum`, as a tensor of one int64."""
     rows, places = changes.indices // columns, changes.indices % columns
-    return (changes.differences * (2 * rows + 1) * (2 * places + 1)).sum()
+    return _weighted(changes.differences, rows, places).sum()
+
+
+def _weighted(differences: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Differences of words times the factors of their row and column in `checksum`."""
+    return differences * (2 * rows + 1) * (2 * columns + 1)
 
 
 def encode(changes: Changes, size: int) -> bytes:
@@ -217,7 +222,7 @@ def encode(changes: Changes, size: int) -> bytes:
     small = folded.clamp(max=ESCAPE).to(torch.uint8)
     listed = differences[folded >= ESCAPE]
     header = HEADER.pack(len(stream), len(folded), len(listed))
-    return header + b"".join(_to_bytes(part) for part in (stream, small, listed))
+    return header + b"".join(to_bytes(part) for part in (stream, small, listed))
 
 
 def decode(data: bytes | bytearray, size: int, device: torch.device) -> Changes:
@@ -254,7 +259,8 @@ def merge(chain: list[Changes]) -> Changes:
     return Changes(indices, sums)
 
 
-def _to_bytes(tensor: Tensor) -> bytes:
+def to_bytes(tensor: Tensor) -> bytes:
+    """The bytes of a contiguous tensor."""
     return tensor.cpu().numpy().tobytes()
 
 

@@ -7,7 +7,7 @@ none or one too old. Receivers with the same version form a chain: each passes f
 (`frames`), so the trainer sends one copy, and the rest of one to each receiver whose predecessor fails.
 
 Differences are right only on the version that they were made from. A receiver computes the checksums that its shards
-will have, and compares them with the trainer's before the engine swaps. The swap reads back what it wrote.
+will have, and compares them with the trainer's before the engine swaps. The swap reads the written words back.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from slipstream.sync.changes import (
     encode,
     find_changes,
     merge,
+    to_bytes,
     words,
 )  # fmt: skip
 from slipstream.sync.checksum import checksum
@@ -162,7 +163,7 @@ class DeltaSender(Sender):
             if base not in self._streams:
                 self._streams[base] = self._open_stream(base)
             asks = request["rank"], request["base"]
-            if request["direct"] or asks in self._asked:  # never from one that may wait for this receiver
+            if request["direct"] or asks in self._asked:  # a peer may wait for this receiver
                 return {}, self._streams[base]
             self._asked.add(asks)
             self._rates[request["rank"]] = request["rate"]
@@ -184,7 +185,7 @@ class DeltaSender(Sender):
 
 
 class DeltaReceiver(Receiver):
-    """The engine's end. It knows which state the engine serves, and passes on what it receives."""
+    """The engine's end. It tracks the state that the engine serves, and passes received frames on."""
 
     rebindable = False
 
@@ -228,7 +229,7 @@ class DeltaReceiver(Receiver):
             return new
 
     def swapped(self) -> None:
-        """The engine serves what was prepared last."""
+        """The engine serves the version that was prepared last."""
         self._held, self._sums = self._next
 
     def close(self) -> None:
@@ -348,8 +349,3 @@ def _chunks(payloads: list[bytes], size: int) -> Iterator[bytes]:
         small.clear()
         yield from (payload[at : at + size] for at in range(0, len(payload), size))
     yield bytes(small)
-
-
-def to_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a contiguous tensor."""
-    return tensor.cpu().numpy().tobytes()
