@@ -28,7 +28,7 @@ class LoadError(UserError):
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Context for the user's code: whatever it raises becomes a `LoadError` of one line.
+    """Context for the user's code: an exception in it becomes a `LoadError` of one line.
 
     Errors whose message is written for users pass, and Ctrl-C, which workers ignore.
     """

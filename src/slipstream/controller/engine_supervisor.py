@@ -70,7 +70,7 @@ def watch(run: RunContext, engine: EngineReplica, start: Start | None = None) ->
 
 
 async def remove_engine(run: RunContext, engine: EngineReplica) -> None:
-    """Let an engine finish its requests, and end it. Others sample again what it does not finish in time."""
+    """Let an engine finish its requests, and end it. Other engines sample its unfinished requests again."""
     engine.leaving = True
     watching = run.engine_watches.pop(engine, None)
     if watching and not engine.started:

@@ -136,7 +136,7 @@ def print_rollouts(run: Run, step: int | None, group: int | None, as_json: bool)
 def read_rollouts(run: Run, step: int | None, group: int | None) -> list[Rollout]:
     """The rollouts of a step (None: the last), the highest reward first; `group` None: of all groups.
 
-    Raises `ConfigError` if there are none.
+    Raises `ConfigError` if the run has no rollouts there.
     """
     steps = run.rollout_steps
     if not steps:

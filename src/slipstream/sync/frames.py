@@ -31,7 +31,7 @@ Request = dict[str, Any]
 
 
 class Refused(Exception):
-    """The server does not have what was asked for. Asking again is useless."""
+    """The server does not have the requested stream. A second request would fail, too."""
 
 
 class Superseded(InvalidInput):

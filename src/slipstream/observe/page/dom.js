@@ -13,7 +13,7 @@ function el(tag, properties, ...children) {
   return fill(node, ...children);
 }
 
-// Replace the children of a node. Arrays may be nested; null is left out.
+// Replace the children of a node. Arrays may be nested; null is skipped.
 function fill(node, ...children) {
   const known = children.flat(Infinity).filter((child) => child !== null && child !== undefined);
   node.replaceChildren(...known.map((child) => (child instanceof Node ? child : visible(child))));
@@ -25,7 +25,7 @@ const muted = (...children) => el("span", { class: "muted" }, ...children);
 const hint = (...children) => el("p", { class: "hint" }, ...children);
 const empty = (text) => el("p", { class: "empty" }, text);
 const button = (label, onclick, properties) => el("button", { type: "button", onclick, ...properties }, label);
-// The name of a run before what is said of it, if there are several.
+// Prefix with the run's name if the page has several runs.
 const ofRun = (run) => (several() ? `${run.name}: ` : "");
 const isDark = () => {
   const chosen = document.documentElement.dataset.theme;

@@ -172,7 +172,7 @@ async function openGroup(step, visit, member) {
   for (const node of [view.querySelector(".picked"), view]) node?.scrollIntoView({ block: "nearest" });
 }
 
-// The rollouts of highest reward, and the text of the first one that has any here.
+// Sort rollouts by reward, and open the text of the first one whose text the page has.
 function showBest(run) {
   rollouts.order = "reward";
   showRun(state.data.runs.indexOf(run));
