@@ -199,10 +199,10 @@ def test_a_tensor_that_can_not_be_updated_is_refused_by_name(trainer: Trainer) -
 
 class Proxy:
     """Forwards connections to an address, and damages them: each byte count in `cuts` ends one connection; `flip`
-    changes a byte of the answer of the first."""
+    changes a byte of the answer of the first, and `flip_request` one of what the client sends."""
 
-    def __init__(self, address: Any, cuts: list[int] = [], flip: int = 0) -> None:  # noqa: B006
-        self._address, self._cuts, self._flip = tuple(address), list(cuts), flip
+    def __init__(self, address: Any, cuts: list[int] = [], flip: int = 0, flip_request: int = 0) -> None:  # noqa: B006
+        self._address, self._cuts, self._flips = tuple(address), list(cuts), (flip_request, flip)
         self.connections = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = self._socket.getsockname()
@@ -218,8 +218,8 @@ class Proxy:
                 self.connections += 1
                 server = socket.create_connection(self._address)
                 limit = self._cuts.pop(0) if self._cuts else 2**60
-                flip, self._flip = self._flip, 0
-                pairs = ((client, server, 2**60, 0), (server, client, limit, flip))
+                flips, self._flips = self._flips, (0, 0)
+                pairs = ((client, server, 2**60, flips[0]), (server, client, limit, flips[1]))
                 for pair in pairs:
                     threading.Thread(target=self._forward, args=pair, daemon=True).start()
 
@@ -264,6 +264,40 @@ def test_a_hundred_random_cuts_and_flips_leave_only_published_weights(
         engine.swap(trainer.publish(draw.choice([0.01, 0.1, 1.0])))
         assert engine.serves(trainer.parameters)
         proxy.close()
+
+
+@pytest.mark.parametrize("direction", ["flip", "flip_request"])
+def test_a_flipped_byte_anywhere_is_noticed_and_answered_by_a_new_connection(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a nonce, a length, a request, an answer, the header, a frame, the end, or a MAC of these."""
+    monkeypatch.setattr(frames, "RETRY_S", 0.0)
+    stream, found = frames.Stream({"state": 7}), set[int]()
+    for frame in (b"\0first", b"\0second"):
+        stream.add(frame)
+    stream.end()
+    server = frames.FrameServer("127.0.0.1", b"secret", lambda request: ({}, stream))
+    for flip in range(1, 400):
+        proxy, into = Proxy(server.address, **{direction: flip}), frames.Stream()
+        frames.fetch(proxy.address, b"secret", {"state": 7}, into, 10.0)
+        assert into.header == {"state": 7} and list(into.frames()) == list(stream.frames())
+        found.add(proxy.connections)
+        proxy.close()
+        if proxy.connections == 1:  # past the last byte
+            break
+    assert found == {1, 2} and flip > 100
+    server.close()
+
+
+def test_a_frame_may_take_longer_than_the_limit_of_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "SILENCE_S", 1.0)
+    trainer = Trainer(tmp_path, "--sync.max_mb_per_s=0.03")
+    proxy, began = Proxy(trainer.info["address"]), time.monotonic()
+    engine = Engine(trainer.info | {"address": proxy.address})
+    engine.swap(trainer.publish())
+    assert engine.serves(trainer.parameters) and time.monotonic() - began > 1.5 and proxy.connections == 1
+    proxy.close()
+    trainer.sender.close()
 
 
 def swap_at_once(engines: list[Engine], handle: PublishHandle) -> list[float]:
@@ -355,7 +389,7 @@ def test_a_client_without_the_secret_gets_nothing(trainer: Trainer) -> None:
     handle = trainer.publish()
     stranger = Engine(trainer.info | {"secret": "00" * 32}, 2)
     into = frames.Stream()
-    with pytest.raises(TimeoutError, match=r"does not have the secret|ended"):
+    with pytest.raises(TimeoutError, match=r"does not have the secret|ended|reset"):
         frames.fetch(stranger.receiver._server, bytes(32), {"state": 1, "base": None}, into, 0.0)
     assert into.header is None and not len(into)
     for data in (b"", b"\xff" * 8, b"GET / HTTP/1.1\r\n\r\n", bytes(100)):

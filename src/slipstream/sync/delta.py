@@ -56,7 +56,7 @@ from slipstream.sync.link import (
 
 MIN_FRAME, MAX_FRAME = 2**16, 2**22  # bytes before compression
 FRAMES = 64  # of a stream, so that a chain of receivers is hardly slower than one
-SILENCE_LIMIT_S = 60.0  # without a frame: the transfer of a version fails
+SILENCE_LIMIT_S = 60.0  # without a byte: the transfer of a version fails
 COMPRESSION = 2e8  # bytes per second of the fastest network on which compression is tried
 Entry = tuple[str, int]  # name of a parameter that is sent whole, or "" for the changes of all others; bytes
 
@@ -179,7 +179,8 @@ class DeltaSender(Sender):
             parts = [self._steps[n] for n in range(base + 1, self._state + 1)]
             steps, payloads = [entries for entries, _ in parts], [p for _, payloads in parts for p in payloads]
         stream = Stream({"base": base, "state": self._state, "steps": steps})
-        rate = median(self._rates.values()) if self._rates else 0.0
+        rates = [rate for rate in self._rates.values() if rate]  # 0: unknown
+        rate = median(rates) if rates else 0.0
         threading.Thread(target=_add_frames, args=(stream, payloads, rate), name="delta", daemon=True).start()
         return stream
 

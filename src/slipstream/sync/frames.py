@@ -1,14 +1,15 @@
 """Streams of frames over TCP: served to authenticated clients, fetched with resumption, and passed on while they come.
 
-Both ends of a connection prove that they have the shared secret before anything else is read. Messages are JSON and
-frames of bytes, never pickles. Each frame carries a digest keyed with the secret; a client asks for a damaged frame, or
-for the rest after a broken connection, again.
+Messages are JSON and frames of bytes, never pickles. Each carries a MAC, whose key both ends derive from the shared
+secret; nothing is parsed before its MAC is verified. After a damaged message or a broken connection a client connects
+again, and asks for the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import json
 import os
 import socket
@@ -20,10 +21,11 @@ from typing import Any
 
 from slipstream.errors import InvalidInput
 
-LARGEST = 2**28  # bytes of a message
 DIGEST, NONCE = 16, 32  # bytes
+JSON = b"{"  # first byte of a message that is no frame
+MORE = getattr(socket, "MSG_MORE", 0)  # more of the message follows
 LENGTH = struct.Struct("<Q")
-SILENCE_S = 20.0  # after which a connection counts as broken
+SILENCE_S = 20.0  # without a byte, after which a connection counts as broken
 RETRY_S = 0.2
 FAILURES = (OSError, EOFError, ValueError)  # of a connection or its data: try again
 Address = tuple[str, int]
@@ -46,6 +48,8 @@ class Stream:
         self.header = header
         self._frames: list[bytes] = []
         self._ended = ""  # "complete" or the reason of a failure
+        self.size = self._reached = 0  # bytes of the frames, and with the part of the next one
+        self.progressed = 0.0  # time of the last further byte
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -53,11 +57,6 @@ class Stream:
     @property
     def ended(self) -> bool:
         return bool(self._ended)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the frames so far."""
-        return sum(map(len, self._frames))
 
     def begin(self, header: dict[str, Any]) -> None:
         with self._changed:
@@ -67,7 +66,13 @@ class Stream:
     def add(self, frame: bytes) -> None:
         with self._changed:
             self._frames.append(frame)
+            self.size += len(frame)
             self._changed.notify_all()
+
+    def reach(self, part: int) -> None:
+        """Record progress: so many bytes of the next frame have arrived, unless they had arrived before."""
+        if self.size + part > self._reached:
+            self._reached, self.progressed = self.size + part, time.monotonic()
 
     def end(self, failure: str = "") -> None:
         """No more frames follow. Readers raise `Refused` with the failure, if any."""
@@ -104,8 +109,9 @@ class Stream:
 class Limiter:
     """Limits the bytes per second of all connections of a server together; 0: no limit."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float = 0.0) -> None:
         self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
+        self.slice = max(1, int(rate / 10)) if rate else 2**62  # bytes between two waits: some move in every second
 
     def wait(self, size: int) -> None:
         if not self._rate:
@@ -152,9 +158,9 @@ class FrameServer:
 
     def _serve(self, connected: socket.socket) -> None:
         """Answer one client. It may break off at any point, or be no client of ours."""
-        with contextlib.suppress(*FAILURES), Channel(connected) as connection:
+        with contextlib.suppress(*FAILURES), Channel(connected, self._limiter) as connection:
             connection.authenticate(self._secret, b"server", b"client")
-            request = json.loads(connection.recv_bytes())
+            request = json.loads(bytes(connection.recv_bytes()))
             try:
                 answer, stream = self._find(request)
                 _send(connection, answer)
@@ -167,11 +173,10 @@ class FrameServer:
                 _send(connection, {"refused": str(error) or type(error).__name__})
 
     def _send_frames(self, connection: Channel, stream: Stream, start: int) -> None:
-        for number, frame in enumerate(stream.frames(start), start):
-            self._limiter.wait(len(frame))
-            connection.send_bytes(_digest(self._secret, number, frame), frame)
+        for frame in stream.frames(start):
+            connection.send_bytes(frame)
             self.sent += len(frame)
-        connection.send_bytes(b"")
+        _send(connection, {})
 
 
 def fetch(server: Address, secret: bytes, request: Request, into: Stream, limit: float) -> None:
@@ -179,9 +184,9 @@ def fetch(server: Address, secret: bytes, request: Request, into: Stream, limit:
 
     Frames are added to `into` as they come. A broken connection is made again, and continues after the last whole
     frame; if a peer fails, the server sends the rest. Raises `Refused`, or `TimeoutError` after `limit` seconds without
-    a frame.
+    progress, which is any further byte of the stream.
     """
-    last, known, direct = time.monotonic(), len(into), False
+    direct, began = False, time.monotonic()
     while not into.ended:
         try:
             peer = _fetch_from(server, secret, {**request, "direct": direct}, into)
@@ -194,10 +199,8 @@ def fetch(server: Address, secret: bytes, request: Request, into: Stream, limit:
                 return
         except FAILURES as error:
             direct = True
-            if len(into) > known:
-                last, known = time.monotonic(), len(into)
-            if time.monotonic() - last > limit:
-                raise TimeoutError(f"no frame from {server[0]}:{server[1]} for {limit:.3g} s: {error}") from None
+            if time.monotonic() - max(began, into.progressed) > limit:
+                raise TimeoutError(f"no byte from {server[0]}:{server[1]} for {limit:.3g} s: {error}") from None
             time.sleep(RETRY_S)
 
 
@@ -214,16 +217,18 @@ def _fetch_from(address: Address, secret: bytes, request: Request, into: Stream)
             into.begin(header)
         elif into.header != header:
             raise Refused("the stream was replaced while it was read")
-        while message := connection.recv_bytes():
-            digest, frame = message[:DIGEST], bytes(memoryview(message)[DIGEST:])
-            if not hmac.compare_digest(digest, _digest(secret, len(into), frame)):
-                raise ValueError(f"frame {len(into)} is damaged")
-            into.add(frame)
+        while (message := connection.recv_bytes(into.reach))[:1] != JSON:
+            into.add(bytes(message))
+        _parse(message)
     return None
 
 
 def _receive(connection: Channel) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(connection.recv_bytes())
+    return _parse(connection.recv_bytes())
+
+
+def _parse(data: memoryview) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(bytes(data))
     if "refused" in message:
         raise Refused(message["refused"])
     return message
@@ -233,24 +238,19 @@ def _send(connection: Channel, message: dict[str, Any]) -> None:
     connection.send_bytes(json.dumps(message).encode())
 
 
-def _digest(secret: bytes, number: int, frame: bytes) -> bytes:
-    digest = hmac.new(secret, struct.pack("<Q", number), "sha256")
-    digest.update(frame)
-    return digest.digest()[:DIGEST]
-
-
 class Channel:
-    """Messages over a connected socket: a length and that many bytes. Calls fail after `SILENCE_S`.
+    """Authenticated messages over a connected socket. Calls fail after `SILENCE_S` without a byte.
 
-    A message is read by one system call, since a thread waits for the interpreter's lock after each.
+    A message is its length and its bytes, each with a MAC over it and the number of such parts before it. The keys are
+    of this connection and direction, so a part that is damaged, left out, repeated or of another connection is refused.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, limiter: Limiter | None = None) -> None:
         connected.settimeout(None)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(SILENCE_S), 0))
-        self._socket = connected
+        self._socket, self._limiter = connected, limiter or Limiter()
 
     def __enter__(self) -> Channel:
         return self
@@ -259,30 +259,54 @@ class Channel:
         self._socket.close()
 
     def authenticate(self, secret: bytes, own: bytes, other: bytes) -> None:
-        """Prove to the other end that this one has the secret, and the reverse. Raises `PermissionError`.
+        """Derive the keys of both directions from the secret and a nonce of each end.
 
-        `own` and `other` name the roles of the ends, so that no answer can be sent back as the other's.
+        `own` and `other` name the roles of the ends. An end without the secret fails at the first message.
         """
-        challenge = os.urandom(NONCE)
-        self.send_bytes(challenge)
-        received = self.recv_bytes(NONCE)
-        self.send_bytes(hmac.digest(secret, own + received + challenge, "sha256"))
-        if not hmac.compare_digest(self.recv_bytes(NONCE), hmac.digest(secret, other + challenge + received, "sha256")):
-            raise PermissionError("the other end does not have the secret")
+        nonce = os.urandom(NONCE)
+        self._socket.sendall(nonce)
+        nonces = {own: nonce, other: bytes(self._read(NONCE))}
+        both = b"".join(nonces[role] for role in sorted(nonces))
+        self._sent, self._received = (_Mac(hmac.digest(secret, role + both, "sha256")) for role in (own, other))
 
-    def send_bytes(self, *parts: bytes) -> None:
-        self._socket.sendall(LENGTH.pack(sum(map(len, parts))))
-        for part in parts:
-            self._socket.sendall(part)
+    def send_bytes(self, message: bytes) -> None:
+        length, view = LENGTH.pack(len(message)), memoryview(message)
+        self._socket.sendall(length + self._sent(length), MORE)
+        for at in range(0, len(view), self._limiter.slice):
+            part = view[at : at + self._limiter.slice]
+            self._limiter.wait(len(part))
+            self._socket.sendall(part, MORE)
+        self._socket.sendall(self._sent(message))
 
-    def recv_bytes(self, largest: int = LARGEST) -> bytearray:
-        size: int = LENGTH.unpack(self._read(LENGTH.size))[0]
-        if size > largest:
-            raise ValueError(f"a message of {size} bytes")
-        return self._read(size)
+    def recv_bytes(self, progress: Callable[[int], None] = lambda size: None) -> memoryview:
+        """The next message. `progress` is called with the bytes of it so far. Raises `PermissionError` if damaged."""
+        return self._open(LENGTH.unpack(self._open(LENGTH.size))[0], progress)
 
-    def _read(self, size: int) -> bytearray:
-        found = bytearray(size)
-        if size and self._socket.recv_into(found, size, socket.MSG_WAITALL) < size:
-            raise EOFError("the connection ended")
+    def _open(self, size: int, progress: Callable[[int], None] = lambda size: None) -> memoryview:
+        data = memoryview(self._read(size + DIGEST, progress))
+        if not hmac.compare_digest(data[size:], self._received(data[:size])):
+            raise PermissionError("a message was damaged on its way, or the other end does not have the secret")
+        return data[:size]
+
+    def _read(self, size: int, progress: Callable[[int], None] = lambda size: None) -> bytearray:
+        """So many bytes, by few system calls, since a thread waits for the interpreter's lock after each."""
+        found, at = bytearray(size), 0
+        while at < size:
+            received = self._socket.recv_into(memoryview(found)[at:], size - at, socket.MSG_WAITALL)
+            if not received:
+                raise EOFError("the connection ended")
+            at += received
+            progress(at)
         return found
+
+
+class _Mac:
+    """MACs of consecutive parts under one key."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._numbers = key, itertools.count()
+
+    def __call__(self, part: bytes | memoryview) -> bytes:
+        mac = hmac.new(self._key, LENGTH.pack(next(self._numbers)), "sha256")
+        mac.update(part)
+        return mac.digest()[:DIGEST]

@@ -773,6 +773,20 @@ def test_a_claim_lasts_until_its_release_or_the_end_of_its_lease(monkeypatch: py
     assert not claim("b", True) and claim("a", False)
 
 
+def test_a_worker_that_connects_again_closes_its_earlier_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = vllm_worker.WorkerMethods()
+    worker._slipstream_validated, worker._slipstream_tokens = True, None  # type: ignore[attr-defined]
+    worker.model_runner, worker.vllm_config, worker.rank = Mock(), Mock(), 0
+    worker.model_runner.get_model().modules.return_value = ()
+    worker.model_runner.parallel_config.tensor_parallel_size = 1
+    ends = [Mock(), Mock()]
+    monkeypatch.setattr(vllm_worker, "map_parameters", lambda *_: {})
+    monkeypatch.setattr(vllm_worker, "ServedWeights", Mock(side_effect=ends))
+    for _ in ends:
+        worker.slipstream_connect("delta", {"shapes": {}}, 1)
+    assert ends[0].close.called and not ends[1].close.called
+
+
 @pytest.mark.parametrize(
     ("method", "arguments", "doing"),
     [("prepare", ({},), "get a version of the weights"), ("checksums", (["w"],), "add up its weights"),

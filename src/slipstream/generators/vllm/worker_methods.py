@@ -182,6 +182,8 @@ class WorkerMethods:
         if not getattr(self, "_slipstream_validated", False):  # later the weights may be those of a run
             _validate_layout(self.model_runner, shards)
             self._slipstream_validated = True
+        if hasattr(self, "_slipstream"):
+            self._slipstream.close()
         if link == "nccl_direct":
             self._slipstream = BlockingWeights(NcclDirectReceiver(connection_info, self, rank), shards)
         else:
