@@ -115,6 +115,7 @@ def test_a_worker_that_died_between_two_scores_costs_one_at_most(rewards: str) -
         with pytest.raises(ScoringError) as failure:
             await pool.score(TASK, completion("2"))
         assert failure.value.reason == "reward process died"
+        assert "its process down: reward worker died (it has no log): It was killed by SIGKILL" in str(failure.value)
         assert await pool.score(TASK, completion("2")) == 0.0
         await pool.close()
 

@@ -66,6 +66,8 @@ def test_the_death_of_a_rank_ends_the_call_of_all_ranks_at_once(tiny: Path, tmp_
 class Rank:
     """A process whose one call ends with a given result or error, or never."""
 
+    dying = False
+
     def __init__(self, outcome: Any) -> None:
         self.name, self.dead, self.killed, self._outcome = "trainer", None, False, outcome
 

@@ -27,6 +27,7 @@ from slipstream.config.schema import RuntimeConfig
 from slipstream.errors import UserError
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, float32_array, int32_array
 from slipstream.runtime.process import Launch, LocalProcess, process_group_alive
+from slipstream.runtime.rank_group import DEATH_DETECTION_S, detect_death
 from slipstream.runtime.worker import Worker, WorkerDied, WorkerError, handle, large_arguments, succeeded
 from slipstream.runtime.worker_process import WorkerProcess, pickle_in_pieces, supervise
 
@@ -85,6 +86,12 @@ class Echo(Worker):
     async def die(self) -> None:
         print("last words", flush=True)
         os._exit(7)
+
+    async def die_late(self, seconds: float) -> None:
+        """End the connection, and be killed some seconds later."""
+        socket.socket(fileno=int(sys.argv[1])).shutdown(socket.SHUT_RDWR)
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     async def only_here(self) -> OnlyHere:
         return OnlyHere()
@@ -230,6 +237,19 @@ def test_death_fails_every_pending_call_with_the_log(tmp_path: Path) -> None:
                 await asyncio.wait_for(call, 10)
         with pytest.raises(WorkerDied):
             await echo.echo("anyone?")
+
+    run(body, tmp_path)
+
+
+def test_a_death_is_reported_with_its_exit_status_however_late(tmp_path: Path) -> None:
+    """A process that frees gigabytes or GPUs has no connection any more, and no exit status yet."""
+
+    async def body(process: WorkerProcess, echo: Echo) -> None:
+        call = asyncio.ensure_future(echo.die_late(2 * DEATH_DETECTION_S))
+        dead = await detect_death([process])
+        assert dead and "It was killed by SIGKILL" in str(dead)
+        with pytest.raises(WorkerDied, match="It was killed by SIGKILL"):
+            await call
 
     run(body, tmp_path)
 

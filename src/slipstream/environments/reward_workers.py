@@ -21,7 +21,7 @@ from slipstream.environments.base import InvalidReward, Task, as_reward
 from slipstream.errors import UserError
 from slipstream.generators.pausable_clock import Clock
 from slipstream.rollout import Completion, Rollout
-from slipstream.runtime.worker import Worker, WorkerDied, WorkerError, handle, succeeded
+from slipstream.runtime.worker import Worker, WorkerDied, WorkerError, describe_death, handle, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 
 TRACEBACK_LINES = 8
@@ -164,8 +164,9 @@ class RewardWorkerPool:
         except TimeoutError:
             slow = f"the reward took longer than {self._timeout:g} s; see the time limits in the configuration"
             raise ScoringError("reward time limit", slow) from None
-        except WorkerDied:
-            raise ScoringError("reward process died", "the reward function took its process down") from None
+        except WorkerDied as died:
+            why = f"the reward function took its process down: {describe_death(died)}"
+            raise ScoringError("reward process died", why) from None
         finally:
             if worker and not reusable:  # it may still compute an abandoned score
                 self._end(worker)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 NOT_PLACED = "It was not placed within"  # begins the reason of a process that no node of a cluster could hold
-EXIT_STATUS_S = 0.2  # in which the exit status of a process becomes known after its connection ended
+EXIT_STATUS_S = 10.0  # in which the exit status of a process becomes known after its connection ended
 TERMINATION_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
 

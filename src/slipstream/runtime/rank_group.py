@@ -40,6 +40,11 @@ class RankGroup:
         """The error of the first rank that died, or None."""
         return next((process.dead for process in self.processes if process.dead), None)
 
+    @property
+    def dying(self) -> bool:
+        """Whether the connection to a rank ended."""
+        return any(process.dying for process in self.processes)
+
     async def start(self, kind: type[W], reference: str, *arguments: Any) -> W:
         """As `WorkerProcess.start`, in all ranks. Rendezvous addresses are in the environment of each rank."""
         await asyncio.gather(*(process.start(kind, reference, *arguments) for process in self.processes))
@@ -73,7 +78,9 @@ class RankGroup:
 async def detect_death(ends: Sequence[Any]) -> WorkerDied | None:
     """The death of a worker that has died or dies soon: it may have caused the failure of another worker."""
     last = time.monotonic() + DEATH_DETECTION_S
-    while not (dead := next((end.dead for end in ends if end.dead), None)) and time.monotonic() < last:
+    while not (dead := next((end.dead for end in ends if end.dead), None)):
+        if time.monotonic() > last and not any(end.dying for end in ends):
+            break
         await asyncio.sleep(DEATH_DETECTION_S / 20)
     return dead
 

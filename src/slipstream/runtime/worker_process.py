@@ -91,6 +91,7 @@ class WorkerProcess:
         self._outgoing: list[tuple[int, str | None, bytes | Large]] = []
         self._writer: queue.SimpleQueue[list[tuple[int, str | None, bytes | Large]] | None] = queue.SimpleQueue()
         self.dead: WorkerDied | None = None
+        self.dying = False  # its connection ended; `dead` is set once the exit status is known
         self.ended = asyncio.Event()  # set with `dead`
         self.process: Process | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -234,6 +235,7 @@ class WorkerProcess:
                     self._in_loop(self._receive, *answer)
         except (EOFError, OSError):
             if not self.dead and self.process:
+                self.dying = True
                 why = f"{self.name} died ({self._where})\n{self.process.describe_end()}{self.log_tail()}".rstrip()
                 self._in_loop(self._die, why)
         except Exception as error:  # such as a class that can't be unpickled here

@@ -53,6 +53,7 @@ class Server:
         self.name = self._client.name
         self.ranks = self.max_num_seqs = 0
         self.dead: WorkerDied | None = None
+        self.dying = False  # it has no connection that ends first
         self.heartbeats = None  # requests have their own time limits
         self.ended = asyncio.Event()
         self._config = config
