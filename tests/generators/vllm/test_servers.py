@@ -774,6 +774,9 @@ def test_a_claim_lasts_until_its_release_or_the_end_of_its_lease(monkeypatch: py
 
 
 def test_a_worker_that_connects_again_closes_its_earlier_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from slipstream.generators.vllm import worker_methods as vllm_worker
+
     worker = vllm_worker.WorkerMethods()
     worker._slipstream_validated, worker._slipstream_tokens = True, None  # type: ignore[attr-defined]
     worker.model_runner, worker.vllm_config, worker.rank = Mock(), Mock(), 0
