@@ -437,7 +437,7 @@ def test_a_taken_port_is_reported_while_receivers_connect(monkeypatch: pytest.Mo
     def listen(port: int) -> socket.socket:
         door = socket.socket()
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind((nccl_direct.HOST, port))
+        door.bind((nccl_direct.LOOPBACK, port))
         door.listen()
         return door
 
@@ -445,10 +445,10 @@ def test_a_taken_port_is_reported_while_receivers_connect(monkeypatch: pytest.Mo
     senders = [nccl_direct.NcclDirectSender({}, config_of(torch.float32), tmp_path, 1) for _ in range(2)]
     good, bad = senders
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind((nccl_direct.HOST, good._port))
+        other.bind((nccl_direct.LOOPBACK, good._port))
     with listen(bad._port):
         offers = [sender.connection_info() for sender in senders]
-        assert offers[0]["master_port"] != offers[1]["master_port"]
+        assert offers[0]["gate"]["port"] != offers[1]["gate"]["port"]
         good._group.result(10).close()
         good.check_connection()
         bad._group.exception(10)

@@ -17,6 +17,7 @@ from slipstream.environments.episode import first_error
 from slipstream.generators.base import EngineWorker
 from slipstream.generators.pool import EngineReplica, GeneratorPool, Start
 from slipstream.generators.vllm.servers import Server
+from slipstream.runtime.addresses import link_environment
 from slipstream.runtime.closing import close_at_once, closing
 from slipstream.runtime.placement import GpuLocks, Placement, gpus_of_engine, place, resolve_auto
 from slipstream.runtime.rank_group import RankGroup, trainer_process
@@ -179,7 +180,7 @@ class Cluster:
 
 def new_trainer(config: Config, directory: Path, placement: Placement) -> WorkerProcess | RankGroup:
     """The trainer's processes, not started."""
-    return trainer_process(directory, placement, config.trainer.ranks, config.runtime)
+    return trainer_process(directory, placement, config.trainer.ranks, config.runtime, link_environment(config))
 
 
 async def start_trainer(trainer: WorkerProcess | RankGroup, config: Config, directory: Path) -> None:
@@ -206,7 +207,7 @@ async def start_generators(
         role, log = f"generator {number}", directory / "logs" / f"generator_{number}.log"
         gpus = gpus_of_engine(placement, number, assignable_gpus(config, number))
         launcher = current_runtime().launcher(role, gpus)
-        process = WorkerProcess(role, log, launcher, limits=config.runtime)
+        process = WorkerProcess(role, log, launcher, link_environment(config), config.runtime)
 
         async def start() -> None:
             async with locks.hold(gpus):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,13 +86,15 @@ async def detect_death(ends: Sequence[Any]) -> WorkerDied | None:
 
 
 def trainer_process(
-    directory: Path, placement: Placement, ranks: int, limits: RuntimeConfig | None = None
-) -> WorkerProcess | RankGroup:
-    """The trainer's process, or one for each rank, with its GPU and the variables that `torchrun` sets."""
+    directory: Path, placement: Placement, ranks: int, limits: RuntimeConfig | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> WorkerProcess | RankGroup:  # fmt: skip
+    """The trainer's process, or one for each rank, with its GPU, these variables and those that `torchrun` sets."""
     runtime, processes = current_runtime(), []
     store = private_store(runtime.address) if ranks > 1 else None
     for rank in range(ranks):
-        environment = {
+        environment = dict(variables or {})
+        environment |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": runtime.address, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         } if store else {}  # fmt: skip

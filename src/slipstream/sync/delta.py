@@ -28,7 +28,7 @@ from torch import Tensor
 from slipstream.config.schema import Config
 from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
-from slipstream.runtime.addresses import own_address
+from slipstream.runtime.addresses import address_towards, own_address
 from slipstream.sync.changes import (
     Changes,
     ElementSpace,
@@ -201,7 +201,7 @@ class DeltaReceiver(Receiver):
         self._sums: dict[str, int] = {}
         self._next: tuple[int, dict[str, int]] = 0, {}  # the same of the version that is prepared
         self._incoming: tuple[Request, Stream] | None = None  # the last stream, which another receiver may read
-        self._relay = FrameServer(own_address(), self._secret, self._find)
+        self._relay = FrameServer(address_towards(self._server[0]), self._secret, self._find)
 
     def attach(self, shards: Mapping[str, ParameterShard]) -> None:
         """The tensors into which the engine copies versions. Raises `InvalidInput` if they can't be updated."""

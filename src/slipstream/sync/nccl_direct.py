@@ -1,7 +1,7 @@
 """The `nccl_direct` link: vLLM's weight transfer engine, which pauses an engine during the whole transfer.
 
-It needs no staging memory: use it if GPU memory is too small for `nccl`. Trainer and engines are on one host, and the
-trainer needs vLLM. The model needs a mapping from the trainer's to vLLM's names, since checksums are compared.
+It needs no staging memory: use it if GPU memory is too small for `nccl`. The trainer needs vLLM. Ranks meet through a
+`rendezvous`. The model needs a mapping from the trainer's to vLLM's names, since checksums are compared.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from slipstream.config.schema import Config, ConfigError
 from slipstream.errors import InvalidInput, UserError
 from slipstream.model.device import dtype_of
+from slipstream.runtime.addresses import own_address
 from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, shapes_of
-
-HOST = "127.0.0.1"
+from slipstream.sync.rendezvous import LOOPBACK, Gate, open_tunnel
 
 
 class NcclDirectSender(Sender):
@@ -35,19 +35,21 @@ class NcclDirectSender(Sender):
         # Reserve the port: other processes can't bind it, but vLLM can, since it sets SO_REUSEADDR too.
         self._port_reservation = socket.socket()
         self._port_reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._port_reservation.bind((HOST, 0))
+        self._port_reservation.bind((LOOPBACK, 0))
         self._port = self._port_reservation.getsockname()[1]
+        self._gate = Gate(own_address(), self._port)
         self._thread = ThreadPoolExecutor(1)
 
     def connection_info(self) -> ConnectionInfo:
-        address = {"master_address": HOST, "master_port": self._port, "world_size": self._ranks}
+        address = {"master_address": LOOPBACK, "master_port": self._port, "world_size": self._ranks}
         # In a thread: the call returns when all receivers have joined.
         self._group = self._thread.submit(self._open, address)
-        return {**address, "shapes": shapes_of(self._parameters), "dtype": str(self._dtype).removeprefix("torch.")}
+        dtype = str(self._dtype).removeprefix("torch.")
+        return {"gate": self._gate.info, "ranks": self._ranks, "shapes": shapes_of(self._parameters), "dtype": dtype}
 
     def check_connection(self) -> None:
         if self._group.done() and (error := self._group.exception()):
-            where = f'its end of sync.link = "nccl_direct" at {HOST}:{self._port}'
+            where = f'its end of sync.link = "nccl_direct" at {LOOPBACK}:{self._port}'
             raise UserError(f"the trainer can't open {where}: {error}") from error
 
     def stage(self, version: int) -> PublishHandle:
@@ -60,6 +62,7 @@ class NcclDirectSender(Sender):
 
     def close(self) -> None:
         self._port_reservation.close()
+        self._gate.close()
         self._thread.shutdown(wait=False)
 
 
@@ -69,8 +72,10 @@ class NcclDirectReceiver:
     rebindable = False
 
     def __init__(self, connection_info: ConnectionInfo, worker: Any, rank: int) -> None:
-        self._worker = worker
-        address = {name: connection_info[name] for name in ("master_address", "master_port", "world_size")}
+        self._worker, self._tunnel = worker, open_tunnel(connection_info["gate"])
+        address = {
+            "master_address": LOOPBACK, "master_port": self._tunnel.port, "world_size": connection_info["ranks"],
+        }  # fmt: skip
         shapes = connection_info["shapes"]
         update = {
             "names": list(shapes), "shapes": list(shapes.values()),
@@ -84,6 +89,9 @@ class NcclDirectReceiver:
         self._worker.start_weight_update()
         self._worker.update_weights(self._update)
         self._worker.finish_weight_update()
+
+    def close(self) -> None:
+        self._tunnel.close()
 
 
 class NcclDirect:

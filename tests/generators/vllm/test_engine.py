@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -623,19 +623,28 @@ def test_the_transfer_description_matches_the_vllm_release() -> None:
 
 
 def test_vllm_opens_the_port_reserved_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By vLLM's own rendezvous, with one process here, and the port is reserved until then."""
+    """By vLLM's own rendezvous, the port is reserved until then, and a receiver meets the trainer through its gate."""
+    from vllm.distributed.utils import StatelessProcessGroup
 
-    def opened(address: dict[str, Any]) -> Any:
-        from vllm.distributed.utils import StatelessProcessGroup
+    def opened(address: dict[str, Any], rank: int = 0) -> Any:
+        return StatelessProcessGroup.create(address["master_address"], address["master_port"], rank, 2)
 
-        return StatelessProcessGroup.create(address["master_address"], address["master_port"], 0, 1)
+    def join(worker: SimpleNamespace, address: dict[str, Any]) -> None:
+        worker.group = opened(address, address["rank_offset"])
 
     monkeypatch.setattr(nccl_direct, "import_transfer", lambda: (opened, None))
+    monkeypatch.setattr(nccl_direct, "packed_options", lambda engine, *options: options)
     config = load_config(None, ["--model.path=m", "--environment.name=e"])
-    sender = nccl_direct.NcclDirectSender({}, config, tmp_path, 0)
+    sender = nccl_direct.NcclDirectSender({}, config, tmp_path, 1)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind((nccl_direct.HOST, sender._port))
-    port = sender.connection_info()["master_port"]
-    assert sender._group.result(60).store.port == port
+        other.bind((nccl_direct.LOOPBACK, sender._port))
+    info, worker = sender.connection_info(), SimpleNamespace(weight_transfer_engine=None)
+    worker.init_weight_transfer_engine = partial(join, worker)
+    receiver = nccl_direct.NcclDirectReceiver(info, worker, 1)
+    trainer = sender._group.result(60)
+    assert trainer.store.port == sender._port != worker.group.store.port
+    trainer.send_obj({"met": True}, 1)
+    assert worker.group.recv_obj(0) == {"met": True}
     sender.check_connection()
+    receiver.close()
     sender.close()

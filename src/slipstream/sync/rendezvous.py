@@ -1,0 +1,121 @@
+"""Rendezvous of a group across hosts: a store at the trainer's loopback address, behind authenticated tunnels.
+
+torch's store answers anyone who connects, and vLLM reads pickles from it. So it listens at the loopback address. A
+`Gate` beside it, at an address that other hosts reach, passes connections on to it whose clients prove that they have
+the link's secret. Each receiver opens a tunnel: a loopback port of its own host that leads to the gate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.errors import InvalidInput
+from slipstream.sync.frames import RETRY_S, Channel
+
+LOOPBACK = "127.0.0.1"
+CONNECT_TIMEOUT_S = 20.0  # of a receiver to the gate
+STORE_TIMEOUT_S = 60.0  # for the store to listen
+BYTES = 2**16  # read at once
+
+
+class Relay:
+    """Listens at a free port of `address`. Bytes of each client pass to and from the socket that `connect` returns."""
+
+    def __init__(self, address: str, connect: Callable[[socket.socket], socket.socket]) -> None:
+        self._connect, self._socket = connect, socket.create_server((address, 0), backlog=256)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more connections. Those that exist end with either end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while self._socket.fileno() >= 0:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:  # closed, or too many open files
+                time.sleep(RETRY_S)
+                continue
+            threading.Thread(target=self._serve, args=(client,), name="rendezvous", daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """Pass bytes on until one end closes."""
+        with client, contextlib.suppress(OSError, EOFError, ValueError), self._connect(client) as other:
+            back = threading.Thread(target=_copy, args=(other, client), name="rendezvous", daemon=True)
+            back.start()
+            _copy(client, other)
+            back.join()
+
+
+class Gate(Relay):
+    """Leads clients that have `secret` to the port of a store at this host's loopback address."""
+
+    def __init__(self, address: str, store: int) -> None:
+        self._secret, self._store = secrets.token_bytes(32), store
+        self._address = address
+        super().__init__(address, self._admit)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What `open_tunnel` needs, as plain data."""
+        return {"host": self._address, "port": self.port, "secret": self._secret.hex()}
+
+    def _admit(self, client: socket.socket) -> socket.socket:
+        Channel(client).authenticate(self._secret, b"gate", b"tunnel")
+        last = time.monotonic() + STORE_TIMEOUT_S
+        while True:  # vLLM opens its store later than the gate
+            try:
+                return _without_timeout(socket.create_connection((LOOPBACK, self._store)), client)
+            except ConnectionRefusedError:
+                if time.monotonic() > last:
+                    raise
+                time.sleep(RETRY_S)
+
+
+def open_tunnel(gate: dict[str, Any]) -> Relay:
+    """A loopback port that leads to the gate's store. Raises `InvalidInput` if the gate does not admit this process."""
+
+    def connect(client: socket.socket | None = None) -> socket.socket:
+        other = socket.create_connection((gate["host"], gate["port"]), CONNECT_TIMEOUT_S)
+        Channel(other).authenticate(bytes.fromhex(gate["secret"]), b"tunnel", b"gate")
+        return _without_timeout(other, client)
+
+    try:
+        connect().close()
+    except (OSError, EOFError) as error:
+        raise InvalidInput(
+            f"{socket.gethostname()} can't reach the trainer at {gate['host']}:{gate['port']} ({error}); set "
+            "sync.interface to the interface of their common network, and open all TCP ports between them"
+        ) from None
+    return Relay(LOOPBACK, connect)
+
+
+def _without_timeout(other: socket.socket, *more: socket.socket | None) -> socket.socket:
+    """Let reads and writes of these sockets wait without a limit: members of a group are silent between transfers."""
+    for one in filter(None, (other, *more)):
+        one.settimeout(None)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            one.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 0))
+    return other
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Copy bytes until the end of either socket, then end both."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(BYTES):
+            target.sendall(data)
+    for one in (source, target):
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)

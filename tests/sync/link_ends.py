@@ -1,0 +1,90 @@
+"""The two ends of a link in processes: python -m tests.sync.link_ends trainer|engine LINK DIRECTORY."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.config.loading import load_config
+from slipstream.generators.served_weights import ServedWeights
+from slipstream.sync.link import ParameterShard, find_link
+from tests.hosts import serve
+
+SHAPES = {"embed": (300, 64), "norm": (64,), "experts": (4, 24, 16), "head": (130, 64)}
+
+
+def weights(version: int) -> dict[str, torch.Tensor]:
+    """The weights of a version: a thousandth of them differ from the version before."""
+    torch.manual_seed(0)
+    found = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
+    for one in range(1, version + 1):
+        for tensor in found.values():
+            tensor.view(-1)[one % 7 :: 1000] += one
+    return found
+
+
+class Trainer:
+    """The sender, whose parameters are `weights` of the staged version."""
+
+    def __init__(self, link: str, directory: str) -> None:
+        self._kind, self._directory = find_link(link)[0], Path(directory)
+        self._parameters = {name: torch.nn.Parameter(tensor) for name, tensor in weights(0).items()}
+        flags = ["--model.path=m", "--environment.name=e", "--model.dtype=bfloat16"]
+        self._config = load_config(None, flags)
+        self._sender: Any = None
+
+    def open(self, receivers: int) -> Any:
+        if self._sender:
+            self._sender.close()
+        self._sender = self._kind(self._parameters, self._config, self._directory, receivers)
+        return self._sender.connection_info()
+
+    def stage(self, version: int) -> Any:
+        with torch.no_grad():
+            for name, tensor in weights(version).items():
+                self._parameters[name].copy_(tensor)
+        self._handle = self._sender.stage(version)
+        return self._handle
+
+    def send(self) -> None:
+        self._sender.send(self._handle)
+
+
+class Engine:
+    """Served weights that may be shards: `parts` engines hold one row range each of every matrix."""
+
+    def __init__(self, link: str) -> None:
+        self._link = link
+        self._weights: ServedWeights | None = None
+
+    def connect(self, info: Any, rank: int, part: int = 0, parts: int = 1) -> None:
+        if self._weights:
+            self._weights.close()
+        else:
+            self._index = {}
+            for name, shape in SHAPES.items():
+                rows = shape[0] // parts
+                split = len(shape) > 1 and parts > 1
+                self._index[name] = (slice(part * rows, (part + 1) * rows),) if split else ()
+            self._served = {name: torch.zeros(shape).bfloat16()[self._index[name]] for name, shape in SHAPES.items()}
+        shards = {name: ParameterShard(self._served[name], SHAPES[name], self._index[name]) for name in SHAPES}
+        self._weights = ServedWeights(self._link, info, shards, rank, rebind=False)
+
+    def publish(self, handle: Any) -> bool:
+        """Receive a version and swap. Returns whether the served weights are those of the version."""
+        assert self._weights
+        self._weights.prepare(handle)
+        while not self._weights.prepared():
+            time.sleep(0.001)
+        self._weights.apply()
+        wanted = weights(handle["version"])
+        return all(torch.equal(t, wanted[name][self._index[name]]) for name, t in self._served.items())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve(Trainer(*sys.argv[2:]) if sys.argv[1] == "trainer" else Engine(sys.argv[2]))
