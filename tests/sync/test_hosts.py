@@ -139,7 +139,7 @@ def test_a_store_is_reached_with_the_secret_alone(monkeypatch: pytest.MonkeyPatc
         with contextlib.suppress(ConnectionResetError):
             while data := stranger.recv(4096):
                 seen += data
-        assert len(seen) <= 8 + 32 + 8 + 32, "a challenge and an answer, and nothing of the store"
+        assert len(seen) <= 32 + 8 + 16 + 16, "a nonce and an empty message, and nothing of the store"
     gate.close()
     monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT_S", 2.0)
     with pytest.raises(InvalidInput, match="can't reach"):

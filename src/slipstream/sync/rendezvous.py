@@ -71,7 +71,7 @@ class Gate(Relay):
         return {"host": self._address, "port": self.port, "secret": self._secret.hex()}
 
     def _admit(self, client: socket.socket) -> socket.socket:
-        Channel(client).authenticate(self._secret, b"gate", b"tunnel")
+        _authenticate(client, self._secret, b"gate", b"tunnel")
         last = time.monotonic() + STORE_TIMEOUT_S
         while True:  # vLLM opens its store later than the gate
             try:
@@ -87,7 +87,7 @@ def open_tunnel(gate: dict[str, Any]) -> Relay:
 
     def connect(client: socket.socket | None = None) -> socket.socket:
         other = socket.create_connection((gate["host"], gate["port"]), CONNECT_TIMEOUT_S)
-        Channel(other).authenticate(bytes.fromhex(gate["secret"]), b"tunnel", b"gate")
+        _authenticate(other, bytes.fromhex(gate["secret"]), b"tunnel", b"gate")
         return _without_timeout(other, client)
 
     try:
@@ -98,6 +98,14 @@ def open_tunnel(gate: dict[str, Any]) -> Relay:
             "sync.interface to the interface of their common network, and open all TCP ports between them"
         ) from None
     return Relay(LOOPBACK, connect)
+
+
+def _authenticate(connected: socket.socket, secret: bytes, own: bytes, other: bytes) -> None:
+    """Exchange a message, whose MAC proves that the sender has the secret. Raises `PermissionError`."""
+    channel = Channel(connected)
+    channel.authenticate(secret, own, other)
+    channel.send_bytes(b"")
+    channel.recv_bytes()
 
 
 def _without_timeout(other: socket.socket, *more: socket.socket | None) -> socket.socket:

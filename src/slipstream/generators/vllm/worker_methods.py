@@ -174,8 +174,6 @@ class WorkerMethods:
 
     def slipstream_connect(self, link: str, connection_info: ConnectionInfo, rank: int) -> None:
         """Open this worker's end of a link. Raises `InvalidInput` for a model that can't be updated in place."""
-        if hasattr(self, "_slipstream"):  # of another trainer, or of a group that has changed
-            self.slipstream_close()
         self.slipstream_track_tokens()
         model = self.model_runner.get_model()
         for module in model.modules():
