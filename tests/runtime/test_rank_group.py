@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from slipstream.rollout import Sampling
+from slipstream.runtime.addresses import RANKS_FILE, own_address, private_store
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.rank_group import RankGroup, trainer_process
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
@@ -127,10 +128,26 @@ def test_the_error_of_a_rank_is_raised_while_others_wait_for_it() -> None:
     asyncio.run(main())
 
 
-def test_stores_of_ranks_and_links_listen_on_the_loopback_interface(tmp_path: Path) -> None:
+def test_ranks_on_one_host_meet_at_a_file_of_their_user(tmp_path: Path) -> None:
+    """No other user of the host can join the group. Ranks that are restarted get a new file."""
+
+    async def main() -> None:
+        first, second = (trainer_process(tmp_path, Placement(((),), ()), 2) for _ in range(2))
+        assert isinstance(first, RankGroup) and isinstance(second, RankGroup)
+        files = [process._launch.environment[RANKS_FILE] for ranks in (first, second) for process in ranks.processes]
+        assert files[0] == files[1] != files[2] == files[3]
+        private = Path(files[0]).parent
+        assert private.stat().st_mode & 0o777 == 0o700 and "MASTER_PORT" not in first.processes[0]._launch.environment
+        await asyncio.gather(first.stop(), second.stop())
+        assert not private.exists()
+
+    asyncio.run(main())
+
+
+def test_stores_of_links_listen_on_the_loopback_interface() -> None:
     """They listen on no other interface of the host."""
-    ranks: Any = trainer_process(tmp_path, Placement(((),), ()), 2)
-    port = f"{ranks._store.port:04X}"
+    store = private_store(own_address())
+    port = f"{store.port:04X}"
     tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     listening = [line.split()[1] for table in tables for line in table if line.split()[3] == "0A"]
     assert [address for address in listening if address.endswith(f":{port}")] == [f"0100007F:{port}"]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ADDRESS = "SLIPSTREAM_ADDRESS"  # environment variable: address of this worker for workers on other hosts
 INTERFACE = "SLIPSTREAM_INTERFACE"  # environment variable: `sync.interface`
+RANKS_FILE = "SLIPSTREAM_RANKS_FILE"  # environment variable: rendezvous file of trainer ranks on one host
 SIOCGIFADDR = 0x8915  # see netdevice(7)
 
 
@@ -77,7 +78,7 @@ def interface_of(address: str) -> str:
 
 
 def private_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """A rendezvous store at a free port of this address alone, for trainer ranks and the `nccl` link."""
+    """A rendezvous store at a free port of this address alone, for trainer ranks on Ray and the `nccl` link."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its import takes seconds
 
     listening = socket.create_server((address, 0))

@@ -7,12 +7,13 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from slipstream.config.schema import RuntimeConfig
-from slipstream.runtime.addresses import private_store
+from slipstream.runtime.addresses import RANKS_FILE, private_store
 from slipstream.runtime.placement import Placement
-from slipstream.runtime.runtime import current_runtime
+from slipstream.runtime.runtime import Runtime, current_runtime
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
 from slipstream.runtime.worker_process import WorkerProcess, serialize
 
@@ -30,7 +31,7 @@ class RankGroup:
     """
 
     def __init__(self, processes: Sequence[WorkerProcess], store: Any = None) -> None:
-        """`store` is the rendezvous store of the ranks; this object keeps it alive."""
+        """`store` is that of `_rendezvous`; this object keeps it."""
         self.processes, self._store = processes, store
         self._broken = False
         self.name = processes[0].name
@@ -73,6 +74,8 @@ class RankGroup:
             for process in self.processes:
                 process.kill()
         await asyncio.gather(*(process.stop(grace) for process in self.processes))
+        if isinstance(self._store, TemporaryDirectory):
+            self._store.cleanup()
 
 
 async def detect_death(ends: Sequence[Any]) -> WorkerDied | None:
@@ -89,16 +92,28 @@ def trainer_process(
     directory: Path, placement: Placement, ranks: int, limits: RuntimeConfig | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> WorkerProcess | RankGroup:  # fmt: skip
-    """The trainer's process, or one for each rank, with its GPU, these variables and those that `torchrun` sets."""
+    """The trainer's process, or one for each rank, with its GPU, rank, these variables and those of `_rendezvous`."""
     runtime, processes = current_runtime(), []
-    store = private_store(runtime.address) if ranks > 1 else None
+    store, where = _rendezvous(runtime) if ranks > 1 else (None, {})
     for rank in range(ranks):
-        environment = dict(variables or {})
+        environment = {**(variables or {}), **where}
         environment |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": runtime.address, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         } if store else {}  # fmt: skip
         name, log = (f"trainer rank {rank}", f"trainer_{rank}.log") if rank else ("trainer", "trainer.log")
         launcher = runtime.launcher(f"trainer {rank}", placement.trainer[rank : rank + 1])
         processes.append(WorkerProcess(name, directory / "logs" / log, launcher, environment, limits))
     return RankGroup(processes, store) if store else processes[0]
+
+
+def _rendezvous(runtime: Runtime) -> tuple[Any, dict[str, str]]:
+    """A new store by which ranks form their process group, and the environment variables that name it.
+
+    A TCP store has no authentication, so ranks on this host use a file in a directory that only their user can open.
+    """
+    if runtime.kind == "local":
+        directory = TemporaryDirectory(prefix="slipstream-ranks-")
+        return directory, {RANKS_FILE: f"{directory.name}/store"}
+    store = private_store(runtime.address)
+    address = {"MASTER_ADDR": runtime.address, "MASTER_PORT": str(store.port)}
+    return store, address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}

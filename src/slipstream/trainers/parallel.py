@@ -15,20 +15,34 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from slipstream.config.schema import ConfigError, TrainerConfig
 from slipstream.model.context_parallel import ContextParallelGroup
 from slipstream.model.inspection import decoder_layers
+from slipstream.runtime.addresses import RANKS_FILE
 from slipstream.sync.sharded_weights import full_tensor, local_part
 from slipstream.trainers.experts import shard_experts
 from slipstream.trainers.master_weights import cast_parameters
 
 
+def rendezvous(ranks: int) -> dict[str, Any]:
+    """Arguments of `torch.distributed.init_process_group` for a trainer rank: its store, or {} for `env://`.
+
+    Ranks on one host have a file, ranks on several hosts and those of `torchrun` have an address in the environment.
+    One rank uses FSDP, too, if it casts a layer to the compute dtype only while the layer runs.
+    """
+    if ranks == 1:
+        return {"store": HashStore(), "rank": 0, "world_size": 1}
+    if file := os.environ.get(RANKS_FILE):
+        return {"store": FileStore(file, ranks), "rank": int(os.environ["RANK"]), "world_size": ranks}
+    return {}
+
+
 class TrainerRanks:
-    """Process groups and meshes of this trainer rank; ranks are started with the environment of `torchrun`.
+    """Process groups and meshes of this trainer rank, whose number is in the environment, as with `torchrun`.
 
     `data_parallel_size` is the number of parts of a batch, `data_parallel_rank` this rank's part. `context` and `mesh`
     are None unless the options use them. `partial_gradients` names replicated parameters of which each rank has only
@@ -53,9 +67,8 @@ class TrainerRanks:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
-            # One rank uses FSDP, too, if it casts a layer to the compute dtype only while the layer runs.
-            alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1} if self.size == 1 else {}
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **alone)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, **rendezvous(self.size))
         self.rank = dist.get_rank()
         self.checkpoint_group, self.control_group = (dist.new_group(backend="gloo") for _ in range(2))
         if self.is_tensor_parallel:
