@@ -201,6 +201,8 @@ class Proxy:
     """Forwards connections to an address, and damages them: each byte count in `cuts` ends one connection; `flip`
     changes a byte of the answer of the first, and `flip_request` one of what the client sends."""
 
+    rate = 1e12  # bytes per second of each direction of a connection
+
     def __init__(self, address: Any, cuts: list[int] = [], flip: int = 0, flip_request: int = 0) -> None:  # noqa: B006
         self._address, self._cuts, self._flips = tuple(address), list(cuts), (flip_request, flip)
         self.connections = 0
@@ -229,6 +231,7 @@ class Proxy:
             while passed < limit and (data := bytearray(source.recv(4096))):
                 if passed <= flip - 1 < passed + len(data):
                     data[flip - 1 - passed] ^= 1
+                time.sleep(len(data) / self.rate)
                 target.sendall(data[: limit - passed])
                 passed += len(data)
         for end in (source, target):
@@ -326,6 +329,28 @@ def test_many_engines_pass_a_version_on(trainer: Trainer) -> None:
         size = handle["bytes"] or 2 * sum(map(torch.numel, trainer.parameters.values()))
         copies = (trainer.sender._server.sent - before) / size
         assert copies < 1.1
+
+
+def test_no_engine_follows_one_with_a_slow_network(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it asks first. Rates are known after two publishes; a follower of a slow engine has a fast network."""
+    monkeypatch.setattr(delta, "MIN_MEASURED", 1)
+    proxy = Proxy(trainer.info["address"])
+    proxy.rate = 1e6
+    slow = Engine(trainer.info | {"address": proxy.address})
+    fast = [Engine(trainer.info, rank) for rank in (2, 3)]
+    for _ in range(2):
+        swap_at_once([slow, *fast], trainer.publish(1.0))
+    handle = trainer.publish(1.0)
+    slow.weights.prepare(handle)
+    while (slow.receiver._rank, slow.receiver._held) not in trainer.sender._asked:
+        time.sleep(0.001)
+    swap_at_once(fast, handle)
+    assert not slow.weights.prepared()
+    while not slow.weights.prepared():
+        time.sleep(0.001)
+    slow.weights.apply()
+    assert all(engine.serves(trainer.parameters) for engine in (slow, *fast))
+    proxy.close()
 
 
 def test_an_engine_whose_predecessor_dies_gets_the_rest_from_the_trainer(

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from statistics import median
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ MIN_FRAME, MAX_FRAME = 2**16, 2**22  # bytes before compression
 FRAMES = 64  # of a stream, so that a chain of receivers is hardly slower than one
 SILENCE_LIMIT_S = 60.0  # without a byte: the transfer of a version fails
 COMPRESSION = 2e8  # bytes per second of the fastest network on which compression is tried
+SLOW = 0.25  # of the median rate, or of `COMPRESSION`: no receiver waits for one below
+MIN_MEASURED = 2**20  # bytes of a stream that measures the rate of a network
 Entry = tuple[str, int]  # name of a parameter that is sent whole, or "" for the changes of all others; bytes
 
 
@@ -153,7 +155,10 @@ class DeltaSender(Sender):
                 del self._steps[state]
 
     def _find(self, request: Request) -> tuple[Request, Stream | None]:
-        """Answer a receiver: with a stream from the state that it has, or with the receiver before it in its chain."""
+        """Answer a receiver: with a stream from the state that it has, or with the receiver before it in its chain.
+
+        None follows a receiver whose network is slow.
+        """
         with self._lock:
             if request["state"] != self._state:
                 raise Refused("a newer version is published")
@@ -166,8 +171,9 @@ class DeltaSender(Sender):
             if request["direct"] or asks in self._asked:  # a peer may wait for this receiver
                 return {}, self._streams[base]
             self._asked.add(asks)
-            self._rates[request["rank"]] = request["rate"]
-            peer, self._tails[request["base"]] = self._tails.get(request["base"]), request["listens"]
+            peer, self._rates[request["rank"]] = self._tails.get(request["base"]), request["rate"]
+            if request["rate"] >= SLOW * min(COMPRESSION, self._median_rate()):
+                self._tails[request["base"]] = request["listens"]
             return ({"peer": peer}, None) if peer else ({}, self._streams[base])
 
     def _open_stream(self, base: int | None) -> Stream:
@@ -179,10 +185,13 @@ class DeltaSender(Sender):
             parts = [self._steps[n] for n in range(base + 1, self._state + 1)]
             steps, payloads = [entries for entries, _ in parts], [p for _, payloads in parts for p in payloads]
         stream = Stream({"base": base, "state": self._state, "steps": steps})
-        rates = [rate for rate in self._rates.values() if rate]  # 0: unknown
-        rate = median(rates) if rates else 0.0
-        threading.Thread(target=_add_frames, args=(stream, payloads, rate), name="delta", daemon=True).start()
+        arguments = stream, payloads, self._median_rate()
+        threading.Thread(target=_add_frames, args=arguments, name="delta", daemon=True).start()
         return stream
+
+    def _median_rate(self) -> float:
+        """Bytes per second to half of the receivers; 0.0 if unknown."""
+        return median_high([rate for rate in self._rates.values() if rate] or [0.0])
 
 
 class DeltaReceiver(Receiver):
@@ -240,7 +249,7 @@ class DeltaReceiver(Receiver):
 
     def _receive(self, handle: PublishHandle) -> tuple[dict[str, Tensor] | Update, dict[str, int]]:
         """New weights and the checksums of the shards with them: the changes since the held state, or all weights."""
-        stream, began = Stream(), time.monotonic()
+        stream = Stream()
         request = {
             "state": handle["state"], "base": self._held, "rank": self._rank, "rate": self._rate,
             "listens": self._relay.address,
@@ -252,7 +261,7 @@ class DeltaReceiver(Receiver):
             changes, whole = self._read(header["steps"], _Reader(stream))
         except Refused as error:
             raise Superseded(f"version {handle['version']} did not arrive: {error}") from None
-        self._rate = stream.size / max(time.monotonic() - began, 1e-6)
+        self._rate = stream.rate if stream.size >= MIN_MEASURED else self._rate
         parts = {name: new[self._shards[name].index] for name, new in whole.items()}
         sums = {name: checksum(part, self._shards[name].index) for name, part in parts.items()}
         if header["base"] is None:

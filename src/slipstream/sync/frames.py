@@ -50,6 +50,7 @@ class Stream:
         self._ended = ""  # "complete" or the reason of a failure
         self.size = self._reached = 0  # bytes of the frames, and with the part of the next one
         self.progressed = 0.0  # time of the last further byte
+        self.rate = 0.0  # bytes per second of the network by which the frames came
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -113,14 +114,16 @@ class Limiter:
         self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
         self.slice = max(1, int(rate / 10)) if rate else 2**62  # bytes between two waits: some move in every second
 
-    def wait(self, size: int) -> None:
+    def wait(self, size: int) -> float:
+        """Wait until so many bytes may be sent. Returns the seconds."""
         if not self._rate:
-            return
+            return 0.0
         with self._lock:
             now = time.monotonic()
             self._free = max(now, self._free) + size / self._rate
             delay = self._free - now
-        time.sleep(max(0.0, delay))
+        time.sleep(delay)
+        return delay
 
 
 class FrameServer:
@@ -173,10 +176,13 @@ class FrameServer:
                 _send(connection, {"refused": str(error) or type(error).__name__})
 
     def _send_frames(self, connection: Channel, stream: Stream, start: int) -> None:
+        since = time.monotonic()
         for frame in stream.frames(start):
+            connection.waited += time.monotonic() - since
             connection.send_bytes(frame)
             self.sent += len(frame)
-        _send(connection, {})
+            since = time.monotonic()
+        _send(connection, {"waited": connection.waited + time.monotonic() - since})
 
 
 def fetch(server: Address, secret: bytes, request: Request, into: Stream, limit: float) -> None:
@@ -217,9 +223,11 @@ def _fetch_from(address: Address, secret: bytes, request: Request, into: Stream)
             into.begin(header)
         elif into.header != header:
             raise Refused("the stream was replaced while it was read")
+        began, before = time.monotonic(), into.size
         while (message := connection.recv_bytes(into.reach))[:1] != JSON:
             into.add(bytes(message))
-        _parse(message)
+        waited = _parse(message)["waited"]
+        into.rate = (into.size - before) / max(time.monotonic() - began - waited, 1e-6)
     return None
 
 
@@ -251,6 +259,7 @@ class Channel:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(SILENCE_S), 0))
         self._socket, self._limiter = connected, limiter or Limiter()
+        self.waited = 0.0  # seconds in which nothing was sent for want of a frame, or because of the limiter
 
     def __enter__(self) -> Channel:
         return self
@@ -274,7 +283,7 @@ class Channel:
         self._socket.sendall(length + self._sent(length), MORE)
         for at in range(0, len(view), self._limiter.slice):
             part = view[at : at + self._limiter.slice]
-            self._limiter.wait(len(part))
+            self.waited += self._limiter.wait(len(part))
             self._socket.sendall(part, MORE)
         self._socket.sendall(self._sent(message))
 
