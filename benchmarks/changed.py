@@ -1,0 +1,172 @@
+"""Share of bfloat16 elements that GRPO changes in a step and in a publish of 4 steps, beside its prediction.
+
+    python benchmarks/changed.py --data examples/data/gsm8k --models models/gemma-3-270m models/SmolLM2-135M-Instruct
+
+Each case is a run on GSM8K with real rewards, by `slipstream.train`: bfloat16 weights of float32 masters, a constant
+learning rate. For the first publishes and for those after step 20, a sender of `sync.link = "delta"` in the trainer
+counts and codes the elements that differ from the weights before. Each is predicted twice: from the learning rate and
+the start weights alone, and with `moving` (mean factor by which AdamW's eps damps updates) as measured after it.
+`update` is the mean size of an update in learning rates. With `--stored bfloat16` training starts from weights rounded
+to bfloat16. `examples/gemma.py` and `examples/smollm2.py` make the models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from work import conditions
+
+import slipstream
+from slipstream.config.schema import Config
+from slipstream.rollout import Batch, StepStats
+from slipstream.sync.delta import DeltaSender
+from slipstream.sync.prediction import count_exponents, expected_changed_fraction
+from slipstream.trainers.trainer_worker import PytorchTrainerWorker
+
+PUBLISHES = (1, 4)  # steps
+FIRST, SETTLED = 3, 20  # first steps that are measured, and steps after which all others are
+PIECE = 2**22  # elements
+ROWS = "changed.jsonl"  # in the run directory
+
+
+class MeasuredTrainer(PytorchTrainerWorker):
+    """Writes a row for each publish of 1 and of 4 steps into the run directory."""
+
+    def __init__(self, config: Config, run: str) -> None:
+        super().__init__(config, run)
+        weights = self._trainer.parameters
+        self._exponents = count_exponents(weights.values())
+        self._senders = {steps: DeltaSender(weights, config, Path(run), 0) for steps in PUBLISHES}
+        for sender in self._senders.values():
+            sender.stage(0)
+
+    async def step(self, batch: Batch) -> StepStats:
+        stats = await super().step(batch)
+        done = self._trainer.step_count
+        rows = [self._row(done, steps) for steps in PUBLISHES if is_measured(done, steps)]
+        for steps in PUBLISHES:
+            if is_measured(done + steps, steps):
+                self._senders[steps].stage(done)  # the version before that publish
+        with (self._run_dir / ROWS).open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        return stats
+
+    def _row(self, done: int, steps: int) -> dict[str, Any]:
+        """Changes by the last `steps` steps of those done, and their prediction."""
+        options, sent = self._config.trainer, self._senders[steps].stage(done)
+        moving, update = updates(self._trainer._optimizer)
+        row = {
+            "step": done, "steps": steps, "changed": sent["changed"], "moving": moving, "update": update,
+            "bytes": sent["bytes"], "dense": 2 * sum(p.numel() for p in self._trainer.parameters.values()),
+        }  # fmt: skip
+        for name, share in (("predicted", 1.0), ("predicted_moving", moving)):
+            row[name] = expected_changed_fraction(
+                self._exponents, options.learning_rate, steps, taken=done - steps, beta1=options.betas[0],
+                weight_decay=options.weight_decay, moving=share,
+            )  # fmt: skip
+        return row
+
+
+def is_measured(end: int, steps: int) -> bool:
+    """Whether the publish of so many steps that ends with this step is measured: the first ones, and those after 20."""
+    return end % steps == 0 and (end <= max(FIRST, steps) or end - steps >= SETTLED)
+
+
+@torch.no_grad()
+def updates(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """Means of sqrt(v) / (sqrt(v) + eps) and of |m| / (sqrt(v) + eps) over all elements, both bias-corrected."""
+    (beta1, beta2), eps = (optimizer.param_groups[0][name] for name in ("betas", "eps"))
+    moving = size = count = 0.0
+    for state in optimizer.state.values():
+        done = float(state["step"])
+        moments = (state[name].view(-1).split(PIECE) for name in ("exp_avg", "exp_avg_sq"))
+        for mean, square in zip(*moments, strict=True):
+            root = (square / (1 - beta2**done)).sqrt_()
+            moving += float((root / (root + eps)).sum(dtype=torch.float64))
+            size += float((mean / (root + eps)).abs_().sum(dtype=torch.float64)) / (1 - beta1**done)
+            count += root.numel()
+    return moving / count, size / count
+
+
+def measure(model: Path, rate: float, options: argparse.Namespace, run: Path) -> dict[str, Any]:
+    environment = json.dumps({"data": options.data, "shots": 1, "format_reward": 0.2})
+    config = slipstream.load_config(
+        None,
+        [
+            f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=gsm8k",
+            f"--environment.options={environment}", f"--run.dir={run}", f"--trainer.kind={__file__}:MeasuredTrainer",
+            f"--trainer.learning_rate={rate}", "--trainer.schedule=constant", "--trainer.tokens_per_microbatch=2048",
+            "--trainer.activation_checkpointing=none",
+            "--algorithm.advantage={name = 'group_mean', normalize = true}", "--algorithm.filter_zero_advantage=true",
+            f"--sampling.max_tokens={options.tokens}", '--sampling.stop=["\\nQuestion:", "\\n\\n"]',
+            f"--loop.steps={options.steps}", "--loop.groups_per_step=1", "--loop.group_size=8", "--loop.max_lag=2",
+            "--generator.max_num_seqs=16", "--generator.max_model_len=1024", "--trainer.logprob_tolerance=2",
+            "--sampling.temperature=0.8", "--sync.verify=off", "--evaluation.tasks=0",
+            f"--checkpoint.every={options.steps}",
+        ],
+    )  # fmt: skip
+    summary = slipstream.train(config, quiet=True)
+    rows = [json.loads(line) for line in (run / ROWS).read_text().splitlines()]
+    cases = [summarise([row for row in rows if row["steps"] == steps]) for steps in PUBLISHES]
+    return {
+        "model": model.name, "stored": options.stored, "learning_rate": rate, "steps": options.steps,
+        "seconds": summary["window_s"], "publishes": cases, "rows": rows,
+    }  # fmt: skip
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the publishes after step 20, and the extremes of all."""
+    late = [row for row in rows if row["step"] - row["steps"] >= SETTLED] or rows[-1:]
+    names = ("changed", "predicted", "predicted_moving", "moving", "update")
+    medians = {name: statistics.median(row[name] for row in late) for name in names}
+    ratios = [row["predicted_moving"] / row["changed"] for row in late if row["changed"]]
+    return {
+        "steps": rows[0]["steps"], "publishes": len(late), **medians,
+        "ratio": [min(ratios), max(ratios)] if ratios else None,
+        "first_ratios": [row["predicted_moving"] / row["changed"] for row in rows[:FIRST] if row["changed"]],
+        "bytes_of_dense": statistics.median(row["bytes"] / row["dense"] for row in late),
+        "most_bytes_of_dense": max(row["bytes"] / row["dense"] for row in rows),
+    }  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--data", default="examples/data/gsm8k")
+    found.add_argument("--models", type=Path, nargs="+", default=[Path("models/gemma-3-270m")])
+    found.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5])
+    found.add_argument("--steps", type=int, default=24)
+    found.add_argument("--tokens", type=int, default=32, help="most tokens of a completion")
+    found.add_argument("--stored", choices=["float32", "bfloat16"], default="float32")
+    found.add_argument("--json", type=Path, help="results are added to this file")
+    return found
+
+
+def main() -> None:
+    options = parser().parse_args()
+    for model in options.models:
+        for number, rate in enumerate(options.learning_rates):
+            with tempfile.TemporaryDirectory() as scratch:
+                start = model if options.stored == "float32" else rounded(model, Path(scratch) / model.name)
+                found = measure(start, rate, options, Path(scratch) / f"run{number}")
+            print(json.dumps({**found, "rows": len(found["rows"])}), flush=True)
+            if options.json:
+                before = json.loads(options.json.read_text()) if options.json.exists() else []
+                options.json.write_text(json.dumps([*before, {**conditions(), **found}], indent=1) + "\n")
+
+
+def rounded(model: Path, path: Path) -> Path:
+    """A copy of the model with weights rounded to bfloat16."""
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(path)
+    return path
+
+
+if __name__ == "__main__":
+    main()
