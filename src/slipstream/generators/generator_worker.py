@@ -102,6 +102,7 @@ class GeneratorWorker(Worker):
             del self._requests[key]
 
     async def connect(self, connection_info: ConnectionInfo, rank: int) -> None:
+        await self._until(lambda: self._engine.versions_known)  # a swap continues after the cancellation of its call
         if self._weights:
             self._weights.close()
         self._weights = self._open_weights(self._config.sync.link, connection_info, rank)
