@@ -61,7 +61,9 @@ def reward(task, completion): return 1.0
 def plain(rewards): return 3
 number = 3
 """,
-    "missing.py": "import nothere\n", "exits.py": "import sys\nsys.exit(1)\n", "zero.py": "\n1 / 0\n", "empty.py": "",
+    "missing.py": "import nothere\n", "exits.py": "import sys\nsys.exit(1)\n",
+    "stops.py": "\nraise KeyboardInterrupt\n", "ctrl_c.py": "import signal\n" + 2 * "signal.raise_signal(2)\n",
+    "zero.py": "\n1 / 0\n", "empty.py": "",
     "syntax.py": "def f(:\n", "tabs.py": "def f():\n\treturn 1\n        return 2\n", "latin.py": b'x = "\xe9"\n',
     "blank.jsonl": "\n\n", "cut.jsonl": '{"prompt": "a"}\n{"prompt"\n', "latin.jsonl": b'{"prompt": "caf\xe9"}\n',
     "list.jsonl": "[1]\n", "number.jsonl": "3\n", "typed.jsonl": '{"prompt": 3}\n', "null.jsonl": '{"prompt": null}\n',
@@ -234,6 +236,7 @@ CORPUS = {
     EVAL + "no_such_module:x": "No module named 'no_such_module'",
     EVAL + "missing.py:x": "missing.py, line 1)",
     EVAL + "exits.py:x": "SystemExit: 1 (",
+    EVAL + "stops.py:x": "stops.py, line 2)",
     EVAL + "zero.py:x": "zero.py, line 2)",
     EVAL + "empty.py:x": "has no attribute 'x'",
     EVAL + "syntax.py:f": "invalid syntax (syntax.py, line 1)",
@@ -416,6 +419,12 @@ def test_each_fault_of_a_file_has_its_line(folder: Path, capsys: pytest.CaptureF
     (folder / "faults.toml").write_text("[model]\npath = 3\n[loop]\nsteps = 'many'\nmax_lagg = 1\n")
     assert main(["train", "faults.toml"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 4
+
+
+def test_ctrl_c_while_a_file_is_loaded_ends_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first Ctrl-C cancels the command at its next `await`, the second one raises in the file."""
+    assert main([*EVAL.split(), "ctrl_c.py:x"]) == 130
+    assert capsys.readouterr().err == "slipstream: stopped at once\n"
 
 
 def test_a_byte_order_mark_is_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

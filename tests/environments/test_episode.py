@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.config.plugins import Interrupts
 from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.episode import (
@@ -50,7 +52,7 @@ class Episode:
 
 def outcome(body: Any) -> Rollout | RolloutFailed:
     async def main() -> Rollout | RolloutFailed:
-        with EventLoopWatchdog(LIMIT / 2):  # as in a run, long before the time limit
+        with EventLoopWatchdog(LIMIT / 2), Interrupts():  # as in a run, long before the time limit
             try:
                 [rollout] = await run_episode(Episode(body), TASK, policy("2"), EpisodeOptions(LIMIT))
                 return rollout
@@ -129,6 +131,7 @@ def test_an_interruption_that_python_ignores_is_repeated(capfd: pytest.CaptureFi
         (cancels, "CancelledError"),
         (lambda: sys.exit(2), "SystemExit"),
         (lambda: throw(BaseExceptionGroup("of a library", [SystemExit(2)])), "SystemExit"),
+        (lambda: throw(KeyboardInterrupt()), "KeyboardInterrupt"),
         (lambda: throw(Skip("such as a test framework's")), "Skip"),
         (lambda: "good", "reward is no number"),
         (lambda: "1.5", "reward is no number"),
@@ -142,6 +145,11 @@ def test_a_failing_episode_fails_one_rollout(body: Any, reason: str) -> None:
     assert failure.reason == reason
     assert failure.detail
     assert time.monotonic() - began < 10 * LIMIT
+
+
+def test_ctrl_c_in_an_episode_is_no_failure_of_it() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        outcome(lambda: signal.raise_signal(signal.SIGINT))
 
 
 @pytest.mark.parametrize(

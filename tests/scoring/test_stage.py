@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from slipstream.config.loading import load_config
+from slipstream.config.plugins import Interrupts
 from slipstream.config.schema import ConfigError, ScoringConfig
 from slipstream.environments.base import ChatTokenizer, Task
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
@@ -104,6 +105,21 @@ def test_concurrency_is_bounded_and_scores_end_in_any_order() -> None:
         assert stage.take_interval().scored == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_an_exit_of_a_scorer_fails_its_rollout(error: BaseException) -> None:
+    class Exits(Gated):
+        async def score(self, task: Task, rollout: Rollout) -> float:
+            raise error
+
+    async def main() -> RolloutFailed:
+        with Interrupts(), pytest.raises(RolloutFailed) as failure:
+            await run_episode(Silent(), TASK, policy("2"), EpisodeOptions(20, ScoringStage(ScoringConfig(), Exits())))
+        return failure.value
+
+    failure = asyncio.run(main())
+    assert failure.reason == type(error).__name__ and "test_stage.py, line " in failure.detail
 
 
 def test_a_score_has_its_own_timeout_after_the_episode() -> None:

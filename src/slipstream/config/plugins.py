@@ -8,6 +8,7 @@ import inspect
 import json
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,20 +27,50 @@ class LoadError(UserError):
     """A reference that can't be loaded. The message is one line for its user."""
 
 
+class Interrupts:
+    """Context in which `is_ctrl_c` distinguishes Ctrl-C from a `KeyboardInterrupt` that the user's code raises."""
+
+    arrived = False
+
+    def __enter__(self) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            self._handler = handler
+            signal.signal(signal.SIGINT, self)
+
+    def __exit__(self, *_: object) -> None:
+        installed: object = signal.getsignal(signal.SIGINT)
+        if installed is self:
+            signal.signal(signal.SIGINT, self._handler)
+
+    def __call__(self, *signal_and_frame: Any) -> None:
+        """Handle the signal as before."""
+        self.arrived = True
+        self._handler(*signal_and_frame)
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether an error is a `KeyboardInterrupt` that a signal may have raised: only in the main thread, if handled."""
+    handler, main = signal.getsignal(signal.SIGINT), threading.current_thread() is threading.main_thread()
+    handled = main and (callable(handler) or handler is None)  # None: a handler of another language
+    return isinstance(error, KeyboardInterrupt) and handled and getattr(handler, "arrived", True)
+
+
 @contextmanager
 def user_code() -> Iterator[None]:
     """Context for the user's code: an exception in it becomes a `LoadError` of one line.
 
-    Errors whose message is written for users pass, and Ctrl-C, which workers ignore.
+    Errors whose message is written for users pass, and Ctrl-C.
     """
-    try:
-        yield
-    except UserError:
-        raise
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    with Interrupts():
+        try:
+            yield
+        except UserError:
             raise
-        raise LoadError(one_line(error)) from error
+        except BaseException as error:
+            if is_ctrl_c(error):
+                raise
+            raise LoadError(one_line(error)) from error
 
 
 @contextmanager

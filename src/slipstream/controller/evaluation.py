@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slipstream.config.plugins import Interrupts
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import ChatTokenizer, Environment, Policy, Task
@@ -162,7 +163,8 @@ async def evaluate_model(config: Config) -> dict[str, Any]:
         if scoring:
             await scoring.start()
         slots = episode_slots(config, config.generator.max_num_seqs)
-        result = await evaluate(config, environment, generator, chat_tokenizer, endpoint, scoring, slots)
+        with Interrupts():
+            result = await evaluate(config, environment, generator, chat_tokenizer, endpoint, scoring, slots)
         if result["eval/failed"] == result["eval/tasks"]:
             raise RunError(describe_failures(result))
         return result

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.plugins import one_line
+from slipstream.config.plugins import Interrupts, one_line
 from slipstream.controller.checkpoints import save_checkpoint
 from slipstream.controller.engine_supervisor import close_cluster
 from slipstream.controller.evaluation import evaluate_run
@@ -65,7 +65,8 @@ def stop_on_signals(run: RunContext) -> Iterator[None]:
         for number in numbers:
             loop.add_signal_handler(number, stop, number)
     try:
-        yield
+        with Interrupts():
+            yield
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

@@ -16,8 +16,9 @@ import traceback
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from slipstream.config.plugins import is_ctrl_c
 from slipstream.config.schema import Config, ConfigError, EnvironmentConfig
 from slipstream.environments.base import Environment, InvalidReward, Policy, Task, as_reward, play
 from slipstream.environments.concurrency import Episode, EpisodeSlots
@@ -38,6 +39,7 @@ CONVERSATION_SHARE = 0.9  # of an episode's timeout; the rest is for the reward
 
 Scoring = Callable[[Task, Rollout], Coroutine[Any, Any, Rollout]]
 Result = TypeVar("Result")
+Exit: TypeAlias = SystemExit | KeyboardInterrupt  # asyncio raises these out of the event loop
 
 
 class RolloutFailed(Exception):
@@ -111,11 +113,12 @@ async def run_episode(
         if options.scoring:
             rollouts = tuple(await gather_all(options.scoring(task, rollout) for rollout in rollouts))
         return tuple(map(validate_numbers, rollouts))
-    except (ConfigError, KeyboardInterrupt, GeneratorExit):
+    except (ConfigError, GeneratorExit):
         raise
     except BaseException as error:
         current = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and current and current.cancelling():  # the run is stopping
+        stopping = isinstance(error, asyncio.CancelledError) and current and current.cancelling()
+        if stopping or is_ctrl_c(error):
             raise
         raise _as_rollout_failed(error, task, policy) from None
     finally:
@@ -137,16 +140,18 @@ async def _play(environment: Environment, task: Task, policy: Policy, options: E
         raise RolloutFailed("time limit", f"task {task.id} took longer than {options.timeout:g} s") from None
 
 
-async def _catch_exit(coroutine: Coroutine[Any, Any, Result]) -> Result | SystemExit:
-    """The coroutine's result, or its `SystemExit` as a value: raised in a task, it would end the event loop."""
+async def _catch_exit(coroutine: Coroutine[Any, Any, Result]) -> Result | Exit:
+    """The coroutine's result, or an exit as a value: raised in a task, it would end the event loop."""
     try:
         return await coroutine
-    except SystemExit as error:
+    except (SystemExit, KeyboardInterrupt) as error:
+        if is_ctrl_c(error):
+            raise
         return error
 
 
 async def _wait(
-    player: asyncio.Task[Result | SystemExit], episode: Episode, policy: Policy, clock: asyncio.Timeout
+    player: asyncio.Task[Result | Exit], episode: Episode, policy: Policy, clock: asyncio.Timeout
 ) -> Result:
     """The result of an episode's task. On cancellation, cancel that task and abandon it after `CLEANUP_S`.
 
@@ -171,7 +176,7 @@ async def _wait(
                 "CancelledError: catch Exception instead of everything, or raise it again",
             ) from None
         raise
-    if isinstance(result := player.result(), SystemExit):
+    if isinstance(result := player.result(), Exit):
         raise result
     return result
 

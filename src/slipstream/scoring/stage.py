@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from slipstream.config.plugins import is_ctrl_c, one_line
 from slipstream.config.schema import ConfigError, ScoringConfig
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError
@@ -145,6 +146,10 @@ class ScoringStage:
         try:
             async with asyncio.timeout(self._timeout) as clock:
                 return await scorer.score(task, rollout)
+        except (SystemExit, KeyboardInterrupt) as error:  # raised in a task, it would end the event loop
+            if is_ctrl_c(error):
+                raise
+            raise ScoringError(type(error).__name__, one_line(error)) from None
         except TimeoutError:
             if not clock.expired():
                 raise
