@@ -165,18 +165,12 @@ def make_batch(
         dataclasses.replace(g, rollouts=tuple(map(g.rollouts.__getitem__, m))) for g in groups for m in g.roles.values()
     ]
 
-    def rewards(part: str = "") -> list[Tensor]:
-        rows = [[r.metrics.get(part, math.nan) if part else r.reward for r in g.rollouts] for g in peers]
-        if strict and part and all(math.isnan(value) for row in rows for value in row):
-            raise ValueError(f"no rollout of the step has the metric {part!r}, which algorithm.reward_weights names")
-        return [torch.tensor(row, dtype=torch.float64) for row in rows]
-
     penalties = [torch.tensor([penalty(r) for r in g.rollouts], dtype=torch.float64) for g in peers]
     if parts:
-        by_peers = weighted_parts({name: rewards(name) for name in parts}, parts, advantage)
+        by_peers = weighted_parts({name: _rewards(peers, name, strict) for name in parts}, parts, advantage)
         by_peers = [a + group_mean(p) for a, p in zip(by_peers, penalties, strict=True)]
     else:
-        by_peers = group_advantages([r + p for r, p in zip(rewards(), penalties, strict=True)], advantage)
+        by_peers = group_advantages([r + p for r, p in zip(_rewards(peers), penalties, strict=True)], advantage)
     by_peers = whiten(by_peers) if whitened else by_peers
     if strict and process and not any(r.steps for g in peers for r in g.rollouts):
         raise ValueError("no rollout of the step has rewards of steps, which algorithm.process_reward_coef weighs")
@@ -187,6 +181,14 @@ def make_batch(
     if process:
         advantages = [add_process_rewards(g, values, process) for g, values in zip(peers, advantages, strict=True)]
     return Batch(tuple(groups), _in_order(groups, advantages), version)
+
+
+def _rewards(peers: Sequence[Group], part: str = "", strict: bool = False) -> list[Tensor]:
+    """Rewards of each group, or the metric `part`. Raises `ValueError` if `strict` and no rollout has this metric."""
+    rows = [[r.metrics.get(part, math.nan) if part else r.reward for r in g.rollouts] for g in peers]
+    if strict and part and all(math.isnan(value) for row in rows for value in row):
+        raise ValueError(f"no rollout of the step has the metric {part!r}, which algorithm.reward_weights names")
+    return [torch.tensor(row, dtype=torch.float64) for row in rows]
 
 
 def _in_order(groups: Sequence[Group], by_role: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:

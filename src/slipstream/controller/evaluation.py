@@ -108,7 +108,6 @@ async def evaluate(
     """
     began = time.perf_counter()
     tasks = environment.test[: config.evaluation.tasks]
-    limits = episode_limits(config.environment)
     raised: Counter[str] = Counter()
 
     def count_error(error: ScoringError) -> None:
@@ -120,7 +119,7 @@ async def evaluate(
     async def play_task(task: Task) -> tuple[Rollout, ...] | RolloutFailed:
         if config.loop.max_lag:  # a synchronous run's requests reach an engine as one message
             await throttle()
-        seed = f"{config.loop.seed}/evaluation/{task.id}"
+        seed, limits = f"{config.loop.seed}/evaluation/{task.id}", episode_limits(config.environment)
         policy = Policy(generator, tokenizer, evaluation_sampling(config), seed, endpoint, limits)
         try:
             playing = EpisodeOptions(config.environment.timeout, scoring, slots or EpisodeSlots(), errors)
@@ -129,20 +128,22 @@ async def evaluate(
             return failure
 
     played = await gather_all(play_task(task) for task in tasks)
+    result = {**_outcome(played, generator.version), "eval/reward_errors": dict(raised)}
+    samples = [_sample(*each, tokenizer) for each in zip(tasks, played[:RECORDED_TASKS], strict=False)]
+    return {**result, "eval/duration_s": time.perf_counter() - began, "samples": samples}
+
+
+def _outcome(played: Sequence[tuple[Rollout, ...] | RolloutFailed], version: int) -> dict[str, Any]:
+    """Scores, failures and versions of the played tasks; `version` if no token was sampled."""
     failures = [outcome for outcome in played if isinstance(outcome, RolloutFailed)]
     episodes = [outcome for outcome in played if not isinstance(outcome, RolloutFailed)]
-    versions = [v for e in episodes for r in e for c in r.completions for v in c.versions] or [generator.version]
+    versions = [v for e in episodes for r in e for c in r.completions for v in c.versions] or [version]
     return {
         "versions": [min(versions), max(versions)],
         **_scores(episodes, len(played)),
         "eval/failed": len(failures),
         "eval/failures": dict(Counter(failure.reason for failure in failures)),
         "last_failure": failures[-1].one_line if failures else None,
-        "eval/reward_errors": dict(raised),
-        "eval/duration_s": time.perf_counter() - began,
-        "samples": [
-            _sample(*played_task, tokenizer) for played_task in zip(tasks, played[:RECORDED_TASKS], strict=False)
-        ],
     }
 
 

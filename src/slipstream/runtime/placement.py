@@ -138,12 +138,7 @@ def place(config: Config, gpus: int) -> Placement:
     count = generator.engines
     asked = f"generator.replicas = {count} with generator.tensor_parallel_size = {each}"
     wanted = count * each
-    if gpus and colocated and wanted > gpus:
-        raise ConfigError(f"{asked} need {wanted} GPUs, but there are {gpus}; lower one of them")
-    if 0 < gpus < ranks and config.trainer.device != "cpu":
-        raise ConfigError(f"trainer.ranks = {ranks}, but there are {gpus} GPUs here, and each rank needs its own")
-    if each > max(1, gpus):
-        raise ConfigError(f"generator.tensor_parallel_size = {each}, but there are {gpus} GPUs here")
+    _validate_gpus(config, gpus, asked)
     if config.sync.link == "single_copy":
         return _place_single_copy(config, gpus)
     spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(count)]
@@ -168,6 +163,18 @@ def place(config: Config, gpus: int) -> Placement:
     )
     _validate_link(config.sync.link, placement, gpus)
     return placement
+
+
+def _validate_gpus(config: Config, gpus: int, asked: str) -> None:
+    """Raise `ConfigError` if one role alone needs more GPUs than there are; `asked` names the generators' options."""
+    each, ranks = config.generator.tensor_parallel_size, config.trainer.ranks
+    wanted = config.generator.engines * each
+    if gpus and config.sync.placement == "colocated" and wanted > gpus:
+        raise ConfigError(f"{asked} need {wanted} GPUs, but there are {gpus}; lower one of them")
+    if 0 < gpus < ranks and config.trainer.device != "cpu":
+        raise ConfigError(f"trainer.ranks = {ranks}, but there are {gpus} GPUs here, and each rank needs its own")
+    if each > max(1, gpus):
+        raise ConfigError(f"generator.tensor_parallel_size = {each}, but there are {gpus} GPUs here")
 
 
 def _validate_link(link: str, placement: Placement, gpus: int) -> None:
