@@ -6,8 +6,7 @@ Each case is a run on GSM8K with real rewards, by `slipstream.train`: bfloat16 w
 learning rate. For the first publishes and for those after step 20, a sender of `sync.link = "delta"` in the trainer
 counts and codes the elements that differ from the weights before. Each is predicted twice: from the learning rate and
 the start weights alone, and with `moving` (mean factor by which AdamW's eps damps updates) as measured after it.
-`update` is the mean size of an update in learning rates. With `--stored bfloat16` training starts from weights rounded
-to bfloat16. `examples/gemma.py` and `examples/smollm2.py` make the models.
+`update` is the mean size of an update in learning rates. `examples/gemma.py` and `examples/smollm2.py` make the models.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from work import conditions
 
 import slipstream
@@ -96,7 +94,7 @@ def updates(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
 
 
 def measure(model: Path, rate: float, options: argparse.Namespace, run: Path) -> dict[str, Any]:
-    environment = json.dumps({"data": options.data, "shots": 1, "format_reward": 0.2})
+    environment = json.dumps({"data": options.data, "shots": options.shots, "format_reward": 0.2})
     config = slipstream.load_config(
         None,
         [
@@ -108,7 +106,7 @@ def measure(model: Path, rate: float, options: argparse.Namespace, run: Path) ->
             f"--sampling.max_tokens={options.tokens}", '--sampling.stop=["\\nQuestion:", "\\n\\n"]',
             f"--loop.steps={options.steps}", "--loop.groups_per_step=1", "--loop.group_size=8", "--loop.max_lag=2",
             "--generator.max_num_seqs=16", "--generator.max_model_len=1024", "--trainer.logprob_tolerance=2",
-            "--sampling.temperature=0.8", "--sync.verify=off", "--evaluation.tasks=0",
+            "--sampling.temperature=0.8", "--runtime.max_restarts=0", "--sync.verify=off", "--evaluation.tasks=0",
             f"--checkpoint.every={options.steps}",
         ],
     )  # fmt: skip
@@ -116,21 +114,20 @@ def measure(model: Path, rate: float, options: argparse.Namespace, run: Path) ->
     rows = [json.loads(line) for line in (run / ROWS).read_text().splitlines()]
     cases = [summarise([row for row in rows if row["steps"] == steps]) for steps in PUBLISHES]
     return {
-        "model": model.name, "stored": options.stored, "learning_rate": rate, "steps": options.steps,
+        "model": model.name, "learning_rate": rate, "steps": options.steps,
         "seconds": summary["window_s"], "publishes": cases, "rows": rows,
     }  # fmt: skip
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the publishes after step 20, and the extremes of all."""
+    """Medians of the publishes after step 20, the least and greatest of their ratios, and the ratios of the first."""
     late = [row for row in rows if row["step"] - row["steps"] >= SETTLED] or rows[-1:]
     names = ("changed", "predicted", "predicted_moving", "moving", "update")
-    medians = {name: statistics.median(row[name] for row in late) for name in names}
-    ratios = [row["predicted_moving"] / row["changed"] for row in late if row["changed"]]
+    ratios = [row["predicted_moving"] / max(row["changed"], 1e-12) for row in rows]
     return {
-        "steps": rows[0]["steps"], "publishes": len(late), **medians,
-        "ratio": [min(ratios), max(ratios)] if ratios else None,
-        "first_ratios": [row["predicted_moving"] / row["changed"] for row in rows[:FIRST] if row["changed"]],
+        "steps": rows[0]["steps"], "publishes": len(late),
+        **{name: statistics.median(row[name] for row in late) for name in names},
+        "ratio": [min(ratios[-len(late) :]), max(ratios[-len(late) :])], "first_ratios": ratios[: -len(late)],
         "bytes_of_dense": statistics.median(row["bytes"] / row["dense"] for row in late),
         "most_bytes_of_dense": max(row["bytes"] / row["dense"] for row in rows),
     }  # fmt: skip
@@ -143,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5])
     found.add_argument("--steps", type=int, default=24)
     found.add_argument("--tokens", type=int, default=32, help="most tokens of a completion")
-    found.add_argument("--stored", choices=["float32", "bfloat16"], default="float32")
+    found.add_argument("--shots", type=int, default=1, help="worked examples in the prompt")
     found.add_argument("--json", type=Path, help="results are added to this file")
     return found
 
@@ -151,21 +148,13 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = parser().parse_args()
     for model in options.models:
-        for number, rate in enumerate(options.learning_rates):
+        for rate in options.learning_rates:
             with tempfile.TemporaryDirectory() as scratch:
-                start = model if options.stored == "float32" else rounded(model, Path(scratch) / model.name)
-                found = measure(start, rate, options, Path(scratch) / f"run{number}")
+                found = measure(model, rate, options, Path(scratch) / "run")
             print(json.dumps({**found, "rows": len(found["rows"])}), flush=True)
             if options.json:
                 before = json.loads(options.json.read_text()) if options.json.exists() else []
                 options.json.write_text(json.dumps([*before, {**conditions(), **found}], indent=1) + "\n")
-
-
-def rounded(model: Path, path: Path) -> Path:
-    """A copy of the model with weights rounded to bfloat16."""
-    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(path)
-    AutoTokenizer.from_pretrained(model).save_pretrained(path)
-    return path
 
 
 if __name__ == "__main__":

@@ -74,6 +74,13 @@ def test_the_very_first_update_has_one_size() -> None:
     assert 0.75 < predicted / simulate(masters, 1e-5, 1, taken=0) < 0.85
 
 
+@pytest.mark.parametrize("taken", [0, 20, 100])
+def test_masters_that_start_on_bfloat16_values_change_less_at_first(taken: int) -> None:
+    masters = normal(0.02).bfloat16().float()
+    predicted = expected_changed_fraction(count_exponents([masters]), 1e-6, taken=taken, beta1=BETA1)
+    assert 0.5 * predicted < simulate(masters, 1e-6, 1, taken) < 0.95 * predicted
+
+
 def test_weight_decay_moves_weights_that_the_gradients_move_little() -> None:
     masters = normal(0.02)
     simulated = simulate(masters, 1e-5, 4, taken=60, decay=30.0)
