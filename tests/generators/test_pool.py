@@ -22,6 +22,8 @@ from tests.conftest import build_tokenizer
 class Fake:
     """A generator that answers or dies when the test says so."""
 
+    version = 0
+
     def __init__(self) -> None:
         self.process, self.pending_requests, self.seen = self, 0, list[tuple[int, ...]]()
         self.dead: WorkerDied | None = None
@@ -43,6 +45,8 @@ class Fake:
 
 class Timed:
     """A generator that samples for some iterations of the event loop; its token is its index."""
+
+    version = 0
 
     def __init__(self, number: int, draw: random.Random) -> None:
         self.process, self.dead, self.number, self.pending_requests, self._draw = self, None, number, 0, draw

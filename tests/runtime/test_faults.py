@@ -26,13 +26,15 @@ import pytest
 from slipstream.config.loading import load_config
 from slipstream.config.schema import SyncConfig
 from slipstream.controller import weight_publisher as publish
+from slipstream.controller.engine_calls import PublishError
 from slipstream.controller.launch import Cluster
-from slipstream.controller.weight_publisher import PublishError, WeightPublisher
+from slipstream.controller.weight_publisher import WeightPublisher
 from slipstream.generators.generator_worker import GeneratorWorker
 from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
 from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.sync.changes import RolledBack
 from slipstream.sync.nccl import NcclSender
 from slipstream.sync.nccl_direct import NcclDirectSender
 from slipstream.sync.shared import SharedSender
@@ -427,6 +429,27 @@ def test_an_engine_whose_swap_fails_samples_no_more_tokens(tiny: Path) -> None:
     asyncio.run(main())
 
 
+def test_an_engine_whose_swap_is_rolled_back_goes_on_with_the_version_before(tiny: Path) -> None:
+    class Undone:
+        def apply(self) -> None:
+            raise RolledBack("a tensor had other values")
+
+    async def main() -> None:
+        config = load_config(None, [f"--model.path={tiny}", "--environment.name=addition", "--generator.threads=1"])
+        service = GeneratorWorker(config)
+        service._open_weights = lambda link, connection_info, rank: Undone()  # type: ignore[assignment, return-value]
+        await service.connect({}, 1)
+        running = asyncio.ensure_future(service.run())
+        first = asyncio.ensure_future(service.generate([5, 6, 7], Sampling(max_tokens=40, ignore_eos=True)))
+        while service.progress < 3:
+            await asyncio.sleep(0)
+        assert await service.swap(1) is None
+        assert (await first).spans == ((0, 0, 40),)
+        running.cancel()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_engines_with_a_partial_transfer_are_removed(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One engine fails; another waits for it in the transfer and holds part of the version. Both are removed from the
@@ -740,6 +763,7 @@ class Recorded:
     def __init__(self, name: str, called: list[str], answer: Callable[[str], Any] = lambda method: None) -> None:
         self.name, self._called, self._answer = name, called, answer
         self.dead: WorkerDied | None = None
+        self.dying = False
         self.ticks: Iterator[int] = itertools.repeat(7)
 
     @property

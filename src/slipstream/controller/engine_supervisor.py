@@ -29,7 +29,7 @@ def supervise_engines(run: RunContext) -> None:
     """Replace engines that die from now on. Does nothing if the engines are supervised already."""
     pool = run.cluster.generator
     if not pool.supervised:
-        pool.supervised = True
+        pool.supervised, pool.on_serve = True, run.changed.set
         for engine in pool.generators:
             watch(run, engine)
 

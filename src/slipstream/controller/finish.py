@@ -92,6 +92,7 @@ async def finish(run: RunContext) -> dict[str, Any]:
     last = run.totals.evaluations[-1] if run.totals.evaluations else {}
     evaluated = last.get("step") == run.state.step and set(last["versions"]) == {run.state.version}
     if not run.stopped and not evaluated:
+        run.cluster.generator.oldest = run.state.version  # late engines take no part
         await evaluate_run(run)
     await save_checkpoint(run, asyncio.Event())
     await run.cluster.trainer.export(run.directory.policy)

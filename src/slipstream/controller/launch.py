@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.engine_restart import RestartPublisher
+from slipstream.controller.staggered_publisher import StaggeredPublisher
 from slipstream.controller.weight_publisher import WeightPublisher
 from slipstream.environments.episode import first_error
 from slipstream.generators.base import EngineWorker
@@ -24,6 +25,7 @@ from slipstream.runtime.rank_group import RankGroup, trainer_process
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import WorkerError, handle
 from slipstream.runtime.worker_process import WorkerProcess
+from slipstream.sync.link import find_link
 from slipstream.trainers.base import TrainerWorker
 
 # Worker classes of `generator.engine` and `trainer.kind`; other names are `module:Class` of the user.
@@ -94,7 +96,10 @@ class Cluster:
                 self.trainer, generator, config, self._directory
             )
             return
-        self.link = WeightPublisher(trainer, generator, config.sync, hand_over, config.environment.timeout)
+        arguments = trainer, generator, config.sync, hand_over, config.environment.timeout
+        max_lag = 0 if config.loop.force_max_lag else config.loop.max_lag
+        late = find_link(config.sync.link)[0].late_receivers and not self._colocation
+        self.link = StaggeredPublisher(*arguments, max_lag=max_lag) if late else WeightPublisher(*arguments)
 
     @classmethod
     async def start(cls, config: Config, directory: Path) -> Cluster:
@@ -146,8 +151,10 @@ class Cluster:
     async def restart_trainer(self) -> None:
         """End all ranks and start new ones. Then `link` is a new link that is not connected to the engines yet."""
         await self.trainer_process.stop()
+        await self.link.close()
         for engine in self.generator.running:
             engine.release()  # of a version whose publish did not end
+        self.generator.oldest = 0  # versions are counted from the checkpoint's again
         self._use(new_trainer(self._config, self._directory, self._placement))
         await start_trainer(self.trainer_process, self._config, self._directory)
 

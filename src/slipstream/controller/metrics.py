@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from slipstream.controller.run_context import RunContext
-from slipstream.generators.pool import EngineReplica
+from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.observe.events import TRAINER
 from slipstream.observe.progress import EngineState, PoolState
 from slipstream.rollout import Batch, StepStats
@@ -87,6 +87,7 @@ def publish_metrics(publish: PublishStats | None) -> dict[str, Any]:
         "sync/ready_s": publish.ready if publish else None,
         "sync/bytes": publish.bytes if publish else None,
         "sync/changed_fraction": publish.changed if publish else None,
+        "sync/engines_late": publish.late if publish else None,
     }
 
 
@@ -106,17 +107,20 @@ def pool_state(run: RunContext) -> PoolState:
     """State of trainer and engines, for the terminal, which calls it in a separate thread."""
     if run.started_cluster is None:
         return PoolState((), "starting")
-    engines = tuple(run.cluster.generator.generators)
-    states = [EngineState(e.process.name, _state(e), e.version, e.pending_requests) for e in engines]
+    pool = run.cluster.generator
+    engines = tuple(pool.generators)
+    states = [EngineState(e.process.name, _state(e, pool), e.version, e.pending_requests) for e in engines]
     publishing = run.publishing is not None and not run.publishing.done()
     doing = [name for name, now in (("stepping", run.stepping), ("publishing", publishing)) if now]
     return PoolState(states, " and ".join(doing) or ("paused" if run.paused else "waiting for a batch"))
 
 
-def _state(engine: EngineReplica) -> str:
+def _state(engine: EngineReplica, pool: GeneratorPool) -> str:
     if engine.process.dead:
         return "dead"
-    return "serving" if engine.alive else "leaving" if engine.leaving else "starting"
+    if engine.alive:
+        return "serving" if engine.version >= pool.oldest else "late"
+    return "leaving" if engine.leaving else "starting"
 
 
 def engine_metrics(run: RunContext) -> dict[str, float]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from slipstream.config.schema import Config, ConfigError
+from slipstream.controller.engine_calls import PublishError
 from slipstream.controller.engine_supervisor import close_cluster, supervise_engines
 from slipstream.controller.evaluation import evaluate_run
 from slipstream.controller.launch import Cluster
@@ -27,7 +28,6 @@ from slipstream.controller.publishing import record_publish, refresh_teacher
 from slipstream.controller.rollouts import report_slow_episodes
 from slipstream.controller.run_context import RunContext
 from slipstream.controller.trackers import TrackerProcess
-from slipstream.controller.weight_publisher import PublishError
 from slipstream.environments.base import Policy
 from slipstream.environments.episode import episode_slots
 from slipstream.environments.prompts import describe, find_overlong_prompts

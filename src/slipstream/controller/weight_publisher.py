@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from slipstream.config.schema import Config, SyncConfig
-from slipstream.errors import UserError
+from slipstream.controller.engine_calls import (
+    NotServed,
+    Pause,
+    PublishError,
+    Replies,
+    duration,
+    find_difference,
+    prepare_version,
+    receive_while_sending,
+    swap_version,
+)
 from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.runtime.closing import gather_all
 from slipstream.runtime.rank_group import RankGroup, detect_death
@@ -34,13 +42,6 @@ CONNECT_TIMEOUT_S = 900.0  # NCCL meets all ranks, and engines compare all that 
 CALL_TIMEOUT_S = 300.0  # includes the current forward pass, which on a CPU may prefill all prompts again
 BYTES_PER_PARAMETER = 4  # of the widest dtype
 MIN_BYTES_PER_S = 1e8  # of the slowest transfer: files over a network
-
-Replies = dict[EngineReplica, Any]
-Pause = tuple[str, float, float]  # track of an engine, start and end on the pool's clock
-
-
-class PublishError(UserError):
-    """An engine did not receive the published weights, or serves different ones."""
 
 
 class WeightPublisher:
@@ -76,6 +77,7 @@ class WeightPublisher:
         self._connected = False
         self._failed: dict[EngineReplica, Exception] = {}  # in the last call to all members
         self._lost: list[str] = []  # removed since the last publish
+        self._late: set[EngineReplica] = set()  # left behind by the last publish
         self._sending = False  # a collective sender waits for engines, whose calls have time limits
         waiting = TrainerWorker.send.__name__, TrainerWorker.checksums.__name__
         for process in trainer.processes if isinstance(trainer, RankGroup) else (trainer,):
@@ -155,7 +157,7 @@ class WeightPublisher:
         longest, total = max(end - start for _, start, end in pauses), self._pool.now() - began
         return PublishStats(
             version, longest, sending, ready - began, total, lost, began, tuple(pauses),
-            self._published.get("bytes"), self._published.get("changed"),
+            self._published.get("bytes"), self._published.get("changed"), len(self._late),
         )  # fmt: skip
 
     def engines_can_reconnect(self, on_gpus: bool) -> bool:
@@ -200,7 +202,7 @@ class WeightPublisher:
         """The reply of a member. Records its failure, and raises it."""
         try:
             return await generator.wait_for(call, doing, limit)
-        except (WorkerError, WorkerDied) as error:
+        except (WorkerError, WorkerDied, NotServed) as error:
             self._failed[generator] = error
             raise
 
@@ -246,7 +248,7 @@ class WeightPublisher:
         publish_handle = self._published = await self._trainer.stage(version)
         if self._hand_over:
             await self._hand_over()
-        sent = asyncio.ensure_future(_duration(self._trainer.send(publish_handle)))
+        sent = asyncio.ensure_future(duration(self._trainer.send(publish_handle)))
         if self._sender.trainer_free_after_send:
             sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
         # Called before any further step, so the trainer computes it on the published weights.
@@ -274,14 +276,14 @@ class WeightPublisher:
     ) -> tuple[list[Pause], float, float]:
         """Every member receives the whole version before the first one swaps. Returns as `_try_publish`."""
         self._sending, self._in_transfer = self._sender.collective, True
-        prepares = [g.worker.prepare(publish_handle) for g in self._members]
+        prepares = [prepare_version(g, publish_handle) for g in self._members]
         receive = f"receive version {version}"
-        await _receive_while_sending(
+        await receive_while_sending(
             sent, self._call_members(prepares, receive, lambda: self._sender.collective and not free.is_set())
         )
-        swaps = [self._swap(g, version) for g in self._members]
+        swaps = [swap_version(g, version, self._sync.in_flight) for g in self._members]
         swap = f"swap in version {version}"
-        pauses = await _receive_while_sending(
+        pauses = await receive_while_sending(
             sent, self._call_members(swaps, swap, lambda: self._sender.receives_in_place, self._drain)
         )
         ready, self._sending = self._pool.now(), False
@@ -303,7 +305,7 @@ class WeightPublisher:
         async def reply(generator: EngineReplica, call: Awaitable[Any]) -> Any:
             try:
                 return await self._wait_for(generator, call, doing, CALL_TIMEOUT_S + self._travel + more)
-            except (WorkerError, WorkerDied):
+            except (WorkerError, WorkerDied, NotServed):
                 if together():
                     raise
                 return None
@@ -339,26 +341,20 @@ class WeightPublisher:
     def _remove_members(self, generators: Iterable[EngineReplica]) -> None:
         """Terminate these engines and record why. Raises if no engine is left."""
         for generator in list(generators):
-            if generator not in self._members:
-                continue
-            why = generator.process.dead or self._failed.get(generator)
-            generator.terminate(f"{generator.process.name} was removed from the pool: {why}")
-            self._members.remove(generator)
-            first = str(why).splitlines()[0]
-            named = first if first.startswith(generator.process.name) else f"{generator.process.name} failed: {first}"
-            self._lost.append(f"{named}; {len(self._members)} of {len(self._pool.generators)} generators are left")
+            self._lose(generator)
         if not (self._members or self._joining) and self._pool.dead:
             raise self._pool.dead
 
-    async def _swap(self, generator: EngineReplica, version: int) -> Pause:
-        """Swap, and return when the engine sampled nothing: the pause is placed at the end of the call."""
-        generator.quarantine(version)
-        with generator.slots.closed() if self._sync.in_flight == "drain" else nullcontext():
-            pause, stats = await generator.worker.swap(version)
-        generator.count(stats)
-        generator.version = version
-        ended = self._pool.now()
-        return generator.track, ended - pause, ended
+    def _lose(self, generator: EngineReplica) -> None:
+        """Terminate a member and record why."""
+        if generator not in self._members:
+            return
+        name, why = generator.process.name, generator.process.dead or self._failed.get(generator)
+        generator.terminate(f"{name} was removed from the pool: {why}")
+        self._members.remove(generator)
+        first = str(why).splitlines()[0]
+        named = first if first.startswith(name) else f"{name} failed: {first}"
+        self._lost.append(f"{named}; {len(self._members)} of {len(self._pool.generators)} generators are left")
 
     async def _verify_checksums(self, names: list[str], wanted: Awaitable[dict[str, int]], version: int) -> None:
         """Compare checksums of served and published parameters, and remove members that differ."""
@@ -366,32 +362,8 @@ class WeightPublisher:
         served = await self._call_members(sums, f"return the checksums of version {version}")
         published = await wanted
         for generator, its in served.items():
-            other = next((name for name in names if its[name] % 2**64 != published[name]), "")
-            if other:
-                self._failed[generator] = PublishError(
-                    f"{generator.process.name} serves {other} with other values than the trainer published as version "
-                    f"{version}; nothing was trained on them. Try another sync.link"
-                )
+            if error := find_difference(generator, its, published, version):
+                self._failed[generator] = error
         if self._failed and all(g in self._failed for g in self._members):
             raise self._failed[self._members[0]]
         self._remove_members(self._failed)
-
-
-async def _receive_while_sending(sent: asyncio.Future[float], receiving: Awaitable[Replies]) -> Replies:
-    """Wait for the receivers. Returns their replies. Raises as soon as sending fails: they would wait without end."""
-    received = asyncio.ensure_future(receiving)
-    received.add_done_callback(succeeded)  # an error of the sender takes precedence
-    try:
-        await asyncio.wait((sent, received), return_when=asyncio.FIRST_COMPLETED)
-        if sent.done() and not received.done():
-            sent.result()
-        return await received
-    finally:
-        received.cancel()
-
-
-async def _duration(call: Awaitable[Any]) -> float:
-    """Await a call. Returns its duration in seconds."""
-    began = time.perf_counter()
-    await call
-    return time.perf_counter() - began

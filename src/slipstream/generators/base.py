@@ -48,11 +48,17 @@ class EngineWorker(Protocol):
     async def connect(self, connection_info: ConnectionInfo, rank: int) -> None:
         """Open the engine's end of the weight link; `rank` is the link rank of the engine's first process."""
 
-    async def prepare(self, handle: PublishHandle) -> None:
-        """Receive a version while decoding continues. Returns when the whole version is staged."""
+    async def prepare(self, handle: PublishHandle) -> str:
+        """Receive a version while decoding continues. Returns "" when the whole version is staged.
 
-    async def swap(self, version: int) -> tuple[float, dict[str, float]]:
-        """Serve the staged version. Returns the pause in seconds, and `stats`."""
+        Returns why the version did not arrive if it may arrive later, or a newer one may.
+        """
+
+    async def swap(self, version: int) -> tuple[float, dict[str, float]] | None:
+        """Serve the staged version. Returns the pause in seconds, and `stats`.
+
+        Returns None if the swap failed and the engine serves the version before it.
+        """
 
     async def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Checksum of each of these parameters as served."""

@@ -20,6 +20,8 @@ from slipstream.model.loading import load_model, load_tokenizer
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.placement import threads
 from slipstream.runtime.worker import Worker
+from slipstream.sync.changes import RolledBack
+from slipstream.sync.frames import Superseded
 from slipstream.sync.link import ConnectionInfo, PublishHandle
 
 if TYPE_CHECKING:
@@ -107,9 +109,13 @@ class GeneratorWorker(Worker):
             self._weights.close()
         self._weights = self._open_weights(self._config.sync.link, connection_info, rank)
 
-    async def prepare(self, handle: PublishHandle) -> None:
+    async def prepare(self, handle: PublishHandle) -> str:
         self._served.prepare(handle)
-        await self._until(self._served.prepared)
+        try:
+            await self._until(self._served.prepared)
+        except Superseded as error:
+            return str(error)
+        return ""
 
     async def checksums(self, names: Sequence[str]) -> dict[str, int]:
         self._served.start_checksums(names)
@@ -117,17 +123,21 @@ class GeneratorWorker(Worker):
             await self._next_step()
         return sums
 
-    async def swap(self, version: int) -> tuple[float, dict[str, float]]:
+    async def swap(self, version: int) -> tuple[float, dict[str, float]] | None:
         """As `EngineWorker.swap`. Returns once the version of each sampled token is known."""
         apply: Any = self._served.apply  # of the weights that the same `_load` opened
         async with self._drained():
             try:
                 pause = self._engine.swap(version, apply, self._config.sync.in_flight)
+            except RolledBack:
+                return None
             except Exception:
                 self._failed_swap = True
                 raise
         self._changed.set()
         await self._until(lambda: self._engine.versions_known)
+        if self._engine.version != version:  # a worker process of the engine could not write it
+            return None
         return max(pause, self._served.pause_s()), await self.stats()
 
     async def sleep(self, level: int) -> None:

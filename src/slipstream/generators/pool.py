@@ -130,7 +130,7 @@ class EngineReplica:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine gets requests."""
+        """Whether the engine gets requests, unless its version is too old."""
         return self.serving.is_set() and not (self.process.dead or self.leaving)
 
     @property
@@ -235,6 +235,8 @@ class GeneratorPool:
         self._failure: WorkerDied | None = None
         self._changed = asyncio.Event()  # cleared by tasks that wait for an engine
         self._offsets: dict[str, float] = {}  # added to totals, which do not change when engines are added or removed
+        self.oldest = 0  # version: engines with an older one get no requests
+        self.on_serve: Callable[[], object] = lambda: None  # called when an engine serves a new version
         self.clock = Clock()
         self.resumed = asyncio.Event()
         self.resumed.set()
@@ -278,7 +280,7 @@ class GeneratorPool:
     @property
     def alive(self) -> list[EngineReplica]:
         """Engines that get requests."""
-        return [g for g in self.generators if g.alive]
+        return [g for g in self.generators if g.alive and g.version >= self.oldest]
 
     @property
     def running(self) -> list[EngineReplica]:
@@ -302,9 +304,10 @@ class GeneratorPool:
         self._changed.set()
 
     def serve(self, generator: EngineReplica) -> None:
-        """Mark an engine of the pool as serving: from now on it gets requests."""
+        """Mark an engine of the pool as serving: from now on it gets requests, unless its version is too old."""
         generator.serving.set()
         self._changed.set()
+        self.on_serve()
 
     async def wait_alive(self) -> None:
         """Wait until an engine is alive. Raises why none will be."""

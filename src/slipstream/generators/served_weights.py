@@ -139,11 +139,13 @@ class ServedWeights:
         assert self._next is not None
         self._timer.mark(0)
         new = self._next.result()
-        if isinstance(new, Update):
-            new.apply()
-        else:
-            self._copy(new)
-        self._timer.mark(1)
+        try:
+            if isinstance(new, Update):
+                new.apply()
+            else:
+                self._copy(new)
+        finally:
+            self._timer.mark(1)
         self._receiver.swapped()
         self._next = None
 

@@ -66,7 +66,7 @@ Entry = tuple[str, int]  # name of a parameter that is sent whole, or "" for the
 class DeltaSender(Sender):
     """The trainer's end: the last version on its device, the latest changes, and a server of both."""
 
-    trainer_free_after_send = independent_receivers = True
+    trainer_free_after_send = independent_receivers = late_receivers = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype_of(config)

@@ -65,6 +65,9 @@ class Sender(Protocol):
     """Engines can't connect to the sender of another trainer: after the death of this one they are restarted, too."""
     independent_receivers: bool = False
     """A version that engines serve may be published again to others alone."""
+    late_receivers: bool = False
+    """A receiver may receive a version after its `release`, so that no engine waits for a slower one. If newer versions
+    were staged it may raise `Superseded`. Handles have the checksums of all parameters as decimal text in `sums`."""
     on_every_rank: bool = False
     """Each trainer rank has a sender with its own part of the parameters, and `parts` of the connection information
     lists what all of them returned. Otherwise rank 0 has the only sender."""
@@ -139,7 +142,7 @@ class PublishStats:
     version, `total` includes the comparison of checksums. `engines_lost` lists why engines left the pool since the last
     publish. On the pool's clock, `began` is the start and `pauses` lists track, start and end of each engine's pause.
     `bytes` is the size of the version as coded for an engine that has the one before, and `changed` the fraction of
-    elements that differ from it (None: not counted).
+    elements that differ from it (None: not counted). `late` engines had not received the version at its end.
     """
 
     version: int
@@ -152,6 +155,7 @@ class PublishStats:
     pauses: tuple[tuple[str, float, float], ...] = ()
     bytes: int | None = None
     changed: float | None = None
+    late: int = 0
 
 
 class Layout:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +23,16 @@ from safetensors.torch import load_file
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config
 from slipstream.controller.launch import Cluster
+from slipstream.errors import UserError
 from slipstream.generators.base import GenerationError, Interruption
+from slipstream.generators.vllm import weights
 from slipstream.generators.vllm.compat import call_workers
 from slipstream.generators.vllm.worker_methods import TokenCounter, WorkerMethods
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.sync import nccl_direct
+from slipstream.sync.changes import RolledBack
+from slipstream.sync.frames import Superseded
 from slipstream.sync.nccl_direct import import_transfer, packed_options
 from tests.conftest import build_model, build_tokenizer, drawn_until, in_flight, save_model
 from tests.processes import changing, descendants
@@ -474,6 +479,63 @@ def test_completions_that_finish_during_a_swap_are_discarded_or_kept_whole(core:
     assert engine.tokens_discarded == 8 + 2
     engine.step()
     assert sorted(request.key for request in engine._requests.values()) == ["begun since", "went on"]
+
+
+def test_a_swap_that_is_rolled_back_leaves_the_version_before(core: tuple[Any, Core]) -> None:
+    """Also of requests that began after the swap, and of those that finished meanwhile."""
+    engine, llm = core
+    rolled_back: list[bool] = []
+
+    def counts_before() -> Any:
+        if rolled_back:
+            raise RolledBack("every worker has the old values again")
+        return None
+
+    for key in ("ended", "went on"):
+        engine.submit(key, [5, 6, 7], Sampling(max_tokens=9))
+    engine.swap(1, lambda: counts_before)
+    engine.submit("begun since", [5, 6, 7], Sampling(max_tokens=9))
+    llm.finish("1", 6)
+    assert engine.step() == [] and not engine.versions_known
+    rolled_back.append(True)
+    found = dict(engine.step())
+    assert engine.versions_known and engine.version == 0
+    for name in ("2", "3"):
+        llm.finish(name, 6)
+    found |= dict(engine.step())
+    assert {key: found[key].spans for key in found} == dict.fromkeys(("ended", "went on", "begun since"), ((0, 0, 6),))
+
+
+@pytest.mark.parametrize("rolled_back", [(False, False), (True, True), (True, False), (False, True)])
+def test_workers_of_an_engine_that_rolled_back_are_told_apart(
+    rolled_back: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them: the engine serves the version before. Some: it serves a mixture."""
+    replies = {
+        WorkerMethods.slipstream_apply: [None, None],
+        WorkerMethods.slipstream_swapped: [[0.5, {"1": 3}, undone] for undone in rolled_back],
+        WorkerMethods.slipstream_prepare: [None, None],
+        WorkerMethods.slipstream_prepared: ["", "a newer version is published"],
+    }
+
+    def call(llm: Any, method: Any, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(["done" if reply is None else reply for reply in replies[method]])
+        return future
+
+    monkeypatch.setattr(weights, "call_workers_nowait", call)
+    served = object.__new__(weights.VllmWeights)
+    served._llm, served._blocking = None, False
+    served.prepare({"version": 1})
+    with pytest.raises(Superseded, match="a newer version is published"):
+        served.prepared()
+    counts = served.apply()
+    if not any(rolled_back):
+        assert counts() == {"1": 3} and served.pause_s() == 0.5
+        return
+    with pytest.raises(RolledBack if all(rolled_back) else UserError) as caught:
+        counts()
+    assert isinstance(caught.value, RolledBack) == all(rolled_back)
 
 
 def test_a_request_that_vllm_refuses_fails_alone(core: tuple[Any, Core]) -> None:

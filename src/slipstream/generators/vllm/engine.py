@@ -24,12 +24,13 @@ from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.generator_worker import Engine, GeneratorWorker, OpenWeights
 from slipstream.generators.vllm.compat import call_workers, core_has_own_process, exit_when_core_dies, routed_experts
 from slipstream.generators.vllm.launch import new_engine, start_vllm
-from slipstream.generators.vllm.requests import TokenCounts, VllmRequest, resolve_in_flight
+from slipstream.generators.vllm.requests import VllmRequest, resolve_in_flight
 from slipstream.generators.vllm.weights import AdapterWeights, CountsBeforeSwap, VllmWeights
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.model.inspection import end_of_sequence, generation_config
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.memory import raise_gc_thresholds
+from slipstream.sync.changes import RolledBack
 from slipstream.sync.link import ConnectionInfo
 
 SLEEP_LEVEL_KEEP_WEIGHTS = 1  # vLLM's sleep level that keeps weights in host memory
@@ -46,8 +47,9 @@ class _Request(VllmRequest):
 
 @dataclass(frozen=True)
 class _PendingSwap:
-    """A swap whose token counts have not arrived, and the requests that were in flight."""
+    """A swap whose token counts have not arrived, the version before it, and the requests that were in flight."""
 
+    before: int
     counts_before: CountsBeforeSwap
     how: Interruption
     requests: list[_Request]
@@ -184,7 +186,7 @@ class VllmEngine:
         """
         if how == "drain" and self._requests:
             raise RuntimeError(f"drain: {self.running} sequences still run; set `draining` and step until none does")
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self.version
         recompute = how == "recompute" and not self.asleep  # a sleeping engine has no keys and values
         counts_before = self._swap_weights(version, apply, recompute)
         pause_s = time.perf_counter() - started if recompute else 0.0
@@ -192,7 +194,7 @@ class VllmEngine:
             self._requeue_for_adapters(self._adapters, how)
         else:
             requests = [r for r in self._requests.values() if not r.finished]
-            self._pending_swap = _PendingSwap(counts_before, how, requests)
+            self._pending_swap = _PendingSwap(before, counts_before, how, requests)
         return pause_s
 
     def _swap_weights(self, version: int, apply: Callable[[], CountsBeforeSwap], recompute: bool) -> CountsBeforeSwap:
@@ -228,7 +230,10 @@ class VllmEngine:
 
     def _resolve_swap(self, swap: _PendingSwap) -> list[tuple[_Request, Any]]:
         """Apply the swap to the requests in flight, if the counts have arrived. Returns the withheld outputs."""
-        before: TokenCounts | None = swap.counts_before()
+        try:
+            before = swap.counts_before()
+        except RolledBack:
+            return self._undo_swap(swap)
         if before is None:
             return []
         self._pending_swap = None
@@ -240,6 +245,16 @@ class VllmEngine:
             if request not in self._aborted:
                 self._requeue(request)
         finished = [(r, output) for r, output in self._withheld if r not in (*restart, *self._aborted)]
+        self._withheld, self._aborted = [], set()
+        return finished
+
+    def _undo_swap(self, swap: _PendingSwap) -> list[tuple[_Request, Any]]:
+        """Serve the version before a swap that was rolled back. Returns the withheld outputs."""
+        self._pending_swap, self.version = None, swap.before
+        for request in (*self._requests.values(), *(request for request, _ in self._withheld)):
+            if request not in swap.requests:  # it started after the swap
+                request.starts = [(0, swap.before)]
+        finished = [(request, output) for request, output in self._withheld if request not in self._aborted]
         self._withheld, self._aborted = [], set()
         return finished
 

@@ -236,10 +236,11 @@ class Server:
             self._connecting = False
         self._connected = True
 
-    async def prepare(self, handle: PublishHandle) -> None:
+    async def prepare(self, handle: PublishHandle) -> str:
         purpose = "get a version of the weights"
         await self._call_workers(purpose, None, WorkerMethods.slipstream_prepare, handle)
-        await self._poll_workers(purpose, PREPARE_TIMEOUT_S, WorkerMethods.slipstream_prepared)
+        results = await self._poll_workers(purpose, PREPARE_TIMEOUT_S, WorkerMethods.slipstream_prepared)
+        return next(filter(None, results), "")
 
     async def swap(self, version: int) -> tuple[float, dict[str, float]]:
         """As `EngineWorker.swap`. A failure terminates the server: it is unknown which weights it serves."""
@@ -285,6 +286,8 @@ class Server:
         purpose = "finish a swap"
         await self._call_workers("apply", None, WorkerMethods.slipstream_apply)
         swapped = await self._poll_workers(purpose, server_client.REQUEST_TIMEOUT_S, WorkerMethods.slipstream_swapped)
+        if any(worker[2] for worker in swapped):
+            raise self.terminate(f"{self.name} had other values after the swap than were sent")
         return _by_request_name(swapped[0][1])
 
     async def _recompute(self) -> TokenCounts:

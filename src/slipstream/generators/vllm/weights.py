@@ -12,6 +12,8 @@ from slipstream.errors import UserError
 from slipstream.generators.vllm.compat import call_workers, call_workers_nowait, core_died
 from slipstream.generators.vllm.requests import TokenCounts, sum_checksums
 from slipstream.generators.vllm.worker_methods import WorkerMethods
+from slipstream.sync.changes import RolledBack
+from slipstream.sync.frames import Superseded
 from slipstream.sync.link import ConnectionInfo, PublishHandle
 
 R = TypeVar("R")
@@ -58,12 +60,16 @@ class VllmWeights:
         self._prepared = PolledCall(self._llm, WorkerMethods.slipstream_prepared, started)
 
     def prepared(self) -> bool:
-        return bool(self._prepared.poll())
+        results = self._prepared.poll()
+        if why := next(filter(None, results or ()), ""):
+            raise Superseded(why)
+        return results is not None
 
     def apply(self) -> CountsBeforeSwap:
         """Swap. Calling the result returns the tokens that each request had sampled before, or None for now.
 
-        It raises if a worker's swap failed; that worker's weights are undefined.
+        It raises `RolledBack` if every worker serves the version before. It raises another error if a worker's swap
+        failed, or some workers serve the version before; then the engine's weights are a mixture.
         """
         applied = call_workers_nowait(self._llm, WorkerMethods.slipstream_apply)
         swapped = PolledCall(self._llm, WorkerMethods.slipstream_swapped, applied)
@@ -74,7 +80,12 @@ class VllmWeights:
             results = swapped.poll()
             if results is None:
                 return None
-            self._pause_s = max(pause for pause, _ in results)
+            rolled_back = [worker[2] for worker in results]
+            if all(rolled_back):
+                raise RolledBack("every worker has the old values again")
+            if any(rolled_back):
+                raise UserError("vLLM's workers serve two versions, since some could not write the new one")
+            self._pause_s = max(worker[0] for worker in results)
             counts: TokenCounts = results[0][1]
             return counts
 

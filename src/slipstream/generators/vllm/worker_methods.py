@@ -23,6 +23,8 @@ from slipstream.generators.vllm.requests import LEASE_S, TokenCounts
 from slipstream.generators.vllm.weight_mapping import USE_RESTART, expert_tensor, map_parameters
 from slipstream.model.inspection import config_sizes, end_of_sequence, generation_config
 from slipstream.runtime.memory import raise_gc_thresholds
+from slipstream.sync.changes import RolledBack
+from slipstream.sync.frames import Superseded
 from slipstream.sync.link import ConnectionInfo, ParameterShard, PublishHandle
 from slipstream.sync.nccl_direct import NcclDirectReceiver
 from slipstream.sync.single_copy import export_ipc_handles
@@ -198,9 +200,12 @@ class WorkerMethods:
         """Start to receive a version."""
         self._slipstream.prepare(handle)
 
-    def slipstream_prepared(self) -> bool | None:
-        """True once the version is staged, else None."""
-        return self._slipstream.prepared() or None
+    def slipstream_prepared(self) -> str | None:
+        """ "" once the version is staged, or why it did not arrive (vLLM loses kinds of exceptions), else None."""
+        try:
+            return "" if self._slipstream.prepared() else None
+        except Superseded as error:
+            return str(error)
 
     def slipstream_prepare_adapter(self, handle: PublishHandle) -> None:
         """Start to load a version's adapter; `slipstream_checksums` then reads this adapter."""
@@ -217,13 +222,22 @@ class WorkerMethods:
 
     def slipstream_apply(self) -> None:
         """Swap the weights, and count the tokens that each request has sampled by all earlier passes."""
-        self._slipstream.apply()
+        self._slipstream_rolled_back = False
+        try:
+            self._slipstream.apply()
+        except RolledBack:
+            self._slipstream_rolled_back = True
         self._slipstream_counts = self._slipstream_tokens.count()
         self._slipstream_tokens.forget_finished()  # the caller of a swap remembers them
 
     def slipstream_swapped(self) -> list[Any] | None:
-        """Pause in seconds and token counts before the swap; None until the device has swapped."""
-        return [self._slipstream.pause_s(), self._slipstream_counts()] if self._slipstream.applied() else None
+        """Pause in seconds, token counts before the swap, and whether the worker serves the version before it.
+
+        None until the device has swapped.
+        """
+        if not self._slipstream.applied():
+            return None
+        return [self._slipstream.pause_s(), self._slipstream_counts(), self._slipstream_rolled_back]
 
     def slipstream_count_tokens(self) -> TokenCounts:
         """Tokens that each request has sampled."""

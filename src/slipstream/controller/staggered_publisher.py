@@ -1,0 +1,180 @@
+"""Publishes by links with `late_receivers`: each engine has a task that brings it to the newest version.
+
+A publish ends without the engines that take much longer than the first one. Such a late engine serves the version that
+it has while `loop.max_lag` permits it, then gets no new requests until its task has brought it to a newer version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.controller.engine_calls import (
+    NotServed,
+    Pause,
+    duration,
+    find_difference,
+    prepare_version,
+    swap_version,
+)
+from slipstream.controller.weight_publisher import CALL_TIMEOUT_S, WeightPublisher
+from slipstream.generators.pool import EngineReplica
+from slipstream.runtime.worker import WorkerDied, succeeded
+from slipstream.sync.checksum import chosen
+from slipstream.sync.link import PublishHandle
+
+PATIENCE = 2.0  # times the duration of the first engine, for which a publish waits for engines that were not late
+MIN_PATIENCE_S = 1.0
+SLOWEST = 10.0  # times the duration of the slowest regular transfer: the time limit of a transfer
+RETRY_S = 0.5  # after which an engine that did not get a version tries the newest one
+
+
+@dataclass(frozen=True, eq=False)
+class _Staged:
+    """A version: its handle, the parameters to compare, and the trainer's checksums of them."""
+
+    handle: PublishHandle
+    names: list[str]
+    sums: asyncio.Future[dict[str, int]] | None
+
+    @property
+    def trainer_failed(self) -> bool:
+        return self.sums is not None and self.sums.done() and not succeeded(self.sums)
+
+
+class StaggeredPublisher(WeightPublisher):
+    """A `WeightPublisher` that leaves engines behind which are slow. With `max_lag` 0 it waits for all engines."""
+
+    def __init__(self, *arguments: Any, max_lag: int) -> None:
+        super().__init__(*arguments)
+        self._max_lag = max_lag
+        self._newest: _Staged | None = None
+        self._updates: dict[EngineReplica, asyncio.Task[None]] = {}  # of engines without the newest version
+        self._pauses: list[Pause] = []  # since the end of the last publish
+
+    async def join(self, generator: EngineReplica) -> None:
+        """Begin to bring a started engine to the newest version, or let the first publish do so."""
+        if self._newest:
+            self._members.append(generator)
+            self._late.add(generator)
+            self._begin_update(generator)
+        else:
+            await super().join(generator)
+
+    async def leave(self, generator: EngineReplica) -> None:
+        """Let an engine take part in no publish, also not in one that has begun, and end its update."""
+        for engines in (self._members, self._joining):
+            engines[:] = [g for g in engines if g is not generator]
+        if update := self._updates.pop(generator, None):
+            update.cancel()
+
+    async def close(self) -> None:
+        """End all updates."""
+        for generator in list(self._updates):
+            self._updates.pop(generator).cancel()
+
+    async def _publish_version(
+        self, version: int, verify: str, free: asyncio.Event
+    ) -> tuple[list[Pause], float, float]:
+        """Publish to all members, and wait for those that are not late. Returns as `_try_publish`."""
+        self._remove_members([g for g in self._members if g.process.dead])
+        self._members += self._joining
+        self._joining = []
+        self._newest, sending = await self._stage(version, verify)
+        free.set()
+        if self._max_lag:
+            self._pool.oldest = version - self._max_lag
+        for generator in self._members:
+            self._begin_update(generator)
+        current = await self._wait_for_engines()
+        if self._process.dead:
+            raise self._process.dead
+        if self._newest.sums:
+            await self._newest.sums
+        if not current:
+            raise self._pool.dead or WorkerDied(f"no engine received version {version}")
+        self._late = set(self._updates)
+        pauses, self._pauses = self._pauses, []
+        self._released = asyncio.ensure_future(self._trainer.release(self._newest.handle))
+        self._released.add_done_callback(succeeded)  # the next publish raises its error
+        return pauses, sending, self._pool.now()
+
+    async def _stage(self, version: int, verify: str) -> tuple[_Staged, float]:
+        """Stage and send a version. Returns it, and the duration of the send."""
+        names = chosen(self._names, version, verify)
+        self._published = await self._trainer.stage(version)
+        sending = await duration(self._trainer.send(self._published))
+        # Called before any further step, so the trainer computes it on the published weights.
+        sums = asyncio.ensure_future(self._trainer.checksums(names)) if names else None
+        if sums:
+            sums.add_done_callback(succeeded)  # the publish raises its error
+        return _Staged(self._published, names, sums), sending
+
+    async def _wait_for_engines(self) -> list[EngineReplica]:
+        """Wait for engines that were not late, or for any one if they fail. Returns the engines with the version.
+
+        Once the first has the version, the others have `PATIENCE` times as long, except in the first publish.
+        """
+        clock, limit = asyncio.get_running_loop().time, math.inf
+        began = clock()
+        while True:
+            current = [g for g in self._members if g not in self._updates]
+            if current and self._max_lag and self._connected:
+                limit = min(limit, clock() + max(MIN_PATIENCE_S, PATIENCE * (clock() - began)))
+            waiting = [update for g, update in self._updates.items() if not current or g not in self._late]
+            if not waiting or clock() >= limit:
+                return current
+            timeout = limit - clock() if limit < math.inf else None
+            await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+    def _begin_update(self, generator: EngineReplica) -> None:
+        if generator not in self._updates:
+            self._updates[generator] = asyncio.create_task(self._update(generator))
+
+    async def _update(self, generator: EngineReplica) -> None:
+        """Bring an engine to the newest version, also if a newer one is published meanwhile. Removes it if it fails."""
+        clock, reached, deadline = asyncio.get_running_loop().time, None, 0.0
+        try:
+            while (newest := self._newest) and newest is not reached:
+                deadline = deadline or clock() + CALL_TIMEOUT_S + SLOWEST * self._travel
+                try:
+                    await self._bring(generator, newest, deadline)
+                    reached, deadline = newest, 0.0
+                except NotServed:
+                    if clock() > deadline:
+                        raise
+                    await asyncio.sleep(RETRY_S)
+        except Exception as error:
+            if not (self._process.dead or (newest and newest.trainer_failed)):
+                self._failed[generator] = error
+                self._lose(generator)
+        finally:
+            self._updates.pop(generator, None)
+
+    async def _bring(self, generator: EngineReplica, staged: _Staged, deadline: float) -> None:
+        """Bring one engine to a version, and compare checksums before its completions are returned.
+
+        Raises `NotServed` if it serves the version before, and `PublishError` if checksums differ.
+        """
+        clock, version = asyncio.get_running_loop().time, staged.handle["version"]
+        if generator not in self._joined:
+            await self._connect([generator])[0]
+            self._joined.append(generator)
+        receiving = prepare_version(generator, staged.handle)
+        await generator.wait_for(receiving, f"receive version {version}", deadline - clock())
+        swapping = swap_version(generator, version, self._sync.in_flight)
+        self._pauses.append(
+            await generator.wait_for(swapping, f"swap in version {version}", CALL_TIMEOUT_S + self._drain)
+        )
+        if staged.sums:
+            names = staged.names if generator.serving.is_set() else self._names  # all of a new engine
+            call = generator.worker.checksums(names)
+            served = await generator.wait_for(call, f"return the checksums of version {version}", CALL_TIMEOUT_S)
+            published = {name: int(value) for name, value in staged.handle["sums"].items()}
+            if error := find_difference(generator, served, published | await asyncio.shield(staged.sums), version):
+                raise error
+        generator.release()
+        if generator.serving.is_set() or staged is self._newest:
+            self._pool.serve(generator)
