@@ -106,7 +106,8 @@ def balanced(summary: dict[str, Any], metrics: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("link", "number"), [("shared", signal.SIGKILL), ("nccl", signal.SIGKILL), ("checkpoint", signal.SIGSTOP)]
+    ("link", "number"),
+    [("shared", signal.SIGKILL), ("nccl", signal.SIGKILL), ("checkpoint", signal.SIGSTOP), ("delta", signal.SIGKILL)],
 )
 def test_one_of_two_engines_is_replaced(link: str, number: int, tiny: Path, tmp_path: Path, impatient: None) -> None:
     run = run_of(tiny, tmp_path, "--generator.replicas=2", f"--sync.link={link}")
@@ -213,7 +214,7 @@ def test_the_delay_of_a_restart_grows_until_an_engine_serves_for_long(
     assert [seconds for seconds in slept if seconds in delays] == delays
 
 
-@pytest.mark.parametrize("link", ["shared", "nccl"])
+@pytest.mark.parametrize("link", ["shared", "nccl", "delta"])
 def test_the_number_of_engines_changes_while_a_run_goes_on(link: str, tiny: Path, tmp_path: Path) -> None:
     run = run_of(tiny, tmp_path, f"--sync.link={link}")
 
@@ -237,7 +238,7 @@ def test_the_number_of_engines_changes_while_a_run_goes_on(link: str, tiny: Path
     assert not summary["engines_lost"] and not run.warnings
 
 
-@pytest.mark.parametrize("link", ["shared", "nccl"])
+@pytest.mark.parametrize("link", ["shared", "nccl", "delta"])
 def test_a_trainer_that_dies_while_its_run_waits_for_the_only_engine(link: str, tiny: Path, tmp_path: Path) -> None:
     """No call to the trainer is pending then, and the engine can't join without it."""
     run = run_of(tiny, tmp_path, f"--sync.link={link}")
