@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -16,9 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.config.schema import SyncConfig
 from slipstream.controller import staggered_publisher
+from slipstream.controller.finish import close
 from slipstream.controller.staggered_publisher import StaggeredPublisher
 from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.rollout import Completion, Sampling
+from slipstream.run import training_loop
 from slipstream.runtime.worker import WorkerDied, WorkerError
 from tests.controller.test_engine_supervisor import Warned, balanced, play, run_of, send, step, until
 from tests.processes import changing, module_for_processes
@@ -420,3 +423,40 @@ def test_a_late_engine_that_dies_is_replaced_in_a_run(tiny: Path, tmp_path: Path
     summary = asyncio.run(play(run, script))
     balanced(summary, tmp_path / "run" / "metrics.jsonl")
     assert summary["engine_restarts"] == 1
+
+
+def test_a_trainer_that_dies_while_an_engine_is_late(tiny: Path, tmp_path: Path, orders: Orders) -> None:
+    """The next trainer's first publish brings the late engine, too, to the version of the checkpoint."""
+    flags = ["--generator.replicas=2", "--sync.link=slow_links:Link", "--loop.max_lag=2", "--checkpoint.every=2"]
+    run = run_of(tiny, tmp_path, *flags)
+
+    async def script(run: Warned) -> None:
+        orders.give("hold 1")
+        await step(run, 5)
+        os.kill(run.cluster.trainer_process.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        await until(lambda: run.trainer_restarts)
+        orders.withdraw("hold 1")
+        await step(run, 3)
+        await until(lambda: len(run.cluster.generator.alive) == 2)
+
+    summary = asyncio.run(play(run, script))
+    assert summary["trainer_restarts"] == 1 and not summary["engines_lost"] and not summary["failures"]
+
+
+def test_the_final_evaluation_leaves_late_engines_out(tiny: Path, tmp_path: Path, orders: Orders) -> None:
+    flags = ["--generator.replicas=2", "--sync.link=slow_links:Link", "--loop.max_lag=8", "--loop.steps=5"]
+    run = run_of(tiny, tmp_path, *flags, "--evaluation.tasks=12")
+
+    async def main() -> dict[str, Any]:
+        training = asyncio.ensure_future(training_loop(run))
+        try:
+            await until(lambda: run.state.version or training.done())
+            orders.give("hold 1")
+            return await training
+        finally:
+            await close(run)
+
+    assert asyncio.run(main())["version"] == 5
+    *_, record = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert record["versions"] == [5, 5] and record["eval/failed"] == 0
+    assert [g.version == 5 for g in run.cluster.generator.generators] == [False, True]
