@@ -30,13 +30,13 @@ async def publish(run: RunContext) -> None:
 
 
 async def wait_published(run: RunContext) -> None:
-    """Wait until all engines serve the last version. Raises the error of a failed publish."""
+    """Wait until all engines that are not late serve the last version. Raises the error of a failed publish."""
     if run.publishing:
         await run.publishing
 
 
 async def publish_version(run: RunContext, trainer_free: asyncio.Event) -> None:
-    """Publish to all engines, then admit groups. Sets `trainer_free` once the trainer may take its next step.
+    """Publish to the engines, then admit groups. Sets `trainer_free` once the trainer may take its next step.
 
     If no engine is alive, the version is not served: the first engine to be restarted is brought to the newest weights.
     """

@@ -28,7 +28,7 @@ from slipstream.sync.link import PublishHandle
 PATIENCE = 2.0  # times the duration of the first engine, for which a publish waits for engines that were not late
 MIN_PATIENCE_S = 1.0
 SLOWEST = 10.0  # times the duration of the slowest regular transfer: the time limit of a transfer
-RETRY_S = 0.5  # after which an engine that did not get a version tries the newest one
+RETRY_S = 0.5  # after which an engine tries the same version again
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,8 @@ class StaggeredPublisher(WeightPublisher):
                 except NotServed:
                     if clock() > deadline:
                         raise
-                    await asyncio.sleep(RETRY_S)
+                    if newest is self._newest:
+                        await asyncio.sleep(RETRY_S)
         except Exception as error:
             if not (self._process.dead or (newest and newest.trainer_failed)):
                 self._failed[generator] = error

@@ -121,7 +121,7 @@ class LoopState:
         self.staged = self.step
 
     def publish(self, step: int) -> None:
-        """Every engine serves the weights of this step; more groups may start."""
+        """Every engine that is not late serves the weights of this step; more groups may start."""
         self.published = step
 
     def snapshot(self) -> dict[str, Any]:

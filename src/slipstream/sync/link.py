@@ -138,11 +138,12 @@ class ParameterShard:
 class PublishStats:
     """Durations of one publish in seconds.
 
-    `pause_s` is the longest pause of an engine, `sending` the transfer, `ready` the time until every engine served the
-    version, `total` includes the comparison of checksums. `engines_lost` lists why engines left the pool since the last
-    publish. On the pool's clock, `began` is the start and `pauses` lists track, start and end of each engine's pause.
-    `bytes` is the size of the version as coded for an engine that has the one before, and `changed` the fraction of
-    elements that differ from it (None: not counted). `late` engines had not received the version at its end.
+    `pause_s` is the longest pause of an engine, `sending` the transfer, `ready` the time until every engine that is not
+    late served the version, `total` includes the comparison of checksums. `late` engines get the version later.
+    `engines_lost` lists why engines left the pool since the last publish. On the pool's clock, `began` is the start and
+    `pauses` lists track, start and end of each engine's pause since the last publish. `bytes` is the size of the
+    version as coded for an engine that has the one before, and `changed` the fraction of elements that differ from it
+    (None: not counted).
     """
 
     version: int

@@ -147,7 +147,14 @@ def test_log_probabilities_and_versions_are_exact(model: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("link", "how"), [("shared", "continue"), ("nccl", "recompute"), ("checkpoint", "retry"), ("shared", "drain")]
+    ("link", "how"),
+    [
+        ("shared", "continue"),
+        ("nccl", "recompute"),
+        ("checkpoint", "retry"),
+        ("shared", "drain"),
+        ("delta", "recompute"),
+    ],
 )
 def test_completions_are_exact_across_a_swap(link: str, how: str, model: Path, tmp_path: Path) -> None:
     """Versions are exact at the boundary token in every mode; an abort in between leaves other requests unaffected."""
@@ -536,6 +543,27 @@ def test_workers_of_an_engine_that_rolled_back_are_told_apart(
     with pytest.raises(RolledBack if all(rolled_back) else UserError) as caught:
         counts()
     assert isinstance(caught.value, RolledBack) == all(rolled_back)
+
+
+def test_a_worker_returns_as_data_that_it_serves_the_version_before() -> None:
+    """vLLM turns exceptions of its workers into text."""
+
+    def fail(error: Exception) -> Any:
+        raise error
+
+    worker: Any = WorkerMethods()
+    worker._slipstream_tokens = SimpleNamespace(count=lambda: lambda: {"1": 3}, forget_finished=lambda: None)
+    worker._slipstream = SimpleNamespace(
+        prepared=lambda: fail(Superseded("a newer version is published")), applied=lambda: True, pause_s=lambda: 0.5,
+        apply=lambda: fail(RolledBack("other values")),
+    )  # fmt: skip
+    assert worker.slipstream_prepared() == "a newer version is published"
+    worker.slipstream_apply()
+    assert worker.slipstream_swapped() == [0.5, {"1": 3}, True]
+    worker._slipstream.prepared, worker._slipstream.apply = lambda: False, lambda: None
+    assert worker.slipstream_prepared() is None
+    worker.slipstream_apply()
+    assert worker.slipstream_swapped() == [0.5, {"1": 3}, False]
 
 
 def test_a_request_that_vllm_refuses_fails_alone(core: tuple[Any, Core]) -> None:
