@@ -631,7 +631,7 @@ def test_responses_are_held_during_a_swap(model: Path) -> None:
             await asyncio.sleep(0.3)  # all other answers arrive first
         if body["method"] != "swapped":
             return None
-        return [0.001, {f"cmpl-{names[0]}-0-1a2b3c4d": 3, "cmpl-of-another-0-1a2b3c4d": 9}]
+        return [0.001, {f"cmpl-{names[0]}-0-1a2b3c4d": 3, "cmpl-of-another-0-1a2b3c4d": 9}, False]
 
     async def main() -> None:
         async with faked(model, slow, rpc) as server:
@@ -666,7 +666,7 @@ def test_completions_finished_before_a_swap_are_not_sampled_again(how: Interrupt
     async def rpc(body: dict[str, Any]) -> Any:
         if body["method"] == "apply":
             answer.set()
-        return [0.001, counts] if body["method"] == "swapped" else None
+        return [0.001, counts, False] if body["method"] == "swapped" else None
 
     async def main() -> None:
         async with faked(model, drawing, rpc, sync__in_flight=how) as server:
@@ -875,7 +875,7 @@ class Orders:
         what = body["method"]
         if what == "apply":
             self.applying.set()
-        return await self._answer(what, [0.001, {}] if what == "swapped" else None)
+        return await self._answer(what, [0.001, {}, False] if what == "swapped" else None)
 
     async def _answer(self, what: str, well: Any) -> Any:
         if f"{what} is late" in self._broken:
