@@ -5,9 +5,10 @@
 
 Two namespaces are joined by a pair of virtual devices whose rate is limited both ways (`tc tbf`). The trainer's end of
 the link runs in the first, engines that decode in the second. Between publishes the given share of the elements moves
-to the next bfloat16 value. `held` is the time of `stage`, `ready` the time from its start until all engines serve the
-version, `pause` the time of the swap, `step` that of a decode step. "delta, all weights" is the `delta` link to engines
-without a version. `sent` is what left the trainer's namespace.
+to the next bfloat16 value. `held` is the time of `stage` and `send`, `ready` the time from the start of `stage` until
+all engines serve the version, `pause` the time of the swap, `step` that of a decode step. "delta, all weights" is the
+`delta` link to engines without a version. `sent` is what left the trainer's namespace. `trainer` and `engine` are the
+bytes by which the memory of these processes rose in a publish, at most, per changed element.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -52,7 +54,22 @@ def configuration(model: str, link: str) -> Config:
     )
 
 
-class TrainerEnd:
+class Memory:
+    """The peak of the memory of this process since `reset`."""
+
+    def reset(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = self._bytes("VmRSS")
+
+    def rise(self) -> int:
+        return self._bytes("VmHWM") - self._before
+
+    def _bytes(self, name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+class TrainerEnd(Memory):
     """Weights that change as in training, and the sender of a link."""
 
     def __init__(self, model: str, link: str, changed: float, engines: int, scratch: str) -> None:
@@ -79,14 +96,16 @@ class TrainerEnd:
         self._handle = self._sender.stage(version)
         return self._handle
 
-    def send(self) -> None:
-        self._sender.send(self._handle)
+    def send(self) -> tuple[float, Any]:
+        """Returns the end on the system's clock, and the sizes if the link counts them."""
+        sizes = self._sender.send(self._handle)
+        return time.monotonic(), sizes
 
     def release(self) -> None:
         self._sender.release(self._handle)
 
 
-class EngineEnd:
+class EngineEnd(Memory):
     """An engine that decodes eight sequences all the time, and its end of a link."""
 
     def __init__(self, model: str, link: str) -> None:
@@ -218,7 +237,8 @@ def measure(options: argparse.Namespace, link: str, names: tuple[str, str], scra
         info = trainer.call("connect")
         for rank, engine in enumerate(engines, 1):
             engine.call("connect", info, rank)
-        found = [publish(version, trainer, engines, names[0]) for version in range(options.publishes + 1)][1:]
+        elements = sum(math.prod(shape) for shape in info["shapes"].values())
+        found = [publish(version, trainer, engines, names[0], elements) for version in range(options.publishes + 1)][1:]
         sums = [engine.call("checksums") for engine in engines]
         assert all(s == sums[0] for s in sums)
     finally:
@@ -227,12 +247,14 @@ def measure(options: argparse.Namespace, link: str, names: tuple[str, str], scra
     return {"link": link} | {key: statistics.median(f[key] for f in found) for key in found[0]}
 
 
-def publish(version: int, trainer: Remote, engines: list[Remote], namespace: str) -> dict[str, float]:
+def publish(version: int, trainer: Remote, engines: list[Remote], namespace: str, elements: int) -> dict[str, float]:
     """One publish to all engines at the same time."""
     trainer.call("change")
+    for end in (trainer, *engines):
+        end.call("reset")
     before, began = sent(namespace), time.monotonic()
     staged = trainer.call("stage", version)
-    held, replies = time.monotonic() - began, [dict[str, float]() for _ in engines]
+    replies = [dict[str, float]() for _ in engines]
 
     def receive(number: int) -> None:
         replies[number] = engines[number].call("publish", staged)
@@ -240,14 +262,16 @@ def publish(version: int, trainer: Remote, engines: list[Remote], namespace: str
     threads = [threading.Thread(target=receive, args=(i,)) for i in range(len(engines))]
     for thread in threads:
         thread.start()
-    trainer.call("send")
+    held, sizes = trainer.call("send")
     for thread in threads:
         thread.join()
     trainer.call("release")
     ready = max(reply["ended"] for reply in replies) - began
+    changed = (sizes or {"changed": 1.0})["changed"] * elements or 1
     return {
-        "held_s": held, "ready_s": ready, "pause_ms": 1000 * max(r["pause"] for r in replies),
+        "held_s": held - began, "ready_s": ready, "pause_ms": 1000 * max(r["pause"] for r in replies),
         "step_ms": 1000 * max(r["step"] for r in replies), "sent_mb": (sent(namespace) - before) / 1e6,
+        "trainer_bytes": trainer.call("rise") / changed, "engine_bytes": max(e.call("rise") for e in engines) / changed,
     }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights
 from slipstream.sync import changes, delta, frames
 from slipstream.sync.changes import RolledBack, words
+from slipstream.sync.checksum import checksum
 from slipstream.sync.delta import DeltaReceiver, DeltaSender
 from slipstream.sync.link import ParameterShard, PublishHandle
 
@@ -57,11 +58,11 @@ class Engine:
             torch.equal(words(t), words(parameters[n][self.index[n]].contiguous())) for n, t in self.tensors.items()
         )
 
-    def checksums_agree(self, handle: PublishHandle) -> bool:
+    def checksums_agree(self, trainer: Trainer) -> bool:
         self.weights.start_checksums(list(SHAPES))
         while (sums := self.weights.checksums()) is None:
             time.sleep(0.001)
-        return all(sums[name] % 2**64 == int(handle["sums"][name]) for name in SHAPES)
+        return sums == trainer.sums
 
 
 class Trainer:
@@ -85,8 +86,12 @@ class Trainer:
             bits[places] += torch.randint(0, 2, (count,), generator=self._draw).to(bits.dtype) * 2 - 1
         self.version += 1
         handle = self.sender.stage(self.version)
-        self.sender.send(handle)
+        self.sizes = self.sender.send(handle)
         return handle
+
+    @property
+    def sums(self) -> dict[str, int]:
+        return {name: checksum(parameter) for name, parameter in self.parameters.items()}
 
 
 @pytest.fixture
@@ -101,16 +106,16 @@ def test_two_hundred_publishes_in_a_row_equal_a_full_copy(trainer: Trainer) -> N
     for _ in range(200):
         handle = trainer.publish(draw.choice([0.0, 0.001, 0.02, 0.3, 1.0]))
         engine.swap(handle)
-    assert engine.serves(trainer.parameters) and engine.checksums_agree(handle)
+    assert engine.serves(trainer.parameters) and engine.checksums_agree(trainer)
 
 
 def test_changes_are_small_and_never_larger_than_all_weights(trainer: Trainer) -> None:
     total = 2 * sum(p.numel() for p in trainer.parameters.values())
     trainer.publish()
-    small, large = trainer.publish(0.01), trainer.publish(1.0)
-    assert small["bytes"] < 0.05 * total and small["changed"] == pytest.approx(0.01, abs=0.001)
-    assert large["bytes"] <= 1.01 * total and large["changed"] == 1.0
-    assert trainer.publish(0.0)["state"] == large["state"]  # nothing to send
+    sizes = [trainer.publish(share) and trainer.sizes for share in (0.01, 1.0, 0.0)]
+    assert sizes[0]["bytes"] < 0.05 * total and sizes[0]["changed"] == pytest.approx(0.01, abs=0.001)
+    assert sizes[1]["bytes"] <= 1.01 * total and sizes[1]["changed"] == 1.0
+    assert sizes[2]["bytes"] == sizes[2]["changed"] == 0
 
 
 def test_an_engine_that_missed_versions_gets_the_changes_since_its_own(trainer: Trainer) -> None:
@@ -171,8 +176,8 @@ def test_a_flipped_bit_of_a_served_tensor_shows_in_its_checksum(trainer: Trainer
     engine = Engine(trainer.info)
     engine.swap(trainer.publish())
     words(engine.tensors["head"])[77] ^= 64
-    engine.swap(handle := trainer.publish())
-    assert not engine.checksums_agree(handle)
+    engine.swap(trainer.publish())
+    assert not engine.checksums_agree(trainer)
 
 
 def test_a_swap_that_is_rolled_back_leaves_the_old_version_and_the_next_one_arrives(
@@ -183,7 +188,7 @@ def test_a_swap_that_is_rolled_back_leaves_the_old_version_and_the_next_one_arri
     before = {name: tensor.clone() for name, tensor in trainer.parameters.items()}
     handle = trainer.publish()
     with monkeypatch.context() as patched, pytest.raises(RolledBack):
-        patched.setattr(torch, "stack", lambda same: torch.tensor([False]))
+        patched.setattr(changes._Changed, "swap", lambda changed: False)
         engine.swap(handle)
     assert engine.serves(before)
     engine.swap(trainer.publish())
@@ -247,7 +252,7 @@ def test_a_broken_or_damaged_connection_is_resumed(
 ) -> None:
     """Cut in the handshake, in the header or in a frame; a byte changed on the way."""
     monkeypatch.setattr(frames, "RETRY_S", 0.01)
-    monkeypatch.setattr(delta, "MIN_FRAME", 4096)
+    monkeypatch.setattr(delta, "FRAME", 4096)
     proxy = Proxy(trainer.info["address"], **damage)
     engine = Engine(trainer.info | {"address": proxy.address})
     engine.swap(trainer.publish())
@@ -259,7 +264,7 @@ def test_a_hundred_random_cuts_and_flips_leave_only_published_weights(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames, "RETRY_S", 0.001)
-    monkeypatch.setattr(delta, "MIN_FRAME", 2048)
+    monkeypatch.setattr(delta, "FRAME", 2048)
     draw, engine = random.Random(0), Engine(trainer.info)
     for _ in range(100):
         proxy = Proxy(trainer.info["address"], [draw.randrange(1, 30000)], draw.choice([0, draw.randrange(1, 4000)]))
@@ -326,7 +331,7 @@ def test_many_engines_pass_a_version_on(trainer: Trainer) -> None:
         before, handle = trainer.sender._server.sent, trainer.publish(share)
         swap_at_once(engines, handle)
         assert all(engine.serves(trainer.parameters) for engine in engines)
-        size = handle["bytes"] or 2 * sum(map(torch.numel, trainer.parameters.values()))
+        size = trainer.sizes["bytes"] or 2 * sum(map(torch.numel, trainer.parameters.values()))
         copies = (trainer.sender._server.sent - before) / size
         assert copies < 1.1
 
@@ -356,7 +361,7 @@ def test_no_engine_follows_one_with_a_slow_network(trainer: Trainer, monkeypatch
 def test_an_engine_whose_predecessor_dies_gets_the_rest_from_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delta, "MIN_FRAME", 2048)
+    monkeypatch.setattr(delta, "FRAME", 2048)
     trainer = Trainer(tmp_path, "--sync.max_mb_per_s=0.2")
     first, second = (Engine(trainer.info, rank) for rank in (1, 2))
     handle = trainer.publish()
@@ -388,8 +393,8 @@ def test_a_stage_that_fails_half_way_is_followed_by_all_weights(
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
         patched.setattr(delta, "find_changes", find)
         trainer.publish()
-    engine.swap(handle := trainer.publish())
-    assert engine.serves(trainer.parameters) and engine.checksums_agree(handle)
+    engine.swap(trainer.publish())
+    assert engine.serves(trainer.parameters) and engine.checksums_agree(trainer)
 
 
 def test_the_bandwidth_is_limited(tmp_path: Path) -> None:

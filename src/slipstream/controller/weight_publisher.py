@@ -248,7 +248,7 @@ class WeightPublisher:
         publish_handle = self._published = await self._trainer.stage(version)
         if self._hand_over:
             await self._hand_over()
-        sent = asyncio.ensure_future(duration(self._trainer.send(publish_handle)))
+        sent = asyncio.ensure_future(duration(self._send(publish_handle)))
         if self._sender.trainer_free_after_send:
             sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
         # Called before any further step, so the trainer computes it on the published weights.
@@ -270,6 +270,10 @@ class WeightPublisher:
             generator.release()
             self._pool.serve(generator)
         return pauses, sending, ready
+
+    async def _send(self, publish_handle: PublishHandle) -> None:
+        """Let the trainer send a version, and complete the handle by what is known afterwards."""
+        publish_handle.update(await self._trainer.send(publish_handle) or {})
 
     async def _exchange(
         self, publish_handle: PublishHandle, sent: asyncio.Future[float], version: int, free: asyncio.Event

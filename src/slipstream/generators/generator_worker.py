@@ -126,19 +126,20 @@ class GeneratorWorker(Worker):
     async def swap(self, version: int) -> tuple[float, dict[str, float]] | None:
         """As `EngineWorker.swap`. Returns once the version of each sampled token is known."""
         apply: Any = self._served.apply  # of the weights that the same `_load` opened
-        async with self._drained():
-            try:
-                pause = self._engine.swap(version, apply, self._config.sync.in_flight)
-            except RolledBack:
+        try:
+            async with self._drained():
+                try:
+                    pause = self._engine.swap(version, apply, self._config.sync.in_flight)
+                except RolledBack:
+                    return None
+            self._changed.set()
+            await self._until(lambda: self._engine.versions_known)
+            if self._engine.version != version:  # a worker process of the engine could not write it
                 return None
-            except Exception:
-                self._failed_swap = True
-                raise
-        self._changed.set()
-        await self._until(lambda: self._engine.versions_known)
-        if self._engine.version != version:  # a worker process of the engine could not write it
-            return None
-        return max(pause, self._served.pause_s()), await self.stats()
+            return max(pause, self._served.pause_s()), await self.stats()
+        except Exception:
+            self._failed_swap = True
+            raise
 
     async def sleep(self, level: int) -> None:
         async with self._drained():

@@ -104,6 +104,7 @@ class ServedWeights:
         self._stream = side_stream(self._device)
         self._rebind = rebind and self._receiver.rebindable
         self._next: Future[list[tuple[Tensor, Tensor]] | Update] | None = None
+        self._applied: Update | None = None  # an update that is not confirmed yet
         self._sums: Future[dict[str, int]] | None = None
         self._timer = DeviceTimer(self._device)
         self._background = BackgroundWorker("weights")
@@ -134,20 +135,30 @@ class ServedWeights:
     def apply(self) -> None:
         """Swap to the staged version. Call it between two forward passes; on a GPU it runs in their stream.
 
-        Raises `RolledBack` if an update fails; then the version before it is served.
+        Raises `RolledBack` if an update fails on a CPU; then the version before it is served. On a GPU `applied` and
+        `pause_s` raise it, since only they wait for the device.
         """
         assert self._next is not None
         self._timer.mark(0)
         new = self._next.result()
-        try:
-            if isinstance(new, Update):
-                new.apply()
-            else:
-                self._copy(new)
-        finally:
-            self._timer.mark(1)
-        self._receiver.swapped()
         self._next = None
+        if isinstance(new, Update):
+            new.apply()
+            self._applied = new
+        else:
+            self._copy(new)
+            self._receiver.swapped()
+        self._timer.mark(1)
+        if self._device.type == "cpu":
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """Raise `RolledBack` if the last update failed. Blocks until the device has finished it."""
+        update, self._applied = self._applied, None
+        if update:
+            with torch.cuda.stream(self._stream):  # in that of the passes it would wait for them
+                update.confirm()
+            self._receiver.swapped()
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy new tensors into the served ones, or rebind these where possible."""
@@ -161,12 +172,16 @@ class ServedWeights:
             torch._foreach_copy_([target for target, _ in copies], [new for _, new in copies])
 
     def applied(self) -> bool:
-        """Whether the device has finished the last swap."""
-        return self._timer.done()
+        """Whether the device has finished the last swap. Raises `RolledBack` if it failed."""
+        if done := self._timer.done():
+            self._confirm()
+        return done
 
     def pause_s(self) -> float:
-        """Seconds of the last swap. Blocks until it has finished."""
-        return self._timer.seconds()
+        """Seconds of the last swap. Blocks until it has finished. Raises `RolledBack` if it failed."""
+        seconds = self._timer.seconds()
+        self._confirm()
+        return seconds
 
     def start_checksums(self, names: Sequence[str]) -> None:
         """Start to compute checksums of the shards of these parameters; those of all ranks add up to the whole's."""

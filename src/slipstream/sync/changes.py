@@ -1,163 +1,88 @@
-"""Changed elements between two versions of a parameter, found and coded on the parameter's device.
+"""Changed elements between two versions of a parameter: found on its device, coded on the host, applied by an engine.
 
-Elements are compared and coded as words: their bits as integers of the same size. The indices of changed words are
-coded as gaps in bytes, the words as differences. A change of one unit in the last place, the usual one at a small
-learning rate, is a difference of 1 or -1, so both streams compress well. The coding is exact.
+A parameter is a matrix of words, the bits of its elements as integers of the same size: rows are of its first
+dimension, columns of all others. Blocks of rows are compared and coded one by one, each as an entry of its own. An
+entry has the indices of changed words by Elias and Fano (low bits as they are, high bits in unary), and differences, of
+one bit each if they are 1 or -1 as usual at a small learning rate; or it has all words of some rows.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.errors import InvalidInput
-from slipstream.sync.checksum import WORDS
+from slipstream.sync.checksum import WORDS, checksum
 
-DENSE = 0.4  # share of changed elements from which a parameter is sent whole without coding its changes
-ESCAPE = 255  # in a stream of bytes: continued in the next byte (gaps), or listed after the stream (differences)
-HEADER = struct.Struct("<QQQ")  # bytes of the gaps, number of differences, number of listed differences
-PIECE = 2**18  # words
-Index = tuple[slice, ...]
+if TYPE_CHECKING:
+    from slipstream.sync.link import ParameterShard
+
+DENSE = 0.4  # share of changed elements from which a block is sent whole without coding its changes
+PIECE = 2**18  # words that are compared at a time: they fit the cache
+LOW = {0: None, 8: np.uint8, 16: np.uint16}  # low bits of an index, and their type
+HEADER = struct.Struct("<IQQIIBB")
+WHOLE = 255  # in place of the low bits
+Array = Any  # NumPy's on a CPU, where it is three times as fast as torch with one thread; else a tensor
 
 
 class RolledBack(InvalidInput):
     """A swap failed, and the engine serves the version that it served before."""
 
 
+class Changes(NamedTuple):
+    """Ascending `indices` in a block as NumPy's int32, and `differences` of words there, maybe wrapped to words."""
+
+    indices: Any
+    differences: Any
+
+
+class Entry(NamedTuple):
+    """Header of an entry: `size` bytes follow. `number` is of changed elements, or of rows if `low` is `WHOLE`.
+
+    `listed` differences don't fit `width` bytes; a width of 0 is a bit.
+    """
+
+    parameter: int
+    row: int
+    size: int
+    number: int
+    listed: int
+    low: int
+    width: int
+
+
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """Differences of words at ascending `indices` of an `ElementSpace`, as int64 tensors on one device."""
+class Matrix:
+    """A parameter of `rows` and `columns`. Blocks have `block` rows, and entries of blocks sent whole `piece` rows."""
 
-    indices: Tensor
-    differences: Tensor
-
-    def without(self, part: slice) -> Changes:
-        """The changes outside of these elements."""
-        kept = (self.indices < part.start) | (self.indices >= part.stop)
-        return Changes(self.indices[kept], self.differences[kept])
-
-    def only(self, part: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The changes of these elements, numbered from 0, with differences as words."""
-        kept = (self.indices >= part.start) & (self.indices < part.stop)
-        return self.indices[kept] - part.start, self.differences[kept].to(dtype)
+    rows: int
+    columns: int
+    block: int
+    piece: int
 
     @classmethod
-    def join(cls, parts: Sequence[Changes], device: torch.device) -> Changes:
-        """Changes of disjoint ascending ranges as one."""
-        empty = torch.empty(0, dtype=torch.int64, device=device)
-        indices, differences = ([*(getattr(part, name) for part in parts), empty] for name in cls.__slots__)
-        return cls(torch.cat(indices), torch.cat(differences))
+    def of(cls, shape: Sequence[int], size: int) -> Matrix:
+        """The matrix of a parameter, in blocks of at most `size` words or one row."""
+        columns = prod(shape[1:])
+        return cls(shape[0] if shape else 1, columns, *(max(1, most // max(columns, 1)) for most in (size, PIECE)))
 
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """First row and end of each block."""
+        return ((row, min(row + self.block, self.rows)) for row in range(0, self.rows, self.block))
 
-class ElementSpace:
-    """Numbers the elements of parameters of these shapes, one parameter after the other.
-
-    With `shards`, it numbers the elements of these parts of the parameters: slices of at most the first two dimensions.
-    All work is done by a few operations on all parameters together: an engine that decodes in another thread would
-    delay each operation.
-    """
-
-    def __init__(
-        self, shapes: Mapping[str, Sequence[int]], device: torch.device, shards: Mapping[str, Index] | None = None
-    ) -> None:
-        self.names, self.device = list(shapes), device
-        bounds = [_bounds(shapes[name], (shards or {}).get(name, ())) for name in self.names]
-        self.starts = [0, *accumulate((r1 - r0) * (c1 - c0) for r0, r1, c0, c1 in bounds)]
-        table = [[start, *bound] for start, bound in zip(self.starts, bounds, strict=False)]
-        self._table = torch.tensor(table, device=device).T.contiguous()
-
-    def counts(self, indices: Tensor) -> Tensor:
-        """How many of these ascending elements each parameter has."""
-        return torch.searchsorted(indices, torch.tensor(self.starts, device=self.device)).diff()
-
-    def of(self, name: str) -> slice:
-        """The numbers of a parameter's elements."""
-        number = self.names.index(name)
-        return slice(self.starts[number], self.starts[number + 1])
-
-    def spread(self, counts: Tensor) -> list[Tensor]:
-        """First number, rows and columns (first and end) of the parameter of each of so many elements of each."""
-        return [values.repeat_interleave(counts) for values in self._table]
-
-    def place(self, indices: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Row and column of each element in its whole parameter, as `checksum` counts them."""
-        start, r0, _, c0, c1 = self.spread(counts)
-        local, width = indices - start, c1 - c0
-        rows = local // width
-        return rows + r0, local - rows * width + c0
-
-    def within(self, changes: Changes, whole: ElementSpace) -> Changes:
-        """Those changes of the parameters `whole` that fall into these shards, numbered as in this space."""
-        if torch.equal(self._table, whole._table):
-            return changes
-        counts = whole.counts(changes.indices)
-        rows, columns = whole.place(changes.indices, counts)
-        start, r0, r1, c0, c1 = self.spread(counts)
-        kept = (rows >= r0) & (rows < r1) & (columns >= c0) & (columns < c1)
-        return Changes((start + (rows - r0) * (c1 - c0) + columns - c0)[kept], changes.differences[kept])
-
-    def checksum_changes(self, changes: Changes) -> list[int]:
-        """By how much the changes raise the `checksum` of each parameter or shard, modulo 2^64."""
-        counts = self.counts(changes.indices)
-        rows, columns = self.place(changes.indices, counts)
-        raised = _weighted(changes.differences, rows, columns).cumsum(0)
-        totals = torch.cat([raised.new_zeros(1), raised])[torch.cat([counts.new_zeros(1), counts.cumsum(0)])]
-        return [value % 2**64 for value in totals.diff().tolist()]
-
-
-class Update:
-    """Changes of tensors, with the words before and after, which are read when the update is made.
-
-    `tensors` are flat words in the order of `space`; `whole` has new words of tensors that change as a whole.
-    """
-
-    def __init__(
-        self, space: ElementSpace, tensors: Sequence[Tensor], changes: Changes, whole: Mapping[int, Tensor]
-    ) -> None:
-        counts = space.counts(changes.indices)
-        local = changes.indices - space.spread(counts)[0]
-        piece = PIECE // 4 if space.device.type == "cpu" else len(local) + 1  # read back from the cache
-        self._places = [
-            (tensors[i], part)
-            for i, parts in enumerate(_split(local, counts.tolist()))
-            for part in parts.split(piece)  # type: ignore[no-untyped-call]
-            if len(part)
-        ]
-        read = [tensor[part] for tensor, part in self._places]
-        old = torch.cat(read) if read else torch.empty(0, dtype=torch.int16)
-        new = (old.long() + changes.differences).to(old.dtype) if read else old
-        sizes = [len(part) for _, part in self._places]
-        self._old, self._new = _split(old, sizes), _split(new, sizes)
-        self._whole = [(tensors[i], tensors[i].clone(), words) for i, words in whole.items()]
-
-    def apply(self) -> None:
-        """Write the new words. Reads them back, and if any differs, writes the old ones and raises `RolledBack`."""
-        if not self._write(self._new) or not all(torch.equal(t.copy_(new), new) for t, _, new in self._whole):
-            self._write(self._old)
-            for tensor, old, _ in self._whole:
-                tensor.copy_(old)
-            raise RolledBack("a tensor had other values after the swap than were sent; it has the old ones again")
-
-    def _write(self, parts: Sequence[Tensor]) -> bool:
-        """Write words to their places. Returns whether they are there afterwards."""
-        same = []
-        for (tensor, part), values in zip(self._places, parts, strict=True):
-            tensor[part] = values
-            same.append((tensor[part] == values).all())
-        return not same or bool(torch.stack(same).all())
-
-
-def _split(tensor: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    parts: Sequence[Tensor] = tensor.split(sizes)  # type: ignore[no-untyped-call]
-    return parts
+    def encode(self, parameter: int, row: int, block: Array) -> Iterator[bytes]:
+        """Entries with all words of a block from `row` on."""
+        for at in range(0, len(block) // max(self.columns, 1), self.piece):
+            data = block[at * self.columns : (at + self.piece) * self.columns]
+            header = HEADER.pack(parameter, row + at, data.nbytes, len(data) // self.columns, 0, WHOLE, 0)
+            yield header + data.tobytes()
 
 
 def words(tensor: Tensor) -> Tensor:
@@ -165,106 +90,289 @@ def words(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(WORDS[tensor.element_size()])
 
 
-def _bounds(shape: Sequence[int], index: Index) -> tuple[int, int, int, int]:
-    """First row, end of rows, first column and end of columns of a part of a parameter.
-
-    Rows are of the first dimension; all others are columns. A vector has one column.
-    """
-    inner = prod(shape[2:])
-    row, column = (*index, *(slice(None),) * (2 - len(index)))
-    low, high, _ = column.indices(shape[1]) if len(shape) > 1 else (0, 1, 1)
-    return (*row.indices(shape[0])[:2], low * inner, high * inner)
-
-
 def find_changes(old: Tensor, new: Tensor) -> Changes | None:
     """Changes between two flat tensors of words; None if so many changed that the new words are smaller."""
-    if old.device.type == "cpu":
-        found = _find_on_cpu(old.numpy(), new.numpy())
-    else:
+    most, wide = DENSE * len(new), torch.int32 if new.element_size() == 2 else torch.int64
+    if old.device.type != "cpu":
         indices = (old != new).nonzero().flatten()
-        found = Changes(indices, new[indices].long() - old[indices].long())
-    return found if len(found.indices) <= DENSE * len(new) else None
+        if len(indices) > most:
+            return None
+        return Changes(indices.int().cpu().numpy(), (new[indices].to(wide) - old[indices]).cpu().numpy())
+    before, after, count = old.numpy(), new.numpy(), 0
+    parts = [Changes(np.empty(0, np.int32), np.empty(0, (np.int32 if wide == torch.int32 else np.int64)))]
+    for at in range(0, len(before), PIECE):
+        one, other = before[at : at + PIECE], after[at : at + PIECE]
+        places = _true_places(one != other)
+        count += len(places)
+        if count > most:
+            return None
+        parts.append(
+            Changes((places + at).astype(np.int32), other[places].astype(parts[0].differences.dtype) - one[places])
+        )
+    return Changes(*(np.concatenate(part) for part in zip(*parts, strict=True)))
 
 
-def _find_on_cpu(old: Any, new: Any) -> Changes:
-    """As `find_changes`, for NumPy arrays and in pieces that fit the cache: three times as fast as by tensors."""
-    indices, differences = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for at in range(0, len(old), PIECE):
-        before, after = old[at : at + PIECE], new[at : at + PIECE]
-        places = np.flatnonzero(before != after)
-        indices.append(places + at)
-        differences.append(after[places].astype(np.int64) - before[places])
-    return Changes(torch.from_numpy(np.concatenate(indices)), torch.from_numpy(np.concatenate(differences)))
+def _true_places(mask: Array) -> Array:
+    """As `np.flatnonzero`, faster if few are true: it looks at eight at a time."""
+    if len(mask) % 8:
+        return np.flatnonzero(mask)
+    eights = mask.view(np.uint64)
+    some = np.flatnonzero(eights != 0)
+    places = np.flatnonzero(eights[some].view(np.bool_))
+    return (some[places >> 3] << 3) + (places & 7)
 
 
-def checksum_change(changes: Changes, columns: int) -> Tensor:
-    """By how much changes of a parameter with so many columns raise its `checksum`, as a tensor of one int64."""
-    rows, places = changes.indices // columns, changes.indices % columns
-    return _weighted(changes.differences, rows, places).sum()
+def factors(indices: Array, columns: int, row: int = 0, column: int = 0) -> Array:
+    """Factors in `checksum` of the words at these int64 indices of a part, which begins at `row` and `column`."""
+    rows = indices // columns
+    return (2 * (rows + row) + 1) * (2 * (indices - rows * columns + column) + 1)
 
 
-def _weighted(differences: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Differences of words times the factors of their row and column in `checksum`."""
-    return differences * (2 * rows + 1) * (2 * columns + 1)
+def raised(changes: Changes, columns: int, row: int) -> int:
+    """By how much the changes of a block from `row` on raise the `checksum` of its parameter. They are not wrapped."""
+    return int(np.dot(factors(changes.indices.astype(np.int64), columns, row), changes.differences.astype(np.int64)))
 
 
-def encode(changes: Changes, size: int) -> bytes:
-    """The changes as bytes, for words of `size` bytes."""
-    gaps = torch.diff(changes.indices, prepend=changes.indices.new_full((1,), -1)) - 1
-    if len(gaps) and int(changes.indices[-1]) < 2**31:
-        gaps = gaps.int()  # twice as fast
-    continued = gaps // ESCAPE
-    ends = (continued + 1).cumsum(0) - 1
-    stream = torch.full((int(ends[-1]) + 1 if len(ends) else 0,), ESCAPE, dtype=torch.uint8, device=gaps.device)
-    stream[ends] = (gaps % ESCAPE).to(torch.uint8)
-    differences = changes.differences.to(torch.int32 if size == 2 else torch.int64)  # one bit more than a word
-    folded = 2 * differences.abs() - (differences > 0).to(differences.dtype)  # 1, -1, 2, -2 as 1, 2, 3, 4
-    small = folded.clamp(max=ESCAPE).to(torch.uint8)
-    listed = differences[folded >= ESCAPE]
-    header = HEADER.pack(len(stream), len(folded), len(listed))
-    return header + b"".join(to_bytes(part) for part in (stream, small, listed))
+def encode(parameter: int, row: int, length: int, changes: Changes, size: int) -> bytes:
+    """An entry with the changes of a block of `length` words of `size` bytes."""
+    indices, differences = changes
+    count, amounts, word = len(indices), np.abs(differences), f"<i{size}"
+    low = min(LOW, key=lambda bits: count * bits + (length >> bits))
+    unary = np.zeros((length >> low) + count, np.uint8)
+    unary[(indices >> low) + np.arange(count)] = 1
+    fits = {0: amounts == 1, 1: amounts < 128, size: np.ones(count, np.bool_)}
+    costs = {w: count * (w or 1 / 8) + (count - np.count_nonzero(fit)) * (4 + size) for w, fit in fits.items()}
+    width = min(costs, key=lambda w: costs[w])
+    listed = np.flatnonzero(~fits[width])
+    parts = [
+        np.packbits(unary),
+        indices.astype(LOW[low]) if low else unary[:0],
+        differences.astype(f"<i{width}") if width else np.packbits(differences > 0),
+        listed.astype("<u4"),
+        differences[listed].astype(word),
+    ]
+    header = HEADER.pack(parameter, row, sum(part.nbytes for part in parts), count, len(listed), low, width)
+    return b"".join([header, *(part.tobytes() for part in parts)])
 
 
-def decode(data: bytes | bytearray, size: int, device: torch.device) -> Changes:
-    """The inverse of `encode`. Raises `ValueError` if the lengths in `data` contradict each other."""
-    view = memoryview(data)
-    if len(view) < HEADER.size:
-        raise ValueError("changes without a header")
-    gaps, count, many = HEADER.unpack(view[: HEADER.size])
-    kind, width = (torch.int32, 4) if size == 2 else (torch.int64, 8)
-    first, second = HEADER.size + gaps, HEADER.size + gaps + count
-    if second + many * width != len(view):
+def entries(frame: memoryview) -> Iterator[tuple[Entry, memoryview]]:
+    """The entries of a frame: header and data. Raises `ValueError` if they don't fill it."""
+    at = 0
+    while at < len(frame):
+        if len(frame) - at < HEADER.size:
+            raise ValueError("a frame that ends in a header")
+        entry, at = Entry(*HEADER.unpack_from(frame, at)), at + HEADER.size
+        if entry.size > len(frame) - at:
+            raise ValueError("a frame that ends in an entry")
+        yield entry, frame[at : at + entry.size]
+        at += entry.size
+
+
+def decode(entry: Entry, data: memoryview, length: int, size: int) -> Changes:
+    """The changes of a block of `length` words of `size` bytes. Raises `ValueError` if `data` contradicts itself."""
+    if entry.low not in LOW or entry.width not in (0, 1, size):
+        raise ValueError("changes in an unknown coding")
+    bits = (length >> entry.low) + entry.number
+    types = ("u1", f"<u{entry.low // 8 or 1}", f"<i{entry.width or 1}", "<u4", f"<i{size}")
+    counts = (-(-bits // 8), entry.number * (entry.low > 0), entry.number if entry.width else -(-entry.number // 8),
+              entry.listed, entry.listed)  # fmt: skip
+    if sum(np.dtype(kind).itemsize * count for kind, count in zip(types, counts, strict=True)) != len(data):
         raise ValueError("changes of another length than their header says")
-    stream = _from_bytes(view[HEADER.size : first], torch.uint8, device)
-    ends = (stream < ESCAPE).nonzero().flatten()
-    if len(ends) != count:
-        raise ValueError(f"{len(ends)} indices for {count} differences")
-    indices = stream.long().cumsum(0)[ends] + torch.arange(count, device=device)
-    folded = _from_bytes(view[first:second], torch.uint8, device).long()
-    differences = torch.where(folded % 2 == 1, (folded + 1) // 2, -(folded // 2))
-    listed = _from_bytes(view[second:], kind, device).long()
-    escaped = folded == ESCAPE
-    if int(escaped.sum()) != many:
-        raise ValueError("another number of listed differences than the header says")
-    differences[escaped] = listed
+    parts, at = [], 0
+    for kind, count in zip(types, counts, strict=True):
+        parts.append(np.frombuffer(data, kind, count, at))
+        at += parts[-1].nbytes
+    unary, lows, small, listed, values = parts
+    high = np.flatnonzero(np.unpackbits(unary, count=bits).view(np.bool_))
+    if len(high) != entry.number or (listed >= entry.number).any():
+        raise ValueError(f"{len(high)} indices for {entry.number} differences")
+    indices = (high - np.arange(entry.number)).astype(np.int32) << entry.low
+    if entry.low:
+        indices |= lows
+    if (indices >= length).any() or (np.diff(indices) <= 0).any():
+        raise ValueError("a change of an element that the block does not have")
+    if entry.width:
+        differences = small.astype(f"<i{size}")
+    else:
+        differences = 2 * np.unpackbits(small.view(np.uint8), count=entry.number).astype(f"<i{size}") - 1
+    differences[listed] = values
     return Changes(indices, differences)
 
 
-def merge(chain: list[Changes]) -> Changes:
-    """Consecutive changes of the same elements as one. Differences that cancel stay, as zeros."""
-    if len(chain) == 1:
-        return chain[0]
-    indices, places = torch.unique(torch.cat([c.indices for c in chain]), return_inverse=True)
-    sums = torch.zeros_like(indices).index_add_(0, places, torch.cat([c.differences for c in chain]))
-    return Changes(indices, sums)
+def merge(first: Changes, second: Changes) -> Changes:
+    """Consecutive wrapped changes of a block as one. Differences that cancel stay, as zeros."""
+    indices, places = np.unique(np.concatenate([first.indices, second.indices]), return_inverse=True)
+    differences = np.zeros(len(indices), second.differences.dtype)
+    np.add.at(differences, places, np.concatenate([first.differences, second.differences]))
+    return Changes(indices, differences)
 
 
-def to_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a contiguous tensor."""
-    return tensor.cpu().numpy().tobytes()
+class Part:
+    """The words of an engine's tensor, which holds `rows` and `columns` of a parameter."""
+
+    def __init__(self, shard: ParameterShard, size: int) -> None:
+        self.matrix, inner = Matrix.of(shard.shape, size), prod(shard.shape[2:])
+        row, column = (*shard.index, *(slice(None),) * (2 - len(shard.index)))[:2]
+        self.start, self.stop, _ = row.indices(self.matrix.rows)
+        first, last, _ = column.indices(shard.shape[1] if len(shard.shape) > 1 else 1)
+        self.column, self.columns = first * inner, (last - first) * inner
+        self.words, self.whole = words(shard.tensor), shard.tensor.numel() == prod(shard.shape)
+
+    def rows(self, row: int, stop: int) -> tuple[int, int]:
+        """Those of these rows that the tensor holds; first and end are equal if it holds none."""
+        low, high = max(row, self.start), min(stop, self.stop)
+        return low, max(low, high)
+
+    def words_of(self, low: int, high: int) -> Tensor:
+        """The words of rows that the tensor holds, as a flat view."""
+        return self.words[(low - self.start) * self.columns : (high - self.start) * self.columns]
+
+    def within(self, changes: Changes, row: int, low: int, high: int) -> Changes:
+        """The changes of a block from `row` on that fall into the rows from `low` to `high` of the tensor."""
+        width = self.matrix.columns
+        first, last = np.searchsorted(changes.indices, [(low - row) * width, (high - row) * width])
+        indices, differences = changes.indices[first:last] - (low - row) * width, changes.differences[first:last]
+        if self.columns == width:
+            return Changes(indices, differences)
+        rows = indices // width
+        columns = indices - rows * width - self.column
+        kept = (columns >= 0) & (columns < self.columns)
+        return Changes((rows * self.columns + columns)[kept], differences[kept])
 
 
-def _from_bytes(data: memoryview, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not len(data):
-        return torch.empty(0, dtype=dtype, device=device)
-    return torch.frombuffer(bytearray(data), dtype=dtype).to(device)
+class _Changed:
+    """Changed words of a block, before and after: 8 bytes per element with words of 2 bytes."""
+
+    def __init__(self, part: Part, low: int, high: int, changes: Changes) -> None:
+        self._served = _array(part.words_of(low, high))
+        self._indices = _like(self._served, changes.indices)
+        self._old = self._served[self._indices]
+        self._new = self._old + _like(self._served, changes.differences)
+        weights = factors(_long(self._indices), part.columns, low, part.column)
+        self.raised = ((_long(self._new) - _long(self._old)) * weights).sum()
+
+    def changes(self) -> Changes:
+        return Changes(
+            *(a if isinstance(a, np.ndarray) else a.cpu().numpy() for a in (self._indices, self._new - self._old))
+        )
+
+    def swap(self) -> Any:
+        """Write the new words. Returns whether the tensor has them, maybe as a tensor that is not computed yet."""
+        self._served[self._indices] = self._new
+        return (self._served[self._indices] == self._new).all()
+
+    def undo(self) -> None:
+        self._served[self._indices] = self._old
+
+
+class _Replaced:
+    """All words of a block."""
+
+    def __init__(self, part: Part, low: int, high: int) -> None:
+        self._part, self._low, self._served = part, low, part.words_of(low, high)
+        self._new, self.raised = torch.empty_like(self._served), 0
+
+    def write(self, row: int, values: Array, replaces: bool) -> None:
+        """Stage rows from `row` on. `replaces`: the checksum of the tensor rises by the difference to the old words."""
+        first = (row - self._low) * self._part.columns
+        old, new = (tensor[first : first + values.size].view(len(values), -1) for tensor in (self._served, self._new))
+        new.copy_(torch.tensor(values))
+        at = slice(row, None), slice(self._part.column, None)
+        self.raised += checksum(new, at) - (checksum(old, at) if replaces else 0)
+
+    def add(self, changes: Changes) -> None:
+        """Change staged words."""
+        new = _array(self._new)
+        indices = _like(new, changes.indices)
+        old, weights = new[indices], factors(_long(indices), self._part.columns, self._low, self._part.column)
+        new[indices] = old + _like(new, changes.differences)
+        self.raised += int(((_long(new[indices]) - _long(old)) * weights).sum())
+
+    def swap(self) -> Any:
+        """Exchange old and new words. Returns as `_Changed.swap`."""
+        old = self._served.clone()
+        self._served.copy_(self._new)
+        same = (self._served == self._new).all()
+        self._new.copy_(old)
+        return same
+
+    def undo(self) -> None:
+        self._served.copy_(self._new)
+
+
+class Update:
+    """A version for the tensors that an engine serves, staged block by block. `fresh`: it brings all weights."""
+
+    def __init__(self, parts: Mapping[str, Part], fresh: bool) -> None:
+        self._parts, self._fresh = parts, fresh
+        self._numbered = list(parts.values())
+        self._staged: dict[tuple[int, int], _Changed | _Replaced] = {}
+        self._same: Any = True
+
+    def add(self, frame: memoryview) -> None:
+        """Stage the entries of a frame, and of them what the tensors hold. Raises `ValueError` for a wrong one."""
+        for entry, data in entries(frame):
+            if entry.parameter >= len(self._numbered) or entry.row >= self._numbered[entry.parameter].matrix.rows:
+                raise ValueError("an entry of rows that no parameter has")
+            part = self._numbered[entry.parameter]
+            start = entry.row // part.matrix.block * part.matrix.block
+            stop = min(start + part.matrix.block, part.matrix.rows)
+            low, high = part.rows(start, stop)
+            if low < high:
+                stage = self._add_rows if entry.low == WHOLE else self._add_changes
+                stage((entry.parameter, start), entry, data, low, high)
+
+    def _add_rows(self, key: tuple[int, int], entry: Entry, data: memoryview, low: int, high: int) -> None:
+        part = self._numbered[entry.parameter]
+        staged = self._staged.get(key)
+        if not isinstance(staged, _Replaced) or entry.row == key[1]:
+            staged = self._staged[key] = _Replaced(part, low, high)
+        first, last = part.rows(entry.row, entry.row + entry.number)
+        values = np.frombuffer(data, f"<i{part.words.element_size()}").reshape(entry.number, part.matrix.columns)
+        if first < last:
+            values = values[first - entry.row : last - entry.row, part.column : part.column + part.columns]
+            staged.write(first, values, not self._fresh)
+
+    def _add_changes(self, key: tuple[int, int], entry: Entry, data: memoryview, low: int, high: int) -> None:
+        part = self._numbered[entry.parameter]
+        length = (min(key[1] + part.matrix.block, part.matrix.rows) - key[1]) * part.matrix.columns
+        changes = part.within(decode(entry, data, length, part.words.element_size()), key[1], low, high)
+        staged = self._staged.get(key)
+        if isinstance(staged, _Replaced):
+            staged.add(changes)
+        elif len(changes.indices):
+            self._staged[key] = _Changed(part, low, high, merge(staged.changes(), changes) if staged else changes)
+
+    def checksums(self, before: Mapping[str, int]) -> dict[str, int]:
+        """The checksum of each tensor with the update, from those before it."""
+        sums = [0 if self._fresh else before[name] for name in self._parts]
+        for (number, _), staged in self._staged.items():
+            sums[number] += int(staged.raised)
+        return {name: value % 2**64 for name, value in zip(self._parts, sums, strict=True)}
+
+    def apply(self) -> None:
+        """Write the new words, and start to compare what the tensors hold afterwards."""
+        same = [staged.swap() for staged in self._staged.values()]
+        tensors = [flag for flag in same if isinstance(flag, Tensor)]
+        on_host = all(flag for flag in same if not isinstance(flag, Tensor))
+        self._same = torch.stack(tensors).all() & on_host if tensors else on_host
+
+    def confirm(self) -> None:
+        """Wait for the comparison. If a word differs, write the old ones and raise `RolledBack`."""
+        if not bool(self._same):
+            for staged in self._staged.values():
+                staged.undo()
+            raise RolledBack("a tensor had other values after the swap than were sent; it has the old ones again")
+
+
+def _array(tensor: Tensor) -> Array:
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def _like(array: Array, values: Any) -> Array:
+    """NumPy's values where `array` is."""
+    return values if isinstance(array, np.ndarray) else torch.tensor(values, device=array.device)
+
+
+def _long(array: Array) -> Array:
+    return array.astype(np.int64) if isinstance(array, np.ndarray) else array.long()

@@ -1,9 +1,9 @@
 """The `delta` link: the elements that changed since the version that an engine has, over TCP.
 
 For engines that share no fast network with the trainer. The sender keeps the last version on its device, compares the
-bits of the next one with it, and codes the differences (`changes`); a parameter of which most elements changed is sent
-whole. Each receiver says which version its engine serves, and gets the changes since then, or all weights if it has
-none or one too old. Receivers with the same version form a chain: each passes frames on to the next while they come
+bits of the next one with it block by block, and codes the differences (`changes`) while engines receive and decode the
+blocks before. Each receiver says which version its engine serves, and gets the changes since then, or all weights if it
+has none or one too old. Receivers with the same version form a chain: each passes frames on to the next while they come
 (`frames`), so the trainer sends one copy, and the rest of one to each receiver whose predecessor fails.
 
 Differences are right only on the version that they were made from. A receiver computes the checksums that its shards
@@ -15,13 +15,15 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-import zlib
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from math import prod
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,20 +31,20 @@ from slipstream.config.schema import Config
 from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import address_towards, own_address
-from slipstream.sync.changes import (
-    Changes,
-    ElementSpace,
-    Update,
-    checksum_change,
-    decode,
-    encode,
-    find_changes,
-    merge,
-    to_bytes,
-    words,
-)  # fmt: skip
+from slipstream.sync.changes import Changes, Matrix, Part, Update, encode, find_changes, raised, words
 from slipstream.sync.checksum import checksum
-from slipstream.sync.frames import FrameServer, Refused, Request, Stream, Superseded, fetch
+from slipstream.sync.frames import (
+    COMPRESSION,
+    PLAIN,
+    FrameServer,
+    Refused,
+    Request,
+    Source,
+    Stream,
+    Superseded,
+    fetch,
+    unpack,
+)
 from slipstream.sync.link import (
     ConnectionInfo,
     Parameters,
@@ -54,13 +56,12 @@ from slipstream.sync.link import (
     shapes_of,
 )
 
-MIN_FRAME, MAX_FRAME = 2**16, 2**22  # bytes before compression
-FRAMES = 64  # of a stream, so that a chain of receivers is hardly slower than one
-SILENCE_LIMIT_S = 60.0  # without a byte: the transfer of a version fails
-COMPRESSION = 2e8  # bytes per second of the fastest network on which compression is tried
+BLOCK = {"cpu": 2**20, "cuda": 2**26}  # words that are coded together
+FRAME = 2**16  # bytes from which entries make a frame
 SLOW = 0.25  # of the median rate, or of `COMPRESSION`: no receiver waits for one below
 MIN_MEASURED = 2**20  # bytes of a stream that measures the rate of a network
-Entry = tuple[str, int]  # name of a parameter that is sent whole, or "" for the changes of all others; bytes
+WINDOW = 2**26  # bytes of a version that a receiver holds for others
+SILENCE_LIMIT_S = 60.0  # without a byte: the transfer of a version fails
 
 
 class DeltaSender(Sender):
@@ -70,128 +71,211 @@ class DeltaSender(Sender):
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype_of(config)
-        self._shapes = shapes_of(parameters)
-        self._space = ElementSpace(self._shapes, next(iter(parameters.values())).device)
+        self._shapes, self._block = shapes_of(parameters), BLOCK[next(iter(parameters.values())).device.type]
+        self._matrices = {name: Matrix.of(shape, self._block) for name, shape in self._shapes.items()}
+        self._total = sum(matrix.rows * matrix.columns for matrix in self._matrices.values())
         self._secret = secrets.token_bytes(32)
-        self._lock = threading.Lock()  # of all that follows
-        self._served: dict[str, Tensor] = {}  # words of the staged version
+        self._served: dict[str, Tensor] = {}  # words of the sent version
         self._sums: dict[str, int] = {}
-        self._state = 0  # number of the staged weights; a version that is staged again unchanged keeps its number
-        self._steps: dict[int, tuple[list[Entry], list[bytes]]] = {}  # by state: changes since the one before
-        self._streams: dict[int | None, Stream] = {}  # to the current state, by the state that they start from
-        self._tails: dict[int | None, Any] = {}  # address of the receiver to ask next, by the same
+        self._copying = threading.Lock()  # of the served words, and of what undoes their changes
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self._lock = threading.Lock()  # of all that follows
+        self._state = self._first = 0  # numbers of the staged weights, and of those before which no changes are known
+        self._steps: dict[int, Stream] = {}  # by state: changes since the one before
+        self._sources: dict[tuple[int, int | None], Source] = {}  # by the states that they lead to and start from
+        self._tails: dict[int | None, Any] = {}  # address of the receiver to ask next, by the state that it has
         self._asked: set[tuple[int, int | None]] = set()  # rank and state of the receivers that have asked
-        self._rates: dict[int, float] = {}  # bytes per second of each receiver's last transfer
+        self._rates: dict[int, float] = {}  # bytes per second of each receiver's network, by rank; 0.0: unknown
         self._server = FrameServer(own_address(), self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
 
     def connection_info(self) -> ConnectionInfo:
         dtype = str(self._dtype).removeprefix("torch.")
         return {
             "address": self._server.address, "secret": self._secret.hex(), "dtype": dtype, "shapes": self._shapes,
+            "block": self._block,
         }  # fmt: skip
 
-    @torch.no_grad()
     def stage(self, version: int) -> PublishHandle:
-        """Compare the weights with the last version, and keep a copy."""
+        """Number the version. Receivers may ask for it, and wait for `send`."""
         with self._lock:
-            first = not self._served
-            try:
-                changes, whole = self._compare()
-            except BaseException:
-                self._forget()
-                raise
-            elements = len(changes.indices) + sum(self._served[name].numel() for name in whole)
-            payloads = [encode(changes, self._dtype.itemsize)] if len(changes.indices) else []
-            names = [""] * len(payloads)
-            if not first:
-                payloads += [to_bytes(self._served[name]) for name in whole]
-                names += whole
-            if first or payloads:
-                self._advance([(name, len(p)) for name, p in zip(names, payloads, strict=True)], payloads)
-            sums = {name: str(value) for name, value in self._sums.items()}  # too large for msgpack
-            return {
-                "version": version, "state": self._state, "sums": sums, "bytes": sum(map(len, payloads)),
-                "changed": elements / self._space.starts[-1],
-            }  # fmt: skip
+            if self._state in self._steps and not self._steps[self._state].ended:  # the last publish failed early
+                self._forget("the version was not sent")
+            self._state += 1
+            self._first = self._first if self._served else self._state
+            self._steps[self._state], self._tails, self._asked = Stream(), {}, set()
+            recently = time.monotonic() - SILENCE_LIMIT_S
+            self._sources = {key: source for key, source in self._sources.items() if source.used > recently}
+            return {"version": version, "state": self._state}
+
+    @torch.no_grad()
+    def send(self, handle: PublishHandle) -> PublishHandle:
+        """Compare the weights with the last version, keep a copy, and send changes as they are found."""
+        step = self._steps[handle["state"]]
+        try:
+            changed = self._compare(handle["state"], _Writer(step))
+        except BaseException as error:
+            with self._lock:
+                self._forget(str(error) or type(error).__name__)
+            raise
+        sums = {name: str(value) for name, value in self._sums.items()}  # too large for msgpack
+        step.end(trailer=sums)
+        kept = 0
+        with self._lock:
+            for state in sorted(self._steps, reverse=True):  # while they are smaller than all weights
+                kept += self._steps[state].size
+                if kept > self._total * self._dtype.itemsize and state < handle["state"]:
+                    del self._steps[state]
+        return {"bytes": step.size, "changed": changed / self._total, "sums": sums}
 
     def close(self) -> None:
         self._server.close()
 
-    def _compare(self) -> tuple[Changes, list[str]]:
-        """Changes since the last version, and names of the parameters to send whole.
-
-        Keeps a copy of the new words, and their checksums.
-        """
-        parts, raised, whole = list[Changes](), dict[str, Tensor](), list[str]()
-        for name, parameter in self._parameters.items():
-            new = words(parameter.detach().to(self._dtype).contiguous())
-            changes = find_changes(self._served[name], new) if name in self._served else None
-            if changes is None:
-                whole.append(name)
-                self._served[name] = new.clone()
-                self._sums[name] = checksum(self._served[name].view(self._dtype).view(*self._shapes[name]))
-            elif len(changes.indices):
-                parts.append(Changes(changes.indices + self._space.of(name).start, changes.differences))
-                raised[name] = checksum_change(changes, prod(self._shapes[name][1:]))
-                self._served[name][changes.indices] = new[changes.indices]
-        for name, by in zip(raised, torch.stack(list(raised.values())).tolist() if raised else (), strict=True):
-            self._sums[name] = (self._sums[name] + by) % 2**64
-        return Changes.join(parts, self._space.device), whole
-
-    def _forget(self) -> None:
+    def _forget(self, why: str) -> None:
         """Send all weights next time: the copy may be a mixture of two versions."""
-        self._state += 1
+        for step in self._steps.values():
+            step.end(why)
+        self._served.clear()
         self._served, self._sums, self._steps = {}, {}, {}
 
-    def _advance(self, entries: list[Entry], payloads: list[bytes]) -> None:
-        """Begin a new state. Old changes are kept while they are smaller than all weights."""
-        self._state += 1
-        self._steps[self._state] = entries, payloads
-        self._streams, self._tails, self._asked = {}, {}, set()
-        total, kept = self._space.starts[-1] * self._dtype.itemsize, 0
-        for state in sorted(self._steps, reverse=True):
-            kept += sum(map(len, self._steps[state][1]))
-            if kept > total:
-                del self._steps[state]
+    def _compare(self, state: int, writer: _Writer) -> int:
+        """Write the changes since the last version, and keep a copy of the new words. Returns their number."""
+        changed = 0
+        for number, (name, parameter) in enumerate(self._parameters.items()):
+            new, matrix = words(parameter.detach().to(self._dtype).contiguous()), self._matrices[name]
+            if name not in self._served:
+                self._served[name], changed = new.clone(), changed + len(new)
+                self._sums[name] = checksum(new.view(matrix.rows, matrix.columns))
+                continue
+            for row, stop in matrix.blocks():
+                part = slice(row * matrix.columns, stop * matrix.columns)
+                old = self._served[name][part]
+                found = find_changes(old, new[part])
+                count = len(new[part]) if found is None else len(found.indices)
+                if count:
+                    changed, by = changed + count, self._keep(state, name, row, old, new[part], found)
+                    self._sums[name] = (self._sums[name] + by) % 2**64
+                if found is None:
+                    for entry in matrix.encode(number, row, old.cpu().numpy()):
+                        writer.add(entry)
+                elif count:
+                    writer.add(encode(number, row, len(old), found, self._dtype.itemsize))
+        writer.flush()
+        return changed
 
-    def _find(self, request: Request) -> tuple[Request, Stream | None]:
+    def _keep(self, state: int, name: str, row: int, old: Tensor, new: Tensor, found: Changes | None) -> int:
+        """Copy a block's new words over the old ones. Returns by how much the checksum rises."""
+        columns = self._matrices[name].columns
+        at, by = (slice(row, None),), 0
+        if found is None:
+            by = checksum(new.view(-1, columns), at) - checksum(old.view(-1, columns), at)
+        else:
+            by = raised(found, columns, row)
+        with self._copying:
+            undo = old.clone() if found is None and self._snapshots else found
+            for snapshot in self._snapshots:
+                if snapshot.state < state:
+                    snapshot.undo[name, row].append(undo)
+            if found is not None and old.device.type == "cpu":
+                old.numpy()[found.indices] = new.numpy()[found.indices]
+            else:
+                old.copy_(new)
+        return by
+
+    def _find(self, request: Request) -> tuple[Request, Source | None]:
         """Answer a receiver: with a stream from the state that it has, or with the receiver before it in its chain.
 
         None follows a receiver whose network is slow.
         """
         with self._lock:
-            if request["state"] != self._state:
-                raise Refused("a newer version is published")
-            base: int | None = request["base"]
-            if base is not None and not all(n in self._steps for n in range(base + 1, self._state + 1)):
+            state, base = request["state"], request["base"]
+            known = base is not None and base >= self._first
+            if not known or any(n not in self._steps for n in range(base + 1, state + 1)):
                 base = None
-            if base not in self._streams:
-                self._streams[base] = self._open_stream(base)
-            asks = request["rank"], request["base"]
-            if request["direct"] or asks in self._asked:  # a peer may wait for this receiver
-                return {}, self._streams[base]
+            if (state, base) not in self._sources:
+                if state != self._state or state not in self._steps:
+                    raise Refused("a newer version is published")
+                self._sources[state, base] = self._open(state, base)
+            asks, rate = (
+                (request["rank"], request["base"]),
+                median_high(list(filter(None, self._rates.values())) or [0.0]),
+            )
+            here = {"rate": rate}, self._sources[state, base]
+            if request["direct"] or asks in self._asked or state != self._state:  # a peer may wait for this receiver
+                return here
             self._asked.add(asks)
             peer, self._rates[request["rank"]] = self._tails.get(request["base"]), request["rate"]
-            if request["rate"] >= SLOW * min(COMPRESSION, self._median_rate()):
+            if request["rate"] >= SLOW * min(COMPRESSION, rate):
                 self._tails[request["base"]] = request["listens"]
-            return ({"peer": peer}, None) if peer else ({}, self._streams[base])
+            return ({"peer": peer}, None) if peer else here
 
-    def _open_stream(self, base: int | None) -> Stream:
-        """The stream of changes since `base`, or of all weights. Frames are added in a thread."""
-        if base is None:
-            payloads = [to_bytes(served) for served in self._served.values()]
-            steps = [[(name, len(payload)) for name, payload in zip(self._served, payloads, strict=True)]]
-        else:
-            parts = [self._steps[n] for n in range(base + 1, self._state + 1)]
-            steps, payloads = [entries for entries, _ in parts], [p for _, payloads in parts for p in payloads]
-        stream = Stream({"base": base, "state": self._state, "steps": steps})
-        arguments = stream, payloads, self._median_rate()
-        threading.Thread(target=_add_frames, args=arguments, name="delta", daemon=True).start()
-        return stream
+    def _open(self, state: int, base: int | None) -> Source:
+        """The changes since `base`, or all weights."""
+        if base is not None:
+            return Chain(state, base, [self._steps[n] for n in range(base + 1, state + 1)])
+        snapshot = Snapshot(state, self._steps[state], self._served, self._matrices, self._copying)
+        with self._copying:
+            self._snapshots.add(snapshot)
+        return snapshot
 
-    def _median_rate(self) -> float:
-        """Bytes per second to half of the receivers; 0.0 if unknown."""
-        return median_high([rate for rate in self._rates.values() if rate] or [0.0])
+
+class Chain:
+    """The changes of consecutive steps."""
+
+    def __init__(self, state: int, base: int | None, steps: list[Stream]) -> None:
+        self._header, self._steps, self.used = {"base": base, "state": state}, steps, time.monotonic()
+
+    def wait_header(self) -> dict[str, Any]:
+        return self._header
+
+    @property
+    def trailer(self) -> dict[str, Any]:
+        return self._steps[-1].trailer
+
+    def frames(self, start: int = 0) -> Iterator[bytes]:
+        for frame in islice(chain.from_iterable(step.frames() for step in self._steps), start, None):
+            self.used = time.monotonic()
+            yield frame
+
+
+class Snapshot(Chain):
+    """All weights of a state. They are read when they are sent, without what later versions have changed since."""
+
+    def __init__(
+        self, state: int, step: Stream, served: dict[str, Tensor], matrices: Mapping[str, Matrix], lock: threading.Lock
+    ) -> None:
+        super().__init__(state, None, [step])
+        self.state, self._served, self._matrices, self._lock = state, served, matrices, lock
+        self.undo: defaultdict[tuple[str, int], list[Tensor | Changes | None]] = defaultdict(list)
+        device = next(iter(served.values())).device if served else torch.device("cpu")
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def frames(self, start: int = 0) -> Iterator[bytes]:
+        self._steps[-1].wait_end()
+        frame = 0
+        for number, (name, matrix) in enumerate(self._matrices.items()):
+            for row, stop in matrix.blocks():
+                pieces = -(-(stop - row) // matrix.piece)
+                if start < frame + pieces:
+                    block = self._read(name, row, stop)
+                    for entry in islice(matrix.encode(number, row, block), max(0, start - frame), None):
+                        self.used = time.monotonic()
+                        yield PLAIN + entry
+                frame += pieces
+
+    def _read(self, name: str, row: int, stop: int) -> Any:
+        """The words of a block as this state has them, in NumPy's array."""
+        columns = self._matrices[name].columns
+        with self._lock, torch.cuda.stream(self._stream):
+            if name not in self._served:
+                raise Refused("a newer version is published")
+            block = np.array(self._served[name][row * columns : stop * columns].cpu().numpy())
+            undo = list(self.undo[name, row])
+        for change in reversed(undo):
+            if isinstance(change, Tensor):
+                block = np.array(change.cpu().numpy())
+            elif change:
+                block[change.indices] -= change.differences.astype(block.dtype)
+        return block
 
 
 class DeltaReceiver(Receiver):
@@ -203,9 +287,9 @@ class DeltaReceiver(Receiver):
         self._server: tuple[str, int] = tuple(connection_info["address"])
         self._secret = bytes.fromhex(connection_info["secret"])
         self._dtype: torch.dtype = getattr(torch, connection_info["dtype"])
+        self._shapes, self._block = connection_info["shapes"], connection_info["block"]
         self._rank, self._device, self._rate = rank, device, 0.0
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._whole = ElementSpace(connection_info["shapes"], device)
         self._held: int | None = None  # the state that the engine serves, and the checksums of its shards
         self._sums: dict[str, int] = {}
         self._next: tuple[int, dict[str, int]] = 0, {}  # the same of the version that is prepared
@@ -217,26 +301,22 @@ class DeltaReceiver(Receiver):
         for name, shard in shards.items():
             if not shard.tensor.is_contiguous() or shard.tensor.dtype != self._dtype:
                 raise InvalidInput(f'the engine stores {name} in another layout or dtype: use sync.link = "checkpoint"')
-        self._shards = {name: shards[name] for name in self._whole.names}
-        shapes = {name: shard.shape for name, shard in self._shards.items()}
-        self._own = ElementSpace(shapes, self._device, {name: s.index for name, s in self._shards.items()})
+        self._parts = {name: Part(shards[name], self._block) for name in self._shapes}
 
     @torch.no_grad()
-    def prepare(self, handle: PublishHandle) -> Mapping[str, Tensor] | Update:
-        """All weights, or an update of the shards, on the device. Raises `Superseded`."""
+    def prepare(self, handle: PublishHandle) -> Update:
+        """The version, staged on the device. Raises `Superseded`."""
         with torch.cuda.stream(self._stream):
-            new, sums = self._receive(handle)
-            if self._held is not None and not self._is_published(handle, sums):
+            update, sums, published = self._receive(handle)
+            if self._held is not None and not self._agree(sums, published):
                 self._held = None
-                new, sums = self._receive(handle)
-            if not self._is_published(handle, sums):
+                update, sums, published = self._receive(handle)
+            if not self._agree(sums, published):
                 raise InvalidInput(f"the weights of version {handle['version']} differ from those that were published")
             if self._stream:
                 self._stream.synchronize()
-            if not isinstance(new, Update):
-                self._held = None  # if the engine fails to copy all, it serves a mixture
             self._next = handle["state"], sums
-            return new
+            return update
 
     def swapped(self) -> None:
         """The engine serves the version that was prepared last."""
@@ -247,30 +327,24 @@ class DeltaReceiver(Receiver):
         if self._incoming:
             self._incoming[1].end("the link is closed")
 
-    def _receive(self, handle: PublishHandle) -> tuple[dict[str, Tensor] | Update, dict[str, int]]:
-        """New weights and the checksums of the shards with them: the changes since the held state, or all weights."""
-        stream = Stream()
-        request = {
-            "state": handle["state"], "base": self._held, "rank": self._rank, "rate": self._rate,
-            "listens": self._relay.address,
-        }  # fmt: skip
+    def _receive(self, handle: PublishHandle) -> tuple[Update, dict[str, int], dict[str, str]]:
+        """An update, the checksums of the shards with it, and those that the trainer published."""
+        stream = Stream(window=WINDOW)
+        request = {"state": handle["state"], "base": self._held, "rank": self._rank, "rate": self._rate,
+                   "listens": self._relay.address}  # fmt: skip
         self._incoming = request, stream
         threading.Thread(target=self._fetch, args=(request, stream), name="delta", daemon=True).start()
         try:
-            header = stream.wait_header()
-            changes, whole = self._read(header["steps"], _Reader(stream))
+            update = Update(self._parts, fresh=stream.wait_header()["base"] is None)
+            for frame in stream.take():
+                update.add(unpack(frame))
         except Refused as error:
             raise Superseded(f"version {handle['version']} did not arrive: {error}") from None
+        except BaseException:
+            stream.end("the receiver failed")
+            raise
         self._rate = stream.rate if stream.size >= MIN_MEASURED else self._rate
-        parts = {name: new[self._shards[name].index] for name, new in whole.items()}
-        sums = {name: checksum(part, self._shards[name].index) for name, part in parts.items()}
-        if header["base"] is None:
-            return whole, sums
-        changes = self._own.within(changes, self._whole)
-        raised = zip(self._own.names, self._own.checksum_changes(changes), strict=True)
-        sums = {name: (self._sums[name] + by) % 2**64 for name, by in raised} | sums
-        numbers = {self._own.names.index(name): words(part.contiguous()) for name, part in parts.items()}
-        return Update(self._own, [words(shard.tensor) for shard in self._shards.values()], changes, numbers), sums
+        return update, update.checksums(self._sums), stream.trailer
 
     def _fetch(self, request: Request, stream: Stream) -> None:
         try:
@@ -278,84 +352,34 @@ class DeltaReceiver(Receiver):
         except Exception as error:  # `_receive` waits for the stream
             stream.end(str(error) or type(error).__name__)
 
-    def _find(self, request: Request) -> tuple[Request, Stream | None]:
+    def _find(self, request: Request) -> tuple[Request, Stream]:
         """Answer another receiver, which wants the same stream."""
         if self._incoming is None or any(self._incoming[0][key] != request[key] for key in ("state", "base")):
             raise Refused("another stream")
         return {}, self._incoming[1]
 
-    def _read(self, steps: list[list[Entry]], data: _Reader) -> tuple[Changes, dict[str, Tensor]]:
-        """Changes, and whole parameters, from the entries of one or more consecutive states."""
-        whole, chain = dict[str, Tensor](), list[Changes]()
-        for name, size in (entry for entries in steps for entry in entries):
-            payload = data.read(size)
-            if name:
-                whole[name] = torch.frombuffer(payload, dtype=self._dtype).to(self._device)
-                chain = [changes.without(self._whole.of(name)) for changes in chain]
-                continue
-            changes = decode(payload, self._dtype.itemsize, self._device)
-            if len(changes.indices) and changes.indices[-1] >= self._whole.starts[-1]:
-                raise InvalidInput("a change of an element that no parameter has")
-            for other, earlier in whole.items():
-                part = self._whole.of(other)
-                words(earlier).index_add_(0, *changes.only(part, words(earlier).dtype))
-                changes = changes.without(part)
-            chain.append(changes)
-        shaped = {name: tensor.view(*self._shards[name].shape) for name, tensor in whole.items()}
-        return merge(chain) if chain else Changes.join((), self._device), shaped
-
-    def _is_published(self, handle: PublishHandle, sums: Mapping[str, int]) -> bool:
+    def _agree(self, sums: Mapping[str, int], published: Mapping[str, str]) -> bool:
         """Whether shards that are whole parameters will have the published checksums."""
-        whole = [name for name, shard in self._shards.items() if shard.tensor.numel() == prod(shard.shape)]
-        return all(sums[name] == int(handle["sums"][name]) for name in whole)
+        return all(sums[name] == int(published[name]) for name, part in self._parts.items() if part.whole)
 
 
 class Delta:
     Sender, Receiver = DeltaSender, DeltaReceiver
 
 
-class _Reader:
-    """Reads entries of known sizes from the frames of a stream, as they come."""
+class _Writer:
+    """Joins entries to frames of a stream."""
 
     def __init__(self, stream: Stream) -> None:
-        self._frames = stream.frames()
-        self._rest = memoryview(b"")
+        self._stream, self._entries, self._size = stream, [PLAIN], 0
 
-    def read(self, size: int) -> bytearray:
-        found = bytearray()
-        while len(found) < size:
-            if not self._rest:
-                frame = next(self._frames, None)
-                if frame is None:
-                    raise InvalidInput("the stream of a version ended early")
-                self._rest = memoryview(zlib.decompress(frame[1:])) if frame[0] else memoryview(frame)[1:]
-            taken = min(size - len(found), len(self._rest))
-            found += self._rest[:taken]
-            self._rest = self._rest[taken:]
-        return found
+    def add(self, entry: bytes) -> None:
+        self._entries.append(entry)
+        self._size += len(entry)
+        if self._size >= FRAME:
+            self.flush()
 
-
-def _add_frames(stream: Stream, payloads: list[bytes], rate: float) -> None:
-    """Cut payloads into frames, compressed if that is faster at `rate` bytes per second (0: unknown), and add them."""
-    size = max(MIN_FRAME, min(MAX_FRAME, sum(map(len, payloads)) // FRAMES))
-    for chunk in _chunks(payloads, size):
-        packed, began = chunk, time.perf_counter()
-        if 0 < rate < COMPRESSION:
-            packed = zlib.compress(chunk, 1)
-        spent, spared = time.perf_counter() - began, (len(chunk) - len(packed)) / max(rate, 1)
-        stream.add(b"\1" + packed if spent < spared else b"\0" + chunk)
-        rate = rate if spent < spared else 0.0  # don't try again
-    stream.end()
-
-
-def _chunks(payloads: list[bytes], size: int) -> Iterator[bytes]:
-    """The concatenated payloads in pieces of at most `size` bytes."""
-    small = bytearray()
-    for payload in payloads:
-        if len(small) + len(payload) <= size:
-            small += payload
-            continue
-        yield bytes(small)
-        small.clear()
-        yield from (payload[at : at + size] for at in range(0, len(payload), size))
-    yield bytes(small)
+    def flush(self) -> None:
+        if self._size:
+            self._stream.add(b"".join(self._entries))
+            self._entries, self._size = [PLAIN], 0

@@ -2,7 +2,7 @@
 
 Messages are JSON and frames of bytes, never pickles. Each carries a MAC, whose key both ends derive from the shared
 secret; nothing is parsed before its MAC is verified. After a damaged message or a broken connection a client connects
-again, and asks for the rest.
+again, and asks for the rest. A frame begins with a byte that says whether the rest is compressed.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ import contextlib
 import hmac
 import itertools
 import json
+import math
 import os
 import socket
 import struct
 import threading
 import time
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from slipstream.errors import InvalidInput
 
 DIGEST, NONCE = 16, 32  # bytes
-JSON = b"{"  # first byte of a message that is no frame
+PLAIN, PACKED, JSON = b"\0", b"\1", b"{"  # first byte of a frame, a compressed frame, and a message that is no frame
 MORE = getattr(socket, "MSG_MORE", 0)  # more of the message follows
 LENGTH = struct.Struct("<Q")
 SILENCE_S = 20.0  # without a byte, after which a connection counts as broken
 RETRY_S = 0.2
+COMPRESSION = 2e8  # bytes per second of the fastest network on which compression is tried
 FAILURES = (OSError, EOFError, ValueError)  # of a connection or its data: try again
 Address = tuple[str, int]
 Request = dict[str, Any]
@@ -40,20 +44,41 @@ class Superseded(InvalidInput):
     """A version did not arrive in time; the engine serves the one before."""
 
 
-class Stream:
-    """A header and frames, which readers may wait for while they are added."""
+class Source(Protocol):
+    """What a server sends: a header, frames and a trailer. `frames` and `trailer` raise `Refused` after a failure."""
 
-    def __init__(self, header: dict[str, Any] | None = None) -> None:
+    used: float
+    """Time of the last read."""
+
+    @property
+    def trailer(self) -> dict[str, Any]: ...
+
+    def wait_header(self) -> dict[str, Any]: ...
+
+    def frames(self, start: int = 0) -> Iterator[bytes]:
+        """Frames from number `start` on, as they come."""
+
+
+class Stream:
+    """Frames between a header and a trailer, which readers may wait for while they are added.
+
+    Of more than `window` bytes, those that the owner has taken are dropped, and frames that it has not taken wait.
+    """
+
+    def __init__(self, header: dict[str, Any] | None = None, window: float = math.inf) -> None:
         self._changed = threading.Condition()
-        self.header = header
-        self._frames: list[bytes] = []
+        self.header, self.trailer, self._window = header, dict[str, Any](), window
+        self._frames: deque[bytes] = deque()
+        self._dropped = self._taken = 0  # numbers of the first frames that are kept, and not taken
+        self._kept = 0  # bytes
         self._ended = ""  # "complete" or the reason of a failure
         self.size = self._reached = 0  # bytes of the frames, and with the part of the next one
+        self.used = time.monotonic()
         self.progressed = 0.0  # time of the last further byte
         self.rate = 0.0  # bytes per second of the network by which the frames came
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return self._dropped + len(self._frames)
 
     @property
     def ended(self) -> bool:
@@ -66,8 +91,9 @@ class Stream:
 
     def add(self, frame: bytes) -> None:
         with self._changed:
+            self._changed.wait_for(lambda: self._kept < self._window or self._taken == len(self) or bool(self._ended))
             self._frames.append(frame)
-            self.size += len(frame)
+            self.size, self._kept = self.size + len(frame), self._kept + len(frame)
             self._changed.notify_all()
 
     def reach(self, part: int) -> None:
@@ -75,9 +101,10 @@ class Stream:
         if self.size + part > self._reached:
             self._reached, self.progressed = self.size + part, time.monotonic()
 
-    def end(self, failure: str = "") -> None:
+    def end(self, failure: str = "", trailer: dict[str, Any] | None = None) -> None:
         """No more frames follow. Readers raise `Refused` with the failure, if any."""
         with self._changed:
+            self.trailer = trailer or self.trailer
             self._ended = self._ended or failure or "complete"
             self._changed.notify_all()
 
@@ -87,19 +114,33 @@ class Stream:
             assert self.header is not None
             return self.header
 
-    def frames(self, start: int = 0) -> Iterator[bytes]:
-        """Frames from number `start` on, as they are added."""
-        while True:
-            new = self._wait_frames(start)
-            if not new:
-                return
-            yield from new
-            start += len(new)
-
-    def _wait_frames(self, start: int) -> list[bytes]:
+    def wait_end(self) -> None:
         with self._changed:
-            self._wait(lambda: len(self._frames) > start)
-            return self._frames[start:]
+            self._wait(lambda: False)
+
+    def frames(self, start: int = 0) -> Iterator[bytes]:
+        while (frame := self._frame(start)) is not None:
+            yield frame
+            start += 1
+
+    def take(self) -> Iterator[bytes]:
+        """The frames, for the owner."""
+        for number, frame in enumerate(self.frames()):
+            yield frame
+            with self._changed:
+                self._taken = number + 1
+                while self._kept > self._window and self._dropped < self._taken:
+                    self._kept -= len(self._frames.popleft())
+                    self._dropped += 1
+                self._changed.notify_all()
+
+    def _frame(self, number: int) -> bytes | None:
+        with self._changed:
+            self._wait(lambda: len(self) > number)
+            if number < self._dropped:
+                raise Refused("the first frames are no longer kept")
+            self.used = time.monotonic()
+            return self._frames[number - self._dropped] if number < len(self) else None
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: ready() or bool(self._ended))
@@ -133,7 +174,7 @@ class FrameServer:
     """
 
     def __init__(
-        self, address: str, secret: bytes, find: Callable[[Request], tuple[Request, Stream | None]], rate: float = 0.0
+        self, address: str, secret: bytes, find: Callable[[Request], tuple[Request, Source | None]], rate: float = 0.0
     ) -> None:
         self._secret, self._find, self._limiter = secret, find, Limiter(rate)
         self._socket = socket.create_server((address, 0), backlog=256)
@@ -165,24 +206,35 @@ class FrameServer:
             connection.authenticate(self._secret, b"server", b"client")
             request = json.loads(bytes(connection.recv_bytes()))
             try:
-                answer, stream = self._find(request)
+                answer, source = self._find(request)
                 _send(connection, answer)
-                if stream is not None:
-                    _send(connection, stream.wait_header())
-                    self._send_frames(connection, stream, int(request.get("start", 0)))
+                if source is not None:
+                    self._send_source(connection, source, int(request["start"]), float(answer.get("rate", 0.0)))
             except FAILURES:
                 raise
             except Exception as error:  # such as memory that is full: the client reports it
                 _send(connection, {"refused": str(error) or type(error).__name__})
 
-    def _send_frames(self, connection: Channel, stream: Stream, start: int) -> None:
+    def _send_source(self, connection: Channel, source: Source, start: int, rate: float) -> None:
+        """Send the rest of a source, compressed if that is faster at `rate` bytes per second (0.0: unknown)."""
+        _send(connection, source.wait_header())
         since = time.monotonic()
-        for frame in stream.frames(start):
+        for plain in source.frames(start):
             connection.waited += time.monotonic() - since
+            frame = plain
+            if plain[:1] == PLAIN and 0 < rate < COMPRESSION:
+                began, frame = time.perf_counter(), PACKED + zlib.compress(memoryview(plain)[1:], 1)
+                if time.perf_counter() - began > (len(plain) - len(frame)) / rate:
+                    frame, rate = plain, 0.0  # don't try again
             connection.send_bytes(frame)
             self.sent += len(frame)
             since = time.monotonic()
-        _send(connection, {"waited": connection.waited + time.monotonic() - since})
+        _send(connection, {"trailer": source.trailer, "waited": connection.waited + time.monotonic() - since})
+
+
+def unpack(frame: bytes) -> memoryview:
+    """The data of a frame."""
+    return memoryview(zlib.decompress(memoryview(frame)[1:])) if frame[:1] == PACKED else memoryview(frame)[1:]
 
 
 def fetch(server: Address, secret: bytes, request: Request, into: Stream, limit: float) -> None:
@@ -201,7 +253,6 @@ def fetch(server: Address, secret: bytes, request: Request, into: Stream, limit:
                 with contextlib.suppress(Refused):
                     peer = _fetch_from(peer, secret, {**request, "direct": True}, into)
             if not peer:
-                into.end()
                 return
         except FAILURES as error:
             direct = True
@@ -226,8 +277,9 @@ def _fetch_from(address: Address, secret: bytes, request: Request, into: Stream)
         began, before = time.monotonic(), into.size
         while (message := connection.recv_bytes(into.reach))[:1] != JSON:
             into.add(bytes(message))
-        waited = _parse(message)["waited"]
-        into.rate = (into.size - before) / max(time.monotonic() - began - waited, 1e-6)
+        last = _parse(message)
+        into.rate = (into.size - before) / max(time.monotonic() - began - last["waited"], 1e-6)
+        into.end(trailer=last["trailer"])
     return None
 
 

@@ -89,8 +89,10 @@ class Sender(Protocol):
     def stage(self, version: int) -> PublishHandle:
         """Fix the weights of `version` for sending. Called when a publish starts."""
 
-    def send(self, handle: PublishHandle) -> None:
-        """Transfer the staged version, while engines run `Receiver.prepare`."""
+    def send(self, handle: PublishHandle) -> PublishHandle | None:
+        """Transfer the staged version, while engines run `Receiver.prepare`.
+
+        Returns what it adds to the handle, such as `bytes` and `changed` of `PublishStats`."""
 
     def release(self, handle: PublishHandle) -> None:
         """Free what no engine needs once every engine serves this version."""

@@ -44,8 +44,8 @@ class TrainerWorker(Protocol):
     async def stage(self, version: int) -> PublishHandle:
         """Fix the weights of a version for sending."""
 
-    async def send(self, handle: PublishHandle) -> None:
-        """Send the staged version while engines prepare."""
+    async def send(self, handle: PublishHandle) -> PublishHandle | None:
+        """Send the staged version while engines prepare. Returns what it adds to the handle."""
 
     async def release(self, handle: PublishHandle) -> None:
         """Free what was staged; called when all engines have swapped."""

@@ -97,9 +97,9 @@ class PytorchTrainerWorker(Worker):
         with explain_out_of_memory(self._config, "stage"):
             return self._on_link_ranks(lambda: self._open_sender.stage(version))
 
-    async def send(self, handle: PublishHandle) -> None:
+    async def send(self, handle: PublishHandle) -> PublishHandle | None:
         with explain_out_of_memory(self._config, "send"):
-            self._on_link_ranks(lambda: self._open_sender.send(handle))
+            return self._on_link_ranks(lambda: self._open_sender.send(handle))
 
     async def release(self, handle: PublishHandle) -> None:
         self._on_link_ranks(lambda: self._open_sender.release(handle))
