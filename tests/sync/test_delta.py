@@ -344,7 +344,9 @@ def test_no_engine_follows_one_with_a_slow_network(trainer: Trainer, monkeypatch
     slow = Engine(trainer.info | {"address": proxy.address})
     fast = [Engine(trainer.info, rank) for rank in (2, 3)]
     for _ in range(2):
-        swap_at_once([slow, *fast], trainer.publish(1.0))
+        handle = trainer.publish(1.0)
+        slow.swap(handle)  # alone, so that it receives from the trainer
+        swap_at_once(fast, handle)
     handle = trainer.publish(1.0)
     slow.weights.prepare(handle)
     while (slow.receiver._rank, slow.receiver._held) not in trainer.sender._asked:

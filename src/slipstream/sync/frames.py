@@ -229,7 +229,7 @@ class FrameServer:
             connection.send_bytes(frame)
             self.sent += len(frame)
             since = time.monotonic()
-        _send(connection, {"trailer": source.trailer, "waited": connection.waited + time.monotonic() - since})
+        _send(connection, {"trailer": source.trailer, "waited": connection.waited})
 
 
 def unpack(frame: bytes) -> memoryview:
@@ -274,12 +274,13 @@ def _fetch_from(address: Address, secret: bytes, request: Request, into: Stream)
             into.begin(header)
         elif into.header != header:
             raise Refused("the stream was replaced while it was read")
-        began, before = time.monotonic(), into.size
+        began, before, last = time.monotonic(), into.size, 0.0
         while (message := connection.recv_bytes(into.reach))[:1] != JSON:
+            last = time.monotonic()
             into.add(bytes(message))
-        last = _parse(message)
-        into.rate = (into.size - before) / max(time.monotonic() - began - last["waited"], 1e-6)
-        into.end(trailer=last["trailer"])
+        end = _parse(message)
+        into.rate = (into.size - before) / max(last - began - end["waited"], 1e-6)
+        into.end(trailer=end["trailer"])
     return None
 
 
