@@ -227,8 +227,15 @@ class Proxy:
                 limit = self._cuts.pop(0) if self._cuts else 2**60
                 flips, self._flips = self._flips, (0, 0)
                 pairs = ((client, server, 2**60, flips[0]), (server, client, limit, flips[1]))
-                for pair in pairs:
-                    threading.Thread(target=self._forward, args=pair, daemon=True).start()
+                threading.Thread(target=self._serve, args=pairs, daemon=True).start()
+
+    def _serve(self, there: tuple[Any, ...], back: tuple[Any, ...]) -> None:
+        other = threading.Thread(target=self._forward, args=there, daemon=True)
+        other.start()
+        self._forward(*back)
+        other.join()
+        for end in there[:2]:
+            end.close()
 
     def _forward(self, source: socket.socket, target: socket.socket, limit: int, flip: int) -> None:
         passed = 0

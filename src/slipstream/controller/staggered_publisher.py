@@ -105,7 +105,7 @@ class StaggeredPublisher(WeightPublisher):
         """Stage and send a version. Returns it, and the duration of the send."""
         names = chosen(self._names, version, verify)
         self._published = await self._trainer.stage(version)
-        sending = await duration(self._trainer.send(self._published))
+        sending = await duration(self._send(self._published))
         # Called before any further step, so the trainer computes it on the published weights.
         sums = asyncio.ensure_future(self._trainer.checksums(names)) if names else None
         if sums:

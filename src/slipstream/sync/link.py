@@ -67,7 +67,7 @@ class Sender(Protocol):
     """A version that engines serve may be published again to others alone."""
     late_receivers: bool = False
     """A receiver may receive a version after its `release`, so that no engine waits for a slower one. If newer versions
-    were staged it may raise `Superseded`. Handles have the checksums of all parameters as decimal text in `sums`."""
+    were staged it may raise `Superseded`. `send` returns the checksums of all parameters as decimal text in `sums`."""
     on_every_rank: bool = False
     """Each trainer rank has a sender with its own part of the parameters, and `parts` of the connection information
     lists what all of them returned. Otherwise rank 0 has the only sender."""
