@@ -406,6 +406,32 @@ def test_a_stage_that_fails_half_way_is_followed_by_all_weights(
     assert engine.serves(trainer.parameters) and engine.checksums_agree(trainer)
 
 
+def test_the_full_copy_of_a_new_engine_is_of_its_version_while_newer_ones_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes of a few elements and of whole blocks are undone in it. It ends in a version that others have left."""
+    monkeypatch.setattr(changes, "PIECE", 2048)
+    monkeypatch.setattr(delta, "BLOCK", {"cpu": 4096})
+    trainer = Trainer(tmp_path, "--sync.max_mb_per_s=0.05")
+    handle = trainer.publish()
+    before = {name: tensor.clone() for name, tensor in trainer.parameters.items()}
+    engine = Engine(trainer.info)
+    engine.weights.prepare(handle)
+    while engine.receiver._incoming is None or not len(engine.receiver._incoming[1]):
+        time.sleep(0.001)
+    began = time.monotonic()
+    for share in (0.02, 1.0, 0.1):
+        newest = trainer.publish(share)
+    assert time.monotonic() - began < 1.0 and not engine.weights.prepared()
+    while not engine.weights.prepared():
+        time.sleep(0.001)
+    engine.weights.apply()
+    assert engine.serves(before)
+    engine.swap(newest)
+    assert engine.serves(trainer.parameters)
+    trainer.sender.close()
+
+
 def test_the_bandwidth_is_limited(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, "--sync.max_mb_per_s=0.1")
     engine, began = Engine(trainer.info), time.monotonic()
