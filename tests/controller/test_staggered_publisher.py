@@ -249,13 +249,37 @@ def test_an_engine_that_leaves_is_not_waited_for() -> None:
     asyncio.run(main())
 
 
-def test_an_error_of_the_trainer_removes_no_engine() -> None:
+def test_engines_receive_while_the_trainer_sends() -> None:
+    """The trainer calculates checksums after it has sent, and is free once it has sent."""
+
+    async def main() -> None:
+        called: list[str] = []
+        sent: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        one, free = engine("one"), asyncio.Event()
+        trainer = Trainer("trainer", called, {"checksums": SUMS, "send": sent}.get)
+        publishing = asyncio.ensure_future(publisher(one, trainer=trainer).publish(1, free=free))
+        await until(lambda: "one checksums" in one._called)
+        assert not (free.is_set() or publishing.done()) and called == [
+            "trainer stage",
+            "trainer send",
+            "trainer checksums",
+        ]
+        sent.set_result({"bytes": 7})
+        await free.wait()
+        assert (await publishing).bytes == 7
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("method", ["send", "checksums"])
+def test_an_error_of_the_trainer_ends_the_publish_and_removes_no_engine(method: str) -> None:
     async def main() -> None:
         broken = WorkerError("out of memory", "RuntimeError", "")
-        trainer = Trainer("trainer", [], {"checksums": broken}.get)
-        link = publisher(engine("one"), engine("two"), trainer=trainer)
+        trainer = Trainer("trainer", [], {"checksums": SUMS, method: broken}.get)
+        waits = engine("two", lambda: asyncio.get_running_loop().create_future())
+        link = publisher(engine("one", lambda: "the version was not sent"), waits, trainer=trainer)
         with pytest.raises(WorkerError, match="out of memory"):
-            await link.publish(1)
+            await asyncio.wait_for(link.publish(1), 5)
         assert not link._lost
 
     asyncio.run(main())

@@ -33,15 +33,16 @@ RETRY_S = 0.5  # after which an engine tries the same version again
 
 @dataclass(frozen=True, eq=False)
 class _Staged:
-    """A version: its handle, the parameters to compare, and the trainer's checksums of them."""
+    """A version: its handle, the duration of the send, and the trainer's checksums of the parameters to compare."""
 
     handle: PublishHandle
+    sent: asyncio.Future[float]
     names: list[str]
-    sums: asyncio.Future[dict[str, int]] | None
+    sums: asyncio.Future[dict[str, int]]
 
     @property
     def trainer_failed(self) -> bool:
-        return self.sums is not None and self.sums.done() and not succeeded(self.sums)
+        return any(call.done() and not succeeded(call) for call in (self.sent, self.sums))
 
 
 class StaggeredPublisher(WeightPublisher):
@@ -82,38 +83,39 @@ class StaggeredPublisher(WeightPublisher):
         self._remove_members([g for g in self._members if g.process.dead])
         self._members += self._joining
         self._joining = []
-        self._newest, sending = await self._stage(version, verify)
-        free.set()
+        self._newest = staged = await self._stage(version, verify)
+        staged.sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
         if self._max_lag:
             self._pool.oldest = version - self._max_lag
         for generator in self._members:
             self._begin_update(generator)
-        current = await self._wait_for_engines()
+        current = await self._wait_for_engines(staged)
         if self._process.dead:
             raise self._process.dead
-        if self._newest.sums:
-            await self._newest.sums
+        sending, _ = await asyncio.gather(staged.sent, staged.sums)
         if not current:
             raise self._pool.dead or WorkerDied(f"no engine received version {version}")
         self._late = set(self._updates)
         pauses, self._pauses = self._pauses, []
-        self._released = asyncio.ensure_future(self._trainer.release(self._newest.handle))
+        self._released = asyncio.ensure_future(self._trainer.release(staged.handle))
         self._released.add_done_callback(succeeded)  # the next publish raises its error
         return pauses, sending, self._pool.now()
 
-    async def _stage(self, version: int, verify: str) -> tuple[_Staged, float]:
-        """Stage and send a version. Returns it, and the duration of the send."""
+    async def _stage(self, version: int, verify: str) -> _Staged:
+        """Stage a version and begin to send it."""
         names = chosen(self._names, version, verify)
         self._published = await self._trainer.stage(version)
-        sending = await duration(self._send(self._published))
+        sent = asyncio.ensure_future(duration(self._send(self._published)))
         # Called before any further step, so the trainer computes it on the published weights.
-        sums = asyncio.ensure_future(self._trainer.checksums(names)) if names else None
-        if sums:
-            sums.add_done_callback(succeeded)  # the publish raises its error
-        return _Staged(self._published, names, sums), sending
+        sums = asyncio.ensure_future(self._trainer.checksums(names))
+        for call in (sent, sums):
+            call.add_done_callback(succeeded)  # the publish raises its error
+        return _Staged(self._published, sent, names, sums)
 
-    async def _wait_for_engines(self) -> list[EngineReplica]:
+    async def _wait_for_engines(self, staged: _Staged) -> list[EngineReplica]:
         """Wait for engines that were not late, or for any one if they fail. Returns the engines with the version.
+
+        Returns early if the trainer fails.
 
         Once the first has the version, the others have `PATIENCE` times as long, except in the first publish.
         """
@@ -124,10 +126,11 @@ class StaggeredPublisher(WeightPublisher):
             if current and self._max_lag and self._connected:
                 limit = min(limit, clock() + max(MIN_PATIENCE_S, PATIENCE * (clock() - began)))
             waiting = [update for g, update in self._updates.items() if not current or g not in self._late]
-            if not waiting or clock() >= limit:
+            if not waiting or clock() >= limit or staged.trainer_failed:
                 return current
             timeout = limit - clock() if limit < math.inf else None
-            await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            calls = [call for call in (staged.sent, staged.sums) if not call.done()]
+            await asyncio.wait([*waiting, *calls], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     def _begin_update(self, generator: EngineReplica) -> None:
         if generator not in self._updates:
@@ -143,7 +146,7 @@ class StaggeredPublisher(WeightPublisher):
                     await self._bring(generator, newest, deadline)
                     reached, deadline = newest, 0.0
                 except NotServed:
-                    if clock() > deadline:
+                    if clock() > deadline or newest.trainer_failed:
                         raise
                     if newest is self._newest:
                         await asyncio.sleep(RETRY_S)
@@ -169,12 +172,13 @@ class StaggeredPublisher(WeightPublisher):
         self._pauses.append(
             await generator.wait_for(swapping, f"swap in version {version}", CALL_TIMEOUT_S + self._drain)
         )
-        if staged.sums:
+        if staged.names:
             names = staged.names if generator.serving.is_set() else self._names  # all of a new engine
             call = generator.worker.checksums(names)
             served = await generator.wait_for(call, f"return the checksums of version {version}", CALL_TIMEOUT_S)
-            published = {name: int(value) for name, value in staged.handle["sums"].items()}
-            if error := find_difference(generator, served, published | await asyncio.shield(staged.sums), version):
+            _, sums = await asyncio.shield(asyncio.gather(staged.sent, staged.sums))
+            published = {name: int(value) for name, value in staged.handle["sums"].items()} | sums
+            if error := find_difference(generator, served, published, version):
                 raise error
         generator.release()
         if generator.serving.is_set() or staged is self._newest:

@@ -271,9 +271,14 @@ class WeightPublisher:
             self._pool.serve(generator)
         return pauses, sending, ready
 
-    async def _send(self, publish_handle: PublishHandle) -> None:
+    def _send(self, publish_handle: PublishHandle) -> Coroutine[Any, Any, None]:
         """Let the trainer send a version, and complete the handle by what is known afterwards."""
-        publish_handle.update(await self._trainer.send(publish_handle) or {})
+        sending: Awaitable[Any] = self._trainer.send(publish_handle)  # called now, before the checksums
+
+        async def complete() -> None:
+            publish_handle.update(await sending or {})
+
+        return complete()
 
     async def _exchange(
         self, publish_handle: PublishHandle, sent: asyncio.Future[float], version: int, free: asyncio.Event
