@@ -7,6 +7,7 @@ import json
 import struct
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,19 @@ def test_truncate_removes_an_evaluation_after_the_checkpoint(tmp_path: Path) -> 
     Recorder(tmp_path, decode).truncate(2, 1)
     assert [json.loads(line)["step"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()] == [1]
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_truncate_of_a_long_record_takes_little_memory(tmp_path: Path) -> None:
+    """A trainer restarts in the middle of a run of many steps."""
+    recorder = Recorder(tmp_path, decode)
+    lines = [json.dumps({"step": step, "text": "x" * 1000}) for step in range(1, 10_001)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    tracemalloc.start()
+    recorder.truncate(8000, 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:8000]
+    assert peak < 1_000_000
 
 
 def test_truncate_of_a_new_directory_does_nothing(recorder: Recorder, tmp_path: Path) -> None:

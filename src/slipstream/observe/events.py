@@ -6,6 +6,7 @@ resume. docs/run-directory.md lists the kinds of events and their keys.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import deque
@@ -110,7 +111,10 @@ def strict_json(data: Any, **options: Any) -> str:
 def truncate_lines(
     path: Path, value: Callable[[Mapping[str, Any]], float], largest: float, most: int | None = None
 ) -> None:
-    """Keep the first `most` lines whose records have a value of at most `largest`, none that a kill has truncated."""
+    """Keep the first `most` lines whose records have a value of at most `largest`, none that a kill has truncated.
+
+    Reads one line at a time: the file of a long run has gigabytes.
+    """
 
     def is_kept(line: str) -> bool:
         try:
@@ -119,5 +123,6 @@ def truncate_lines(
             return False
 
     if path.exists():
-        lines = path.read_text("utf-8", "replace").splitlines()
-        write_atomically(path, "".join(f"{line}\n" for line in list(filter(is_kept, lines))[:most]))
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            kept = itertools.islice(filter(is_kept, lines), most)
+            write_atomically(path, (line.removesuffix("\n") + "\n" for line in kept))

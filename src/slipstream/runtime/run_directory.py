@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -155,10 +155,11 @@ def lock(path: Path, mode: str = "w") -> IO[str]:
     return file
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's text so that a reader sees either the old or the new text."""
+def write_atomically(path: Path, text: str | Iterable[str]) -> None:
+    """Replace a file's text, which may come in parts, so that a reader sees either the old or the new text."""
     partial = path.with_name(path.name + PARTIAL)
-    partial.write_text(text, encoding="utf-8")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines((text,) if isinstance(text, str) else text)
     sync(partial)
     partial.replace(path)
 
