@@ -10,7 +10,7 @@ import transformers
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError
 from slipstream.runtime import placement
-from slipstream.runtime.placement import place, resolve_auto, threads, visible
+from slipstream.runtime.placement import Network, place, resolve_auto, threads, visible
 
 SINGLE_COPY = ["--sync.link=single_copy", "--model.dtype=bfloat16"]
 SERVER = ["--generator.servers=['http://far:1']", "--sync.link=checkpoint"]
@@ -119,7 +119,8 @@ SERVERS = ["--generator.servers=['http://localhost:1', 'http://127.0.0.1:2']"]
         (SERVERS, 1, "shared"),
         (SERVERS, 2, "nccl"),
         ([*SERVERS, "--trainer.device=cpu"], 2, "shared"),
-        (["--generator.servers=['http://far:1']"], 2, "checkpoint"),
+        (["--generator.servers=['http://far:1']"], 2, "delta"),
+        (["--generator.servers=['http://far:1']", "--lora.rank=4"], 2, "lora"),
         (["--sync.restart=true", "--sync.in_flight=retry"], 2, "checkpoint"),
     ],
 )
@@ -129,7 +130,7 @@ def test_auto_chooses_the_link_by_engine_adapters_and_placement(
     monkeypatch.setattr(placement.torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(placement.torch.cuda, "device_count", lambda: gpus)
     found = resolve_auto(config_of(*flags))
-    assert found.sync.link == link
+    assert found.sync.link == link and found.sync.chosen.startswith(f"{link}: ")
     assert resolve_auto(found) == found, "a resumed run keeps its link"
     place(found, gpus)  # raises for links that these devices do not support
 
@@ -192,3 +193,21 @@ def test_cores_are_divided_among_the_processes_of_this_host(monkeypatch: pytest.
     assert threads(0, config_of(*LOCAL)) == 12
     assert threads(0, config_of(*LOCAL, "--trainer.ranks=2")) == 6
     assert threads(3, config_of(*LOCAL)) == 3
+
+
+@pytest.mark.parametrize(
+    ("network", "flags", "chosen"),
+    [
+        (Network(1.1e8), [], "delta: 0.88 Gbit/s between the slowest hosts, less than 10 Gbit/s"),
+        (Network(2.5e9), [], "nccl: 20 Gbit/s between the slowest hosts, at least 10 Gbit/s"),
+        (Network(1.1e8, rdma=True), [], "nccl: all hosts have InfiniBand or RoCE"),
+        (None, [], "nccl: several hosts"),
+        (Network(1.1e8), ["--lora.rank=4"], "lora: vLLM serves adapters"),
+        (Network(1.1e8), IN_TURNS, "shared: engines and trainer take turns"),
+    ],
+)
+def test_auto_chooses_the_link_between_hosts_by_their_network(
+    network: Network | None, flags: list[str], chosen: str
+) -> None:
+    found = resolve_auto(config_of(*flags), 4, 2, network)
+    assert found.sync.chosen == chosen and found.sync.link == chosen.partition(":")[0]

@@ -291,12 +291,15 @@ class SyncConfig(Section):
         "continue", "Sequences in flight at a swap: keep their KV cache, recompute it, start again, or finish first."
     )
     restart: bool = option(False, "Restart engines on each version's files, if they can't reload (checkpoint).")
+    chosen: str = option("", 'Written by a run: the link that "auto" means, and why.')
     interface: str = option(
         "",
         'Network interface of the weight link on each host, such as "eth0"; empty is that of the Ray node, or the '
         "route to generator.servers.",
     )
-    max_mb_per_s: float = option(0.0, "Bandwidth that the trainer uses at most, in MB/s; 0 is no limit (delta).", ge=0)
+    max_mb_per_s: float = option(
+        0.0, "Bandwidth that the trainer uses at most, in MB/s; 0 is no limit (delta, lora).", ge=0
+    )
     keep_versions: int = option(0, "Versions whose published files are kept after the run (checkpoint).", ge=0)
     verify: Literal["sampled", "full", "off"] = option(
         "sampled", "Parameters whose checksums are compared between engines and trainer after each publish."

@@ -23,7 +23,7 @@ from slipstream.environments.load import LIBRARIES
 from slipstream.errors import RunError, UserError
 from slipstream.model.device import dtype_name
 from slipstream.runtime.addresses import private_store
-from slipstream.runtime.placement import VISIBLE, place, resolve_auto
+from slipstream.runtime.placement import VISIBLE, Network, place, resolve_auto
 from slipstream.runtime.runtime import Node, Runtime, current_runtime
 from slipstream.runtime.worker import describe_death
 from slipstream.runtime.worker_process import WorkerProcess
@@ -48,6 +48,7 @@ class Examination:
     bandwidth: dict[tuple[str, str], float] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    link: str = ""  # that `sync.link = "auto"` means, and why
 
     def add(self, check: str, text: str) -> None:
         self.faults.append(Fault(check, text))
@@ -59,6 +60,23 @@ async def check_nodes(config: Config, directory: Path) -> None:
     if found.faults:
         lines = "\n".join(f"{fault.check}: {fault.text}" for fault in found.faults)
         raise RunError(f"the nodes of the run have faults; `slipstream doctor` checks them again:\n{lines}")
+
+
+async def measure_network(runtime: Runtime) -> Network:
+    """The network between the hosts of the runtime, without those that don't answer: `check_nodes` names them."""
+    found = Examination()
+    hosts = {node.address: node for node in runtime.nodes()}.values()
+    if len(hosts) < 2:
+        return Network()
+    async with _workers({node: _process(node) for node in hosts}, REPORT_TIMEOUT_S) as (workers, _):
+        await _try_network(workers, Needs(), found)
+        return await _network(workers, found)
+
+
+async def _network(workers: Mapping[Node, NodeWorker], found: Examination) -> Network:
+    devices, _ = await gather({node: worker.has_rdma() for node, worker in workers.items()}, NETWORK_TIMEOUT_S)
+    rdma = len(devices) == len(workers) > 1 and all(devices.values())
+    return Network(min(found.bandwidth.values(), default=0.0), rdma)
 
 
 async def examine(
@@ -85,6 +103,9 @@ async def examine(
             hosts = {node: worker for node, worker in hosts.items() if node in first}
         if hosts and (all_nodes or len(hosts) > 1):
             await _try_network(hosts, needs, found)
+            if config and config.sync.link == "auto" and not found.faults:
+                network = await _network(hosts, found)
+                found.link = resolve_auto(config, runtime.gpus, runtime.hosts, network).sync.chosen
             await _try_all_reduce([*hosts], runtime, config, found)
     return found
 

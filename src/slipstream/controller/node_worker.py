@@ -116,6 +116,11 @@ class NodeWorker(Worker):
         except OSError as error:
             return os.strerror(error.errno) if error.errno else str(error)
 
+    async def has_rdma(self) -> bool:
+        """Whether this node has an InfiniBand or RoCE device with an active port."""
+        states = Path("/sys/class/infiniband").glob("*/ports/*/state")
+        return any("ACTIVE" in state.read_text() for state in states)
+
     async def measure_bandwidth(self, peer: tuple[str, int]) -> float:
         """Bytes per second of one TCP stream to this address and port. Raises `OSError`."""
         return await asyncio.to_thread(_stream, peer)

@@ -23,7 +23,7 @@ from slipstream.controller.engine_supervisor import close_cluster, supervise_eng
 from slipstream.controller.evaluation import evaluate_run
 from slipstream.controller.launch import Cluster
 from slipstream.controller.metrics import pool_state
-from slipstream.controller.node_checks import check_nodes
+from slipstream.controller.node_checks import check_nodes, measure_network
 from slipstream.controller.publishing import record_publish, refresh_teacher
 from slipstream.controller.rollouts import report_slow_episodes
 from slipstream.controller.run_context import RunContext
@@ -43,6 +43,7 @@ from slipstream.observe.progress import report_startup
 from slipstream.observe.run_data import Run
 from slipstream.observe.trackers import check_installed
 from slipstream.rollout import Completion
+from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.memory import freeze_heap
 from slipstream.runtime.placement import resolve_auto
 from slipstream.runtime.run_directory import read_ready
@@ -66,7 +67,9 @@ def resolve_config(config: Config) -> Config:
     check_installed(config.observe.trackers)
     validate_devices(config)
     runtime = current_runtime()
-    config = resolve_auto(config, runtime.gpus, runtime.hosts)
+    measured = config.sync.link == "auto" and runtime.hosts > 1
+    network = run_bounded(measure_network(runtime)) if measured else None
+    config = resolve_auto(config, runtime.gpus, runtime.hosts, network)
     find_link(config.sync.link)
     validate_models(config)
     return config
@@ -131,8 +134,9 @@ async def start(run: RunContext) -> None:
     """Start the processes, restore the last checkpoint, publish version 0 and check that both sides agree."""
     await find_long_prompts(run)
     where, link = run.directory.path, run.config.sync.link
-    restarts = ", sync.restart = true" if run.config.sync.restart else ""
-    run.progress.note(f'run directory {where}, sync.link = "{link}"{restarts}; generators and trainer start')
+    _, _, why = chosen.partition(": ") if (chosen := run.config.sync.chosen).startswith(f"{link}:") else ("", "", "")
+    why = (", sync.restart = true" if run.config.sync.restart else "") + (why and f" ({why})")
+    run.progress.note(f'run directory {where}, sync.link = "{link}"{why}; generators and trainer start')
     checkpoint, state = await find_checkpoint(run)
     if run.config.runtime.kind == "ray":
         await check_nodes(run.config, run.directory.path)

@@ -20,6 +20,15 @@ from slipstream.model.inspection import model_type
 # Model types whose parameters vLLM transposes, permutes, renames or multiplies by constants.
 RESTARTED = ("bloom", "falcon_h1", "gpt2", "gpt_neox")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+FAST_NETWORK = 1.25e9  # bytes/s, 10 Gbit/s: above, all weights by `nccl` arrive about as soon as changes by `delta`
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between hosts: bytes/s between the slowest pair (0: unknown), and whether all have RDMA devices."""
+
+    rate: float = 0.0
+    rdma: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,18 +82,21 @@ class GpuLocks:
             yield
 
 
-def resolve_auto(config: Config, gpus: int | None = None, hosts: int = 1) -> Config:
+def resolve_auto(config: Config, gpus: int | None = None, hosts: int = 1, network: Network | None = None) -> Config:
     """The configuration with every "auto" resolved and relative paths made absolute, as a run records it.
 
-    `gpus` counts those of all `hosts`, by default of this one. Raises `ConfigError` if they are too few.
+    `gpus` counts those of all `hosts`, by default of this one; `network` is between them. Raises `ConfigError` if the
+    GPUs are too few.
     """
     gpus = gpus_here() if gpus is None else gpus
     place(config, gpus)
     if config.sync.link == "auto":
-        resolved: dict[str, Any] = {"link": choose_link(config, gpus, hosts)}
+        link, why = choose_link(config, gpus, hosts, network or Network())
+        resolved: dict[str, Any] = {"link": link, "chosen": f"{link}: {why}"}
         if _needs_restarts(config):
             drains = config.sync.in_flight == "drain"
             resolved = {"link": "checkpoint", "restart": True, "in_flight": "drain" if drains else "retry"}
+            resolved["chosen"] = "checkpoint: vLLM stores this model in a layout that no link can write"
         config = with_options(config, sync=config.sync.model_dump() | resolved)
     return with_absolute_paths(
         with_options(config, model=config.model.model_dump() | {"dtype": dtype_name(config, gpus)})
@@ -98,23 +110,41 @@ def _needs_restarts(config: Config) -> bool:
     return not written and model_type(config.model.path) in RESTARTED
 
 
-def choose_link(config: Config, gpus: int, hosts: int = 1) -> str:
-    """The weight link that `sync.link = "auto"` means on this many GPUs and hosts. Raises `ConfigError` as `place`."""
+def choose_link(config: Config, gpus: int, hosts: int, network: Network) -> tuple[str, str]:
+    """The weight link that `sync.link = "auto"` means on these GPUs and hosts, and why. Raises as `place`."""
     generator, own = config.generator, ":" in config.generator.engine + config.trainer.kind
-    if config.sync.restart or generator.remote:
-        return "checkpoint"
+    if config.sync.restart:
+        return "checkpoint", "engines restart on files"
     if config.serves_adapters:
-        return "lora"
+        return "lora", "vLLM serves adapters"
+    if generator.remote:
+        return "delta", f"the network to {generator.remote} is unknown"
     placement = place(config, gpus)
     if hosts > 1 and not placement.shared:
-        return "nccl"  # over TCP between CPUs
-    if own or config.sync.placement == "colocated" or not (placement.trainer and all(placement.generators)):
-        return "shared"
+        return _choose_between_hosts(network)
+    if own or config.sync.placement == "colocated":
+        return "shared", "engine or trainer is your own class" if own else "engines and trainer take turns"
+    if not (placement.trainer and all(placement.generators)):
+        return "shared", "engines or trainer are on the CPU of one host"
     if generator.servers:  # on a host with one GPU the servers share it with the trainer
-        return "nccl" if gpus > 1 else "shared"
+        return ("nccl", "servers and trainer have GPUs") if gpus > 1 else ("shared", "one GPU")
     if not placement.shared:
-        return "nccl"
-    return "single_copy" if placement.generators == (placement.trainer,) and _fits_single_copy(config) else "shared"
+        return "nccl", "engines and trainer have their own GPUs"
+    if placement.generators == (placement.trainer,) and _fits_single_copy(config):
+        return "single_copy", "engine and trainer are on the same GPUs"
+    return "shared", "engines share a GPU"
+
+
+def _choose_between_hosts(network: Network) -> tuple[str, str]:
+    """As `choose_link`, for engines that may be on other hosts than the trainer."""
+    if network.rdma:
+        return "nccl", "all hosts have InfiniBand or RoCE"
+    if not network.rate:
+        return "nccl", "several hosts"
+    rate, least = (f"{8 * value / 1e9:.3g} Gbit/s" for value in (network.rate, FAST_NETWORK))
+    if network.rate < FAST_NETWORK:
+        return "delta", f"{rate} between the slowest hosts, less than {least}"
+    return "nccl", f"{rate} between the slowest hosts, at least {least}"
 
 
 def _fits_single_copy(config: Config) -> bool:

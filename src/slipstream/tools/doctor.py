@@ -36,7 +36,11 @@ def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -
     if as_json:
         rates = [{"from": one, "to": other, "bytes_per_s": rate} for (one, other), rate in found.bandwidth.items()]
         faults, nodes = [fault._asdict() for fault in found.faults], [asdict(report) for report in found.reports]
-        print(json.dumps({"nodes": nodes, "bandwidth": rates, "checks": results, "faults": faults}, indent=1))
+        print(
+            json.dumps(
+                {"nodes": nodes, "bandwidth": rates, "checks": results, "link": found.link, "faults": faults}, indent=1
+            )
+        )
     else:
         _print(found, results)
     return 1 if found.faults else 0
@@ -63,6 +67,8 @@ def _print(found: Examination, results: dict[str, str]) -> None:
     for check, result in results.items():
         checks.add_row(check, result, style="red" if "fault" in result else "dim" if "skipped" in result else "")
     console.print(packages, resources, checks)
+    if found.link:
+        console.print(f'sync.link = "auto" is {found.link}', markup=False, soft_wrap=True)
     for fault in found.faults:
         console.print(f"{fault.check}: {fault.text}", style="red", markup=False, soft_wrap=True)
     console.print("no faults" if not found.faults else f"{len(found.faults)} faults", soft_wrap=True)
