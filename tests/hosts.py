@@ -27,7 +27,7 @@ def ip(words: str) -> None:
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[list[tuple[str, str]]]:
-    """Namespace and address of each host. `eth1` joins all of them; `eth0` of each leads nowhere.
+    """Namespace and address of each host. `eth1` joins them and this process; `eth0` of each leads nowhere.
 
     Skips the test where namespaces can't be made.
     """
@@ -42,6 +42,7 @@ def hosts(count: int) -> Iterator[list[tuple[str, str]]]:
                 ip(f"netns add {name}")
         except OSError as error:
             pytest.skip(f"no network namespaces here: {error}")
+        ip(f"addr add {net}254/24 dev {prefix}b")
         ip(f"link set {prefix}b up")
         for i, name in enumerate(names):
             ip(f"link add {name} type veth peer name eth1 netns {name}")

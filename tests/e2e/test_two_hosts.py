@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -115,7 +116,8 @@ def test_the_slurm_script_runs_on_two_hosts(space: str, tiny: Path, tmp_path: Pa
         job.communicate()
     log = tmp_path / "ray-7.log"
     assert job.returncode == 0, printed + (log.read_text() if log.exists() else "")
-    assert len(spaces) == 2 and 'sync.link = "nccl"' in printed
+    link = r'sync.link = "(nccl|delta)" \([\d.]+ Gbit/s between the slowest hosts'  # by the load of this machine
+    assert len(spaces) == 2 and re.search(link, printed), printed
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(records) == 40 and not (tmp_path / "requeued").exists()
     wait_for_none(mark)

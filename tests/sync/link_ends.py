@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 
 from slipstream.config.loading import load_config
 from slipstream.generators.served_weights import ServedWeights
+from slipstream.model.paths import ADAPTER
+from slipstream.sync.adapters import adapter_files, read_adapter
 from slipstream.sync.link import ParameterShard, find_link
 from tests.hosts import serve
 
@@ -34,6 +37,7 @@ class Trainer:
         self._kind, self._directory = find_link(link)[0], Path(directory)
         self._parameters = {name: torch.nn.Parameter(tensor) for name, tensor in weights(0).items()}
         flags = ["--model.path=m", "--environment.name=e", "--model.dtype=bfloat16"]
+        flags += ["--generator.engine=vllm", "--lora.rank=4", "--sync.link=lora"] if link == "lora" else []
         self._config = load_config(None, flags)
         self._sender: Any = None
 
@@ -85,6 +89,20 @@ class Engine:
         return all(torch.equal(t, wanted[name][self._index[name]]) for name, t in self._served.items())
 
 
+class AdapterEngine:
+    """Reads adapters as a vLLM worker does."""
+
+    def __init__(self, link: str) -> None: ...
+
+    def publish(self, handle: Any) -> bool:
+        """Whether the adapter that was read has the values of the version."""
+        with adapter_files(handle) as path:
+            found, config = read_adapter(path, torch.device("cpu")), json.loads((path / ADAPTER).read_text())
+        wanted = weights(handle["version"])
+        return config["r"] == 4 and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    serve(Trainer(*sys.argv[2:]) if sys.argv[1] == "trainer" else Engine(sys.argv[2]))
+    engine = AdapterEngine if sys.argv[2] == "lora" else Engine
+    serve(Trainer(*sys.argv[2:]) if sys.argv[1] == "trainer" else engine(sys.argv[2]))

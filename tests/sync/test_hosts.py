@@ -100,6 +100,24 @@ def test_sync_interface_chooses_the_network(three: list[tuple[str, str]], tmp_pa
         assert publish(good, [engine], 1) == [True]
 
 
+@pytest.mark.e2e
+def test_adapters_reach_engines_on_other_hosts(three: list[tuple[str, str]], tmp_path: Path) -> None:
+    """Several at once; a version that was replaced is refused, and so is another secret."""
+    with processes() as started:
+        trainer = Remote(three[0][0], ENDS, "trainer", "lora", str(tmp_path), **{ADDRESS: three[0][1]})
+        started.append(trainer)
+        engines = [Remote(three[i][0], ENDS, "engine", "lora", TMPDIR=str(tmp_path)) for i in (1, 1, 2)]
+        started.extend(engines)
+        trainer.call("open", 3)
+        for version in range(3):
+            assert publish(trainer, engines, version) == [True] * 3
+            assert not list(tmp_path.glob("slipstream-adapter-*"))
+        old = trainer.call("stage", 3)
+        trainer.call("stage", 4)
+        with pytest.raises(RuntimeError, match="version 3 of the adapter is not staged"):
+            engines[0].call("publish", old)
+
+
 def test_workers_get_the_network_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `sync.interface`, or of the route to servers on other hosts."""
 

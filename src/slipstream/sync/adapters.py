@@ -1,15 +1,21 @@
 """The `lora` link: publishes only the adapter, each version under its own name, to vLLM, which serves several at once.
 
-A version is a PEFT directory whose files are in memory. Sequences in flight finish on the adapter that they started
-with, new sequences take the newest, and vLLM decodes while it reads a version. This module has the trainer's end and
-the file format; the engine's end is `generators.vllm.weights`.
+A version is a PEFT directory whose files are in memory. Engines on other hosts fetch it by `frames`. Sequences in
+flight finish on the adapter that they started with, new sequences take the newest, and vLLM decodes while it reads a
+version.
+This module has the trainer's end and the files; the engine's end is `generators.vllm.weights`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,12 +24,18 @@ import torch
 from torch import Tensor
 
 from slipstream.config.schema import Config
+from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.model.paths import ADAPTER
+from slipstream.runtime.addresses import own_address
+from slipstream.sync.frames import FrameServer, Refused, Request, Stream, fetch
 from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, shapes_of
+from slipstream.sync.rendezvous import LOOPBACK
 from slipstream.sync.shared import allocate_shared_file, free_shared_file
 
 WEIGHTS = "adapter_model.safetensors"
+FRAME = 2**22  # bytes
+SILENCE_LIMIT_S = 60.0  # without a byte: the transfer of a version fails
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in safetensors, for each `model.dtype`
 
 
@@ -48,8 +60,14 @@ class AdapterSender(Sender):
         head, size = safetensors_header({peft_name(name): shape for name, shape in self._shapes.items()}, self._dtype)
         self._files = {ADAPTER: _create_file(json.dumps(adapter_config).encode()), WEIGHTS: _create_file(head, size)}
         path = self._files[WEIGHTS][1]
-        memory = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
-        self._data = memory[len(head) :].view(self._dtype)
+        self._memory = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
+        self._data = self._memory[len(head) :].view(self._dtype)
+        self._config = json.dumps(adapter_config)
+        self._lock = threading.Lock()  # of the staged version and its stream
+        self._staged, self._stream = -1, Stream()
+        self._secret, self._server = secrets.token_bytes(32), None
+        if (address := own_address()) != LOOPBACK:
+            self._server = FrameServer(address, self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
 
     def connection_info(self) -> ConnectionInfo:
         return {"shapes": self._shapes}
@@ -58,6 +76,8 @@ class AdapterSender(Sender):
     def stage(self, version: int) -> PublishHandle:
         """Write the adapter as PEFT saves it: one cast on the parameters' device, one copy into the file's memory."""
         self.release({})
+        with self._lock:
+            self._staged, self._stream = -1, Stream()
         parameters = list(self._parameters.values())  # gathers each sharded parameter once
         device = parameters[0].device
         flat = self._data if device == self._data.device else torch.empty_like(self._data, device=device)
@@ -69,7 +89,10 @@ class AdapterSender(Sender):
         path.mkdir(parents=True)
         for name, (_, memory) in self._files.items():
             (path / name).symlink_to(memory)
-        return {"version": version, "path": str(path.resolve())}
+        self._staged = version
+        handle = {"version": version, "path": str(path.resolve())}
+        remote = {"server": self._server.address, "secret": self._secret.hex()} if self._server else {}
+        return handle | remote
 
     def release(self, handle: PublishHandle) -> None:
         """Remove the directory: engines keep copies of the adapter."""
@@ -77,8 +100,22 @@ class AdapterSender(Sender):
 
     def close(self) -> None:
         self.release({})
+        if self._server:
+            self._server.close()
         for handle, memory in self._files.values():
             free_shared_file(handle, memory)
+
+    def _find(self, request: Request) -> tuple[Request, Stream]:
+        """Answer an engine on another host with the files of the staged version."""
+        with self._lock:
+            if request["version"] != self._staged:
+                raise Refused(f"version {request['version']} of the adapter is not staged")
+            if self._stream.header is None:
+                self._stream.begin({"config": self._config, "bytes": len(self._memory)})
+                for part in torch.split(self._memory, FRAME):
+                    self._stream.add(b"\0" + part.numpy().tobytes())
+                self._stream.end()
+            return {}, self._stream
 
 
 class Adapters:
@@ -111,6 +148,34 @@ def _create_file(header: bytes, payload_size: int = 0) -> tuple[int, str]:
     handle, path = allocate_shared_file(len(header) + payload_size)
     os.write(handle, header)
     return handle, path
+
+
+@contextmanager
+def adapter_files(handle: PublishHandle) -> Iterator[Path]:
+    """The PEFT directory of a version on this host: the trainer's, or one with files in memory during the block.
+
+    Raises `InvalidInput` for a version that the trainer has replaced, and `TimeoutError`.
+    """
+    if "server" not in handle:
+        yield Path(handle["path"])
+        return
+    stream, (host, port) = Stream(), handle["server"]
+    try:
+        fetch((host, port), bytes.fromhex(handle["secret"]), {"version": handle["version"]}, stream, SILENCE_LIMIT_S)
+    except Refused as error:
+        raise InvalidInput(str(error)) from None
+    header = stream.wait_header()
+    files = {ADAPTER: _create_file(header["config"].encode()), WEIGHTS: _create_file(b"", header["bytes"])}
+    try:
+        for frame in stream.frames():
+            os.write(files[WEIGHTS][0], memoryview(frame)[1:])
+        with tempfile.TemporaryDirectory(prefix="slipstream-adapter-") as folder:
+            for name, (_, memory) in files.items():
+                (Path(folder) / name).symlink_to(memory)
+            yield Path(folder)
+    finally:
+        for descriptor, memory in files.values():
+            free_shared_file(descriptor, memory)
 
 
 def read_adapter(version: Path, device: torch.device) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -255,3 +256,26 @@ def test_tokens_of_restarted_sequences_are_counted_as_discarded(how: Interruptio
     assert served.engine.tokens_discarded - before == 5 * publishes
     found = served.finish()
     assert found["one"].versions == (served.version, served.version) and served.drew(found["one"])
+
+
+def test_an_adapter_of_another_host_is_fetched(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a trainer whose address is not the loopback address of one host."""
+    from slipstream.runtime.addresses import ADDRESS
+    from slipstream.sync.adapters import AdapterSender
+
+    monkeypatch.setenv(ADDRESS, "127.0.0.2")
+    config = load_config(
+        None,
+        ["--model.path=m", "--environment.name=e", "--generator.engine=vllm", "--sync.link=lora", "--lora.rank=4"],
+    )
+    parameters = trained_parameters(served.policy)
+    monkeypatch.setattr(served, "sender", AdapterSender(parameters, config, tmp_path, 1))
+    for _ in range(2):
+        handle = served.change()
+        shutil.rmtree(handle["path"])  # which engines on other hosts do not have
+        served.prepare(handle)
+        served.engine.swap(served.version, served.weights.apply)
+        served.sender.release(handle)
+        served.engine.submit("new", [5, 6, 7], Sampling(max_tokens=20))
+        assert served.drew(served.finish()["new"])
+    served.sender.close()

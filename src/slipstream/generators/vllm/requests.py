@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from slipstream.errors import UserError
 from slipstream.generators.base import GenerationError, Interruption, nonfinite_logits_error, validate_prompt
 from slipstream.rollout import Completion, Sampling, VersionSpan, float32_array, int32_array
 
@@ -116,6 +117,13 @@ def resolve_in_flight(
         else:
             request.starts.append((sampled, version))
     return restart, discarded
+
+
+def same_checksums(workers: Sequence[Mapping[str, str]]) -> dict[str, int]:
+    """Checksums of adapters, which each worker has whole. Raises `UserError` if they differ."""
+    if any(each != workers[0] for each in workers):
+        raise UserError("vLLM's workers have different adapters")
+    return {name: int(value) for name, value in workers[0].items()}
 
 
 def sum_checksums(shards: Sequence[Mapping[str, str]], names: Iterable[str]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -10,15 +11,19 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slipstream.config.schema import Config, ConfigError
-from slipstream.generators.vllm.worker_methods import WorkerMethods
+from slipstream.generators.vllm.requests import TokenCounts, VllmRequest
+from slipstream.generators.vllm.worker_methods import UPDATE_ADAPTERS, WorkerMethods
 from slipstream.model.device import dtype_name
 from slipstream.model.inspection import has_experts, model_sizes
+from slipstream.rollout import Completion
+from slipstream.runtime.worker import succeeded
 
 P = ParamSpec("P")
 R = TypeVar("R")
 REQUEST_TIMEOUT_S = 45.0  # of any request but a completion, a transfer, or `slipstream_connect`
 SILENT_TIMEOUT_S = 3.0  # of each further request to a server that did not answer one
 RPC = "/collective_rpc"
+REMOVED_LOGPROB = -9999.0  # vLLM's log-probability of a token that top-k or top-p removed
 WORKER_ERROR = -1  # `RequestFailed.status` if the workers raised
 
 
@@ -52,9 +57,10 @@ class ServerClient:
             await self._session.close()
 
     async def request(
-        self, method: str, path: str, body: Any = None, limit: float | None = None, headers: Any = None
-    ) -> Any:
-        """JSON of a response with status 200, within `limit` seconds. Raises `RequestFailed`."""
+        self, method: str, path: str, body: Any = None, limit: float | None = None, headers: Any = None,
+        parse: Callable[[str], Any] = json.loads,
+    ) -> Any:  # fmt: skip
+        """Content of a response with status 200, JSON by default, within `limit` seconds. Raises `RequestFailed`."""
         import aiohttp
 
         limit = limit or REQUEST_TIMEOUT_S
@@ -65,7 +71,7 @@ class ServerClient:
                 method, self.name + path, json=body, timeout=timeout, headers=headers
             ) as response:
                 text, status = await response.text(), response.status
-                answer = json.loads(text or "{}") if status == 200 else None
+                answer = parse(text or "{}") if status == 200 else None
         except TimeoutError:
             raise RequestFailed(f"{self.name}{path} did not answer within {limit:g} s") from None
         except (aiohttp.ClientError, ValueError, OSError, RuntimeError) as error:  # the last one: `close` was called
@@ -118,6 +124,12 @@ def validate_server(name: str, facts: Mapping[str, Any], config: Config) -> None
          f"--max-logprobs {facts['max_logprobs']}", f"start it with --max-logprobs {config.sampling.top_k}"),
         (facts["context"] < context, f"--max-model-len {facts['context']}",
          f"the run needs {context}: raise it, or lower generator.max_model_len and sampling.max_tokens"),
+        (config.lora.rank and facts["max_loras"] < config.loop.max_lag + 3,
+         f"room for {facts['max_loras']} adapters that a run may load",
+         f"start it with {UPDATE_ADAPTERS}=1 and --enable-lora --max-loras {config.loop.max_lag + 3} "
+         f"--max-lora-rank {config.lora.rank}"),
+        (config.lora.rank and config.lora.rank > facts["max_lora_rank"], f"--max-lora-rank {facts['max_lora_rank']}",
+         f"start it with --max-lora-rank {config.lora.rank}"),
     ):  # fmt: skip
         if unfit:
             raise ConfigError(f"{name} runs with {found}; {remedy}")
@@ -130,3 +142,23 @@ def served_model_name(models: Collection[Mapping[str, Any]], path: str, server: 
             return str(model["id"])
     known = ", ".join(str(model["id"]) for model in models)
     raise ConfigError(f'{server} serves {known}, but model.path = "{path}"; serve that, or name it --served-model-name')
+
+
+def completion_of(request: VllmRequest, choice: Mapping[str, Any]) -> Completion:
+    """The completion of a request from vLLM's choice in a response."""
+    logprobs = choice["logprobs"]
+    sampling_mask = (
+        [int(token.removeprefix("token_id:")) for token, logprob in top.items() if logprob > REMOVED_LOGPROB]
+        for top in logprobs["top_logprobs"]
+    )
+    return request.completion(choice["token_ids"], logprobs["token_logprobs"], choice["finish_reason"], sampling_mask)
+
+
+def by_request_name(counts: TokenCounts) -> TokenCounts:
+    """Counts by the names that requests were sent with, from counts by vLLM's request ids."""
+    return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
+
+
+def output_tokens(response: asyncio.Future[Any]) -> int:
+    """Tokens of a response that has arrived, else 0."""
+    return len(response.result()["choices"][0]["token_ids"]) if response.done() and succeeded(response) else 0

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
@@ -25,6 +26,7 @@ from slipstream.generators.vllm import server_client
 from slipstream.generators.vllm.compat import caches_were_reset
 from slipstream.generators.vllm.launch import EXTENSION
 from slipstream.generators.vllm.requests import LEASE_S, TokenCounts, VllmRequest, resolve_in_flight, sum_checksums
+from slipstream.generators.vllm.server_adapters import ServerAdapters
 from slipstream.generators.vllm.server_client import RequestFailed, ServerClient, served_model_name, validate_server
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.rollout import Completion, Sampling
@@ -40,7 +42,6 @@ RENEW_INTERVAL_S = 10.0  # between two renewals of the claim, which also probe t
 MAX_ATTEMPTS = 3  # of a completion; too few for a server to be restarted meanwhile
 BACKOFF_S = 0.5  # doubled with each attempt
 POLL_INTERVAL_S = 0.02
-REMOVED_LOGPROB = -9999.0  # vLLM's log-probability of a token that top-k or top-p removed
 # Overrides the defaults that a server takes from the model's generation_config.json.
 NO_PENALTIES = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
@@ -69,6 +70,10 @@ class Server:
         self._requests: dict[VllmRequest, asyncio.Future[Any]] = {}
         self._cache_salt = uuid4().hex  # new for each version and run
         self._version = 0
+        self._adapters: ServerAdapters | None = None
+        if config.sync.link == "lora":
+            most = config.loop.max_lag + 2
+            self._adapters = ServerAdapters(most, self._call_workers, self._poll_workers, self._post)
         self._totals = {"tokens": 0.0, "tokens_discarded": 0.0, "busy_s": 0.0}
         self._busy_since = 0.0
 
@@ -165,7 +170,7 @@ class Server:
                         raise GenerationError(f"{failure}, and others are sampled") from None
                     raise self.terminate(str(failure)) from None
                 await asyncio.sleep(BACKOFF_S * 2**attempt)
-        completion = _completion(request, choice)
+        completion = server_client.completion_of(request, choice)
         self._totals["tokens"] += len(completion.token_ids)
         return completion
 
@@ -174,8 +179,9 @@ class Server:
         await self._accepting.wait()
         self._raise_if_dead()
         request.start(uuid4().hex, self._version)
+        model = self._adapters.acquire(request) if self._adapters else self._model
         body = request.parameters(self._context, self._facts["eos"], self._config.loop.max_lag == 0) | {
-            "model": self._model,
+            "model": model,
             "prompt": request.prompt,
             "cache_salt": self._cache_salt,
             "return_token_ids": True,
@@ -201,6 +207,8 @@ class Server:
         finally:
             del self._requests[request]
             response.cancel()
+            if self._adapters:
+                self._adapters.release(request)
             if not self._requests:
                 self._totals["busy_s"] += time.perf_counter() - self._busy_since
 
@@ -228,6 +236,8 @@ class Server:
             died.cancel()
 
     async def connect(self, connection_info: ConnectionInfo, rank: int) -> None:
+        if self._adapters:  # their handles have all that workers need
+            return
         self._connecting = True
         try:
             connect, link = WorkerMethods.slipstream_connect, self._config.sync.link
@@ -238,6 +248,9 @@ class Server:
 
     async def prepare(self, handle: PublishHandle) -> str:
         purpose = "get a version of the weights"
+        if self._adapters:
+            self._connected = True
+            return await self._adapters.prepare(handle, PREPARE_TIMEOUT_S)
         await self._call_workers(purpose, None, WorkerMethods.slipstream_prepare, handle)
         results = await self._poll_workers(purpose, PREPARE_TIMEOUT_S, WorkerMethods.slipstream_prepared)
         return next(filter(None, results), "")
@@ -252,9 +265,13 @@ class Server:
                 await asyncio.sleep(POLL_INTERVAL_S)
             self._not_swapping.clear()
             started = time.perf_counter()
-            before = await (self._recompute() if how == "recompute" else self._swap_weights())
+            if self._adapters:
+                await self._adapters.serve()
+                await self._restart_requests(self._adapters, version)
+            else:
+                before = await (self._recompute() if how == "recompute" else self._swap_weights())
+                self._resolve_swap(version, before)
             pause_s = time.perf_counter() - started
-            self._resolve_swap(version, before)
         except BaseException:  # a cancelled swap, too, leaves unknown which weights are served
             self.terminate(f"{self.name} was left in the middle of a swap")
             raise
@@ -266,7 +283,7 @@ class Server:
     def _resolve_swap(self, version: int, before: TokenCounts) -> None:
         """Continue the requests in flight as `version` after the tokens `before`, or start them again ("retry")."""
         counts = [
-            (request, before.get(request.name, 0), _output_tokens(response))
+            (request, before.get(request.name, 0), server_client.output_tokens(response))
             for request, response in self._requests.items()
             if not request.finished
         ]
@@ -276,6 +293,17 @@ class Server:
         for request in restart:
             request.starts = []
             self._requests[request].cancel()
+
+    async def _restart_requests(self, adapters: ServerAdapters, version: int) -> None:
+        """Restart outdated requests on the new adapter; others finish on the adapter that they started with."""
+        self._version, self._cache_salt = version, uuid4().hex
+        counts = await self._call_workers("count tokens", None, WorkerMethods.slipstream_count_tokens)
+        before = server_client.by_request_name(counts[0])
+        for request in adapters.outdated(every=self._config.sync.in_flight == "retry"):
+            if (tokens := before.get(request.name, 0)) is not None:  # else it has finished
+                self._totals["tokens_discarded"] += tokens
+                request.starts = []
+                self._requests[request].cancel()
 
     async def _swap_weights(self) -> TokenCounts:
         """Let the workers swap in the prepared weights.
@@ -288,7 +316,7 @@ class Server:
         swapped = await self._poll_workers(purpose, server_client.REQUEST_TIMEOUT_S, WorkerMethods.slipstream_swapped)
         if any(worker[2] for worker in swapped):
             raise self.terminate(f"{self.name} had other values after the swap than were sent")
-        return _by_request_name(swapped[0][1])
+        return server_client.by_request_name(swapped[0][1])
 
     async def _recompute(self) -> TokenCounts:
         """As `_swap_weights`, with all keys and values dropped while the server is paused."""
@@ -308,11 +336,12 @@ class Server:
         purpose = "add up its weights"
         await self._call_workers(purpose, None, WorkerMethods.slipstream_start_checksums, list(names))
         limit = server_client.REQUEST_TIMEOUT_S
-        return sum_checksums(await self._poll_workers(purpose, limit, WorkerMethods.slipstream_checksums), names)
+        sums = await self._poll_workers(purpose, limit, WorkerMethods.slipstream_checksums)
+        return self._adapters.checksums(sums) if self._adapters else sum_checksums(sums, names)
 
     async def longest_in_flight(self) -> int:
         counts = await self._call_workers("count tokens", None, WorkerMethods.slipstream_count_tokens)
-        by_name = _by_request_name(counts[0])
+        by_name = server_client.by_request_name(counts[0])
         return max((by_name.get(request.name) or 0 for request in self._requests), default=0)
 
     async def stats(self) -> dict[str, float]:
@@ -345,9 +374,9 @@ class Server:
                 raise self.terminate(f"{self.name} did not {purpose} within {limit:g} s")
             await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _post(self, path: str) -> Any:
+    async def _post(self, path: str, body: Any = None, parse: Callable[[str], Any] = json.loads) -> Any:
         with self._terminated_on_failure():
-            return await self._client.request("POST", path)
+            return await self._client.request("POST", path, body, parse=parse)
 
     @contextlib.contextmanager
     def _terminated_on_failure(self) -> Iterator[None]:
@@ -366,21 +395,3 @@ class Server:
         self.dead = self.dead or WorkerDied(why)
         self.ended.set()
         return self.dead
-
-
-def _completion(request: VllmRequest, choice: Mapping[str, Any]) -> Completion:
-    logprobs = choice["logprobs"]
-    sampling_mask = (
-        [int(token.removeprefix("token_id:")) for token, logprob in top.items() if logprob > REMOVED_LOGPROB]
-        for top in logprobs["top_logprobs"]
-    )
-    return request.completion(choice["token_ids"], logprobs["token_logprobs"], choice["finish_reason"], sampling_mask)
-
-
-def _by_request_name(counts: TokenCounts) -> TokenCounts:
-    """Counts by the names that requests were sent with, from counts by vLLM's request ids."""
-    return {name.removeprefix("cmpl-").partition("-")[0]: tokens for name, tokens in counts.items()}
-
-
-def _output_tokens(response: asyncio.Future[Any]) -> int:
-    return len(response.result()["choices"][0]["token_ids"]) if response.done() and succeeded(response) else 0

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from slipstream.errors import UserError
 from slipstream.generators.vllm.compat import call_workers, call_workers_nowait, core_died
-from slipstream.generators.vllm.requests import TokenCounts, sum_checksums
+from slipstream.generators.vllm.requests import TokenCounts, same_checksums, sum_checksums
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.sync.changes import RolledBack
 from slipstream.sync.frames import Superseded
@@ -144,13 +144,9 @@ class AdapterWeights(VllmWeights):
         self._serve(request)
 
     def checksums(self) -> dict[str, int] | None:
-        """The checksums, or None until they are computed. Raises if slots or workers differ."""
+        """The checksums, or None until they are computed. Raises if workers differ."""
         sums = self._sums.poll()
-        if sums is None:
-            return None
-        if any(each != sums[0] for each in sums):
-            raise UserError("vLLM's workers have different adapters")
-        return {name: int(value) for name, value in sums[0].items()}
+        return None if sums is None else same_checksums(sums)
 
     def close(self) -> None: ...
 

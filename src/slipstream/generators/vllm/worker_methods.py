@@ -7,6 +7,7 @@ This module imports without vLLM.
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections import deque
@@ -29,6 +30,7 @@ from slipstream.sync.link import ConnectionInfo, ParameterShard, PublishHandle
 from slipstream.sync.nccl_direct import NcclDirectReceiver
 from slipstream.sync.single_copy import export_ipc_handles
 
+UPDATE_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # environment variable of servers that load adapters
 MAX_FINISHED = 1 << 12  # finished requests remembered since the last swap; outputs of older ones are read by then
 
 
@@ -131,6 +133,7 @@ class WorkerMethods:
     def slipstream_describe(self) -> dict[str, Any]:
         """Facts about a server, by which `validate_server` decides whether a run can use it."""
         model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        adapters, updates = self.vllm_config.lora_config, os.environ.get(UPDATE_ADAPTERS, "").lower() in ("1", "true")
         return {
             "logprobs_mode": model.logprobs_mode,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -141,6 +144,8 @@ class WorkerMethods:
             "eos": sorted(end_of_sequence(generation_config(model.model), model.hf_config)),
             "replicas": parallel.data_parallel_size * parallel.pipeline_parallel_size,
             "counts": is_known_runner(self.model_runner),
+            "max_loras": adapters.max_loras if adapters and updates else 0,
+            "max_lora_rank": adapters.max_lora_rank if adapters else 0,
             "max_num_seqs": self.vllm_config.scheduler_config.max_num_seqs,
         }
 
@@ -211,9 +216,17 @@ class WorkerMethods:
         """Start to load a version's adapter; `slipstream_checksums` then reads this adapter."""
         from slipstream.generators.vllm.lora_worker import AdapterLoader
 
-        if not hasattr(self, "_slipstream"):
-            self._slipstream = AdapterLoader(self.model_runner.lora_manager)
+        if not isinstance(getattr(self, "_slipstream", None), AdapterLoader):
+            if hasattr(self, "_slipstream"):
+                self.slipstream_close()
+            self.slipstream_track_tokens()
+            self._slipstream = AdapterLoader(self.model_runner.lora_manager, lambda: self.model_runner.input_batch)
         self._slipstream.prepare(handle)
+
+    def slipstream_remove_adapter(self, name: str) -> bool:
+        """Unload an adapter of a server, unless a sequence uses it."""
+        removed: bool = self._slipstream.remove(name)
+        return removed
 
     def slipstream_adapter_prepared(self) -> float | None:
         """Seconds that forward passes waited for the adapter, once it is in its slot, else None."""

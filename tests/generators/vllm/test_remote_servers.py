@@ -1,0 +1,143 @@
+"""Real `vllm serve` on other hosts (network namespaces), which take new weights and adapters from a trainer here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from slipstream.config.schema import Config, ConfigError
+from slipstream.controller.launch import Cluster
+from slipstream.generators.base import Interruption
+from slipstream.rollout import Completion, Sampling
+from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts
+from tests.generators.test_engine import assert_true, reference_logits
+from tests.generators.vllm.serving import serving
+from tests.generators.vllm.test_servers import attached, configured, keep_busy, trained
+from tests.hosts import hosts
+from tests.trainers.test_trainer import random_batch
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+BOUND = 1e-4  # of log-probabilities by merged and separate adapters
+ADAPTERS = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "policy-a"
+    build_model(head_dim=32).save_pretrained(path)
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """URLs of two servers of adapters, each on its host."""
+    with ExitStack() as stack:
+        found = stack.enter_context(hosts(2))
+        starts = [
+            serving(
+                model,
+                tmp_path_factory.mktemp("server"),
+                *ADAPTERS,
+                host=host,
+                VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
+            )
+            for host in found
+        ]
+        with ThreadPoolExecutor() as threads:
+            urls = list(threads.map(stack.enter_context, starts))
+        yield urls
+
+
+def adapters(model: Path, urls: list[str], how: Interruption) -> Config:
+    return configured(
+        model, *urls, sync__link="lora", lora__rank=4, sync__in_flight=how, sync__verify="full", loop__max_lag=1
+    )
+
+
+@pytest.mark.parametrize("how", ["continue", "retry", "drain"])
+def test_adapters_reach_servers_on_other_hosts(how: Interruption, two: list[str], model: Path, tmp_path: Path) -> None:
+    """Each version samples by its own adapter; sequences in flight finish on theirs, start again, or end before."""
+    base: Any = AutoModelForCausalLM.from_pretrained(model)
+
+    def policy(path: Path) -> Any:
+        loaded: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), path)
+        return loaded.eval()
+
+    async def step(pools: Cluster, version: int) -> Any:
+        await pools.trainer.step(random_batch(VOCABULARY))
+        await pools.trainer.export(tmp_path / f"policy {version}")
+        return policy(tmp_path / f"policy {version}")
+
+    async def main() -> None:
+        models = {0: base.eval()}
+        async with attached(adapters(model, two, how), tmp_path) as pools:
+            for version in range(1, 6):
+                busy = [asyncio.create_task(keep_busy(pools, p, version)) for p in random_prompts(8)]
+                await pools.generator.generate([5, 6], Sampling(max_tokens=30))
+                models[version] = await step(pools, version)
+                stats = await pools.link.publish(version)
+                assert len(stats.pauses) == 2 and not stats.engines_lost
+                drawn = [c for completions in await asyncio.gather(*busy) for c in completions]
+                check(drawn, models)
+                assert any(c.spans[0].version == version for c in drawn)
+            discarded = [(await one.stats())["tokens_discarded"] for one in pools.generator.generators]
+            assert how == "retry" or not any(discarded)
+
+    def check(drawn: list[Completion], models: dict[int, Any]) -> None:
+        assert all(len(completion.spans) == 1 for completion in drawn)
+        for completion in drawn[::3]:
+            logits = reference_logits(models[completion.spans[0].version], completion)
+            wanted = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+            assert (wanted - torch.tensor(completion.logprobs)).abs().max() < BOUND
+
+    asyncio.run(main())
+
+
+def test_a_second_run_brings_its_own_adapters(two: list[str], model: Path, tmp_path: Path) -> None:
+    """Adapters of the first one are gone from the slots, and a server without room for them is refused."""
+
+    async def main(loop_lag: int) -> None:
+        config = configured(model, *two, sync__link="lora", lora__rank=4, loop__max_lag=loop_lag)
+        async with attached(config, tmp_path) as pools:
+            for version in range(1, 7):
+                await pools.trainer.step(random_batch(VOCABULARY))
+                await pools.link.publish(version)
+                drawn = await pools.generator.generate([5, 6], Sampling(max_tokens=3))
+                assert [span.version for span in drawn.spans] == [version]
+
+    asyncio.run(main(1))
+    asyncio.run(main(1))
+    with pytest.raises(ConfigError, match=r"room for 4 adapters .* --max-loras 5 --max-lora-rank 4"):
+        asyncio.run(main(2))
+
+
+def test_changed_elements_reach_a_server_on_another_host(
+    model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    async def main(url: str) -> None:
+        models = {0: AutoModelForCausalLM.from_pretrained(model).eval()}
+        config = configured(model, url, sync__link="delta", sync__verify="full", sync__in_flight="recompute")
+        async with attached(config, tmp_path) as pools:
+            for version in (1, 2):
+                busy = asyncio.create_task(keep_busy(pools, [5, 6, 7], version))
+                models[version] = await trained(pools, tmp_path / f"policy {version}")
+                await pools.link.publish(version)
+                for completion in await busy:
+                    assert_true(completion, Sampling(), models)
+
+    with hosts(1) as [host], serving(model, tmp_path_factory.mktemp("server"), host=host) as url:
+        asyncio.run(main(url))
