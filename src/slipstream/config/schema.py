@@ -148,9 +148,7 @@ class LoopConfig(Section):
 class GeneratorConfig(Section):
     """Engines that sample, in number, kind and size."""
 
-    engine: str = option(
-        "torch", '"torch" (embedded), "vllm", or your own worker class as "module:Class" or "file.py:Class".'
-    )
+    engine: str = option("torch", '"torch" (embedded), "vllm", or your own class: "module:Class" or "file.py:Class".')
     replicas: int = option(1, "Generators, each in its own process.", ge=1)
     servers: list[str] = option([], "URLs of running vLLM servers to attach to, instead of starting engines (vllm).")
     tensor_parallel_size: int = option(1, "GPUs over which the weights of one engine are sharded (vllm).", ge=1)
@@ -277,14 +275,13 @@ class SyncConfig(Section):
 
     link: str = option(
         "auto",
-        '"auto" (by placement), "shared" (host memory), "single_copy" (GPU memory), "nccl" (broadcast while the '
-        'engine runs), "nccl_direct" (by a paused vLLM), "lora" (adapters only), "delta" (changed elements over TCP), '
-        '"checkpoint" (files), or "module:Class" or "file.py:Class".',
+        '"auto" (by placement and network), "shared" (host memory), "single_copy" (GPU memory), "nccl" (broadcast), '
+        '"nccl_direct" (by a paused vLLM), "lora" (adapters only), "delta" (changed elements over TCP), "checkpoint" '
+        '(files), or "module:Class" or "file.py:Class".',
     )
     placement: Literal["disaggregated", "colocated"] = option(
         "disaggregated",
-        '"disaggregated": engines and trainer work at the same time. "colocated": they alternate on the same GPUs, '
-        "and each frees the memory for the other.",
+        '"disaggregated": at the same time. "colocated": in turns on the same GPUs, whose memory each side frees.',
     )
     every: int = option(1, "Steps between two publishes.", ge=1)
     in_flight: Literal["continue", "recompute", "retry", "drain"] = option(
@@ -292,14 +289,8 @@ class SyncConfig(Section):
     )
     restart: bool = option(False, "Restart engines on each version's files, if they can't reload (checkpoint).")
     chosen: str = option("", 'Written by a run: the link that "auto" means, and why.')
-    interface: str = option(
-        "",
-        'Network interface of the weight link on each host, such as "eth0"; empty is that of the Ray node, or the '
-        "route to generator.servers.",
-    )
-    max_mb_per_s: float = option(
-        0.0, "Bandwidth that the trainer uses at most, in MB/s; 0 is no limit (delta, lora).", ge=0
-    )
+    interface: str = option("", 'Network interface of the link on each host ("eth0"); empty: by node or route.')
+    max_mb_per_s: float = option(0.0, "Bandwidth limit of the trainer, in MB/s; 0 is none (delta, lora).", ge=0)
     keep_versions: int = option(0, "Versions whose published files are kept after the run (checkpoint).", ge=0)
     verify: Literal["sampled", "full", "off"] = option(
         "sampled", "Parameters whose checksums are compared between engines and trainer after each publish."
