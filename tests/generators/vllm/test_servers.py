@@ -367,7 +367,8 @@ def test_conflicting_options_are_refused(more: dict[str, Any], named: str, model
 
 FACTS = {
     "logprobs_mode": "processed_logprobs", "dtype": "float32", "context": 64, "vocabulary": VOCABULARY, "eos": [1],
-    "replicas": 1, "counts": True, "max_logprobs": 20, "max_num_seqs": 16, "sizes": config_sizes(build_model().config),
+    "replicas": 1, "counts": True, "max_logprobs": 20, "max_num_seqs": 16, "max_loras": 0, "max_lora_rank": 0,
+    "sizes": config_sizes(build_model().config),
 }  # fmt: skip
 Answer = Callable[[dict[str, Any]], Awaitable[Any]]
 
