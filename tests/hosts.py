@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+NETWORKS = itertools.count(11)  # of this process: several may exist at once
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path), "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -33,7 +35,7 @@ def hosts(count: int) -> Iterator[list[tuple[str, str]]]:
     """
     if not shutil.which("ip") or os.geteuid():
         pytest.skip("network namespaces need ip and root")
-    prefix, net = f"sh{uuid.uuid4().hex[:6]}", f"10.{os.getpid() % 200 + 20}.11."
+    prefix, net = f"sh{uuid.uuid4().hex[:6]}", f"10.{os.getpid() % 200 + 20}.{next(NETWORKS)}."
     names = [f"{prefix}{i}" for i in range(count)]
     try:
         try:
