@@ -17,9 +17,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from slipstream.config.loading import load_config
 from slipstream.errors import InvalidInput
 from slipstream.runtime import addresses
-from slipstream.runtime.addresses import ADDRESS, INTERFACE, private_store
+from slipstream.runtime.addresses import ADDRESS, INTERFACE, LOOPBACK, private_store
 from slipstream.sync import rendezvous
-from slipstream.sync.rendezvous import LOOPBACK, Gate, open_tunnel
+from slipstream.sync.rendezvous import Gate, open_tunnel
 from tests.hosts import Remote, hosts
 
 ENDS = "tests.sync.link_ends"

@@ -15,6 +15,7 @@ from slipstream.errors import InvalidInput
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+LOOPBACK = "127.0.0.1"
 ADDRESS = "SLIPSTREAM_ADDRESS"  # environment variable: address of this worker for workers on other hosts
 INTERFACE = "SLIPSTREAM_INTERFACE"  # environment variable: `sync.interface`
 RANKS_FILE = "SLIPSTREAM_RANKS_FILE"  # environment variable: rendezvous file of trainer ranks on one host
@@ -28,7 +29,7 @@ def own_address() -> str:
     without an address.
     """
     if not (name := os.environ.get(INTERFACE)):
-        return os.environ.get(ADDRESS, "127.0.0.1")
+        return os.environ.get(ADDRESS, LOOPBACK)
     if address := (found := interfaces()).get(name):
         return address
     has = ", ".join(sorted(found))

@@ -2,8 +2,7 @@
 
 A version is a PEFT directory whose files are in memory. Engines on other hosts fetch it by `frames`. Sequences in
 flight finish on the adapter that they started with, new sequences take the newest, and vLLM decodes while it reads a
-version.
-This module has the trainer's end and the files; the engine's end is `generators.vllm.weights`.
+version. This module has the trainer's end and the files; the engine's end is `generators.vllm.weights`.
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ from slipstream.config.schema import Config
 from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.model.paths import ADAPTER
-from slipstream.runtime.addresses import own_address
-from slipstream.sync.frames import FrameServer, Refused, Request, Stream, fetch
+from slipstream.runtime.addresses import LOOPBACK, own_address
+from slipstream.sync.frames import PLAIN, SILENCE_LIMIT_S, FrameServer, Refused, Request, Stream, fetch, unpack
 from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, shapes_of
-from slipstream.sync.rendezvous import LOOPBACK
 from slipstream.sync.shared import allocate_shared_file, free_shared_file
 
 WEIGHTS = "adapter_model.safetensors"
 FRAME = 2**22  # bytes
-SILENCE_LIMIT_S = 60.0  # without a byte: the transfer of a version fails
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in safetensors, for each `model.dtype`
 
 
@@ -58,11 +55,11 @@ class AdapterSender(Sender):
         }  # fmt: skip
         self._shapes = shapes_of(parameters)
         head, size = safetensors_header({peft_name(name): shape for name, shape in self._shapes.items()}, self._dtype)
-        self._files = {ADAPTER: _create_file(json.dumps(adapter_config).encode()), WEIGHTS: _create_file(head, size)}
+        self._config = json.dumps(adapter_config)
+        self._files = {ADAPTER: _create_file(self._config.encode()), WEIGHTS: _create_file(head, size)}
         path = self._files[WEIGHTS][1]
         self._memory = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
         self._data = self._memory[len(head) :].view(self._dtype)
-        self._config = json.dumps(adapter_config)
         self._lock = threading.Lock()  # of the staged version and its stream
         self._staged, self._stream = -1, Stream()
         self._secret, self._server = secrets.token_bytes(32), None
@@ -113,7 +110,7 @@ class AdapterSender(Sender):
             if self._stream.header is None:
                 self._stream.begin({"config": self._config, "bytes": len(self._memory)})
                 for part in torch.split(self._memory, FRAME):
-                    self._stream.add(b"\0" + part.numpy().tobytes())
+                    self._stream.add(PLAIN + part.numpy().tobytes())
                 self._stream.end()
             return {}, self._stream
 
@@ -168,7 +165,7 @@ def adapter_files(handle: PublishHandle) -> Iterator[Path]:
     files = {ADAPTER: _create_file(header["config"].encode()), WEIGHTS: _create_file(b"", header["bytes"])}
     try:
         for frame in stream.frames():
-            os.write(files[WEIGHTS][0], memoryview(frame)[1:])
+            os.write(files[WEIGHTS][0], unpack(frame))
         with tempfile.TemporaryDirectory(prefix="slipstream-adapter-") as folder:
             for name, (_, memory) in files.items():
                 (Path(folder) / name).symlink_to(memory)

@@ -36,6 +36,7 @@ from slipstream.sync.checksum import checksum
 from slipstream.sync.frames import (
     COMPRESSION,
     PLAIN,
+    SILENCE_LIMIT_S,
     FrameServer,
     Refused,
     Request,
@@ -61,7 +62,6 @@ FRAME = 2**16  # bytes from which entries make a frame
 SLOW = 0.25  # of the median rate, or of `COMPRESSION`: no receiver waits for one below
 MIN_MEASURED = 2**20  # bytes of a stream that measures the rate of a network
 WINDOW = 2**26  # bytes of a version that a receiver holds for others
-SILENCE_LIMIT_S = 60.0  # without a byte: the transfer of a version fails
 
 
 class DeltaSender(Sender):
@@ -195,10 +195,8 @@ class DeltaSender(Sender):
                 if state != self._state or state not in self._steps:
                     raise Refused("a newer version is published")
                 self._sources[state, base] = self._open(state, base)
-            asks, rate = (
-                (request["rank"], request["base"]),
-                median_high(list(filter(None, self._rates.values())) or [0.0]),
-            )
+            asks, known_rates = (request["rank"], request["base"]), list(filter(None, self._rates.values()))
+            rate = median_high(known_rates or [0.0])
             here = {"rate": rate}, self._sources[state, base]
             if request["direct"] or asks in self._asked or state != self._state:  # a peer may wait for this receiver
                 return here
@@ -328,7 +326,7 @@ class DeltaReceiver(Receiver):
             self._incoming[1].end("the link is closed")
 
     def _receive(self, handle: PublishHandle) -> tuple[Update, dict[str, int], dict[str, str]]:
-        """An update, the checksums of the shards with it, and those that the trainer published."""
+        """An update, checksums of the engine's shards with the update, and checksums that the trainer published."""
         stream = Stream(window=WINDOW)
         request = {"state": handle["state"], "base": self._held, "rank": self._rank, "rate": self._rate,
                    "listens": self._relay.address}  # fmt: skip

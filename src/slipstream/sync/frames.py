@@ -30,6 +30,7 @@ MORE = getattr(socket, "MSG_MORE", 0)  # more of the message follows
 LENGTH = struct.Struct("<Q")
 SILENCE_S = 20.0  # without a byte, after which a connection counts as broken
 RETRY_S = 0.2
+SILENCE_LIMIT_S = 60.0  # without a byte: the transfer of a version fails
 COMPRESSION = 2e8  # bytes per second of the fastest network on which compression is tried
 FAILURES = (OSError, EOFError, ValueError)  # of a connection or its data: try again
 Address = tuple[str, int]
@@ -62,7 +63,8 @@ class Source(Protocol):
 class Stream:
     """Frames between a header and a trailer, which readers may wait for while they are added.
 
-    Of more than `window` bytes, those that the owner has taken are dropped, and frames that it has not taken wait.
+    A stream keeps at most about `window` bytes: it drops frames that its owner has taken, and blocks `add` until the
+    owner takes more.
     """
 
     def __init__(self, header: dict[str, Any] | None = None, window: float = math.inf) -> None:
@@ -167,23 +169,17 @@ class Limiter:
         return delay
 
 
-class FrameServer:
-    """Answers requests for streams at a free port of `address`, each in a thread.
+class Listener:
+    """Accepts connections at a free port of `address`. `serve` runs in a thread of its own for each."""
 
-    `find` returns the answer to a request, and the stream if the client is to read it here; it may raise `Refused`.
-    """
-
-    def __init__(
-        self, address: str, secret: bytes, find: Callable[[Request], tuple[Request, Source | None]], rate: float = 0.0
-    ) -> None:
-        self._secret, self._find, self._limiter = secret, find, Limiter(rate)
+    def __init__(self, address: str, serve: Callable[[socket.socket], None], name: str) -> None:
+        self._serve, self._name, self._closed = serve, name, False
         self._socket = socket.create_server((address, 0), backlog=256)
-        self.address: Address = (address, self._socket.getsockname()[1])
-        self.sent = 0  # bytes of frames
-        self._closed = False
-        threading.Thread(target=self._accept, name="frames", daemon=True).start()
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name=name, daemon=True).start()
 
     def close(self) -> None:
+        """Accept no more connections. Those that exist end with either end."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -198,7 +194,25 @@ class FrameServer:
                     return
                 time.sleep(RETRY_S)  # such as too many open files
                 continue
-            threading.Thread(target=self._serve, args=(connected,), name="frames", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connected,), name=self._name, daemon=True).start()
+
+
+class FrameServer:
+    """Answers requests for streams at a free port of `address`, each in a thread.
+
+    `find` returns the answer to a request, and the stream if the client is to read it here; it may raise `Refused`.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes, find: Callable[[Request], tuple[Request, Source | None]], rate: float = 0.0
+    ) -> None:
+        self._secret, self._find, self._limiter = secret, find, Limiter(rate)
+        self.sent = 0  # bytes of frames
+        self._listener = Listener(address, self._serve, "frames")
+        self.address: Address = (address, self._listener.port)
+
+    def close(self) -> None:
+        self._listener.close()
 
     def _serve(self, connected: socket.socket) -> None:
         """Answer one client. It may break off at any point, or be no client of ours."""

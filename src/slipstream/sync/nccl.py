@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-de
 
 from slipstream.config.schema import Config
 from slipstream.model.device import dtype_of
-from slipstream.runtime.addresses import address_towards, own_address, private_store
+from slipstream.runtime.addresses import LOOPBACK, address_towards, own_address, private_store
 from slipstream.sync.link import ConnectionInfo, Layout, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
-from slipstream.sync.rendezvous import LOOPBACK, Gate, Relay, open_tunnel
+from slipstream.sync.rendezvous import Gate, Relay, open_tunnel
 
 BUCKET = 2**30  # bytes of one broadcast; few launches, since each waits for free SMs while the engine decodes
 TIME_LIMIT = timedelta(seconds=60)

@@ -18,9 +18,9 @@ from torch import Tensor
 from slipstream.config.schema import Config, ConfigError
 from slipstream.errors import InvalidInput, UserError
 from slipstream.model.device import dtype_of
-from slipstream.runtime.addresses import own_address
+from slipstream.runtime.addresses import LOOPBACK, own_address
 from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, shapes_of
-from slipstream.sync.rendezvous import LOOPBACK, Gate, open_tunnel
+from slipstream.sync.rendezvous import Gate, open_tunnel
 
 
 class NcclDirectSender(Sender):

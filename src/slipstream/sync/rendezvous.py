@@ -1,8 +1,8 @@
 """Rendezvous of a group across hosts: a store at the trainer's loopback address, behind authenticated tunnels.
 
-torch's store answers anyone who connects, and vLLM reads pickles from it. So it listens at the loopback address. A
-`Gate` beside it, at an address that other hosts reach, passes connections on to it whose clients prove that they have
-the link's secret. Each receiver opens a tunnel: a loopback port of its own host that leads to the gate.
+torch's store answers every client, and vLLM reads pickles from it, so the store listens at the loopback address. A
+`Gate` listens at an address that other hosts reach. It connects clients that prove the link's secret to the store. Each
+receiver opens a tunnel: a loopback port of its own host, whose connections lead to the gate.
 """
 
 from __future__ import annotations
@@ -17,38 +17,22 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.errors import InvalidInput
-from slipstream.sync.frames import RETRY_S, Channel
+from slipstream.runtime.addresses import LOOPBACK
+from slipstream.sync.frames import RETRY_S, Channel, Listener
 
-LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 20.0  # of a receiver to the gate
 STORE_TIMEOUT_S = 60.0  # for the store to listen
 BYTES = 2**16  # read at once
 
 
-class Relay:
+class Relay(Listener):
     """Listens at a free port of `address`. Bytes of each client pass to and from the socket that `connect` returns."""
 
     def __init__(self, address: str, connect: Callable[[socket.socket], socket.socket]) -> None:
-        self._connect, self._socket = connect, socket.create_server((address, 0), backlog=256)
-        self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, name="rendezvous", daemon=True).start()
+        self._connect = connect
+        super().__init__(address, self._relay, "rendezvous")
 
-    def close(self) -> None:
-        """Accept no more connections. Those that exist end with either end."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while self._socket.fileno() >= 0:
-            try:
-                client, _ = self._socket.accept()
-            except OSError:  # closed, or too many open files
-                time.sleep(RETRY_S)
-                continue
-            threading.Thread(target=self._serve, args=(client,), name="rendezvous", daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
+    def _relay(self, client: socket.socket) -> None:
         """Pass bytes on until one end closes."""
         with client, contextlib.suppress(OSError, EOFError, ValueError), self._connect(client) as other:
             back = threading.Thread(target=_copy, args=(other, client), name="rendezvous", daemon=True)

@@ -14,8 +14,8 @@ from typing import IO, Any
 import ray
 
 from slipstream.config.schema import ConfigError
+from slipstream.runtime.addresses import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 CONNECT_TIMEOUT_S = 10.0
 
 
