@@ -11,14 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.controller.engine_calls import (
-    NotServed,
-    Pause,
-    duration,
-    find_difference,
-    prepare_version,
-    swap_version,
-)
+from slipstream.controller.engine_calls import NotServed, Pause, find_difference, prepare_version, swap_version
 from slipstream.controller.weight_publisher import CALL_TIMEOUT_S, WeightPublisher
 from slipstream.generators.pool import EngineReplica
 from slipstream.runtime.worker import WorkerDied, succeeded
@@ -65,7 +58,7 @@ class StaggeredPublisher(WeightPublisher):
             await super().join(generator)
 
     async def leave(self, generator: EngineReplica) -> None:
-        """Let an engine take part in no publish, also not in one that has begun, and end its update."""
+        """Remove an engine from all publishes, also from the current one, and end its update."""
         for engines in (self._members, self._joining):
             engines[:] = [g for g in engines if g is not generator]
         if update := self._updates.pop(generator, None):
@@ -79,12 +72,14 @@ class StaggeredPublisher(WeightPublisher):
     async def _publish_version(
         self, version: int, verify: str, free: asyncio.Event
     ) -> tuple[list[Pause], float, float]:
-        """Publish to all members, and wait for those that are not late. Returns as `_try_publish`."""
+        """Publish to all members, and wait for members that are not late. Returns as `_try_publish`."""
         self._remove_members([g for g in self._members if g.process.dead])
         self._members += self._joining
         self._joining = []
-        self._newest = staged = await self._stage(version, verify)
-        staged.sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
+        names = chosen(self._names, version, verify)
+        self._published = await self._trainer.stage(version)
+        sent, sums = self._begin_send(self._published, names, free)
+        self._newest = staged = _Staged(self._published, sent, names, sums)
         if self._max_lag:
             self._pool.oldest = version - self._max_lag
         for generator in self._members:
@@ -97,20 +92,8 @@ class StaggeredPublisher(WeightPublisher):
             raise self._pool.dead or WorkerDied(f"no engine received version {version}")
         self._late = set(self._updates)
         pauses, self._pauses = self._pauses, []
-        self._released = asyncio.ensure_future(self._trainer.release(staged.handle))
-        self._released.add_done_callback(succeeded)  # the next publish raises its error
+        self._release(staged.handle)
         return pauses, sending, self._pool.now()
-
-    async def _stage(self, version: int, verify: str) -> _Staged:
-        """Stage a version and begin to send it."""
-        names = chosen(self._names, version, verify)
-        self._published = await self._trainer.stage(version)
-        sent = asyncio.ensure_future(duration(self._send(self._published)))
-        # Called before any further step, so the trainer computes it on the published weights.
-        sums = asyncio.ensure_future(self._trainer.checksums(names))
-        for call in (sent, sums):
-            call.add_done_callback(succeeded)  # the publish raises its error
-        return _Staged(self._published, sent, names, sums)
 
     async def _wait_for_engines(self, staged: _Staged) -> list[EngineReplica]:
         """Wait for engines that were not late, or for any one if they fail. Returns the engines with the version.

@@ -248,31 +248,44 @@ class WeightPublisher:
         publish_handle = self._published = await self._trainer.stage(version)
         if self._hand_over:
             await self._hand_over()
-        sent = asyncio.ensure_future(duration(self._send(publish_handle)))
-        if self._sender.trainer_free_after_send:
-            sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
-        # Called before any further step, so the trainer computes it on the published weights.
-        wanted = asyncio.ensure_future(self._trainer.checksums(names)) if names else None
-        if wanted:
-            wanted.add_done_callback(succeeded)  # another error may take precedence
+        sent, sums = self._begin_send(publish_handle, names, free)
         try:
             pauses, sending, ready = await self._exchange(publish_handle, sent, version, free)
         finally:
             self._sending = False
             sent.cancel()
-        # Sent without waiting: the trainer handles it before any later call.
-        self._released = asyncio.ensure_future(self._trainer.release(publish_handle))
-        self._released.add_done_callback(succeeded)  # the next publish raises its error
+        self._release(publish_handle)
         free.set()
-        if wanted:
-            await self._verify_checksums(names, wanted, version)
+        if names:
+            await self._verify_checksums(names, sums, version)
         for generator in self._members:
             generator.release()
             self._pool.serve(generator)
         return pauses, sending, ready
 
+    def _begin_send(
+        self, publish_handle: PublishHandle, names: list[str], free: asyncio.Event
+    ) -> tuple[asyncio.Future[float], asyncio.Future[dict[str, int]]]:
+        """Begin to send a staged version. Returns the duration of the send, and the trainer's checksums of `names`.
+
+        Sets `free` after the send if the link allows a step then.
+        """
+        sent = asyncio.ensure_future(duration(self._send(publish_handle)))
+        if self._sender.trainer_free_after_send:
+            sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
+        # Called before any further step, so the trainer computes it on the published weights.
+        sums = asyncio.ensure_future(self._trainer.checksums(names) if names else _no_checksums())
+        for call in (sent, sums):
+            call.add_done_callback(succeeded)  # another error may take precedence
+        return sent, sums
+
+    def _release(self, publish_handle: PublishHandle) -> None:
+        """Let the trainer free the version, without waiting: it handles this before any later call."""
+        self._released = asyncio.ensure_future(self._trainer.release(publish_handle))
+        self._released.add_done_callback(succeeded)  # the next publish raises its error
+
     def _send(self, publish_handle: PublishHandle) -> Coroutine[Any, Any, None]:
-        """Let the trainer send a version, and complete the handle by what is known afterwards."""
+        """Let the trainer send a version, and add what it returns to the handle."""
         sending: Awaitable[Any] = self._trainer.send(publish_handle)  # called now, before the checksums
 
         async def complete() -> None:
@@ -376,3 +389,7 @@ class WeightPublisher:
         if self._failed and all(g in self._failed for g in self._members):
             raise self._failed[self._members[0]]
         self._remove_members(self._failed)
+
+
+async def _no_checksums() -> dict[str, int]:
+    return {}
