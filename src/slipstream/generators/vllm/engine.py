@@ -244,9 +244,7 @@ class VllmEngine:
         for request in restart:
             if request not in self._aborted:
                 self._requeue(request)
-        finished = [(r, output) for r, output in self._withheld if r not in (*restart, *self._aborted)]
-        self._withheld, self._aborted = [], set()
-        return finished
+        return self._release_withheld(restart)
 
     def _undo_swap(self, swap: _PendingSwap) -> list[tuple[_Request, Any]]:
         """Serve the version before a swap that was rolled back. Returns the withheld outputs."""
@@ -254,7 +252,11 @@ class VllmEngine:
         for request in (*self._requests.values(), *(request for request, _ in self._withheld)):
             if request not in swap.requests:  # it started after the swap
                 request.starts = [(0, swap.before)]
-        finished = [(request, output) for request, output in self._withheld if request not in self._aborted]
+        return self._release_withheld()
+
+    def _release_withheld(self, restarted: Sequence[_Request] = ()) -> list[tuple[_Request, Any]]:
+        """The withheld outputs, without those of restarted and aborted requests. Forgets them."""
+        finished = [(r, output) for r, output in self._withheld if r not in (*restarted, *self._aborted)]
         self._withheld, self._aborted = [], set()
         return finished
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
-from slipstream.generators.vllm.requests import VllmRequest, same_checksums
+from slipstream.generators.vllm.requests import VllmRequest
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.sync.link import PublishHandle
 
@@ -30,8 +30,8 @@ class ServerAdapters:
     def current(self) -> str:
         return self._loaded[-1]
 
-    async def prepare(self, handle: PublishHandle, limit: float) -> str:
-        """Load a version while the server decodes, after adapters that no request uses are unloaded. Returns ""."""
+    async def prepare(self, handle: PublishHandle, limit: float) -> None:
+        """Load a version while the server decodes, after adapters that no request uses are unloaded."""
         purpose = "get a version of the adapters"
         for name in [name for name in self._loaded[:-1] if name not in self._requests.values()]:
             if all(await self._call(purpose, None, WorkerMethods.slipstream_remove_adapter, name)):
@@ -40,14 +40,11 @@ class ServerAdapters:
         self._next = f"policy-v{handle['version']}-{uuid4().hex[:8]}"
         await self._call(purpose, None, WorkerMethods.slipstream_prepare_adapter, {**handle, "name": self._next})
         await self._poll(purpose, limit, WorkerMethods.slipstream_adapter_prepared)
-        return ""  # as `EngineWorker.prepare`
 
     async def serve(self) -> None:
         """Let new requests use the prepared adapter."""
         await self._post("/v1/load_lora_adapter", {"lora_name": self._next, "lora_path": self._next}, str)
         self._loaded.append(self._next)
-
-    checksums = staticmethod(same_checksums)
 
     def outdated(self, every: bool) -> list[VllmRequest]:
         """Requests to restart: all of older adapters, or of the oldest if more are in use than there are slots for."""

@@ -22,10 +22,10 @@ from uuid import uuid4
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.base import GenerationError
-from slipstream.generators.vllm import server_client
+from slipstream.generators.vllm import requests, server_client
 from slipstream.generators.vllm.compat import caches_were_reset
 from slipstream.generators.vllm.launch import EXTENSION
-from slipstream.generators.vllm.requests import LEASE_S, TokenCounts, VllmRequest, resolve_in_flight, sum_checksums
+from slipstream.generators.vllm.requests import LEASE_S, TokenCounts, VllmRequest
 from slipstream.generators.vllm.server_adapters import ServerAdapters
 from slipstream.generators.vllm.server_client import RequestFailed, ServerClient, served_model_name, validate_server
 from slipstream.generators.vllm.worker_methods import WorkerMethods
@@ -179,9 +179,8 @@ class Server:
         await self._accepting.wait()
         self._raise_if_dead()
         request.start(uuid4().hex, self._version)
-        model = self._adapters.acquire(request) if self._adapters else self._model
         body = request.parameters(self._context, self._facts["eos"], self._config.loop.max_lag == 0) | {
-            "model": model,
+            "model": self._adapters.acquire(request) if self._adapters else self._model,
             "prompt": request.prompt,
             "cache_salt": self._cache_salt,
             "return_token_ids": True,
@@ -247,10 +246,11 @@ class Server:
         self._connected = True
 
     async def prepare(self, handle: PublishHandle) -> str:
-        purpose = "get a version of the weights"
         if self._adapters:
             self._connected = True
-            return await self._adapters.prepare(handle, PREPARE_TIMEOUT_S)
+            await self._adapters.prepare(handle, PREPARE_TIMEOUT_S)
+            return ""
+        purpose = "get a version of the weights"
         await self._call_workers(purpose, None, WorkerMethods.slipstream_prepare, handle)
         results = await self._poll_workers(purpose, PREPARE_TIMEOUT_S, WorkerMethods.slipstream_prepared)
         return next(filter(None, results), "")
@@ -288,11 +288,10 @@ class Server:
             if not request.finished
         ]
         self._version, self._cache_salt = version, uuid4().hex
-        restart, discarded = resolve_in_flight(counts, version, self._config.sync.in_flight)
+        restart, discarded = requests.resolve_in_flight(counts, version, self._config.sync.in_flight)
         self._totals["tokens_discarded"] += discarded
         for request in restart:
-            request.starts = []
-            self._requests[request].cancel()
+            self._restart(request)
 
     async def _restart_requests(self, adapters: ServerAdapters, version: int) -> None:
         """Restart outdated requests on the new adapter; others finish on the adapter that they started with."""
@@ -302,8 +301,12 @@ class Server:
         for request in adapters.outdated(every=self._config.sync.in_flight == "retry"):
             if (tokens := before.get(request.name, 0)) is not None:  # else it has finished
                 self._totals["tokens_discarded"] += tokens
-                request.starts = []
-                self._requests[request].cancel()
+                self._restart(request)
+
+    def _restart(self, request: VllmRequest) -> None:
+        """Cancel the response of a request, whose completion then starts again."""
+        request.starts = []
+        self._requests[request].cancel()
 
     async def _swap_weights(self) -> TokenCounts:
         """Let the workers swap in the prepared weights.
@@ -337,7 +340,7 @@ class Server:
         await self._call_workers(purpose, None, WorkerMethods.slipstream_start_checksums, list(names))
         limit = server_client.REQUEST_TIMEOUT_S
         sums = await self._poll_workers(purpose, limit, WorkerMethods.slipstream_checksums)
-        return self._adapters.checksums(sums) if self._adapters else sum_checksums(sums, names)
+        return requests.same_checksums(sums) if self._adapters else requests.sum_checksums(sums, names)
 
     async def longest_in_flight(self) -> int:
         counts = await self._call_workers("count tokens", None, WorkerMethods.slipstream_count_tokens)
