@@ -63,7 +63,7 @@ async def check_nodes(config: Config, directory: Path) -> None:
 
 
 async def measure_network(runtime: Runtime) -> Network:
-    """The network between the hosts of the runtime, without those that don't answer: `check_nodes` names them."""
+    """The network between the hosts that answer. `check_nodes` reports the others."""
     found = Examination()
     hosts = {node.address: node for node in runtime.nodes()}.values()
     if len(hosts) < 2:

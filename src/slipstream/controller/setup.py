@@ -134,9 +134,10 @@ async def start(run: RunContext) -> None:
     """Start the processes, restore the last checkpoint, publish version 0 and check that both sides agree."""
     await find_long_prompts(run)
     where, link = run.directory.path, run.config.sync.link
-    _, _, why = chosen.partition(": ") if (chosen := run.config.sync.chosen).startswith(f"{link}:") else ("", "", "")
-    why = (", sync.restart = true" if run.config.sync.restart else "") + (why and f" ({why})")
-    run.progress.note(f'run directory {where}, sync.link = "{link}"{why}; generators and trainer start')
+    restarts = ", sync.restart = true" if run.config.sync.restart else ""
+    chosen, _, reason = run.config.sync.chosen.partition(": ")
+    why = f" ({reason})" if chosen == link else ""  # else the user has changed the link since
+    run.progress.note(f'run directory {where}, sync.link = "{link}"{restarts}{why}; generators and trainer start')
     checkpoint, state = await find_checkpoint(run)
     if run.config.runtime.kind == "ray":
         await check_nodes(run.config, run.directory.path)

@@ -1,7 +1,7 @@
 """Changed elements between two versions of a parameter: found on its device, coded on the host, applied by an engine.
 
 A parameter is a matrix of words, the bits of its elements as integers of the same size: rows are of its first
-dimension, columns of all others. Blocks of rows are compared and coded one by one, each as an entry of its own. An
+dimension, columns of all others. Blocks of rows are compared and coded in order, each as a separate entry. An
 entry has the indices of changed words by Elias and Fano (low bits as they are, high bits in unary), and differences, of
 one bit each if they are 1 or -1 as usual at a small learning rate; or it has all words of some rows.
 """

@@ -92,7 +92,8 @@ class Sender(Protocol):
     def send(self, handle: PublishHandle) -> PublishHandle | None:
         """Transfer the staged version, while engines run `Receiver.prepare`.
 
-        Returns what it adds to the handle, such as `bytes` and `changed` of `PublishStats`."""
+        Returns keys to add to the handle, such as `bytes` and `changed` of `PublishStats`, or None.
+        """
 
     def release(self, handle: PublishHandle) -> None:
         """Free what no engine needs once every engine serves this version."""

@@ -36,11 +36,8 @@ def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -
     if as_json:
         rates = [{"from": one, "to": other, "bytes_per_s": rate} for (one, other), rate in found.bandwidth.items()]
         faults, nodes = [fault._asdict() for fault in found.faults], [asdict(report) for report in found.reports]
-        print(
-            json.dumps(
-                {"nodes": nodes, "bandwidth": rates, "checks": results, "link": found.link, "faults": faults}, indent=1
-            )
-        )
+        shown = {"nodes": nodes, "bandwidth": rates, "checks": results, "link": found.link, "faults": faults}
+        print(json.dumps(shown, indent=1))
     else:
         _print(found, results)
     return 1 if found.faults else 0

@@ -45,7 +45,7 @@ class TrainerWorker(Protocol):
         """Fix the weights of a version for sending."""
 
     async def send(self, handle: PublishHandle) -> PublishHandle | None:
-        """Send the staged version while engines prepare. Returns what it adds to the handle."""
+        """Send the staged version while engines prepare. Returns keys to add to the handle, or None."""
 
     async def release(self, handle: PublishHandle) -> None:
         """Free what was staged; called when all engines have swapped."""
