@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.schema import ConfigError, EnvironmentConfig
+from slipstream.config.environments import EnvironmentConfig
+from slipstream.config.schema import ConfigError
 from slipstream.environments.addition import Addition, target
 from slipstream.environments.load import load_environment
 

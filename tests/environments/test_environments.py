@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.loading import load_config
-from slipstream.config.schema import ConfigError, EnvironmentConfig
+from slipstream.config.schema import ConfigError
 from slipstream.environments.addition import Addition, target
 from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.episode import EpisodeOptions, episode_limits, run_episode

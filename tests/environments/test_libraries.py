@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.schema import ConfigError, EnvironmentConfig
+from slipstream.config.environments import EnvironmentConfig
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import ChatTokenizer, Policy
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import EpisodeOptions, run_episode

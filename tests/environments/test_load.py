@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.schema import ConfigError, EnvironmentConfig
+from slipstream.config.environments import EnvironmentConfig
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Task
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.load import load_environment

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.schema import ConfigError, EnvironmentConfig
+from slipstream.config.environments import EnvironmentConfig
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.conversation import Conversation
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from slipstream.errors import InvalidInput
+from slipstream.config.environments import EnvironmentConfig, SamplingConfig
+from slipstream.config.section import ConfigError as ConfigError
+from slipstream.config.section import Section, option
 
-MAX_INT = 2**63 - 1  # of TOML, of torch and of a seed
 DEVICE = re.compile(r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
 NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
-
-
-class ConfigError(InvalidInput):
-    """A configuration that can't be run. The message is one line for the user."""
-
-
-class Section(BaseModel):
-    """A section of options. Types are strict: text is not converted to a number, nor 1 to true."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-def option(default: Any, description: str, **bounds: Any) -> Any:
-    """A field with a default, a description that ends in a period, and bounds such as `ge` and `le`."""
-    if type(default) is int:
-        bounds.setdefault("le", MAX_INT)
-    return Field(default, description=description, validate_default=True, **bounds)
 
 
 class ModelConfig(Section):
@@ -51,41 +35,6 @@ class LoraConfig(Section):
         "whole", "Base weights: in model.dtype, or in 4 bits by bitsandbytes, in engines and trainer."
     )
     experts: bool = option(False, "Adapt the experts of a mixture of experts, too.")
-
-
-class EnvironmentConfig(Section):
-    """Where tasks come from and how rollouts are rewarded."""
-
-    name: str = Field(
-        description='"gsm8k", "addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" or '
-        '"path/to/file.py:thing".',
-        min_length=1,
-    )
-    options: dict[str, Any] = option({}, "Keyword arguments of the environment.")
-    timeout: float = option(
-        300.0,
-        "Seconds that one rollout may take, generation included; the time that engines sleep and the wait for a free "
-        "engine slot don't count.",
-        gt=0,
-    )
-    max_concurrent: int = option(
-        0,
-        "Most episodes in flight. 0 means twice the slots of all engines, and no bound with loop.max_lag = 0, where a "
-        "bound makes results depend on timing.",
-        ge=0,
-    )
-    max_turns: int = option(0, "Completions after which a conversation ends; 0: no limit.", ge=0)
-    max_tokens: int = option(0, "Sampled tokens after which a conversation ends; 0: no limit.", ge=0)
-    max_failures: int = option(
-        10,
-        "Tasks in a row with failed rollouts after which the run stops. Until the first rollout succeeds: failed "
-        "rollouts, if all tasks in flight fail.",
-        ge=1,
-    )
-    reward_workers: int = option(0, "Most processes for reward functions that are not async; 0 is one per core.", ge=0)
-    reward_error: Literal["zero", "fail"] = option(
-        "zero", "If a reward function raises: reward 0, counted, with a warning; or a failed rollout."
-    )
 
 
 class ScoringConfig(Section):
@@ -117,18 +66,6 @@ class TeacherConfig(Section):
     engine_args: dict[str, Any] = option({}, "Further engine arguments, as vLLM names them (vllm).")
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".', pattern=DEVICE.pattern)
     threads: int = option(0, "CPU threads; 0 divides the cores between processes.", ge=0)
-
-
-class SamplingConfig(Section):
-    """Sampling parameters of training rollouts."""
-
-    temperature: float = option(1.0, "Softmax temperature, from 0.01 to 100.", gt=0)
-    top_k: int = option(0, "Sample from the k most likely tokens; 0 means all.", ge=0)
-    top_p: float = option(1.0, "Sample from the most likely tokens up to this probability mass.", gt=0, le=1)
-    max_tokens: int = option(128, "Longest completion in tokens.", ge=1)
-    stop: list[Annotated[str, Field(min_length=1)]] = option(
-        [], "Strings that end a completion; the model's end-of-sequence token always does."
-    )
 
 
 class LoopConfig(Section):

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar
 
+from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.plugins import is_ctrl_c
-from slipstream.config.schema import Config, ConfigError, EnvironmentConfig
+from slipstream.config.schema import Config, ConfigError
 from slipstream.environments.base import Environment, InvalidReward, Policy, Task, as_reward, play
 from slipstream.environments.concurrency import Episode, EpisodeSlots
 from slipstream.environments.conversation import ConversationLimits

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.loading import suggest
 from slipstream.config.plugins import construct, load_option, one_line, option_code
-from slipstream.config.schema import ConfigError, EnvironmentConfig
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.reward_workers import RewardFunction, cores
 from slipstream.environments.text_limits import is_encodable

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, StrictInt, ValidationError
 
-from slipstream.config.schema import ConfigError, Section
+from slipstream.config.section import ConfigError, Section
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError, ZeroReward
 from slipstream.rollout import Completion, Rollout, StepReward

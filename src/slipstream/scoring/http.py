@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from slipstream.config.schema import ConfigError, Section
+from slipstream.config.section import ConfigError, Section
 from slipstream.environments.base import ChatTokenizer, Task
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Rollout

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from slipstream.config.schema import ConfigError, RuntimeConfig, Section
+from slipstream.config.schema import ConfigError, RuntimeConfig
+from slipstream.config.section import Section
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout

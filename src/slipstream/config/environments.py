@@ -1,0 +1,56 @@
+"""Options of environments, and of sampling, which each environment can change."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from slipstream.config.section import Section, option
+
+
+class SamplingConfig(Section):
+    """Sampling parameters of training rollouts."""
+
+    temperature: float = option(1.0, "Softmax temperature, from 0.01 to 100.", gt=0)
+    top_k: int = option(0, "Sample from the k most likely tokens; 0 means all.", ge=0)
+    top_p: float = option(1.0, "Sample from the most likely tokens up to this probability mass.", gt=0, le=1)
+    max_tokens: int = option(128, "Longest completion in tokens.", ge=1)
+    stop: list[Annotated[str, Field(min_length=1)]] = option(
+        [], "Strings that end a completion; the model's end-of-sequence token always does."
+    )
+
+
+class EnvironmentConfig(Section):
+    """Where tasks come from and how rollouts are rewarded."""
+
+    name: str = Field(
+        description='"gsm8k", "addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" or '
+        '"path/to/file.py:thing".',
+        min_length=1,
+    )
+    options: dict[str, Any] = option({}, "Keyword arguments of the environment.")
+    timeout: float = option(
+        300.0,
+        "Seconds that one rollout may take, generation included; the time that engines sleep and the wait for a free "
+        "engine slot don't count.",
+        gt=0,
+    )
+    max_concurrent: int = option(
+        0,
+        "Most episodes in flight. 0 means twice the slots of all engines, and no bound with loop.max_lag = 0, where a "
+        "bound makes results depend on timing.",
+        ge=0,
+    )
+    max_turns: int = option(0, "Completions after which a conversation ends; 0: no limit.", ge=0)
+    max_tokens: int = option(0, "Sampled tokens after which a conversation ends; 0: no limit.", ge=0)
+    max_failures: int = option(
+        10,
+        "Tasks in a row with failed rollouts after which the run stops. Until the first rollout succeeds: failed "
+        "rollouts, if all tasks in flight fail.",
+        ge=1,
+    )
+    reward_workers: int = option(0, "Most processes for reward functions that are not async; 0 is one per core.", ge=0)
+    reward_error: Literal["zero", "fail"] = option(
+        "zero", "If a reward function raises: reward 0, counted, with a warning; or a failed rollout."
+    )
