@@ -392,6 +392,42 @@ def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path
     assert "never works" in said and f"slipstream train --resume {directory}" in said
 
 
+FLAKY = """
+import zlib
+from collections import Counter
+from slipstream.environments.base import Task
+
+tried = Counter()
+
+class Flaky:
+    test = []
+    train = [Task(str(i), "w1 w2") for i in range(20)]
+    async def rollout(self, task, policy):
+        completion = await policy.sample(task.prompt)
+        tried[policy._seed] += 1
+        assert tried[policy._seed] == 1, "a draw was repeated with the same seed"
+        if zlib.crc32(policy._seed.encode()) % 3 == 0: raise ValueError("a bad day")
+        return float(completion.token_ids[0] % 3)
+"""
+
+
+def test_a_failed_rollout_is_drawn_again_in_its_group(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    named = {"environment__name": f"{tmp_path / 'flaky.py'}:Flaky", "environment__options": "{}"}
+    sizes = {}
+    for retries in (0, 8):
+        run = tmp_path / str(retries)
+        summary = train(model, run, loop__max_lag=0, environment__rollout_retries=retries, **named)
+        rows = [row for step in load_run(run).rollout_steps for row in load_run(run).rollouts(step)]
+        groups = {row["visit_id"]: row["task_id"] for row in rows}
+        sizes[retries] = {sum(row["visit_id"] == visit for row in rows) for visit in groups}
+        counts = summary["rollouts"]
+        assert [*summary["failures"]] == ["ValueError"] and 10 < summary["failures"]["ValueError"] <= counts["failed"]
+        assert counts["generated"] == counts["trained"] + counts["failed"]
+    assert min(sizes[0]) < 4 and sizes[8] == {4}
+    assert counts["trained"] == 6 * 3 * 4 and counts["failed"] == summary["failures"]["ValueError"]
+
+
 def test_groups_without_signal_are_warned_of_once(model: Path, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "empty.toml").write_text("")

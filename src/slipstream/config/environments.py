@@ -44,6 +44,9 @@ class EnvironmentConfig(Section):
     )
     max_turns: int = option(0, "Completions after which a conversation ends; 0: no limit.", ge=0)
     max_tokens: int = option(0, "Sampled tokens after which a conversation ends; 0: no limit.", ge=0)
+    rollout_retries: int = option(
+        0, "Most further draws of a failed rollout, so that its group keeps its size; 0: the group is smaller.", ge=0
+    )
     max_failures: int = option(
         10,
         "Tasks in a row with failed rollouts after which the run stops. Until the first rollout succeeds: failed "

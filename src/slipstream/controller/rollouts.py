@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from slipstream.runtime.closing import gather_all
 from slipstream.runtime.event_loop import throttle
 from slipstream.scheduling.ledger import Visit
 
+Outcome = tuple[Rollout, ...] | RolloutFailed  # of an episode: its rollouts, one per role
 FILTERED_STEPS = 20  # steps' worth of filtered groups in a row: the default limit, and the number that causes a warning
 SLOW_EPISODE_S = 10.0  # age at which an episode is first reported as slow
 
@@ -52,22 +54,32 @@ def start_groups(run: RunContext, count: int) -> int:
 
 
 async def play_group(run: RunContext, visit: Visit) -> None:
-    """Play all rollouts of one task concurrently; the successful ones form the group. Raises as `play_rollout`."""
+    """Play all members of one task's group concurrently; the successful rollouts form it. Raises as `play_rollout`."""
     task, size = run.environment.train[visit.task], run.config.loop.group_size
     began = run.events.now()
     try:
-        played = await gather_all(play_rollout(run, task, visit, member) for member in range(size))
+        members = await gather_all(play_member(run, task, visit, member) for member in range(size))
     except asyncio.CancelledError:
         run.state.ledger.cancelled(visit.id)
         run.events.forget_group(visit.id)
         raise
-    end_group(run, visit, task, played, began)
+    end_group(run, visit, task, list(itertools.chain.from_iterable(members)), began)
     admit_groups(run)
     run.changed.set()
 
 
-async def play_rollout(run: RunContext, task: Task, visit: Visit, member: int) -> tuple[Rollout, ...] | RolloutFailed:
-    """Play one episode. Returns its rollouts, one per role, or why it failed.
+async def play_member(run: RunContext, task: Task, visit: Visit, member: int) -> list[Outcome]:
+    """Play one member of a group, again after a failure. Returns each failure, and at the end the success, if any."""
+    outcomes: list[Outcome] = []
+    for draw in range(run.config.environment.rollout_retries + 1):
+        outcomes.append(await play_rollout(run, task, visit, f"{member}/{draw}" if draw else f"{member}"))
+        if not isinstance(outcomes[-1], RolloutFailed):
+            break
+    return outcomes
+
+
+async def play_rollout(run: RunContext, task: Task, visit: Visit, member: str) -> Outcome:
+    """Play one episode. Returns its rollouts, one per role, or why it failed. `member` derives its seed.
 
     Raises `RunError` after too many failures in a row, and `WorkerDied` if all engines or a scoring process died.
     """
@@ -116,9 +128,7 @@ def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None
         raise run_error(run, found, failure) from None
 
 
-def end_group(
-    run: RunContext, visit: Visit, task: Task, played: Sequence[tuple[Rollout, ...] | RolloutFailed], began: float
-) -> None:
+def end_group(run: RunContext, visit: Visit, task: Task, played: Sequence[Outcome], began: float) -> None:
     """Add the group to the buffer, filter it, or return its task to pending; retire the task after the last try.
 
     The group started at time `began` of the run. Raises `RunError` if most tasks are retired.
