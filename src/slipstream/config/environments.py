@@ -25,8 +25,8 @@ class EnvironmentConfig(Section):
     """Where tasks come from and how rollouts are rewarded."""
 
     name: str = Field(
-        description='"gsm8k", "addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" or '
-        '"path/to/file.py:thing".',
+        description='"gsm8k", "code", "addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" '
+        'or "path/to/file.py:thing".',
         min_length=1,
     )
     options: dict[str, Any] = option({}, "Keyword arguments of the environment.")

@@ -19,7 +19,11 @@ from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.reward_workers import RewardFunction, cores
 from slipstream.environments.text_limits import is_encodable
 
-BUILT_IN = {"addition": "slipstream.environments.addition:Addition", "gsm8k": "slipstream.environments.gsm8k:Gsm8k"}
+BUILT_IN = {
+    "addition": "slipstream.environments.addition:Addition",
+    "code": "slipstream.environments.code:Code",
+    "gsm8k": "slipstream.environments.gsm8k:Gsm8k",
+}
 LIBRARIES = {  # their environments are named "library:environment"
     "reasoning-gym": "slipstream.environments.reasoning_gym:ReasoningGym",
     "verifiers": "slipstream.environments.verifiers:Verifiers",

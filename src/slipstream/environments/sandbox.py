@@ -1,0 +1,233 @@
+"""Run untrusted Python and shell code within limits on time, memory, files and processes, without network.
+
+The kinds of isolation, strongest first: `bwrap` (bubblewrap) and `namespaces` (Linux namespaces without bubblewrap)
+give the code a root directory of its own; `rlimits` limits resources alone. All three refuse sockets by a seccomp
+filter. `sandbox_init.py` is the first process of each sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from slipstream.config.schema import ConfigError
+from slipstream.environments.reward_workers import cores, pause_episode_clock
+
+INIT = Path(__file__).with_name("sandbox_init.py").read_text()
+SCRATCH = "/box"
+PYTHON, SHELL = sys.executable, shutil.which("bash") or "/bin/sh"
+UNCONTAINED = "code can read the files and signal the processes of its user, and write where that user can"
+STRONG = ("bwrap", "namespaces")  # what "auto" chooses from
+GRACE_S = 10.0  # beyond the time limit, to start and to end
+LINGER_S = 1.0  # of a program after the one that it runs with
+BINDS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+class Outcome(NamedTuple):
+    """How a program ended: its exit status (negative: a signal) and the limit that it exceeded, or "".
+
+    `refused` names system calls that the sandbox did not permit, such as "socket".
+    """
+
+    status: int | None
+    limit: str
+    refused: Sequence[str]
+    seconds: float
+    stdout: str
+    stderr: str
+
+    @property
+    def problem(self) -> str:
+        """What went wrong, in a few words, or ""."""
+        end = f"{self.limit} limit exceeded" if self.limit else f"exit status {self.status}" if self.status else ""
+        return ", ".join([*[end] * bool(end), *(f"{name} not permitted" for name in self.refused)])
+
+
+class Program(NamedTuple):
+    """A command line, the files of its directory, its standard input, and descriptors to hand over as its 3, 4, ..."""
+
+    argv: Sequence[str]
+    files: Mapping[str, str]
+    stdin: str = ""
+    channel: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """Limits of each program, and the kind of isolation; "auto" is the strongest kind that works here.
+
+    `memory_mb` is a limit on the sum over all processes, `processes` counts threads, too, `files_mb` bounds the
+    program's directory, and `output_kb` standard output and error.
+    """
+
+    seconds: float = 5.0
+    memory_mb: int = 1024
+    files_mb: int = 64
+    processes: int = 32
+    output_kb: int = 256
+    kind: str = "auto"
+
+    async def python(self, code: str) -> str:
+        """Run a Python program in an empty directory and return what it prints."""
+        return _transcript(await self.run(Program([PYTHON, "main.py"], {"main.py": code})))
+
+    async def shell(self, command: str) -> str:
+        """Run a shell command in an empty directory and return what it prints."""
+        return _transcript(await self.run(Program([SHELL, "main.sh"], {"main.sh": command})))
+
+    async def run(self, program: Program) -> Outcome:
+        """Run a program in a new sandbox. Raises `ConfigError` if the kind of isolation does not work here.
+
+        No more calls than cores run at once, and the episode's clock stops in the queue.
+        """
+        return (await self.run_together(program))[0]
+
+    async def run_together(self, *programs: Program) -> list[Outcome]:
+        """Run programs at the same time, in a sandbox each. When the first one has ended, the others are ended, too."""
+        kind = await asyncio.to_thread(isolation, self.kind)
+        async with _slot():
+            runs = [asyncio.create_task(self._run(kind, program)) for program in programs]
+            try:
+                await runs[0]
+                await asyncio.wait(runs, timeout=LINGER_S)
+            finally:
+                for run in runs:
+                    run.cancel()
+                await asyncio.wait(runs)
+            return [run.result() for run in runs if not run.cancelled()]
+
+    async def _run(self, kind: str, program: Program) -> Outcome:
+        with ExitStack() as stack:
+            folder = tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)
+            scratch = stack.enter_context(folder) if kind == "rlimits" else SCRATCH
+            request = self._request(kind, program, scratch)
+            process = await asyncio.create_subprocess_exec(
+                *_command(request),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={},
+                pass_fds=program.channel,
+                start_new_session=True,
+            )
+            for descriptor in program.channel:
+                os.close(descriptor)
+            assert process.stdin and process.stdout and process.stderr
+            try:
+                async with asyncio.timeout(self.seconds + GRACE_S):
+                    process.stdin.write(json.dumps(request).encode() + b"\n")
+                    report, errors = await asyncio.gather(process.stdout.read(), process.stderr.read())
+            finally:
+                process.stdin.close()  # ends the sandbox if it still runs
+                await process.wait()
+        if not report:
+            raise ConfigError(f"the sandbox of kind {kind} failed: {errors.decode(errors='replace')[-300:]}")
+        return Outcome(**json.loads(report))
+
+    def _request(self, kind: str, program: Program, scratch: str) -> dict[str, Any]:
+        """What `sandbox_init.py` reads, sizes in bytes."""
+        memory, files = self.memory_mb << 20, self.files_mb << 20
+        limits = {"AS": memory, "FSIZE": files, "NOFILE": 256, "CORE": 0, "NPROC": self.processes + 2}
+        path = f"{Path(PYTHON).parent}:/usr/local/bin:/usr/bin:/bin"
+        return program._asdict() | {
+            "kind": kind,
+            "scratch": scratch,
+            "seconds": self.seconds,
+            "memory": memory,
+            "disk": files,
+            "processes": self.processes,
+            "output": self.output_kb << 10,
+            "rlimits": {f"RLIMIT_{name}": most for name, most in limits.items()},
+            "env": ENVIRONMENT | {"PATH": path, "HOME": scratch, "TMPDIR": scratch},
+            "uid": (1 << 29) + secrets.randbits(28) if os.geteuid() == 0 else 0,
+            "readable": readable_paths(),
+        }
+
+
+@functools.cache
+def isolation(kind: str) -> str:
+    """The kind of isolation that "auto" stands for, or `kind`, after a program has run in it. Raises `ConfigError`."""
+    failures = []
+    if kind not in ("auto", *STRONG, "rlimits"):
+        raise ConfigError(f'sandbox = {kind!r}; it is "auto", "bwrap", "namespaces" or "rlimits"')
+    for name in STRONG if kind == "auto" else (kind,):
+        try:
+            if name == "bwrap" and not shutil.which("bwrap"):
+                raise ConfigError("bwrap is not installed")
+            if not (outcome := asyncio.run(_probe(name))).problem:
+                if name == "rlimits":
+                    print(f'slipstream: warning: sandbox = "rlimits": {UNCONTAINED}', file=sys.stderr)
+                return name
+            raise ConfigError(f"{name}: {outcome.problem}: {outcome.stderr[-200:]}")
+        except (ConfigError, OSError, TimeoutError) as error:
+            failures.append(" ".join(str(error).split()))
+    raise ConfigError(
+        f"no sandbox works here: {'; '.join(failures)}. Install bubblewrap, permit user namespaces, or set sandbox = "
+        f'"rlimits" inside a container of its own: there {UNCONTAINED}'
+    )
+
+
+async def _probe(kind: str) -> Outcome:
+    return await Sandbox()._run(kind, Program([PYTHON, "main.py"], {"main.py": ""}))
+
+
+@functools.cache
+def readable_paths() -> dict[str, str]:
+    """Paths of the system and of this Python that code may read, each with its source."""
+    prefixes = {sys.prefix, sys.base_prefix, os.path.realpath(sys.base_prefix)}
+    parts = [f"{prefix}/{part}" for prefix in prefixes for part in ("bin", "lib", "lib64", "pyvenv.cfg")]
+    inside = [part for part in parts if not part.startswith(("/usr/", "/lib", "/bin"))]
+    found = [Path(path) for path in (*BINDS, *sorted(inside)) if os.path.lexists(path)]
+    return {str(path): str(path.parent.resolve() / path.name) for path in found}
+
+
+def _command(request: Mapping[str, Any]) -> list[str]:
+    """The command line of the sandbox's first process."""
+    init = [PYTHON, "-I", "-S", "-c", INIT]
+    if request["kind"] != "bwrap":
+        return init
+    argv = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--as-pid-1"]
+    argv += [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
+    argv += ["--cap-add", "ALL"] if request["uid"] else ["--unshare-user"]  # root changes its user in `sandbox_init`
+    parents = {str(parent) for path in request["readable"] for parent in Path(path).parents}
+    argv += [word for parent in sorted(parents - {"/"}) for word in ("--dir", parent)]  # else closed to others
+    for path, source in request["readable"].items():
+        argv += (
+            ["--symlink", str(Path(path).readlink()), path] if Path(path).is_symlink() else ["--ro-bind", source, path]
+        )
+    argv += ["--dev", "/dev", "--remount-ro", "/dev", "--proc", "/proc"]
+    argv += ["--perms", "0777", "--size", str(request["disk"]), "--tmpfs", SCRATCH]
+    argv += ["--symlink", SCRATCH, "/tmp"] if "/tmp" not in parents else []
+    return [*argv, "--remount-ro", "/", *init]
+
+
+@asynccontextmanager
+async def _slot() -> AsyncIterator[None]:
+    slots = SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(cores()))
+    with pause_episode_clock():
+        await slots.acquire()
+    try:
+        yield
+    finally:
+        slots.release()
+
+
+def _transcript(outcome: Outcome) -> str:
+    """An outcome as text for the model."""
+    parts = (outcome.stdout, outcome.stderr, f"[{outcome.problem}]" if outcome.problem else "")
+    return "\n".join(part.rstrip() for part in parts if part.strip()) or "[no output]"
