@@ -1,8 +1,9 @@
 """The cost of a publish for sequences in flight on GPUs: vLLM on one, the trainer on the other, 256 sequences decoding.
 
-    python benchmarks/publish_gpu.py nccl nccl_direct [--shape 1.7B] [--publishes 10] [--json FILE]
+    python benchmarks/publish_gpu.py nccl nccl_direct [--shape 1.7B] [--publishes 10] [--changed 0.02] [--json FILE]
 
-Links run one after the other in the same run, each in an engine of its own. The gap is the time between two
+Links run one after the other in the same run, each in an engine of its own. Before each publish a share of the weights'
+elements changes, at random positions. The gap is the time between two
 consecutive tokens of all sequences, measured at their arrival. The pause of a publish is the largest gap from its
 start to a quarter of a second after its end, less the median gap of the second before it. Sending is the duration of
 the trainer's call; the transfer begins when both sides take part. An engine is ready when it samples by the new
@@ -74,13 +75,21 @@ class MeasuredTrainer(PytorchTrainerWorker):
 
     sent = (0.0, 0.0)
 
-    async def send(self, handle: PublishHandle) -> None:
+    async def send(self, handle: PublishHandle) -> PublishHandle | None:
         began = time.monotonic()
-        await super().send(handle)
+        sizes = await super().send(handle)
         self.sent = began, time.monotonic()
+        return sizes
 
     async def last_sent(self) -> tuple[float, float]:
         return self.sent
+
+    async def change(self, share: float) -> None:
+        self._trainer.before_update()
+        for parameter in self._trainer.parameters.values():
+            places = torch.randint(parameter.numel(), (int(share * parameter.numel()),), device=parameter.device)
+            parameter.data.view(-1)[places] *= 1 + 2**-6  # at least two steps of bfloat16
+        torch.cuda.synchronize()
 
     async def beside_masters(self) -> int:
         masters = sum(p.numel() * p.element_size() for p in self._trainer.parameters.values())
@@ -95,8 +104,8 @@ def configure(model: Path, link: str, memory: float) -> Config:
     ])  # fmt: skip
 
 
-async def measure(model: Path, folder: Path, link: str, publishes: int, memory: float) -> dict[str, Any]:
-    config = configure(model, link, memory)
+async def measure(model: Path, folder: Path, link: str, options: argparse.Namespace) -> dict[str, Any]:
+    config, publishes = configure(model, link, options.memory), options.publishes
     WORKER_CLASSES.update(vllm="publish_gpu:TimedEngine", pytorch="publish_gpu:MeasuredTrainer")
     began = time.perf_counter()
     pools = await Cluster.start(config, folder)
@@ -112,6 +121,7 @@ async def measure(model: Path, folder: Path, link: str, publishes: int, memory: 
         engine = handle(TimedEngine, pools.generator.generators[0].process)
         rows = []
         for version in range(1, publishes + 1):
+            await trainer.change(options.changed)
             await engine.ends()
             await asyncio.sleep(QUIET)
             start = time.perf_counter()
@@ -177,6 +187,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("links", nargs="+")
     found.add_argument("--shape", default="1.7B")
     found.add_argument("--publishes", type=int, default=10)
+    found.add_argument("--changed", type=float, default=0.02)
     found.add_argument("--memory", type=float, default=0.8)
     found.add_argument("--json", type=Path)
     return found
@@ -191,8 +202,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         results = []
         for link in options.links:
-            measured = measure(model, Path(temporary) / link, link, options.publishes, options.memory)
-            results.append(asyncio.run(measured))
+            results.append(asyncio.run(measure(model, Path(temporary) / link, link, options)))
             print(json.dumps({k: v for k, v in results[-1].items() if k != "each"}), flush=True)
             if options.json:
                 options.json.write_text(json.dumps({**conditions(), "results": results}, indent=1) + "\n")
