@@ -17,8 +17,9 @@ from slipstream.config.schema import ConfigError
 from slipstream.environments.addition import Addition, target
 from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.episode import EpisodeOptions, episode_limits, run_episode
-from slipstream.environments.gsm8k import Gsm8k, is_correct
+from slipstream.environments.gsm8k import Gsm8k
 from slipstream.environments.load import load_environment
+from slipstream.environments.rewards import Math
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan, int32_array
 from tests.conftest import build_tokenizer
@@ -103,7 +104,7 @@ def test_addition_rewards_the_exact_answer() -> None:
     ],
 )
 def test_gsm8k_judges_answers(said: str, answer: str, right: bool) -> None:
-    assert is_correct(Task("0", "?", {"answer": answer}), completion(said)) is right
+    assert Math().score(said, Math().prepare(answer, {})) == right
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -119,13 +120,13 @@ def test_gsm8k_reads_local_files(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", GOOD, GOOD)
     environment = Gsm8k(str(tmp_path))
     assert (len(environment.train), len(environment.test)) == (9, 2)
-    assert environment.train[0].data["answer"] == "1004"
+    assert environment.train[0].data["wanted"]["math"] == "1004"
     few = Gsm8k(str(tmp_path), shots=2, train=3, test=1)
     assert (len(few.train), len(few.test)) == (3, 1)
     prompt = few.test[0].prompt
     assert isinstance(prompt, str)
     assert prompt.count("Question:") == 3 and prompt.endswith("Answer:") and "#### 1,004" in prompt
-    assert few.train[0].data["question"] == "How many? xx", "the worked examples are not trained on"
+    assert str(few.train[0].prompt).endswith("Question: How many? xx\nAnswer:"), "worked examples are not trained on"
     alone = Gsm8k(str(tmp_path / "train.jsonl"))
     assert (len(alone.train), len(alone.test)) == (8, 1)
 
@@ -133,9 +134,7 @@ def test_gsm8k_reads_local_files(tmp_path: Path) -> None:
 def test_gsm8k_reports_malformed_lines_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "train.jsonl", GOOD, "{broken", GOOD, {"question": "x"}, {"question": "x", "answer": "#### six"})
     write(tmp_path / "test.jsonl", GOOD)
-    with pytest.raises(
-        ConfigError, match=r"train.jsonl: 3 of 5 lines are not problems \(line 2, 4, 5\).*skip_malformed"
-    ):
+    with pytest.raises(ConfigError, match=r"train.jsonl, line 2: .*\(3 of 5 lines: 2, 4, 5\).*skip_malformed"):
         Gsm8k(str(tmp_path))
     assert len(Gsm8k(str(tmp_path), skip_malformed=True).train) == 2
     assert "3 of 5 lines" in capsys.readouterr().err
@@ -144,10 +143,10 @@ def test_gsm8k_reports_malformed_lines_by_number(tmp_path: Path, capsys: pytest.
 def test_gsm8k_rewards_format_and_answer(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", GOOD)
     write(tmp_path / "test.jsonl", GOOD)
-    task = Task("0", "1+1=", {"answer": "2"})
-    for said, reward, formatted in (("2", 1.0, 0), ("3", 0.0, 0)):
+    task = Task("0", "1+1=", {"wanted": {"math": "2", "regex": "x"}})
+    for said, reward in (("2", 1.0), ("3", 0.0)):
         rollout = play(Gsm8k(str(tmp_path), format_reward=0.2), task, said)
-        assert rollout.reward == reward and rollout.metrics == {"correct": float(reward), "formatted": formatted}
+        assert rollout.reward == reward and rollout.metrics == {"math": reward, "regex": 0.0, "correct": reward}
 
 
 USERS = """
@@ -230,11 +229,11 @@ def test_modules_load_from_the_working_directory(users: Path, monkeypatch: pytes
         ("USERS:Empty", {}, "no training tasks"),
         ("USERS:three", {"train": "x"}, "takes 3 arguments"),
         ("USERS:Mine", {"hnt": 1}, "environment.options.hnt is unknown.*did you mean hint"),
-        ("USERS:reward", {}, "train is not set"),
-        ("USERS:reward", {"train": "gone.jsonl"}, "there is no file gone.jsonl"),
-        ("USERS:reward", {"train": "USERS"}, "line 2: not a task"),
+        ("USERS:reward", {}, "environment.dataset is not set"),
+        ("USERS:reward", {"train": "gone.jsonl"}, "dataset '.*gone.jsonl': there is no such file"),
+        ("USERS:reward", {"train": "USERS"}, "users.py': its format is not known by its suffix"),
         ("addition", {"test": 99999}, "test = 99999, but there are 10000 sums"),
-        ("gsm8k", {"data": "no/where"}, "environment.options.data = 'no/where'"),
+        ("gsm8k", {"data": "no/where"}, "dataset 'no/where': there is no such file"),
     ],
 )
 def test_load_errors_are_one_line(users: Path, name: str, options: dict[str, Any], said: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import pytest
 
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Policy, Task
-from slipstream.environments.gsm8k import Gsm8k, is_correct
+from slipstream.environments.gsm8k import Gsm8k
 from slipstream.environments.reward_workers import RewardWorkerPool, ScoringError
+from slipstream.environments.rewards import Math
 from slipstream.rollout import Completion, VersionSpan
 
 PROBLEM = {"question": "How many?", "answer": "Two and two make\n#### 4"}
@@ -63,7 +63,7 @@ def data(tmp_path: Path) -> Path:
     ],
 )
 def test_answers(text: str, answer: str, right: bool) -> None:
-    assert is_correct(Task("0", "?", {"answer": answer}), said(text)) is right
+    assert Math().score(text, Math().prepare(answer, {})) == right
 
 
 def test_format_reward_is_added_to_the_answers_reward(data: Path) -> None:
@@ -78,7 +78,7 @@ def test_format_reward_is_added_to_the_answers_reward(data: Path) -> None:
         ):
             rollout = await environment.rollout(environment.test[0], Saying(text))
             assert rollout.reward == reward, text
-            assert rollout.metrics == {"correct": correct, "formatted": formatted}, text
+            assert rollout.metrics == {"math": correct, "regex": formatted, "correct": correct}, text
         await environment.close()
 
     asyncio.run(main())
@@ -86,37 +86,41 @@ def test_format_reward_is_added_to_the_answers_reward(data: Path) -> None:
 
 def test_an_endless_expression_costs_one_score() -> None:
     async def main() -> None:
-        pool = RewardWorkerPool("slipstream.environments.gsm8k:is_correct", 1, 3.0)
-        task = Task("0", "?", {"answer": "18"})
+        pool = RewardWorkerPool("slipstream.environments.rewards:score", 1, 3.0)
+        task = Task("0", "?", {"rewards": {"math": Math()}, "wanted": {"math": "18"}})
         with pytest.raises(ScoringError) as failure:
             await pool.score(task, said("\\boxed{2^{10^{10}}}"))
         assert failure.value.reason == "reward time limit"
-        assert await pool.score(task, said("#### 18")) == 1.0
+        assert await pool.score(task, said("#### 18")) == {"math": 1.0}
         await pool.close()
 
     asyncio.run(main())
 
 
 def test_a_solution_without_its_marker_is_malformed(data: Path) -> None:
-    write(data / "train.jsonl", PROBLEM, {"question": "How many?", "answer": "18"})
-    with pytest.raises(ConfigError, match=r"train.jsonl: 1 of 2 lines are not problems \(line 2\)"):
+    write(data / "train.jsonl", PROBLEM, {"question": "How many?", "answer": "18 apples and 2"})
+    with pytest.raises(
+        ConfigError, match=r"train.jsonl, line 2: not a task: its answer is '18 apples and 2', no .*\(1 of 2 lines: 2\)"
+    ):
         Gsm8k(str(data))
     write(data / "train.jsonl", PROBLEM, {"answer": "#### 18"})
-    with pytest.raises(ConfigError, match='line 2: it has no text as "question"; correct them, or set'):
+    with pytest.raises(ConfigError, match="line 2: not a task: it has no column 'question'; there are answer"):
         Gsm8k(str(data))
 
 
 def test_ten_malformed_lines_are_named_and_all_are_counted(data: Path) -> None:
     write(data / "train.jsonl", PROBLEM, *["{"] * 12)
-    with pytest.raises(ConfigError, match=r"12 of 13 .*\(line 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and more\)") as caught:
+    with pytest.raises(ConfigError, match=r"\(12 of 13 lines: 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and more\)") as caught:
         Gsm8k(str(data))
     assert "\n" not in str(caught.value)
-    assert "line 2: not JSON (Expecting property name enclosed in double quotes at column 2)" in str(caught.value)
+    assert "line 2: not a task: not JSON (Expecting property name enclosed in double quotes at column 2)" in str(
+        caught.value
+    )
 
 
 def test_line_numbers_are_those_of_an_editor(data: Path) -> None:
     write(data / "train.jsonl", {**PROBLEM, "question": "How\u2028many?"}, "", "{broken")
-    with pytest.raises(ConfigError, match=r"1 of 2 lines are not problems \(line 3\)"):
+    with pytest.raises(ConfigError, match=r"line 3: .*\(1 of 2 lines: 3\)"):
         Gsm8k(str(data))
 
 
@@ -124,27 +128,3 @@ def test_line_numbers_are_those_of_an_editor(data: Path) -> None:
 def test_shots_leave_something_to_train_on(data: Path, shots: int) -> None:
     with pytest.raises(ConfigError, match=f"environment.options.shots = {shots}: there are problems for 0 to 1"):
         Gsm8k(str(data), shots=shots)
-
-
-HUB = """
-def load_dataset(name, config):
-    good = {"question": "How many?", "answer": "#### 4"}
-    return {
-        "their/good": {"train": [good, good], "test": [good]},
-        "their/columns": {"train": [good, {"problem": "?"}], "test": [good]},
-        "their/splits": {"train": [good]},
-    }[name]
-"""
-
-
-def test_hub_rows_are_validated_like_local_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "datasets.py").write_text(HUB)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)
-    environment = Gsm8k("their/good")
-    assert (len(environment.train), len(environment.test)) == (2, 1)
-    with pytest.raises(ConfigError, match=r"columns: 1 of 2 lines are not problems \(line 2\)"):
-        Gsm8k("their/columns")
-    with pytest.raises(ConfigError, match=r"environment.options.data = .their/splits. can't be loaded from the Hub"):
-        Gsm8k("their/splits")
-    monkeypatch.delitem(sys.modules, "datasets", raising=False)

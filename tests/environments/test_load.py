@@ -122,15 +122,27 @@ def users(tmp_path: Path) -> Path:
         ("asker.py:forgot_async", {"train": "tasks.jsonl"}, "^environment.name = .*`async def`"),
         ("asker.py:reward", {"train": "latin.jsonl"}, "latin.jsonl: not UTF-8 at byte 15"),
         ("asker.py:reward", {"train": "empty.jsonl"}, "empty.jsonl, line 2: not a task"),
-        ("asker.py:reward", {"train": "nothing.jsonl"}, "^nothing.jsonl holds no tasks; write lines of"),
+        (
+            "asker.py:reward",
+            {"train": "nothing.jsonl"},
+            "^dataset 'nothing.jsonl', split train, holds no tasks; add rows",
+        ),
         ("asker.py:reward", {"train": "cut.jsonl"}, r"^cut.jsonl, line 2: .* not JSON .Unterminated .* at column 12"),
-        ("asker.py:reward", {"train": "named.jsonl"}, '^named.jsonl, line 1: not a task: it has no "prompt"'),
-        ("asker.py:reward", {"train": "twice.jsonl"}, '^twice.jsonl, line 2: .* its id "7" is that of line 1, too'),
+        (
+            "asker.py:reward",
+            {"train": "named.jsonl"},
+            "^named.jsonl, line 1: not a task: it has no column .prompt.; there are",
+        ),
+        (
+            "asker.py:reward",
+            {"train": "twice.jsonl"},
+            '^twice.jsonl, line 2: .* its id "7" is that of twice.jsonl, line 1, too',
+        ),
         ("asker.py:reward", {"train": "chat.jsonl"}, '^chat.jsonl, line 1: .* has no "role"'),
         ("asker.py:reward", {"train": "parts.jsonl"}, '^parts.jsonl, line 1: .*the "content" of a message'),
         ("asker.py:reward", {"train": "deep.jsonl"}, r"^deep.jsonl, line 1: .* not JSON"),
-        ("asker.py:reward", {"train": "task.jsonl"}, r"there is no file task.jsonl \(did you mean tasks.jsonl"),
-        ("asker.py:reward", {"train": "."}, "^environment.options: there is no file"),
+        ("asker.py:reward", {"train": "task.jsonl"}, r"there is no such file or directory \(did you mean tasks.jsonl"),
+        ("asker.py:reward", {"train": "asker.py"}, "^dataset 'asker.py': its format is not known"),
     ],
 )
 def test_user_errors_are_one_line(
@@ -149,11 +161,11 @@ def test_one_task_is_trained_on_and_a_byte_order_mark_is_read(users: Path, monke
     assert task.prompt == "1+1="
     (users / "math.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "1+1?", "answer": "#### 2"}\n')
     environment = load_environment(EnvironmentConfig(name="gsm8k", options={"data": "math.jsonl"}))
-    assert [task.data["answer"] for task in environment.train] == ["2"] and not environment.test
+    assert [task.data["answer"] for task in environment.train] == ["#### 2"] and not environment.test
 
 
 def test_config_errors_of_an_environment_are_not_wrapped() -> None:
-    with pytest.raises(ConfigError, match=r"^environment.options.data = 'no/where'"):
+    with pytest.raises(ConfigError, match=r"^dataset 'no/where'"):
         load_environment(EnvironmentConfig(name="gsm8k", options={"data": "no/where"}))
 
 

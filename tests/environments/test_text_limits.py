@@ -155,7 +155,7 @@ def test_lines_too_long_for_the_context_are_found_when_tasks_load(tmp_path: Path
     environment = load_environment(EnvironmentConfig(name=f"{tmp_path / 'users.py'}:reward", options=options))
     tokenizer = Spy(TEMPLATE)
     found = find_overlong_prompts(environment.train, ChatTokenizer(tokenizer, CONTEXT), CONTEXT)
-    assert describe(found, environment.train) == f"task 2 ({file}, line 2, 2000000 tokens or more)"
+    assert describe(found, environment.train) == f"task train/2 ({file}, line 2, 2000000 tokens or more)"
     assert tokenizer.longest == 0
     assert find_overlong_prompts([Task("t", "1" * 60_000)], ChatTokenizer(tokenizer, CONTEXT), CONTEXT) == {
         0: "60000 bytes"

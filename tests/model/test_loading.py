@@ -74,14 +74,14 @@ def test_a_missing_directory_is_reported_without_network(tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match=r"'models/gemma': no such directory, .* HF_HUB_OFFLINE is set; give a local"):
         load_tokenizer("models/gemma")
     monkeypatch.setattr(model_paths.constants, "HF_HUB_OFFLINE", False)
-    model_paths._hub_answers.cache_clear()
+    model_paths.hub_answers.cache_clear()
     with pytest.raises(ConfigError, match=r"'models/gemma': no such directory, and https://.* can't be reached"):
         load_tokenizer("models/gemma")
     (tmp_path / "models").mkdir()
     monkeypatch.delattr(model_paths, "get_session")
     with pytest.raises(ConfigError, match=r"'models/gemma': no such directory in 'models', which is here"):
         load_tokenizer("models/gemma")
-    model_paths._hub_answers.cache_clear()
+    model_paths.hub_answers.cache_clear()
 
 
 def without(path: Path, name: str) -> None:

@@ -157,7 +157,7 @@ def _has_reward_function(config: Config) -> bool:
     """Whether a reward function may raise: a user's environment may have one."""
     library, colon, _ = config.environment.name.partition(":")
     own = ":" in config.scoring.kind or (colon and library != "verifiers")
-    return bool(own or config.environment.name == "gsm8k")
+    return bool(own or config.environment.name in ("dataset", "gsm8k"))
 
 
 def _in_flight_at_swap(config: Config) -> bool:
@@ -327,6 +327,8 @@ CHECKS: tuple[Check, ...] = (
          "{algorithm.normalize_advantages} where groups have no baseline: equal rewards have an advantage",
          'drop one of them, or set algorithm.advantage to "group_mean" or "leave_one_out"'),
     ),
+    (lambda c: c.environment.name == "dataset" and not (c.environment.options.get("reward") or c.scoring.kind),
+     "environment.reward is not set, nor is scoring.kind: give one, such as environment.reward = \"exact\""),
     (lambda c: c.scoring.kind == "model" and not DEVICE.fullmatch(str(c.scoring.options.get("device", "auto"))),
      f"{{scoring.options.device}}: {NO_DEVICE}"),
     (lambda c: c.teacher.path and c.teacher.lag,

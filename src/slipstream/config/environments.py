@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from slipstream.config.section import Section, option
 
@@ -25,8 +25,8 @@ class EnvironmentConfig(Section):
     """Where tasks come from and how rollouts are rewarded."""
 
     name: str = Field(
-        description='"gsm8k", "code", "addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" '
-        'or "path/to/file.py:thing".',
+        description='"dataset" (environment.dataset = "FILE or HUB NAME" means it, too), "gsm8k", "code", '
+        '"addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" or "path/to/file.py:thing".',
         min_length=1,
     )
     options: dict[str, Any] = option({}, "Keyword arguments of the environment.")
@@ -57,3 +57,13 @@ class EnvironmentConfig(Section):
     reward_error: Literal["zero", "fail"] = option(
         "zero", "If a reward function raises: reward 0, counted, with a warning; or a failed rollout."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_dataset_options(cls, values: Any) -> Any:
+        """The options of a dataset, which may be written next to the section's own, in `options`."""
+        if not isinstance(values, dict) or ("dataset" not in values and values.get("name") != "dataset"):
+            return values
+        options = {name: value for name, value in values.items() if name not in cls.model_fields}
+        given = {name: value for name, value in values.items() if name not in options}
+        return {"name": "dataset"} | given | {"options": given.get("options", {}) | options}

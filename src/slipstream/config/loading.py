@@ -61,7 +61,8 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
 
     A model gets default options and the named environment, or `default`. Raises `ConfigError`.
     """
-    run, named = Path(target) / "config.toml", dict(parse_flags(flags)).get("environment.name")
+    run, given = Path(target) / "config.toml", dict(parse_flags(flags))
+    named = given.get("environment.name") or ("dataset" if "environment.dataset" in given else None)
     environment = str(named) if named else environment
     if not run.exists():
         if not (environment := environment or default):

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Policy, Task
-from slipstream.environments.load import hold_out, read_tasks
 from slipstream.environments.sandbox import PYTHON, Outcome, Program, Sandbox, isolation
+from slipstream.environments.tasks import Columns, load_tasks
 from slipstream.rollout import Rollout
 
 Test = str | Mapping[str, Any]
@@ -51,15 +51,13 @@ class Code:
         if reward not in ("share", "all"):
             raise ConfigError(f'environment.options.reward = {reward!r}; it is "share" or "all"')
         self.sandbox = Sandbox(seconds, memory_mb, processes=processes, kind=sandbox)
-        with ThreadPoolExecutor(1) as executor:  # it runs an event loop
-            executor.submit(isolation, sandbox).result()
+        require_isolation(sandbox)
         self._all, self._tools, self._instruction = reward == "all", tools, instruction
-        tasks = self._read(train)
-        self.train, self.test = (tasks, self._read(test)) if test is not None else hold_out(tasks)
+        tasks = load_tasks(train, Columns(id="id"), test=test or "", every_column=True)
+        self.train, self.test = map(self._prepared, tasks)
 
-    def _read(self, path: str) -> list[Task]:
-        """Tasks of a file. Raises `ConfigError` with file and line."""
-        tasks = read_tasks(Path(path))
+    def _prepared(self, tasks: Sequence[Task]) -> list[Task]:
+        """Tasks with the instruction. Raises `ConfigError` with file and line if tests are malformed."""
         for task in tasks:
             try:
                 validate_tests(task.data.get("tests"))
@@ -83,6 +81,12 @@ class Code:
         for message in messages[:-1]:
             conversation.tell(message["content"], message["role"])
         return await conversation.ask(messages[-1]["content"])
+
+
+def require_isolation(sandbox: str) -> None:
+    """Raise `ConfigError` if this kind of isolation does not work here."""
+    with ThreadPoolExecutor(1) as executor:  # it runs an event loop
+        executor.submit(isolation, sandbox).result()
 
 
 async def grade(code: str, tests: Sequence[Test], limits: Sandbox = DEFAULT) -> float:

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import random
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.loading import suggest
 from slipstream.config.plugins import construct, load_option, one_line, option_code
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Environment, Policy, Task
+from slipstream.environments.dataset import Dataset
 from slipstream.environments.reward_workers import RewardFunction, cores
 from slipstream.environments.text_limits import is_encodable
 
 BUILT_IN = {
     "addition": "slipstream.environments.addition:Addition",
     "code": "slipstream.environments.code:Code",
+    "dataset": "slipstream.environments.dataset:Dataset",
     "gsm8k": "slipstream.environments.gsm8k:Gsm8k",
 }
 LIBRARIES = {  # their environments are named "library:environment"
     "reasoning-gym": "slipstream.environments.reasoning_gym:ReasoningGym",
     "verifiers": "slipstream.environments.verifiers:Verifiers",
 }
-Item = TypeVar("Item")
-HELD_OUT = 0.1
 CLOSE_TIMEOUT_S = 30.0  # of an environment
 REWARD_SHARE = 0.1  # of an episode's timeout: one hung reward must not use up that of the episodes behind it
 
@@ -115,9 +111,9 @@ def _construct(kind: type, config: EnvironmentConfig, from_name: dict[str, str])
 
 
 class FunctionEnvironment:
-    """A user's `async rollout(task, policy)` or `reward(task, completion)`, on tasks from JSONL files.
+    """A user's `async rollout(task, policy)` or `reward(task, completion)`, on the tasks of a dataset.
 
-    Options: `train`, a file of lines `{"prompt": ..., "id": ..., more}`, and `test`; without it a tenth is held out.
+    Options are those of `Dataset` but `reward`. `train` is another name of `dataset`.
     """
 
     def __init__(self, function: Any, config: EnvironmentConfig) -> None:
@@ -137,7 +133,14 @@ class FunctionEnvironment:
         timeout = config.timeout * REWARD_SHARE
         self._reward = None if is_episode else RewardFunction(function, config.name, config.reward_workers, timeout)
         self.has_reward_workers = bool(self._reward and self._reward.pool)
-        self.train, self.test = _task_files(config)
+        options = {"id": "id", **config.options}
+        if "train" in options:
+            options["dataset"] = options.pop("train")
+        if unusable := [name for name in ("dataset", "reward") if (name in options) == (name == "reward")]:
+            what = "is not set" if unusable[0] == "dataset" else "does nothing: the function is the reward"
+            raise ConfigError(f"environment.{unusable[0]} {what}; a function needs dataset = FILE of its tasks")
+        tasks = _construct(Dataset, config.model_copy(update={"options": options}), {})
+        self.train, self.test = tasks.train, tasks.test
 
     async def rollout(self, task: Task, policy: Policy) -> Any:
         if self._reward:
@@ -147,85 +150,3 @@ class FunctionEnvironment:
     async def close(self) -> None:
         if self._reward:
             await self._reward.close()
-
-
-def _task_files(config: EnvironmentConfig) -> tuple[Sequence[Task], Sequence[Task]]:
-    options = dict(config.options)
-    train, test = options.pop("train", None), options.pop("test", None)
-    if options or not isinstance(train, str):
-        wrong = f"{next(iter(options))} is unknown" if options else "train is not set"
-        raise ConfigError(f"environment.options: {wrong}; a function needs train = FILE.jsonl and may have test = FILE")
-    tasks = read_tasks(Path(train))
-    return (tasks, read_tasks(Path(test))) if test is not None else hold_out(tasks)
-
-
-def hold_out(items: list[Item]) -> tuple[list[Item], list[Item]]:
-    """A training part and a held-out tenth of the items, after a shuffle with a fixed seed."""
-    random.Random(0).shuffle(items)
-    count = max(1, round(len(items) * HELD_OUT)) if len(items) > 1 else 0
-    return items[count:], items[:count]
-
-
-def read_tasks(path: Path) -> list[Task]:
-    """Tasks from a JSONL file. Raises `ConfigError` with file and line."""
-    lines: dict[str, int] = {}
-    tasks = []
-    for number, data in read_lines(path):
-        try:
-            task = _task(data, number, path)
-            if (first := lines.setdefault(task.id, number)) != number:
-                raise ValueError(f'its id "{task.id}" is that of line {first}, too')
-        except ValueError as error:
-            shape = '{"prompt": text or messages, ...}'
-            raise ConfigError(f"{path}, line {number}: not a task: {error}; a line is {shape}") from None
-        tasks.append(task)
-    if not tasks:
-        raise ConfigError(f'{path} holds no tasks; write lines of {{"prompt": text or messages, ...}}')
-    return tasks
-
-
-def _task(data: Any, number: int, path: Path) -> Task:
-    """The task of a line. Raises `ValueError`."""
-    if isinstance(data, ValueError):
-        raise data
-    if not isinstance(data, dict) or "prompt" not in data:
-        raise ValueError('it has no "prompt"')
-    prompt = data.pop("prompt")
-    if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
-        for message in prompt:
-            if not isinstance(message.get("role"), str) or "content" not in message:
-                raise ValueError('a message of its prompt has no "role" or no "content"')
-            if any(not isinstance(message["content"], str | list | None) for message in prompt):
-                raise ValueError('the "content" of a message of its prompt is no text and no list of parts')
-        prompt = tuple(prompt)
-    elif not isinstance(prompt, str):
-        raise ValueError("its prompt is neither text nor a list of messages")
-    if not prompt:
-        raise ValueError("its prompt is empty")
-    return Task(str(data.pop("id", number)), prompt, data, f"{path}, line {number}")
-
-
-def read_lines(path: Path) -> list[tuple[int, Any]]:
-    """Line number and JSON of a file's lines; a `ValueError` in the place of invalid JSON. Blank lines are skipped."""
-    if not path.is_file():
-        near = suggest(path.name, [file.name for file in path.parent.glob("*") if file.is_file()])
-        raise ConfigError(f"environment.options: there is no file {path}{near}")
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines also splits at U+2028, which JSON allows
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a file that can be read") from None
-    return [(number, _parsed(line)) for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _parsed(line: str) -> Any:
-    try:
-        value = json.loads(line)
-        if "\\u" in line and not is_encodable(json.dumps(value, ensure_ascii=False)):
-            return ValueError("it holds half of a surrogate pair")
-        return value
-    except json.JSONDecodeError as error:
-        return ValueError(f"not JSON ({error.msg} at column {error.colno})")
-    except (ValueError, RecursionError):
-        return ValueError("not JSON (a number or a nesting is too long)")

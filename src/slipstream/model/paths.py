@@ -51,7 +51,7 @@ def check_path(path: str, option: str = "model.path") -> None:
     elif constants.HF_HUB_OFFLINE:
         found = "no such directory, no model of this name in the cache, and HF_HUB_OFFLINE is set"
         raise ConfigError(f"{option} = {path!r}: {found}; give a local directory, or unset HF_HUB_OFFLINE")
-    elif not _hub_answers():
+    elif not hub_answers():
         raise ConfigError(
             f"{option} = {path!r}: no such directory, and {constants.ENDPOINT} can't be reached to look for a model of "
             "this name; give a local directory, or connect this host"
@@ -95,7 +95,7 @@ def _check_generation_config(file: Path) -> None:
 
 
 @cache
-def _hub_answers() -> bool:
+def hub_answers() -> bool:
     """Whether the Hub answers within 5 s; transformers would retry for more than a minute."""
     answered: list[int] = []
 

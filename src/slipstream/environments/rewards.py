@@ -1,0 +1,294 @@
+"""Rewards by name for a reply and a known answer: `math`, `exact`, `regex`, `choice`, `json`, `code`.
+
+A reward is a frozen dataclass: its fields are its options, and it travels to the reward workers with each task.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import re
+import string
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any
+
+from slipstream.config.loading import suggest
+from slipstream.config.schema import ConfigError
+from slipstream.environments.base import Task
+from slipstream.environments.rows import column_value
+from slipstream.rollout import Completion
+
+MARKER = "####"
+NUMBER = re.compile(r"(?:(?<![\w)])-)?\d[\d,]*(?:\.\d+)?")
+FORMULA = re.compile(r"\\\((.+?)\\\)|\\\[(.+?)\\\]|\$([^$\n]*\\[a-zA-Z][^$\n]*)\$", re.DOTALL)
+FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward from 0 to 1. With `extract`, a pattern, only its last match counts, or the group in that."""
+
+    weight: float = 1.0
+    extract: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kind = getattr(self, field.name), str(field.type).partition("[")[0]
+            if kind not in (type(value).__name__, "float" if type(value) is int else ""):
+                raise ConfigError(f"environment.reward: {field.name} = {value!r} must be of type {kind}")
+        _compile(self.extract, "extract")
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether a reply is compared with the answer of its row."""
+        return True
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the row that `prepare` reads, if there are such columns."""
+        return []
+
+    def prepare(self, answer: Any, row: Mapping[str, Any]) -> Any:
+        """What `score` compares a reply with. Raises `ValueError` for an answer that no reply can match."""
+        raise NotImplementedError
+
+    def score(self, text: str, wanted: Any) -> float:
+        """The reward of a reply. Runs in a reward worker."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Math(Reward):
+    """Whether the final answers are equal as numbers or formulas, by math-verify."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError("the reward math needs math-verify to judge answers: pip install 'slipstream-rl[math]'")
+
+    def prepare(self, answer: Any, row: Mapping[str, Any]) -> str:
+        text = final_answer(str(answer)) if MARKER in str(answer) or "\\boxed" in str(answer) else str(answer).strip()
+        if NUMBER.fullmatch(bare := text.strip("$% ").replace(",", "")):
+            return bare
+        words = re.findall("[A-Za-z]{3,}", re.sub(r"\\(?:text|mbox|mathrm) *\{[^}]*\}|\\[a-zA-Z]+", "", text))
+        if words and (with_unit := re.fullmatch(rf"\$?({NUMBER.pattern})[A-Za-z .]*", text)):
+            return with_unit[1].replace(",", "")
+        if words or not re.search(r"[\d\\+*/^=<>]", text):
+            raise ValueError(f"its answer is {answer!r:.80}, no number and no formula")
+        return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+
+    def score(self, text: str, wanted: Any) -> float:
+        from math_verify import parse, verify
+
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # every call would warn about the missing timeouts
+        # The pool has a timeout; math-verify's timeouts need signals in the main thread.
+        expected, found = parse(wanted, parsing_timeout=None), parse(final_answer(text), parsing_timeout=None)
+        return float(verify(expected, found, timeout_seconds=None))
+
+
+@dataclass(frozen=True)
+class Exact(Reward):
+    """Whether reply and answer are the same text, except for white space."""
+
+    ignore_case: bool = False
+
+    def prepare(self, answer: Any, row: Mapping[str, Any]) -> str:
+        text = " ".join(str(answer).split())
+        return text.casefold() if self.ignore_case else text
+
+    def score(self, text: str, wanted: Any) -> float:
+        return float(self.prepare(text, {}) == wanted)
+
+
+@dataclass(frozen=True)
+class Regex(Reward):
+    """Whether the reply has a match of `pattern`, or without one of the answer as a pattern."""
+
+    pattern: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _compile(self.pattern, "pattern")
+
+    @property
+    def needs_answer(self) -> bool:
+        return not self.pattern
+
+    def prepare(self, answer: Any, row: Mapping[str, Any]) -> str:
+        try:
+            return self.pattern or re.compile(str(answer)).pattern
+        except re.error as error:
+            raise ValueError(f"its answer {answer!r:.80} is no regular expression: {error}") from None
+
+    def score(self, text: str, wanted: Any) -> float:
+        return float(re.search(wanted, text) is not None)
+
+
+@dataclass(frozen=True)
+class Choice(Reward):
+    """Whether the reply names the right choice, by its letter or its text.
+
+    The answer is a letter, an index from 0, or the text of one of the choices in the column `choices`, if there is one.
+    """
+
+    choices: str = "choices"
+
+    @property
+    def columns(self) -> list[str]:
+        return [self.choices]
+
+    def prepare(self, answer: Any, row: Mapping[str, Any]) -> dict[str, str]:
+        choices = as_choices(row.get(self.choices.partition(".")[0]) and column_value(row, self.choices))
+        labels, text = [*choices] or [*string.ascii_uppercase], str(answer).strip()
+        label = text.strip("().: ").upper()
+        if label not in labels:
+            same = [name for name, choice in choices.items() if choice.strip() == text]
+            label = same[0] if same else labels[int(text)] if text.isdecimal() and int(text) < len(labels) else ""
+        if not label:
+            raise ValueError(f"its answer is {answer!r:.80}, none of the choices {', '.join(choices) or 'A to Z'}")
+        return {"label": label, "text": choices.get(label, ""), "labels": "|".join(map(re.escape, labels))}
+
+    def score(self, text: str, wanted: Any) -> float:
+        label = rf"\(?\**({wanted['labels']})\b"
+        before = rf"(?i:answer|choice|option)(?i:\s+is|\s*:|\s*=)?[\s:*]*|\\boxed\{{(?:\\text\{{)?|{MARKER}\s*"
+        alone = rf"^\W*({wanted['labels']})(?:[.):*].*|\W*)$"
+        if found := re.findall(f"(?:{before}){label}", text) or re.findall(alone, text, re.MULTILINE):
+            return float(found[-1] == wanted["label"])
+        lines = text.strip().splitlines() or [""]
+        return float(bool(wanted["text"]) and wanted["text"].strip().casefold() == lines[-1].strip(" .*").casefold())
+
+
+@dataclass(frozen=True)
+class Json(Reward):
+    """Whether the reply, or its last fenced block, is JSON that equals the answer; without one, has all `keys`."""
+
+    keys: tuple[str, ...] = ()
+
+    @property
+    def needs_answer(self) -> bool:
+        return not self.keys
+
+    def prepare(self, answer: Any, row: Mapping[str, Any]) -> Any:
+        try:
+            return json.loads(answer) if isinstance(answer, str) else answer
+        except ValueError as error:
+            raise ValueError(f"its answer {answer!r:.80} is no JSON: {error}") from None
+
+    def score(self, text: str, wanted: Any) -> float:
+        try:
+            found = json.loads((FENCED.findall(text) or [text])[-1])
+        except (ValueError, RecursionError):
+            return 0.0
+        has_keys = not self.keys or (isinstance(found, dict) and found.keys() >= {*self.keys})
+        return float(has_keys and (wanted is None or found == wanted))
+
+
+@dataclass(frozen=True)
+class Code(Reward):
+    """The share of the answer's tests that the reply's last code block passes, each in a sandbox; see docs/code.md."""
+
+    seconds: float = 5.0
+    memory_mb: int = 1024
+    sandbox: str = "auto"
+
+    def __post_init__(self) -> None:
+        from slipstream.environments.code import require_isolation
+
+        super().__post_init__()
+        require_isolation(self.sandbox)
+
+    def prepare(self, answer: Any, row: Mapping[str, Any]) -> Any:
+        from slipstream.environments.code import validate_tests
+
+        tests = answer
+        with suppress(ValueError):
+            tests = json.loads(answer) if isinstance(answer, str) else answer
+        if isinstance(tests, dict) and isinstance(tests.get("inputs"), list):
+            tests = [{"input": i, "output": o} for i, o in zip(tests["inputs"], tests.get("outputs", ()), strict=False)]
+        tests = [tests] if isinstance(tests, str) else tests
+        validate_tests(tests)
+        return tests
+
+    async def grade(self, text: str, wanted: Any) -> float:
+        """The share of tests passed. It runs in the event loop, since sandboxes are processes of their own."""
+        from slipstream.environments.code import extract_code, grade
+        from slipstream.environments.sandbox import Sandbox
+
+        limits = Sandbox(self.seconds, self.memory_mb, kind=self.sandbox)
+        return await grade(extract_code(extracted(self, text) or ""), wanted, limits)
+
+
+REWARDS: dict[str, type[Reward]] = {
+    "math": Math, "exact": Exact, "regex": Regex, "choice": Choice, "json": Json, "code": Code,
+}  # fmt: skip
+
+
+def load_rewards(reward: Any) -> dict[str, Reward]:
+    """The rewards of `environment.reward`: a name, or a table of names with a weight or a table of options each."""
+    if not isinstance(reward, str | dict):
+        raise ConfigError(f"environment.reward = {reward!r}: it must be a name, or a table such as {{ math = 1.0 }}")
+    named = {reward: {}} if isinstance(reward, str) else reward
+    rewards = {}
+    for name, options in named.items() if reward else ():
+        if name not in REWARDS:
+            hint = suggest(name, [*REWARDS]) or f"; there are {', '.join(REWARDS)}"
+            raise ConfigError(f"environment.reward: there is no reward {name!r}{hint}")
+        table: dict[str, Any] = options if isinstance(options, dict) else {"weight": options}
+        known = [field.name for field in fields(REWARDS[name])]
+        for option in table:
+            if option not in known:
+                hint = suggest(option, known) or f"; it takes {', '.join(known)}"
+                raise ConfigError(f"environment.reward.{name}.{option} is unknown{hint}")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+        rewards[name] = REWARDS[name](**values)
+    return rewards
+
+
+def score(task: Task, completion: Completion) -> dict[str, float]:
+    """The value of each reward in the task's `rewards`, by name. Runs in a reward worker."""
+    values = {}
+    for name, reward in task.data["rewards"].items():
+        text = extracted(reward, completion.text)
+        values[name] = 0.0 if text is None else reward.score(text, task.data["wanted"][name])
+    return values
+
+
+def extracted(reward: Reward, text: str) -> str | None:
+    """The part of a reply that the reward sees; None if its pattern has no match."""
+    found = [*re.finditer(reward.extract, text, re.DOTALL)] if reward.extract else []
+    return found[-1][found[-1].lastindex or 0] if found else None if reward.extract else text
+
+
+def final_answer(text: str) -> str:
+    """The part of a reply that states the answer: after the marker, in a box, the last formula, or the last number."""
+    _, marker, after = text.rpartition(MARKER)
+    if marker:
+        numbers = NUMBER.findall(after.splitlines()[0] if after.strip() else "")
+        return numbers[0].replace(",", "") if numbers else after.strip()
+    if "\\boxed" in text:
+        return text[text.rindex("\\boxed") :]
+    numbers = [*NUMBER.finditer(text)]
+    formulas = [*FORMULA.finditer(text)]
+    if formulas and formulas[-1].end() >= (numbers[-1].end() if numbers else 0):
+        return f"${next(filter(None, formulas[-1].groups()))}$"
+    return numbers[-1][0].replace(",", "") if numbers else ""
+
+
+def as_choices(value: Any) -> dict[str, str]:
+    """Choices by label: of a list "A", "B", ...; or those of a table of labels and texts. {} for anything else."""
+    if isinstance(value, dict) and isinstance(value.get("text"), list) and isinstance(value.get("label"), list):
+        return dict(zip(map(str, value["label"]), map(str, value["text"]), strict=False))
+    if isinstance(value, dict) and value and all(len(label) == 1 for label in value):
+        return {label: str(text) for label, text in value.items()}
+    plain = isinstance(value, list) and all(isinstance(choice, str | int | float) for choice in value)
+    return dict(zip(string.ascii_uppercase, map(str, value), strict=False)) if plain else {}
+
+
+def _compile(pattern: str, option: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"environment.reward: {option} = {pattern!r} is no regular expression: {error}") from None

@@ -1,0 +1,201 @@
+"""Read the rows of a dataset: local files, a directory of them, or a dataset of the Hub.
+
+JSONL, CSV and TSV are read here, so that an error names its line and text stays text ("007"); all else by `datasets`.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import importlib.util
+import io
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import constants
+
+from slipstream.config.loading import suggest
+from slipstream.config.schema import ConfigError
+from slipstream.environments.text_limits import is_encodable
+from slipstream.model.paths import hub_answers
+
+BUILDERS = {".parquet": "parquet", ".json": "json", ".arrow": "arrow"}  # of `datasets`
+READERS = (".jsonl", ".csv", ".tsv")
+SPLITS = ("train", "test", "validation")
+FORMATS = ", ".join((*READERS, *BUILDERS))
+Numbered = tuple[int, Any]  # number of a line or row, and its content: a mapping of columns, or a `ValueError`
+
+
+class Part(NamedTuple):
+    """The rows of one file, or of one split of a dataset."""
+
+    where: str
+    unit: str  # "line" or "row"
+    rows: Sequence[Numbered]
+
+
+Read = Callable[[Collection[str]], list[Part]]  # reads these columns of one split; without any, all columns
+
+
+def find_splits(dataset: str, subset: str = "") -> dict[str, Read]:
+    """The splits of a dataset, by name. Raises `ConfigError` if there is no such dataset.
+
+    The split of a local file is the first of `SPLITS` that is a word of its name, else "train".
+    """
+    path = Path(dataset).expanduser()
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():  # written by `save_to_disk`
+        return _datasets_splits(dataset, lambda library: library.load_from_disk(str(path)))
+    if files := _files(path):
+        splits: dict[str, list[Path]] = {}
+        for file in files:
+            words = re.split("[^a-z]+", file.stem.lower())
+            splits.setdefault(next((name for name in SPLITS if name in words), "train"), []).append(file)
+        return {name: partial(_read_files, files) for name, files in splits.items()}
+    if path.suffix in (*BUILDERS, *READERS) or dataset.count("/") > 1 or dataset.startswith((".", "/", "~")):
+        near = suggest(path.name, [file.name for file in path.parent.glob("*")])
+        raise ConfigError(f"dataset {dataset!r}: there is no such file or directory{near}, and no such name on the Hub")
+    if not constants.HF_HUB_OFFLINE and not hub_answers():
+        raise ConfigError(
+            f"dataset {dataset!r}: there is no such file or directory, and {constants.ENDPOINT} can't be reached; "
+            "give a local file, or set HF_HUB_OFFLINE=1 if the dataset is in the cache"
+        )
+    return _datasets_splits(dataset, lambda library: library.load_dataset(dataset, subset or None))
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, all readable files in the directory, or those that match the pattern. Raises `ConfigError`."""
+    if path.is_file():
+        if path.suffix not in (*BUILDERS, *READERS):
+            raise ConfigError(f"dataset {str(path)!r}: its format is not known by its suffix; it is one of {FORMATS}")
+        return [path]
+    if not path.is_dir():
+        return sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207, since a pattern may be absolute
+    files = sorted(file for file in path.rglob("*") if file.suffix in (*BUILDERS, *READERS))
+    if not files:
+        raise ConfigError(f"dataset {str(path)!r}: the directory has no file of the formats {FORMATS}")
+    return files
+
+
+def _read_files(files: Sequence[Path], columns: Collection[str]) -> list[Part]:
+    parts = []
+    for file in files:
+        if file.suffix in BUILDERS:
+            found = _load(str(file), partial(_load_file, file))
+            parts.append(Part(str(file), "row", _select(str(file), found, columns)))
+        else:
+            unit = "line" if file.suffix == ".jsonl" else "row"
+            parts.append(Part(str(file), unit, read_lines(file) if unit == "line" else _read_csv(file)))
+    return parts
+
+
+def _load_file(file: Path, library: Any) -> Any:
+    return library.load_dataset(BUILDERS[file.suffix], data_files=glob.escape(str(file)), split="train")
+
+
+def _datasets_splits(dataset: str, load: Callable[[Any], Any]) -> dict[str, Read]:
+    found = _load(dataset, load)
+    named = found if isinstance(found, dict) else {"train": found}
+    return {name: partial(_read_split, f"{dataset}, split {name}", split) for name, split in named.items()}
+
+
+def _read_split(where: str, split: Any, columns: Collection[str]) -> list[Part]:
+    return [Part(where, "row", _select(where, split, columns))]
+
+
+def _load(dataset: str, load: Callable[[Any], Any]) -> Any:
+    """What `load` returns, given the module `datasets`. Raises `ConfigError` with the first cause of any failure."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError(f"dataset {dataset!r} needs the library datasets: pip install 'slipstream-rl[data]'")
+    import datasets
+
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises, too
+    if Path(dataset).exists():
+        datasets.disable_progress_bars()
+    try:
+        return load(datasets)
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__:
+            cause = cause.__cause__
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        raise ConfigError(f"dataset {dataset!r} can't be loaded: {reason:.300}") from None
+
+
+def _select(where: str, found: Any, columns: Collection[str]) -> list[Numbered]:
+    """The rows with these columns alone, so that no image or sound of another column is decoded."""
+    if missing := [name for name in columns if name not in found.column_names]:
+        raise ConfigError(f"{where}: {_no_column(missing[0], found.column_names)}")
+    return [*enumerate(found.select_columns([*columns]) if columns else found, 1)]
+
+
+def column_value(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, or of "a.b" in column "a". Raises `ValueError` if there is none."""
+    value: Any = row
+    for key in [name] if name in row else name.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise ValueError(_no_column(name, [*value] if isinstance(value, Mapping) else []))
+        value = value[key]
+    return value
+
+
+def _no_column(name: str, columns: Sequence[str]) -> str:
+    return f"it has no column {name!r}{suggest(name, columns)}; there are {', '.join(columns) or 'none'}"
+
+
+def _read_csv(path: Path) -> list[Numbered]:
+    """Rows of a file with a header, all values as text."""
+    text = _read_text(path)
+    header = text[: text.find("\n")]
+    csv.field_size_limit(sys.maxsize)
+    delimiter = max(",;\t|", key=header.count)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        return [(number, _checked(row)) for number, row in enumerate(reader, 1)]
+    except csv.Error as error:
+        raise ConfigError(f"{path}, line {reader.line_num}: not CSV: {error}; correct it") from None
+
+
+def _checked(row: dict[Any, Any]) -> Any:
+    """The row of a CSV file, or a `ValueError` if it has another number of values than the header."""
+    more, less = len(row.get(None, ())), sum(value is None for value in row.values())
+    columns = len(row) - (None in row)
+    if more or less:
+        return ValueError(f"it has {columns + more - less} values for {columns} columns")
+    return row
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file in UTF-8. Raises `ConfigError`."""
+    if not path.is_file():
+        near = suggest(path.name, [file.name for file in path.parent.glob("*") if file.is_file()])
+        raise ConfigError(f"environment.options: there is no file {path}{near}")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a file that can be read") from None
+
+
+def read_lines(path: Path) -> list[Numbered]:
+    """Line number and JSON of a file's lines; a `ValueError` in the place of invalid JSON. Blank lines are skipped."""
+    lines = _read_text(path).split("\n")  # splitlines also splits at U+2028, which JSON allows
+    return [(number, _parsed(line)) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parsed(line: str) -> Any:
+    try:
+        value = json.loads(line)
+        if "\\u" in line and not is_encodable(json.dumps(value, ensure_ascii=False)):
+            return ValueError("it holds half of a surrogate pair")
+        return value
+    except json.JSONDecodeError as error:
+        return ValueError(f"not JSON ({error.msg} at column {error.colno})")
+    except (ValueError, RecursionError):
+        return ValueError("not JSON (a number or a nesting is too long)")

@@ -1,0 +1,187 @@
+"""Make tasks of the rows of a dataset: columns or templates give prompt and answer, and some tasks are held out."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.loading import suggest
+from slipstream.config.schema import ConfigError
+from slipstream.environments.base import Task
+from slipstream.environments.rewards import Reward, as_choices
+from slipstream.environments.rows import Part, column_value, find_splits
+
+FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}\n]+)\}")  # text in braces, or the value of a column
+ROLES = {"human": "user", "gpt": "assistant"}  # of messages with "from" and "value"
+HELD_OUT = 0.1
+MAX_NAMED = 10  # malformed rows in a message
+
+
+@dataclass(frozen=True)
+class Columns:
+    """How a row becomes a task. Each is the name of a column ("a.b" is nested) or a template: "Question: {a.b}"."""
+
+    prompt: str = "prompt"
+    answer: str = ""
+    id: str = ""  # rows without this column get their number
+    system: str = ""  # text, no column
+    filter: Mapping[str, Any] = field(default_factory=dict)  # the values, or lists of values, that rows must have
+    rewards: Mapping[str, Reward] = field(default_factory=dict)
+
+    def used(self) -> list[str]:
+        """Columns that the task is made of."""
+        names = [name for text in (self.prompt, self.answer) for name in _names(text)]
+        names += [*self.filter, *(name for reward in self.rewards.values() for name in reward.columns)]
+        return [*dict.fromkeys(name.partition(".")[0] for name in names)]
+
+    def keeps(self, row: Any) -> bool:
+        """Whether the row passes the filter. Raises `ValueError`."""
+        wanted = {name: value if isinstance(value, list) else [value] for name, value in self.filter.items()}
+        return all(str(column_value(row, name)) in map(str, values) for name, values in wanted.items())
+
+    def task(self, row: Any, name: str, source: str) -> Task:
+        """The task of a row. Raises `ValueError` that says what is wrong with the row."""
+        prompt = as_prompt(_text(row, self.prompt), "prompt" if "{" in self.prompt else repr(self.prompt), self.system)
+        answer = as_messages(_text(row, self.answer)) if self.answer else None
+        if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
+            answer = answer[-1].get("content")  # the last reply of a chat
+        if self.answer and (answer is None or not str(answer).strip()):
+            raise ValueError(f"its {self.answer!r} is empty")
+        data = {column: value for column, value in row.items() if column not in (self.prompt, self.id)}
+        wanted = {kind: reward.prepare(answer, row) for kind, reward in self.rewards.items()}
+        more = ({"answer": answer} if self.answer else {}) | ({"wanted": wanted} if wanted else {})
+        return Task(str(row[self.id]) if self.id in row else name, prompt, data | more, source)
+
+
+def load_tasks(
+    dataset: str,
+    columns: Columns,
+    subset: str = "",
+    split: str = "",
+    test: str | float = "",
+    skip_malformed: bool = False,
+    every_column: bool = False,
+) -> tuple[list[Task], list[Task]]:
+    """Training and held-out tasks. Raises `ConfigError` with file, line or row, and column.
+
+    `split` is by default "train" or the only one. `test` is a split, a file, or a share of the training tasks; by
+    default the split "test" or "validation", else a tenth. `every_column` also reads columns that `columns` leaves out.
+    """
+    splits, read = find_splits(dataset, subset), [] if every_column else columns.used()
+    split = split or ("train" if "train" in splits or len(splits) > 1 else next(iter(splits)))
+    if test == "":
+        test = next((name for name in ("test", "validation") if name in splits and name != split), HELD_OUT)
+    if isinstance(test, str) and test not in splits and (Path(test).suffix or Path(test).exists()):
+        [splits[test], *_] = find_splits(test).values()
+
+    def load(name: str) -> list[Task]:
+        if name not in splits:
+            raise ConfigError(
+                f"dataset {dataset!r} has no split {name!r}{suggest(name, [*splits])}: {', '.join(splits)}"
+            )
+        return _tasks(splits[name](read), name, columns, skip_malformed)
+
+    tasks = load(split)
+    if not tasks:
+        reason = f"environment.filter = {dict(columns.filter)} leaves none" if columns.filter else "add rows"
+        raise ConfigError(f"dataset {dataset!r}, split {split}, holds no tasks; {reason}")
+    return (tasks, load(test)) if isinstance(test, str) else _hold_out(tasks, test)
+
+
+def _hold_out(tasks: list[Task], share: float) -> tuple[list[Task], list[Task]]:
+    """A training part and a held-out share of the tasks, at least one of several, after a shuffle with a fixed seed."""
+    if not 0 <= share < 1:
+        raise ConfigError(f"environment.test = {share!r}: it must be a split, a file, or a share from 0 to below 1")
+    random.Random(0).shuffle(tasks)
+    count = max(1, round(len(tasks) * share)) if share and len(tasks) > 1 else 0
+    return tasks[count:], tasks[:count]
+
+
+def _tasks(parts: Sequence[Part], split: str, columns: Columns, skip_malformed: bool) -> list[Task]:
+    """The tasks of all rows that pass the filter. Malformed rows raise `ConfigError`, or are skipped with a warning."""
+    tasks: dict[str, Task] = {}
+    for part in parts:
+        faults: dict[int, str] = {}
+        name = split if len(parts) == 1 else f"{split}/{Path(part.where).stem}"
+        for number, row in part.rows:
+            source = f"{part.where}, {part.unit} {number}"
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                if not isinstance(row, dict):
+                    raise ValueError(f"it is {row!r:.80}, no table of columns")
+                if columns.keeps(row):
+                    task = columns.task(row, f"{name}/{number}", source)
+                    if task.id in tasks:
+                        raise ValueError(f'its id "{task.id}" is that of {tasks[task.id].source}, too')
+                    tasks[task.id] = task
+            except ValueError as error:
+                faults[number] = str(error)
+        if faults:
+            _report(part, faults, skip_malformed)
+    return [*tasks.values()]
+
+
+def _report(part: Part, faults: Mapping[int, str], skip_malformed: bool) -> None:
+    first, why = next(iter(faults.items()))
+    numbers = ", ".join(map(str, [*faults][:MAX_NAMED])) + " and more" * (len(faults) > MAX_NAMED)
+    count = f"{len(faults)} of {len(part.rows)} {part.unit}s: {numbers}"
+    found = f"{part.where}, {part.unit} {first}: not a task: {why} ({count})"
+    if not skip_malformed:
+        raise ConfigError(f"{found}; correct the data or the options, or set the option skip_malformed = true")
+    print(f"slipstream: {found}; left out", file=sys.stderr)
+
+
+def as_prompt(value: Any, name: str, system: str = "") -> str | tuple[dict[str, Any], ...]:
+    """Text, or chat messages without a last reply of the assistant, as a task's prompt. Raises `ValueError`."""
+    value = as_messages(value)
+    if isinstance(value, list) and all(isinstance(message, dict) for message in value):
+        for message in value:
+            if not isinstance(message.get("role"), str) or "content" not in message:
+                raise ValueError(f'a message of its {name} has no "role" or no "content"')
+            if not isinstance(message["content"], str | list | None):
+                raise ValueError(f'the "content" of a message of its {name} is no text and no list of parts')
+        value = value[:-1] if value and value[-1]["role"] == "assistant" else value
+    elif not isinstance(value, str):
+        raise ValueError(f"its {name} is {value!r:.80}, neither text nor a list of messages")
+    if not value or (isinstance(value, str) and not value.strip()):
+        raise ValueError(f"its {name} is empty")
+    if system:
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        value = [{"role": "system", "content": system}, *messages]
+    return value if isinstance(value, str) else tuple(value)
+
+
+def as_messages(value: Any) -> Any:
+    """Messages with "from" and "value" as such with "role" and "content"; anything else unchanged."""
+    if not isinstance(value, list) or not all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
+        return value
+    return [{"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in value]
+
+
+def _names(text: str) -> list[str]:
+    """The columns in a template, or the one that the text names."""
+    return [found[2] for found in FIELD.finditer(text) if found[2]] if "{" in text else [text] * bool(text)
+
+
+def _text(row: dict[str, Any], column: str) -> Any:
+    """The value of a column, or the text of a template. Raises `ValueError`."""
+    if "{" not in column:
+        return column_value(row, column)
+    return FIELD.sub(lambda found: f"{{{found[1]}}}" if found[2] is None else _shown(row, found[2]), column)
+
+
+def _shown(row: dict[str, Any], name: str) -> str:
+    """The value of a column in a template; choices as lines "A. text"."""
+    value = column_value(row, name)
+    if value is None or value == "":
+        raise ValueError(f"its {name!r} is empty")
+    if choices := as_choices(value):
+        return "\n".join(f"{label}. {text}" for label, text in choices.items())
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

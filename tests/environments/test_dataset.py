@@ -1,0 +1,275 @@
+"""Datasets in the shapes in which others publish them: tasks, rewards, and messages about malformed rows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from slipstream.config.loading import load_config
+from slipstream.config.schema import ConfigError
+from slipstream.environments.base import Task
+from slipstream.environments.load import load_environment
+from slipstream.environments.rewards import load_rewards, score
+from tests.environments.test_environments import completion
+from tests.environments.test_gsm8k import Saying
+
+datasets = pytest.importorskip("datasets")
+REGEX = {"weight": 0.5, "pattern": "```"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+
+def environment(**options: Any) -> Any:
+    flags = [f"--environment.{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in options.items()]
+    return load_environment(load_config(None, ["--model.path=m", *flags]).environment)
+
+
+def parquet(path: str, *rows: dict[str, Any]) -> None:
+    pq.write_table(pa.Table.from_pylist([*rows]), path)
+
+
+def jsonl(path: str, *rows: Any) -> None:
+    Path(path).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+
+def played(made: Any, index: int, *said: str) -> list[Any]:
+    """What the environment returns for these replies to one of its tasks."""
+
+    async def main() -> list[Any]:
+        try:
+            return [await made.rollout(made.train[index], Saying(text)) for text in said]
+        finally:
+            await made.close()
+
+    return asyncio.run(main())
+
+
+def rewarded(*arguments: Any) -> list[float]:
+    return [getattr(outcome, "reward", outcome) for outcome in played(*arguments)]
+
+
+def test_parquet_with_nested_columns() -> None:
+    """As in the data of verl: messages, and the answer in a table."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"{i}+1?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra_info": {"level": "easy" if i % 2 else "hard"},
+        }
+        for i in range(40)
+    ]
+    parquet("sums.parquet", *rows)
+    options = {"dataset": "sums.parquet", "answer": "reward_model.ground_truth", "reward": "math"}
+    made = environment(**options, filter={"extra_info.level": "hard"}, system="Add.", test=0.2)
+    assert (len(made.train), len(made.test)) == (16, 4)
+    assert not {task.id for task in made.train} & {task.id for task in made.test}
+    task = next(task for task in made.train if task.source == "sums.parquet, row 3")
+    assert task.prompt == ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+1?"})
+    assert rewarded(made, made.train.index(task), "so 3", "$\\frac{6}{2}$", "4", "") == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_csv_keeps_text_and_quotes() -> None:
+    Path("agents.csv").write_bytes('\ufeffQuestion Text;Code\n"Who is\n""Bond""; James?";007\nNA;NA\n'.encode())
+    made = environment(
+        dataset="agents.csv", prompt="{Question Text} {{in code}}", answer="Code", reward="exact", test=0
+    )
+    assert [task.prompt for task in made.train] == ['Who is\n"Bond"; James? {in code}', "NA {in code}"]
+    assert [task.data["wanted"]["exact"] for task in made.train] == ["007", "NA"]
+    assert rewarded(made, 0, " 007\n", "7") == [1.0, 0.0]
+    assert not made.test
+
+
+def test_chats_without_their_last_reply() -> None:
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Hi?"},
+        {"from": "gpt", "value": "Ho"},
+    ]
+    jsonl("train-0.jsonl", {"conversations": turns}, {"conversations": turns[1:]})
+    jsonl("test-0.jsonl", {"conversations": turns[1:]})
+    reward = {"exact": {"weight": 1, "ignore_case": True}, "regex": {"weight": 0.5, "pattern": "^[A-Z]"}}
+    made = environment(dataset=".", prompt="conversations", answer="conversations", reward=reward)
+    roles = [[message["role"] for message in task.prompt] for task in [*made.train, *made.test]]
+    assert roles == [["system", "user"], ["user"], ["user"]]
+    both, exact, regex = played(made, 0, "Ho", "ho", "Hu")
+    assert [both.reward, exact.reward, regex.reward] == [1.5, 1.0, 0.5]
+    assert exact.metrics == {"exact": 1.0, "regex": 0.0, "correct": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer"),
+    [
+        (["Lima", "Rome", "Oslo"], 1),  # MMLU
+        ({"label": ["A", "B", "C"], "text": ["Lima", "Rome", "Oslo"]}, "B"),  # ARC
+        ({"A": "Lima", "B": "Rome", "C": "Oslo"}, "(b)"),  # MedQA
+        (["Lima", "Rome", "Oslo"], "Rome"),
+    ],
+)
+def test_multiple_choice(choices: Any, answer: Any) -> None:
+    Path("quiz.json").write_text(json.dumps([{"q": "Italy?", "options": choices, "right": answer}] * 2))
+    reward = {"choice": {"choices": "options"}}
+    made = environment(dataset="quiz.json", prompt="{q}\n{options}\nAnswer:", answer="right", reward=reward)
+    assert made.train[0].prompt == "Italy?\nA. Lima\nB. Rome\nC. Oslo\nAnswer:"
+    right = (
+        "B",
+        " (B) Rome",
+        "A or C? No. The answer is **B**.",
+        "\\boxed{B}",
+        "#### B",
+        "I say:\nB.",
+        "Rome",
+        "b\nRome.",
+    )
+    wrong = ("A", "The answer is C, not B", "answer: A", "A capital city", "Lima", "", "BB", "answer B? No, answer: C")
+    assert rewarded(made, 0, *right, *wrong) == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["assert double(2) == 4", "assert double(-1) == -2"],  # MBPP
+        json.dumps({"inputs": ["2\n", "-1\n"], "outputs": ["4\n", "-2\n"]}),  # APPS
+        "assert double(2) == 4\nassert double(-1) == -2",  # HumanEval
+    ],
+)
+def test_programming_problems(tests: Any) -> None:
+    parquet("code.parquet", {"text": "Double a number.", "test": tests}, {"text": "And again.", "test": tests})
+    made = environment(dataset="code.parquet", prompt="text", answer="test", reward={"code": 1.0, "regex": REGEX})
+    right = "So:\n```python\ndef double(n): return 2 * n\nif __name__ == '__main__': print(double(int(input())))\n```"
+    passing, failing = played(made, 0, right, right.replace("2 * n", "n + 2"))
+    assert passing.metrics == {"code": 1.0, "regex": 1.0, "correct": 1.0} and passing.reward == 1.5
+    assert failing.metrics["code"] == (0.0 if "\n" in tests else 0.5) and failing.metrics["correct"] == 0.0
+
+
+def test_a_hub_dataset_has_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(name: str, subset: str | None) -> Any:
+        assert (name, subset) == ("their/sums", "main")
+        rows = [{"question": "1+1?", "answer": "so\n#### 2", "image": b"x"}] * 3
+        return datasets.DatasetDict(
+            {split: datasets.Dataset.from_list(rows) for split in ("train", "validation", "more")}
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("slipstream.environments.rows.hub_answers", lambda: True)
+    options = {"dataset": "their/sums", "subset": "main", "prompt": "question", "answer": "answer", "reward": "math"}
+    made = environment(**options)
+    assert made.train[0].source == "their/sums, split train, row 1" and made.test[2].id == "validation/3"
+    assert rewarded(made, 0, "2.0") == [1.0] and "image" not in made.train[0].data
+    assert len(environment(**options, split="more", test=0.4).train) == 2
+    with pytest.raises(ConfigError, match=r"has no split 'mor' \(did you mean more\?\): train, validation, more"):
+        environment(**options, split="mor")
+    with pytest.raises(
+        ConfigError, match=r"split train: it has no column 'problem'; there are question, answer, image"
+    ):
+        environment(**{**options, "prompt": "problem"})
+
+
+def test_a_saved_dataset_is_read() -> None:
+    datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}]).save_to_disk("saved")
+    made = environment(dataset="saved", reward={"regex": {"pattern": "c"}})
+    assert {task.prompt for task in [*made.train, *made.test]} == {"a", "b"}
+
+
+def test_a_function_gets_the_tasks_of_any_dataset() -> None:
+    Path("own.py").write_text("def reward(task, completion): return float(completion.text == task.data['more'])\n")
+    parquet("t.parquet", {"question": "1+1?", "more": "2"}, {"question": "1+2?", "more": "3"})
+    made = environment(name="own.py:reward", dataset="t.parquet", prompt="question", test="t.parquet")
+    assert [task.prompt for task in made.train] == [task.prompt for task in made.test] == ["1+1?", "1+2?"]
+    assert rewarded(made, 1, "3", "2") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "right", "wrong"),
+    [
+        ("math", "\\frac{1}{2}", "so \\boxed{0.5}", "2"),
+        ("math", "$x+1$", "it is $\\left(1+x\\right)$", "1"),
+        ("math", 1000.0, "1,000 apples", "100"),
+        ("math", "18 dollars", "$18", "1 8"),
+        ("math", "50%", "\\(50\\%\\)", "5"),
+        ({"exact": {"extract": "<a>(.*?)</a>"}}, "Rome", "<a>Oslo</a>, no: <a> Rome </a>", "Rome"),
+        ("regex", "^Ro.e$", "Rome", "In Rome"),
+        ("json", '{"a": [1, 2]}', 'So:\n```json\n{"a":[1,2]}\n```', '{"a": [2, 1]}'),
+        ({"json": {"keys": ["a", "b"]}}, None, '{"a": 1, "b": 2}', '{"a": 1'),
+        ("choice", "C", "C)", "D"),
+    ],
+)
+def test_rewards(reward: Any, answer: Any, right: str, wrong: str) -> None:
+    [made] = load_rewards(reward).values()
+    wanted = made.prepare(answer, {})
+    task = Task("0", "", {"rewards": {"it": made}, "wanted": {"it": wanted}})
+    assert [score(task, completion(text)) for text in (right, wrong)] == [{"it": 1.0}, {"it": 0.0}]
+
+
+GOOD = {"question": "1+1?", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (
+            [GOOD, {"question": "?"}],
+            {},
+            r"^d.jsonl, line 2: not a task: it has no column 'answer'; there are question ",
+        ),
+        ([GOOD, {**GOOD, "answer": ""}], {}, r"line 2: not a task: its 'answer' is empty \(1 of 2 lines: 2\); correct"),
+        ([GOOD, {**GOOD, "answer": "two"}], {}, r"line 2: .*its answer is 'two', no number and no formula"),
+        ([{**GOOD, "answer": True}], {}, "line 1: .*its answer is True, no number"),
+        ([{**GOOD, "question": " "}], {}, "line 1: .*its 'question' is empty"),
+        ([{**GOOD, "question": 7}], {}, "line 1: .*its 'question' is 7, neither text nor a list of messages"),
+        ([{**GOOD, "question": ["a"]}], {}, r"line 1: .*its 'question' is \['a'\], neither text nor"),
+        ([{**GOOD, "question": [{"role": "assistant", "content": "a"}]}], {}, "line 1: .*its 'question' is empty"),
+        ([GOOD, [1]], {}, "line 2: .*it is \\[1\\], no table of columns"),
+        ([GOOD, "{"], {}, "line 2: .*not JSON"),
+        ([], {}, "dataset 'd.jsonl', split train, holds no tasks"),
+        ([GOOD], {"filter": {"answer": 3}}, "holds no tasks; environment.filter = {'answer': 3} leaves none"),
+        ([GOOD], {"filter": {"level": 3}}, "line 1: .*it has no column 'level'"),
+        ([GOOD], {"prompt": "{qestion}"}, r"line 1: .*it has no column 'qestion' \(did you mean question\?\)"),
+        ([GOOD], {"answer": ""}, "environment.answer is not set; math compares replies with its column"),
+        ([GOOD], {"reward": "maths"}, r"environment.reward: there is no reward 'maths' \(did you mean math\?\)"),
+        ([GOOD], {"reward": 3}, "environment.reward = 3: it must be a name, or a table"),
+        ([GOOD], {"reward": {"math": {"wieght": 1}}}, r"reward.math.wieght is unknown \(did you mean weight\?\)"),
+        ([GOOD], {"reward": {"math": "1"}}, "reward: weight = '1' must be of type float"),
+        ([GOOD], {"reward": {"regex": {"pattern": "("}}}, r"pattern = '\(' is no regular expression: missing \)"),
+        ([{**GOOD, "answer": "ab"}], {"reward": "choice"}, "line 1: .*its answer is 'ab', none of the choices A to Z"),
+        ([{**GOOD, "answer": [3]}], {"reward": "code"}, "line 1: .*3 is not a test; a test is an assertion"),
+        ([GOOD], {"test": 2}, "environment.test = 2: it must be a split, a file, or a share"),
+        ([GOOD], {"test": "tset"}, "dataset 'd.jsonl' has no split 'tset': train"),
+        ([GOOD], {"prompt": 3}, "environment.prompt = 3: it must be text"),
+        (
+            [GOOD],
+            {"dataset": "e.jsonl"},
+            r"dataset 'e.jsonl': there is no such file or directory \(did you mean d.jsonl",
+        ),
+        ([GOOD], {"dataset": "d.txt"}, "dataset 'd.txt': its format is not known by its suffix; it is one of .jsonl"),
+        ([GOOD], {"dataset": "broken.parquet"}, "dataset 'broken.parquet' can't be loaded: .*Parquet"),
+        ([GOOD], {"dataset": "cut.csv"}, "cut.csv, row 2: not a task: it has 1 values for 2 columns"),
+        ([GOOD], {"promt": "question"}, r"environment.options.promt is unknown to dataset \(did you mean prompt\?\)"),
+    ],
+)
+def test_errors_name_file_row_and_column(rows: list[Any], options: dict[str, Any], message: str) -> None:
+    jsonl("d.jsonl", *rows)
+    for name in ("d.txt", "broken.parquet"):
+        Path(name).write_text("no")
+    Path("cut.csv").write_text("question,answer\n1+1?,2\n1+2?\n")
+    given: Mapping[str, Any] = {"dataset": "d.jsonl", "prompt": "question", "answer": "answer", "reward": "math"}
+    with pytest.raises(ConfigError, match=message) as caught:
+        environment(**{**given, **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_malformed_rows_are_left_out_if_the_user_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    jsonl("d.jsonl", GOOD, {}, GOOD)
+    made = environment(dataset="d.jsonl", prompt="question", answer="answer", reward="math", skip_malformed=True)
+    assert len(made.train) + len(made.test) == 2
+    assert "d.jsonl, line 2: not a task: it has no column 'question'; there are none (1 of 3" in capsys.readouterr().err
