@@ -105,12 +105,12 @@ async def run_tests(code: str, tests: Sequence[Test], limits: Sandbox = DEFAULT)
     for test, source in zip(tests, sources, strict=True):
         if source:
             outcome = await _run_assertion(code, source, limits)
-            problems.append(outcome.problem and f"{outcome.problem}: {outcome.stderr[-200:]}")
+            problems.append(outcome.problem and f"{outcome.report}: {outcome.stderr[-200:]}")
         else:
             assert isinstance(test, Mapping)
             outcome = await limits.run(Program([PYTHON, "main.py"], {"main.py": code}, test["input"]))
             wrong = "" if _lines(outcome.stdout) == _lines(test["output"]) else "wrong output"
-            problems.append(outcome.problem or wrong)
+            problems.append((outcome.problem and outcome.report) or wrong)
         if outcome.limit == "time":
             problems += ["not run"] * (len(tests) - len(problems))
             break

@@ -34,14 +34,20 @@ STRONG = ("bwrap", "namespaces")  # what "auto" chooses from
 GRACE_S = 10.0  # beyond the time limit, to start and to end
 LINGER_S = 1.0  # of a program after the one that it runs with
 BINDS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
 SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 class Outcome(NamedTuple):
     """How a program ended: its exit status (negative: a signal) and the limit that it exceeded, or "".
 
-    `refused` names system calls that the sandbox did not permit, such as "socket".
+    `refused` names what the sandbox did not permit: system calls such as "socket", or processes that outlive it.
     """
 
     status: int | None
@@ -53,9 +59,13 @@ class Outcome(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What went wrong, in a few words, or ""."""
-        end = f"{self.limit} limit exceeded" if self.limit else f"exit status {self.status}" if self.status else ""
-        return ", ".join([*[end] * bool(end), *(f"{name} not permitted" for name in self.refused)])
+        """Why the program failed, in a few words, or ""."""
+        return f"{self.limit} limit exceeded" if self.limit else f"exit status {self.status}" if self.status else ""
+
+    @property
+    def report(self) -> str:
+        """`problem`, and what was refused."""
+        return ", ".join(filter(None, [self.problem, *(f"{name} not permitted" for name in self.refused)]))
 
 
 class Program(NamedTuple):
@@ -113,7 +123,7 @@ class Sandbox:
 
     async def _run(self, kind: str, program: Program) -> Outcome:
         with ExitStack() as stack:
-            folder = tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)
+            folder = tempfile.TemporaryDirectory(prefix="slipstream-sandbox-", ignore_cleanup_errors=True)
             scratch = stack.enter_context(folder) if kind == "rlimits" else SCRATCH
             request = self._request(kind, program, scratch)
             process = await asyncio.create_subprocess_exec(
@@ -142,7 +152,7 @@ class Sandbox:
     def _request(self, kind: str, program: Program, scratch: str) -> dict[str, Any]:
         """What `sandbox_init.py` reads, sizes in bytes."""
         memory, files = self.memory_mb << 20, self.files_mb << 20
-        limits = {"AS": memory, "FSIZE": files, "NOFILE": 256, "CORE": 0, "NPROC": self.processes + 2}
+        limits = {"AS": 4 * memory, "FSIZE": files, "NOFILE": 256, "CORE": 0, "NPROC": self.processes + 2}
         path = f"{Path(PYTHON).parent}:/usr/local/bin:/usr/bin:/bin"
         return program._asdict() | {
             "kind": kind,
@@ -229,5 +239,5 @@ async def _slot() -> AsyncIterator[None]:
 
 def _transcript(outcome: Outcome) -> str:
     """An outcome as text for the model."""
-    parts = (outcome.stdout, outcome.stderr, f"[{outcome.problem}]" if outcome.problem else "")
+    parts = (outcome.stdout, outcome.stderr, f"[{outcome.report}]" if outcome.report else "")
     return "\n".join(part.rstrip() for part in parts if part.strip()) or "[no output]"

@@ -222,6 +222,8 @@ class Supervisor:
         while self.status is None and not self.limit:
             self.step(POLL_MS)
             self.limit = self.limit or self.exceeded()
+        if not self.limit and descendants():
+            self.refused.append("a process after the program's end")
         self.kill()
         self.step(0)
         errors = [bytes(text).decode(errors="replace") for text in self.output.values()]
