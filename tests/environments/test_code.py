@@ -89,6 +89,6 @@ def test_tools_run_in_sandboxes() -> None:
 def test_grading_survives_json_that_is_not_data() -> None:
     """A program that writes to the connection itself fails its own test alone."""
     for answer in (b"[]\n", b"{\n", b'[["SystemExit"], "0"]\n', json.dumps([{"object": 0}]).encode() + b"\n"):
-        code = f"import os\nos.write(4, {answer!r})\ndef f(): return 1"
+        code = f"import os\nos.write(3, {answer!r})\ndef f(): return 1"
         problems = asyncio.run(run_tests(code, ["assert f() == 2"], LIMITS))
         assert problems != [""], answer

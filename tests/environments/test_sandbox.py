@@ -29,7 +29,6 @@ CALL = LIBC + "print('ESCAPED' if libc.syscall(*{}) >= 0 else 'refused')"
 ATTACKS = {  # the program, and words of the report or of its errors
     "connect": ("import socket; socket.create_connection(('127.0.0.1', {port}), 1)", "socket not permitted"),
     "send a datagram": ("import socket; socket.socket(type=socket.SOCK_DGRAM)", "socket not permitted"),
-    "raw packets": ("import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)", "socket not permitted"),
     "resolve and fetch": ("import urllib.request as u; u.urlopen('http://localhost:{port}')", "Error"),
     "the host's Unix socket": ("import socket; socket.socket(socket.AF_UNIX).connect('{unix}')", "PermissionError"),
     "sockets by io_uring": (CALL.format("(425, 8, bytes(120))"), "io_uring_setup not permitted"),
@@ -47,15 +46,15 @@ ATTACKS = {  # the program, and words of the report or of its errors
     "join namespaces": (CALL.format("(308, os.open('/proc/self/ns/net', 0), 0)"), "setns not permitted"),
     "never end": ("while True: pass", "time limit"),
     "block signals": ("import signal as s; s.pthread_sigmask(0, range(1, 65)); s.pause()", "time limit"),
-    "leave a daemon": ("import os, time\nif not os.fork():\n os.setsid()\n os.fork() or time.sleep(99)", "a process after"),
+    "leave a daemon": ("import os, time\nif not os.fork():\n os.setsid()\n os.fork() or time.sleep(99)", "after the"),
     "take memory": ("x = bytearray(10 ** 10)", "memory limit"),
     "take memory in parts": (FORKS.format("x = b'x' * 10 ** 8"), "memory limit"),
     "take shared memory": (CALL.format("(29, 0, 1 << 30, 0o1600)"), "shmget not permitted"),
     "take memory by files": (CALL.format("(319, b'x', 0)"), "memfd_create not permitted"),
     "fork without end": ("import os\nwhile True: os.fork()", "processes limit"),
-    "start threads without end": ("from threading import *\nwhile True: Thread(target=Event().wait).start()", "processes"),
+    "start threads": ("from threading import *\nwhile True: Thread(target=Event().wait).start()", "processes"),
     "write 1 GB": ("f = open('x', 'wb')\nfor _ in range(1000): f.write(bytes(1 << 20))", "files limit"),
-    "write a million files": ("for n in range(10 ** 6): open(str(n), 'w').close()", "files limit"),
+    "write a million files": ("import os\nfor n in range(10 ** 6): os.close(os.open(str(n), 64))", "files limit"),
     "a sparse file": ("open('x', 'wb').truncate(1 << 45)", "files limit"),
     "print 1 GB": ("while True: print('x' * 9999)", "output limit"),
     "signal a process": ("import os; os.kill({pid}, 9)", "ProcessLookupError"),
@@ -65,6 +64,7 @@ ATTACKS = {  # the program, and words of the report or of its errors
     "read another process": ("print(open('/proc/{pid}/environ').read())", "FileNotFoundError"),
     "read variables": ("import os; print(os.environ['SLIPSTREAM_SECRET'])", "KeyError"),
     "use descriptors": ("import os; [os.fstat(n) for n in range(3, 99)]", "Bad file descriptor"),
+    "take a name that is no text": (LIBC + "libc.prctl(15, b'\\xff'); signal.pause()", "time limit"),
     "crash": ("import ctypes; ctypes.string_at(0)", "exit status -11"),
     "raw bytes": ("import os; os.write(1, bytes(range(128, 256)) + b'\\x00\\x1b'); os._exit(3)", "exit status 3"),
 }  # fmt: skip
@@ -110,10 +110,10 @@ def test_attacks_are_contained_and_reported(name: str, kind: str, host: dict[str
     assert left_over() == before
 
 
-TESTS = ["assert f(2) == 5", "assert not f(2) != 5", {"call": "f(2)", "expected": 5}, {"input": "2", "output": "5"}]
-TESTS += ["assert abs(f(2) - 5) < 1e-6", "import math\nassert math.isclose(f(2), 5)", "assert f(2) in [5]"]
+TESTS = ["assert f(2) in [5]", {"call": "f(2)", "expected": 5}, {"input": "2", "output": "5"}]
+TESTS += ["assert abs(f(2) - 5) < 1e-6", "assert math.isclose(f(2), 5)"]
 FORGERIES = {
-    "equal to everything": "class A:\n  __eq__ = __contains__ = lambda *_: True\n  __ne__ = __bool__ = lambda *_: False\n"
+    "equal to everything": "class A:\n  __eq__ = __contains__ = lambda *_: True\n  __ne__ = lambda *_: False\n"
     "def f(x): return A()",
     "a number equal to everything": "class A(int):\n  __eq__ = lambda *_: True\n  __sub__ = __rsub__ = lambda *_: 0\n"
     "def f(x): return A(7)",
@@ -126,10 +126,10 @@ FORGERIES = {
     "math.isclose = lambda *a: True\nbuiltins.__build_class__ = None\ndef f(x): return 7",
     "the tests' helpers": "def same(*a): return True\nclass json: loads = lambda x: None\ndef f(x): return None",
     "print a verdict": "print('PASSED', '1.0', '{\"status\": 0, \"limit\": \"\"}')\ndef f(x): return 7",
-    "answer for the tests": "import os\nos.write(4, b'[true]\\n' * 9)\ndef f(x): return 7",
-    "an answer without end": "import os\nwhile True: os.write(4, b' ' * 65536)",
-    "look for the tests": "import gc, inspect, os, sys\nfor o in gc.get_objects():\n  if 'assert f' in str(o): print(o)\n"
-    "text = open(sys.argv[-1]).read() + str(os.listdir()) + str(sys.argv)\ndef f(x): return 5 if 'f' + '(2)' in text else 7",
+    "answer for the tests": "import os\nos.write(3, b'[true]\\n' * 9)\ndef f(x): return 7",
+    "an answer without end": "import os\nwhile True: os.write(3, b' ' * 65536)",
+    "look for the tests": "import gc, os, sys\ntext = str(gc.get_objects()) + open('input.py').read() + str(sys.argv)\n"
+    "def f(x): return 5 if 'f' + '(2)' in text else 7",
     "crash": "import ctypes\ndef f(x): ctypes.string_at(0)",
 }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -119,12 +119,12 @@ async def run_tests(code: str, tests: Sequence[Test], limits: Sandbox = DEFAULT)
 
 async def _run_assertion(code: str, source: str, limits: Sandbox) -> Outcome:
     """The outcome of an assertion, in another sandbox than the program's, or of the program if that failed first."""
-    (solution_in, tests_out), (tests_in, solution_out) = os.pipe(), os.pipe()
-    argv, files = [PYTHON, "calls.py"], {"calls.py": CALLS}
-    test, *solution = await limits.run_together(
-        Program([*argv, "test", "code.py"], files | {"code.py": source}, "", (tests_in, tests_out)),
-        Program([*argv, "serve", "code.py"], files | {"code.py": code}, "", (solution_in, solution_out)),
-    )
+    test_end, code_end = socket.socketpair()
+    with test_end, code_end:
+        test, *solution = await limits.run_together(
+            Program([PYTHON, "calls.py", "test"], {"calls.py": CALLS, "input.py": source}, "", test_end),
+            Program([PYTHON, "calls.py", "serve"], {"calls.py": CALLS, "input.py": code}, "", code_end),
+        )
     return solution[0] if test.problem and solution and solution[0].problem else test
 
 

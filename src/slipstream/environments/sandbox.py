@@ -13,11 +13,12 @@ import json
 import os
 import secrets
 import shutil
-import subprocess
+import socket
 import sys
 import tempfile
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,13 +69,17 @@ class Outcome(NamedTuple):
         return ", ".join(filter(None, [self.problem, *(f"{name} not permitted" for name in self.refused)]))
 
 
+class SandboxFailed(RuntimeError):
+    """A sandbox could not be started, or ended without a report."""
+
+
 class Program(NamedTuple):
-    """A command line, the files of its directory, its standard input, and descriptors to hand over as its 3, 4, ..."""
+    """A command line, the files of its directory, its standard input, and a socket to hand over as its 3."""
 
     argv: Sequence[str]
     files: Mapping[str, str]
     stdin: str = ""
-    channel: Sequence[int] = ()
+    channel: socket.socket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,31 +127,28 @@ class Sandbox:
             return [run.result() for run in runs if not run.cancelled()]
 
     async def _run(self, kind: str, program: Program) -> Outcome:
-        with ExitStack() as stack:
-            folder = tempfile.TemporaryDirectory(prefix="slipstream-sandbox-", ignore_cleanup_errors=True)
-            scratch = stack.enter_context(folder) if kind == "rlimits" else SCRATCH
+        folder = (
+            tempfile.TemporaryDirectory(prefix="slipstream-sandbox-") if kind == "rlimits" else nullcontext(SCRATCH)
+        )
+        with folder as scratch:
             request = self._request(kind, program, scratch)
             process = await asyncio.create_subprocess_exec(
-                *_command(request),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={},
-                pass_fds=program.channel,
-                start_new_session=True,
-            )
-            for descriptor in program.channel:
-                os.close(descriptor)
+                *_command(request), stdin=PIPE, stdout=PIPE, stderr=PIPE, env={}, start_new_session=True,
+                pass_fds=[program.channel.fileno()] if program.channel else [],
+            )  # fmt: skip
             assert process.stdin and process.stdout and process.stderr
+            if program.channel:
+                program.channel.close()
             try:
                 async with asyncio.timeout(self.seconds + GRACE_S):
                     process.stdin.write(json.dumps(request).encode() + b"\n")
                     report, errors = await asyncio.gather(process.stdout.read(), process.stderr.read())
             finally:
                 process.stdin.close()  # ends the sandbox if it still runs
-                await process.wait()
+                await _wait(process)
         if not report:
-            raise ConfigError(f"the sandbox of kind {kind} failed: {errors.decode(errors='replace')[-300:]}")
+            reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            raise SandboxFailed(f"the sandbox {kind} ended without a report: {reason[:200]}")
         return Outcome(**json.loads(report))
 
     def _request(self, kind: str, program: Program, scratch: str) -> dict[str, Any]:
@@ -156,6 +158,7 @@ class Sandbox:
         path = f"{Path(PYTHON).parent}:/usr/local/bin:/usr/bin:/bin"
         return program._asdict() | {
             "kind": kind,
+            "channel": program.channel.fileno() if program.channel else -1,
             "scratch": scratch,
             "seconds": self.seconds,
             "memory": memory,
@@ -184,12 +187,21 @@ def isolation(kind: str) -> str:
                     print(f'slipstream: warning: sandbox = "rlimits": {UNCONTAINED}', file=sys.stderr)
                 return name
             raise ConfigError(f"{name}: {outcome.problem}: {outcome.stderr[-200:]}")
-        except (ConfigError, OSError, TimeoutError) as error:
+        except (ConfigError, SandboxFailed, OSError, TimeoutError) as error:
             failures.append(" ".join(str(error).split()))
     raise ConfigError(
         f"no sandbox works here: {'; '.join(failures)}. Install bubblewrap, permit user namespaces, or set sandbox = "
         f'"rlimits" inside a container of its own: there {UNCONTAINED}'
     )
+
+
+async def _wait(process: Process) -> None:
+    """Wait for the end of a sandbox whose input was closed."""
+    try:
+        async with asyncio.timeout(GRACE_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
 
 
 async def _probe(kind: str) -> Outcome:

@@ -22,7 +22,7 @@ from typing import Any
 
 libc = ctypes.CDLL(None, use_errno=True)
 POLL_MS = 20  # between two looks at memory, processes and files
-MAX_FILES = 10_000  # in a sandbox
+MAX_FILES = 4_000  # in a sandbox
 NEW_USER, NEW_NAMESPACES = 0x10000000, 0x6E020000  # mount, cgroup, host name, IPC, process ids, network
 BIND, READ_ONLY, NO_SUID, NO_DEV, NO_EXEC = 0x1000 | 0x4000, 1, 2, 4, 8  # mount flags; BIND is recursive
 PRIVATE, DETACH = 0x4000 | 0x40000, 2
@@ -159,6 +159,9 @@ def start(request: dict[str, Any], streams: list[int]) -> tuple[int, int]:
         for number, stream in enumerate(above[:-1]):
             os.dup2(stream, number)
         os.closerange(len(streams), 100)
+        os.nice(10)
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # the first to go if the host is out of memory
         drop_privileges(request["uid"])
         for name, most in request["rlimits"].items():
             resource.setrlimit(getattr(resource, name), (most, most))
@@ -176,7 +179,7 @@ def statuses() -> dict[int, dict[str, str]]:
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{name}/status") as file:
+            with open(f"/proc/{name}/status", errors="replace") as file:
                 found[int(name)] = dict(line.split(":", 1) for line in file.read().splitlines())
         except OSError:
             continue  # it has ended
@@ -207,7 +210,7 @@ class Supervisor:
         stdin = os.memfd_create("stdin")
         os.write(stdin, request["stdin"].encode(errors="surrogatepass"))
         os.lseek(stdin, 0, os.SEEK_SET)
-        streams = [stdin, outputs[0][1], outputs[1][1], *request["channel"]]
+        streams = [stdin, outputs[0][1], outputs[1][1], *([request["channel"]] * (request["channel"] >= 0))]
         self.pid, self.listener = start(request, streams)
         for stream in streams:
             os.close(stream)
