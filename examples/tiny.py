@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 import slipstream
 from slipstream.controller.evaluation import evaluate
 from slipstream.environments.base import ChatTokenizer
-from slipstream.environments.load import load_environment
+from slipstream.environments.load import load_environments
 from slipstream.generators.torch.engine import Engine
 from slipstream.generators.torch.generator import TorchGenerator
 from slipstream.observe.report import report
@@ -83,6 +83,5 @@ def imitate(
 def success(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config: slipstream.Config) -> float:
     """Share of the held-out games that the model wins, with the sampling of training."""
     generator = TorchGenerator(Engine(copy.deepcopy(model), slots=256))
-    environment = load_environment(config.environment)
-    result = asyncio.run(evaluate(config, environment, generator, ChatTokenizer(tokenizer)))
+    result = asyncio.run(evaluate(config, load_environments(config), generator, ChatTokenizer(tokenizer)))
     return float(result["eval/score"])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from slipstream.config.schema import LoopConfig
 from slipstream.rollout import Completion, Group, Rollout, VersionSpan, version_spans
 from slipstream.runtime import serialization
+from slipstream.scheduling.curriculum import TaskStream
 from slipstream.scheduling.ledger import Ledger, LedgerError, RolloutCounts, State, Visit
 from slipstream.scheduling.loop_state import BufferFull, LoopState, capacity, is_stale
 
@@ -27,13 +28,17 @@ def differs(group: Group) -> bool:
     return len({r.reward for r in group.rollouts}) > 1
 
 
+def streams(*tasks: int) -> list[TaskStream]:
+    return [TaskStream("efg"[index], count) for index, count in enumerate(tasks)]
+
+
 class Line:
     """The state of the training loop, driven by the test as run.py drives it; records the fate of every group."""
 
     def __init__(self, **options: int) -> None:
         self.every, self.tasks = options.pop("every", 1), options.pop("tasks", 7)
         self.options = LoopConfig(steps=10_000, seed=3, **options)
-        self.state = LoopState(self.options, self.every, self.tasks)
+        self.state = LoopState(self.options, self.every, streams(self.tasks))
         self.running: dict[int, tuple[Visit, int]] = {}  # with the version that was served at the start
         self.served = 0
         self.under_way: int | None = None  # the step whose weights are on their way to the generators
@@ -90,7 +95,7 @@ class Line:
         self.trained, self.filtered = list(self.saved[2]), list(self.saved[3])
         self.options = self.options.model_copy(update=changes)
         self.running, self.under_way = {}, None
-        self.state = LoopState(self.options, self.every, self.tasks)
+        self.state = LoopState(self.options, self.every, streams(self.tasks))
         self.state.restore(data, ready)
         self.served = self.state.version
 
@@ -231,11 +236,11 @@ def test_a_resumed_run_keeps_groups_per_version(groups_per_step: int, every: int
     buffer.
     """
     line = lag_two()
-    other = LoopState(line.options.model_copy(update={"groups_per_step": groups_per_step}), every, line.tasks)
+    other = LoopState(line.options.model_copy(update={"groups_per_step": groups_per_step}), every, streams(line.tasks))
     with pytest.raises(ValueError, match=said):
         other.restore(json.loads(line.saved[0]), [])
-    with pytest.raises(ValueError, match="7 training tasks, and now there are 8; give it the data"):
-        LoopState(line.options, 1, 8).restore(json.loads(line.saved[0]), [])
+    with pytest.raises(ValueError, match="7 training tasks of e, and now there are 8 training tasks of e; give it"):
+        LoopState(line.options, 1, streams(8)).restore(json.loads(line.saved[0]), [])
 
 
 def test_a_stop_between_publishes_admits_no_further_groups() -> None:
@@ -268,7 +273,7 @@ def test_groups_without_signal_are_counted_in_a_row() -> None:
 
 
 def test_groups_after_the_filter_limit_are_trained_on() -> None:
-    state = LoopState(LoopConfig(groups_per_step=2, max_lag=9), 1, 9)
+    state = LoopState(LoopConfig(groups_per_step=2, max_lag=9), 1, streams(9))
     for equal, ready in ((True, 0), (True, 0), (True, 1), (True, 2), (False, 3), (True, 3)):
         rewards = (1.0, 1.0) if equal else (1.0, 0.0)
         visit = state.ledger.start()
@@ -279,7 +284,7 @@ def test_groups_after_the_filter_limit_are_trained_on() -> None:
 
 
 def test_the_buffer_is_bounded_and_sorted_by_oldest_version() -> None:
-    state = LoopState(LoopConfig(buffer_size=3, groups_per_step=2, max_lag=9), 1, 9)
+    state = LoopState(LoopConfig(buffer_size=3, groups_per_step=2, max_lag=9), 1, streams(9))
     visits = [state.ledger.start() for _ in range(4)]
     for visit, oldest in zip(visits[:3], (2, 1, 1), strict=True):
         state.end(visit, "t", [rollout(oldest, 4)] * 2, failed=0)
@@ -291,17 +296,17 @@ def test_the_buffer_is_bounded_and_sorted_by_oldest_version() -> None:
 
 @given(st.integers(1, 30), st.integers(0, 5))
 def test_every_epoch_visits_every_task_once(tasks: int, seed: int) -> None:
-    ledger = Ledger(tasks, seed)
+    ledger = Ledger(streams(tasks), seed)
     epochs = [[ledger.start().task for _ in range(tasks)] for _ in range(3)]
     assert all(sorted(epoch) == list(range(tasks)) for epoch in epochs)
-    again = Ledger(tasks, seed)
+    again = Ledger(streams(tasks), seed)
     assert [again.start().task for _ in range(3 * tasks)] == [task for epoch in epochs for task in epoch]
     if tasks > 8:
         assert epochs[0] != epochs[1]
 
 
 def test_a_visit_is_abandoned_after_its_retries() -> None:
-    ledger = Ledger(1, seed=0, retries=2)
+    ledger = Ledger(streams(1), seed=0, retries=2)
     for attempt in range(3):
         visit = ledger.start()
         assert (visit.id, visit.attempt) == (0, attempt)
@@ -312,7 +317,7 @@ def test_a_visit_is_abandoned_after_its_retries() -> None:
 
 
 def test_a_task_whose_every_try_failed_is_retired_unless_all_are() -> None:
-    state = LoopState(LoopConfig(groups_per_step=2, max_lag=9, retries=1, seed=1), 1, 3)
+    state = LoopState(LoopConfig(groups_per_step=2, max_lag=9, retries=1, seed=1), 1, streams(3))
     retired = []
     for _ in range(8):
         visit = state.ledger.start()
@@ -321,16 +326,16 @@ def test_a_task_whose_every_try_failed_is_retired_unless_all_are() -> None:
     assert retired == [1]
     assert [state.ledger.start().task for _ in range(9)].count(1) == 0
     assert state.ledger.abandoned > 1, "visits to retired tasks are counted"
-    again = LoopState(state.options, 1, 3)
+    again = LoopState(state.options, 1, streams(3))
     again.restore(json.loads(json.dumps(state.snapshot())), state.ready)
     assert 1 in [again.ledger.start().task for _ in range(12)], "who resumes may have mended it"
-    state.ledger.retire(range(3))
+    state.ledger.retire(0, range(3))
     assert {state.ledger.start().task for _ in range(9)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("move", ["ready", "trained", "filtered", "dropped_stale", "failed", "cancelled"])
 def test_impossible_transitions_raise(move: str) -> None:
-    ledger = Ledger(3, seed=0)
+    ledger = Ledger(streams(3), seed=0)
     arguments = {"ready": {"rollouts": 2, "failed": 0}, "failed": {"rollouts": 2}}.get(move, {})
     with pytest.raises(LedgerError, match="visit 0 should be"):
         getattr(ledger, move)(0, **arguments)
@@ -342,10 +347,10 @@ def test_impossible_transitions_raise(move: str) -> None:
 
 
 def test_running_entries_are_restored_as_pending_with_their_tries() -> None:
-    ledger = Ledger(5, seed=0, retries=0)
+    ledger = Ledger(streams(5), seed=0, retries=0)
     first, second = ledger.start(), ledger.start()
     ledger.ready(second.id, rollouts=2, failed=0)
-    restored = Ledger.restore(json.loads(json.dumps(ledger.snapshot())))
+    restored = Ledger.restore(json.loads(json.dumps(ledger.snapshot())), streams(5))
     assert restored.live[first.id].state is State.PENDING and restored.live[second.id].state is State.READY
     again = restored.start()
     assert (again.id, again.task, again.attempt) == (first.id, first.task, 0)

@@ -252,7 +252,7 @@ def _train(options: argparse.Namespace, flags: list[str]) -> None:
 
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.controller.evaluation import describe_failures, evaluate_model
-    from slipstream.observe.formatting import counts
+    from slipstream.observe.formatting import by_environment, counts
     from slipstream.runtime.closing import run_bounded
 
     config = load_policy_config(options.target, options.environment, flags)
@@ -265,8 +265,12 @@ def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
         failures, errors = result["eval/failures"], result["eval/reward_errors"]
         failed = f"{result['eval/failed']} failed" + f": {counts(failures)}" * bool(failures)
         failed += f", rewards that raised: {counts(errors)}" * bool(errors)
+        tasks = by_environment(result, "eval/tasks")
+        for label, own in by_environment(result, "eval/score").items():
+            print(f"{label}: score {own:.3f} on {tasks[label]} held-out tasks")
         score = f"score {result['eval/score']:.3f} on {result['eval/tasks']} held-out tasks"
-        print(f"{config.environment.name}: {score}", end="")
+        named = config.environment.name or " and ".join(each.label for each in config.each_environment)
+        print(f"{named}: {score}", end="")
         print(f" ({failed}), {result['eval/mean_length']:.0f} tokens each, {result['eval/duration_s']:.1f} s")
 
 

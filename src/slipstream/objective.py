@@ -85,22 +85,24 @@ def build_batch(
     objective: Objective, config: Config, groups: Sequence[Group], version: int, *, strict: bool = True
 ) -> Batch:
     """The batch of a step on `version`, with the configured advantages; `strict` and errors as in `make_batch`."""
-    options, longest = config.algorithm, config.sampling.max_tokens
+    options = config.algorithm
+    longest = {each.label: config.sampling_of(each).max_tokens for each in config.each_environment}
 
     def truncated(rollout: Rollout) -> bool:
         return any(c.finish_reason == "length" for c in rollout.completions)
 
-    def penalty(rollout: Rollout) -> float:
+    def penalty(rollout: Rollout, environment: str) -> float:
         if not options.overlong_buffer:
             return -float(truncated(rollout))
         length = max(len(c.token_ids) for c in rollout.completions)
-        return advantages.overlong_penalty(length, longest=longest, soft=options.overlong_buffer)
+        most = longest.get(environment, config.sampling.max_tokens)
+        return advantages.overlong_penalty(length, longest=most, soft=options.overlong_buffer)
 
     return advantages.make_batch(
         groups,
         objective.advantage,
         parts=options.reward_weights,
-        penalty=penalty if options.overlong == "penalty" else lambda rollout: 0.0,
+        penalty=penalty if options.overlong == "penalty" else lambda rollout, environment: 0.0,
         left_out=truncated if options.overlong == "filter" else lambda rollout: False,
         whitened=options.normalize_advantages,
         process=options.process_reward_coef,

@@ -216,11 +216,13 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rollouts of one task, scored against each other. `visit_id` is the ledger's id of this visit to the task."""
+    """The rollouts of one task, scored against each other. `visit_id` is the ledger's id of this visit to the task, and
+    `environment` the label of its environment."""
 
     visit_id: int
     task_id: str
     rollouts: tuple[Rollout, ...]
+    environment: str = ""
 
     @property
     def oldest_version(self) -> int:

@@ -44,7 +44,7 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     """Run a configuration to its end. Returns the summary, as in `summary.json` of the run directory."""
     with open_runtime(config.runtime):
         config = resolve_config(config)
-        name = Path(config.environment.name.partition(":")[0]).stem
+        name = "-".join(Path(each.name.partition(":")[0]).stem for each in config.each_environment)
         path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         with report_full_disk(path), contextlib.closing(RunDirectory.create(path)) as directory:
             return run_bounded(run_in(directory, config, quiet))
@@ -86,7 +86,7 @@ async def training_loop(run: RunContext) -> dict[str, Any]:
 
     After the death of a trainer rank, training continues from the last checkpoint with new ranks.
     """
-    limit = run.config.environment.timeout
+    limit = min(environment.options.timeout for environment in run.environments)
     # An episode that blocks the event loop stops the clocks of all others, so its limit is a tenth of theirs.
     with run.progress, stop_on_signals(run), EventLoopWatchdog(min(limit, 5.0, max(1.0, limit / 10))):
         async with serve_commands(run):

@@ -21,7 +21,7 @@ from slipstream.environments import load
 from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.episode import EpisodeOptions, run_episode
-from slipstream.environments.load import close_environment
+from slipstream.environments.load import LoadedEnvironment, close_environment
 from slipstream.errors import RunError
 from slipstream.observe.events import EventLog
 from slipstream.observe.run_totals import RunTotals
@@ -146,18 +146,21 @@ def test_verify_uses_the_engine_and_the_link_of_the_run(flags: list[str], path: 
 def test_an_error_in_one_rollout_cancels_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
 
-    async def play(run: RunContext, task: Task, visit: Visit, member: int) -> None:
+    async def play(run: RunContext, task: Task, visit: Visit, member: str) -> None:
         try:
-            await asyncio.sleep(0 if member == 1 else 60)
+            await asyncio.sleep(0 if member == "1" else 60)
             raise RunError("too many failures")
         finally:
             ended.append(f"rollout {member}")
 
     async def main() -> None:
-        run: Any = SimpleNamespace(environment=SimpleNamespace(train=[Task("t", "?")]))
+        run: Any = SimpleNamespace()
         run.events = EventLog(Path("events.jsonl"))
         monkeypatch.setattr(rollouts, "play_rollout", play)
         run.config = load_config(None, ["--model.path=m", "--environment.name=e", "--loop.group_size=3"])
+        environment: Any = SimpleNamespace(train=[Task("t", "?")])
+        loaded = LoadedEnvironment(run.config.each_environment[0], environment)
+        run.environments = [SimpleNamespace(environment=environment, options=loaded.options, loaded=loaded)]
         with pytest.raises(RunError):
             await rollouts.play_group(run, Visit(0, 0))
         await asyncio.sleep(0)
@@ -181,9 +184,10 @@ def test_close_continues_after_an_error(fails: tuple[str, ...], capsys: pytest.C
     async def main() -> None:
         parts = {name: part(name) for name in ("endpoint", "scoring", "environment")}
         recorder = SimpleNamespace(close=lambda: closed.append("recorder"))
+        environments = [SimpleNamespace(environment=parts.pop("environment"))]
         run: Any = SimpleNamespace(
-            **parts, started_cluster=part("cluster"), engine_watches={}, trackers=[part("trackers")], recorder=recorder,
-            heap_frozen=False, slow_episode_report=None,
+            **parts, environments=environments, started_cluster=part("cluster"), engine_watches={},
+            trackers=[part("trackers")], recorder=recorder, heap_frozen=False, slow_episode_report=None,
         )  # fmt: skip
         await close(run)
 
@@ -262,7 +266,15 @@ class TwoTasks:
 
 def test_failed_tasks_are_recorded_with_the_others() -> None:
     config = load_config(None, ["--model.path=m", "--environment.name=addition"])
-    found = asyncio.run(evaluate(config, TwoTasks(), Scripted("2"), ChatTokenizer(build_tokenizer())))
+    environments = [LoadedEnvironment(config.each_environment[0], TwoTasks())]
+    found = asyncio.run(
+        evaluate(
+            config,
+            environments,
+            Scripted("2"),
+            ChatTokenizer(build_tokenizer()),
+        )
+    )
     answered, failed = found["samples"]
     assert answered == {
         "id": "good",

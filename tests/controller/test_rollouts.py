@@ -31,11 +31,12 @@ def test_groups_without_signal_are_warned_of_once_at_the_limit_or_after_20_steps
     flags = ["--algorithm.filter_zero_advantage=true", f"--algorithm.max_filtered_in_a_row={option}"]
     config = load_config(None, ["--model.path=m", "--environment.name=addition", *flags])
     warnings: list[str] = []
+    environments = [SimpleNamespace(loaded=SimpleNamespace(id_of=lambda task: task.id))]
     run: Any = SimpleNamespace(
         config=config, state=NoSignal(), progress=SimpleNamespace(warn=warnings.append),
-        events=SimpleNamespace(group=lambda *_: None),
+        events=SimpleNamespace(group=lambda *_: None), environments=environments,
     )  # fmt: skip
-    visit, task = SimpleNamespace(id=0, task=0), SimpleNamespace(id="t")
+    visit, task = SimpleNamespace(id=0, task=0, environment=0), SimpleNamespace(id="t")
     for _ in range(after - 1):
         end_group(run, visit, task, (), 0.0)  # type: ignore[arg-type]
     assert not warnings

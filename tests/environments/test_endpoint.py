@@ -23,6 +23,7 @@ from slipstream.controller.evaluation import evaluate
 from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
+from slipstream.environments.load import LoadedEnvironment
 from slipstream.environments.reward_workers import CURRENT_EPISODE
 from slipstream.generators.base import GenerationError
 from slipstream.generators.torch.engine import Engine
@@ -505,7 +506,14 @@ def test_an_environment_around_an_agent_is_trained_on() -> None:
             samples = batch.samples()
             packed = pack(samples, group_by_prefix(samples, 100), torch.device("cpu"))
             config = load_config(None, ["--model.path=m", "--environment.name=e", "--sampling.max_tokens=6"])
-            result = await evaluate(config, Agent(), it.generator, it.chat_tokenizer, it.endpoint)
+            loaded = LoadedEnvironment(config.each_environment[0], Agent())
+            result = await evaluate(
+                config,
+                [loaded],
+                it.generator,
+                it.chat_tokenizer,
+                it.endpoint,
+            )
             assert result["eval/tasks"] == 2 and result["eval/failed"] == 0
             logprobs, _ = PackedPolicy(it.model)(packed)
             assert (logprobs - packed.behaviour).abs().max() < BOUND

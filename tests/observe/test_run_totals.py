@@ -65,12 +65,16 @@ def test_metrics_of_a_batch() -> None:
         return Rollout((completion,), reward, {"correct": reward})
 
     groups = (
-        Group(0, "a", (rollout(0.0, 2, "stop"), rollout(1.0, 2, "length"))),
-        Group(1, "b", (rollout(0.0, 0, "stop"), rollout(0.0, 0, "stop"))),
+        Group(0, "a", (rollout(0.0, 2, "stop"), rollout(1.0, 2, "length")), "x"),
+        Group(1, "b", (rollout(0.0, 0, "stop"), rollout(0.0, 0, "stop")), "y"),
     )
     metrics = RunTotals().batch(Batch(groups, ((-0.5, 0.5), (0.0, 0.0)), version=3), version=3)
     assert metrics == pytest.approx({
         "reward/mean": 0.25, "reward/std": 0.1875**0.5, "reward/frac_groups_with_signal": 0.5,
         "lag/mean": (6 * 1 + 2 * 3) / 8, "lag/max": 3, "completions/mean_length": 2.0,
         "completions/clipped_ratio": 0.25, "completions/identical_fraction": 1.0, "env/correct": 0.25,
+        "environments/x/groups": 1, "environments/x/reward": 0.5, "environments/x/mean_length": 3.0,
+        "environments/x/clipped_ratio": 0.5,
+        "environments/y/groups": 1, "environments/y/reward": 0.0, "environments/y/mean_length": 1.0,
+        "environments/y/clipped_ratio": 0.0,
     })  # fmt: skip

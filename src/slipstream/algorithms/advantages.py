@@ -148,7 +148,7 @@ def make_batch(
     advantage: Advantage = group_mean,
     *,
     parts: Mapping[str, float] | None = None,
-    penalty: Callable[[Rollout], float] = lambda rollout: 0.0,
+    penalty: Callable[[Rollout, str], float] = lambda rollout, environment: 0.0,
     left_out: Callable[[Rollout], bool] = lambda rollout: False,
     whitened: bool = False,
     process: float = 0.0,
@@ -157,7 +157,8 @@ def make_batch(
 ) -> Batch:
     """The batch of these groups for a step on `version`, with advantages over each role of each group.
 
-    `parts` are weights of metrics that replace the reward; `penalty` is added to either. A rollout that is `left_out`
+    `parts` are weights of metrics that replace the reward; `penalty`, of a
+    rollout and the label of its environment, is added to either. A rollout that is `left_out`
     counts for the baseline and is not trained on. `process` is the weight of the rewards of steps, added per token.
     Raises `ValueError` if `strict` and no rollout has a named part, or rewards of steps.
     """
@@ -165,7 +166,7 @@ def make_batch(
         dataclasses.replace(g, rollouts=tuple(map(g.rollouts.__getitem__, m))) for g in groups for m in g.roles.values()
     ]
 
-    penalties = [torch.tensor([penalty(r) for r in g.rollouts], dtype=torch.float64) for g in peers]
+    penalties = [torch.tensor([penalty(r, g.environment) for r in g.rollouts], dtype=torch.float64) for g in peers]
     if parts:
         by_peers = weighted_parts({name: _rewards(peers, name, strict) for name in parts}, parts, advantage)
         by_peers = [a + group_mean(p) for a, p in zip(by_peers, penalties, strict=True)]

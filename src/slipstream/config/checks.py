@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import difflib
-import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -15,8 +13,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slipstream.config import engine_args
+from slipstream.config.environment_checks import environment_faults, sampling_faults
 from slipstream.config.schema import DEVICE, NO_DEVICE, SECTIONS, Config, TeacherConfig
-from slipstream.rollout import Sampling
+from slipstream.config.toml import is_writable, to_toml
 
 TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
 
@@ -27,7 +26,8 @@ Conflict = tuple[Condition, str, str]  # the same, then the conflicting option a
 
 def faults(config: Config) -> Iterator[str]:
     """One line for each combination of options that can't be run; the first is the most helpful."""
-    yield from _sampling_faults(config)
+    yield from environment_faults(config)
+    yield from sampling_faults(config)
     yield from _unwritable_values(config)
     for wrong, message in CHECKS:
         if wrong(config):
@@ -41,24 +41,6 @@ def spares_copy(config: Config) -> bool:
     return config.trainer.keep_compute_copy and not any(wrong(config) for wrong, *_ in COPY_CONFLICTS)
 
 
-def to_toml(value: Any) -> str:
-    """A value in TOML, on one line, if `is_writable`: None, NaN and infinities give invalid TOML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{to_toml(k)} = {to_toml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(to_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # as JSON, but TOML allows no raw DEL
-
-
-def is_writable(value: Any) -> bool:
-    """Whether `to_toml` can write the value."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and is_writable(v) for key, v in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(is_writable, value))
-    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-
-
 def _shown(config: Config, bare: str, name: str) -> str:
     value: Any = config
     for key in name.split("."):
@@ -68,19 +50,11 @@ def _shown(config: Config, bare: str, name: str) -> str:
     return f"{name} = {to_toml(value)}"
 
 
-def _sampling_faults(config: Config) -> Iterator[str]:
-    """Sampling parameters that no engine can sample with."""
-    sampling = config.sampling.model_dump(exclude={"stop"}) | {"stop_strings": tuple(config.sampling.stop)}
-    for section, changes in ("sampling", sampling), ("evaluation", {"temperature": config.evaluation.temperature}):
-        try:
-            Sampling(**changes)
-        except ValueError as error:
-            yield f"{section}.{error}".replace("stop_strings", "stop")
-
-
 def _unwritable_values(config: Config) -> Iterator[str]:
     """Values of free-form tables, such as dates, that the run's config.toml can't hold."""
-    tables = {f"{s}.{n}": v for s, section in config for n, v in section if isinstance(v, dict)}
+    sections = [(name, getattr(config, name)) for name in SECTIONS]
+    sections += [(f"environments.{index}", entry) for index, entry in enumerate(config.environments)]
+    tables = {f"{s}.{n}": v for s, section in sections for n, v in section if isinstance(v, dict)}
     tables |= {f"algorithm.corrections.{i}": table for i, table in enumerate(config.algorithm.corrections)}
     for table, values in tables.items():
         for name, value in values.items():
@@ -149,15 +123,16 @@ def _default(option: str) -> Any:
 
 def _rewards_steps(config: Config) -> bool:
     """Whether a scorer, or a user's environment, may reward single steps of an episode."""
-    library, colon, _ = config.environment.name.partition(":")
-    return bool(config.scoring.kind or (colon and library not in ("reasoning-gym", "verifiers")))
+    names = [environment.name.partition(":") for environment in config.each_environment]
+    own = any(colon and library not in ("reasoning-gym", "verifiers") for library, colon, _ in names)
+    return bool(config.scoring.kind or own)
 
 
 def _has_reward_function(config: Config) -> bool:
     """Whether a reward function may raise: a user's environment may have one."""
-    library, colon, _ = config.environment.name.partition(":")
-    own = ":" in config.scoring.kind or (colon and library != "verifiers")
-    return bool(own or config.environment.name in ("dataset", "gsm8k"))
+    names = [environment.name.partition(":") for environment in config.each_environment]
+    own = any(library in ("dataset", "gsm8k") or (colon and library != "verifiers") for library, colon, _ in names)
+    return bool(own or ":" in config.scoring.kind)
 
 
 def _in_flight_at_swap(config: Config) -> bool:
@@ -172,7 +147,7 @@ def _has_teacher(config: Config) -> bool:
 
 
 def _truncates(config: Config) -> bool:
-    return bool(config.sampling.top_k or config.sampling.top_p < 1)
+    return any(sampling.top_k or sampling.top_p < 1 for sampling in config.each_sampling)
 
 
 def _urls(config: Config) -> list[Any]:
@@ -220,15 +195,8 @@ CHECKS: tuple[Check, ...] = (
     (lambda c: 0 < c.loop.buffer_size < c.loop.groups_per_step,
      "{loop.buffer_size} can't hold the {=loop.groups_per_step} groups of one step; raise it to at least "
      "{=loop.groups_per_step}, or set it to 0"),
-    (lambda c: c.algorithm.replay_sampling_mask and c.sampling.top_p < 1 and not c.sampling.top_k
-     and c.generator.engine == "vllm",
-     "{sampling.top_p} alone can't be replayed with vLLM, which does not report the tokens that it kept; set "
-     "sampling.top_k too, to 64 for example, or algorithm.replay_sampling_mask = false"),
     (lambda c: c.trainer.warmup_steps >= c.loop.steps,
      "{trainer.warmup_steps} leaves nothing of {loop.steps}; lower it below {=loop.steps}"),
-    (lambda c: 0 < c.generator.max_model_len <= c.sampling.max_tokens,
-     "{generator.max_model_len} leaves no room for a prompt in addition to {sampling.max_tokens}; raise "
-     "generator.max_model_len or lower sampling.max_tokens"),
     (lambda c: c.checkpoint.every % c.sync.every,
      "{checkpoint.every} is no multiple of {sync.every}; make it one, so that a checkpoint holds the weights of a "
      "version"),
@@ -333,9 +301,6 @@ CHECKS: tuple[Check, ...] = (
      f"{{scoring.options.device}}: {NO_DEVICE}"),
     (lambda c: c.teacher.path and c.teacher.lag,
      "{teacher.lag} makes the policy its own teacher; leave teacher.path out"),
-    (lambda c: _has_teacher(c) and c.teacher.engine == "vllm" and (c.sampling.temperature != 1 or _truncates(c)),
-     "{teacher.engine} scores the unmodified distribution alone, and sampling.temperature, top_k or top_p change it; "
-     'leave them out, or use teacher.engine = "torch"'),
     (lambda c: c.teacher.lag and c.teacher.engine == "vllm", 'teacher.lag needs teacher.engine = "torch"'),
     # options without effect
     *_idle(lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.targets", "lora.experts"),

@@ -1,7 +1,8 @@
-"""Options of environments, and of sampling, which each environment can change."""
+"""Options of environments, and of sampling and curricula, which may differ between environments."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -21,15 +22,33 @@ class SamplingConfig(Section):
     )
 
 
+class CurriculumConfig(Section):
+    """Which tasks are visited again, by the mean of "correct", or of the reward, over their rollouts: their success."""
+
+    drop_after: int = option(
+        0, "Visits after which a task is dropped if its success was always 1 or always 0; 0: never.", ge=0
+    )
+    focus: float = option(
+        0.0,
+        "Share of visits that are skipped at a success of 0 or 1; fewer are skipped in between, none at 0.5.",
+        ge=0,
+        le=0.95,
+    )
+
+
 class EnvironmentConfig(Section):
-    """Where tasks come from and how rollouts are rewarded."""
+    """Where tasks come from and how rollouts are rewarded; with [[environments]], defaults of each of them."""
 
     name: str = Field(
         description='"dataset" (environment.dataset = "FILE or HUB NAME" means it, too), "gsm8k", "code", '
         '"addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" or "path/to/file.py:thing".',
-        min_length=1,
     )
+    label: str = option("", "Name in metrics, and in task ids if there are several; empty: the end of the name.")
+    weight: float = option(1.0, "Share of the groups, relative to the weights of the other environments.", gt=0)
     options: dict[str, Any] = option({}, "Keyword arguments of the environment.")
+    sampling: SamplingConfig = option(SamplingConfig(), "Options of [sampling] that differ in this environment.")
+    evaluation_tasks: int = option(-1, "Held-out tasks to evaluate on; -1: evaluation.tasks.", ge=-1)
+    curriculum: CurriculumConfig = option(CurriculumConfig(), "Leave out tasks by how often they are solved.")
     timeout: float = option(
         300.0,
         "Seconds that one rollout may take, generation included; the time that engines sleep and the wait for a free "
@@ -67,3 +86,10 @@ class EnvironmentConfig(Section):
         options = {name: value for name, value in values.items() if name not in cls.model_fields}
         given = {name: value for name, value in values.items() if name not in options}
         return {"name": "dataset"} | given | {"options": given.get("options", {}) | options}
+
+    def within(self, shared: EnvironmentConfig) -> EnvironmentConfig:
+        """The options of this entry of `[[environments]]`, with those of `[environment]` for options that it lacks."""
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        end = self.name.rpartition(":")[2] or self.name
+        label = self.label or re.sub(r"[^\w.-]+", "_", end.rpartition("/")[2])
+        return shared.model_copy(update={**given, "label": label})

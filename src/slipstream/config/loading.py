@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.config import checks
-from slipstream.config.checks import is_writable, to_toml
 from slipstream.config.schema import NO_DEVICE, SECTIONS, Config, ConfigError, LoraConfig
+from slipstream.config.toml import is_writable, to_toml
 
 PATHS = ("model.path", "teacher.path")
 RENAMED = {  # options of earlier versions: the new name in the same section
@@ -73,8 +73,12 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
     if trained.lora.rank:  # the saved policy holds the run's adapters
         changes += [f"--lora.{name}={to_toml(option.default)}" for name, option in LoraConfig.model_fields.items()]
         changes += ["--sync.link=auto"]
-    if environment and absolute_path(environment) != absolute_path(trained.environment.name):
-        changes += [f"--environment.name={environment}", "--environment.options={}"]
+    entries = [e.within(trained.environment) for e in trained.environments]
+    chosen = [i for i, e in enumerate(entries) if environment and environment in (e.label, e.name)]
+    if chosen:
+        changes += [f"--environments={to_toml([trained.environments[i] for i in chosen])}"]
+    elif environment and absolute_path(environment) != absolute_path(trained.environment.name):
+        changes += [f"--environment.name={environment}", "--environment.options={}", "--environments=[]"]
         changes += ["--algorithm.process_reward_coef=0"]
     return load_config(run, [*changes, *flags])
 
@@ -117,7 +121,7 @@ def validate(values: Mapping[str, Any]) -> Config:
 
 def with_options(config: Config, **sections: dict[str, Any]) -> Config:
     """The configuration with these sections replaced. Raises `ConfigError`."""
-    return validate(config.model_dump() | sections)
+    return validate(config.model_dump(exclude_unset=True) | sections)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -126,7 +130,8 @@ def with_absolute_paths(config: Config) -> Config:
     Three kinds of text are made absolute if they name an existing file or directory: "path/to/file.py:thing" of any
     option, paths of models, and text with a "/" or a suffix in a table of options.
     """
-    return validate({name: _with_absolute_paths(name, values) for name, values in config.model_dump().items()})
+    given = config.model_dump(exclude_unset=True)
+    return validate({name: _with_absolute_paths(name, values) for name, values in given.items()})
 
 
 def absolute_path(text: str) -> str:
@@ -172,7 +177,7 @@ def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if not flag.startswith("--"):
             raise ConfigError(f"{flag!r} is not an option; options look like --section.option value")
         name, equals, text = flag[2:].partition("=")
-        if "." not in name or not all(name.split(".")):
+        if ("." not in name and name != "environments") or not all(name.split(".")):
             raise ConfigError(f"unknown option --{name}{suggest(name, option_names())}; see `slipstream config --help`")
         if not equals:
             raise ConfigError(f"--{name} has no value; give one: --{name} VALUE")
@@ -181,9 +186,16 @@ def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 def as_flags(config: Config) -> list[str]:
     """Flags that set what was given to this configuration; options at their defaults are left out."""
-    given = config.model_dump(exclude_unset=True)
-    options = ((f"{name}.{key}", value) for name, section in given.items() for key, value in section.items())
-    return [f"--{name}={value if isinstance(value, str) else to_toml(value)}" for name, value in options]
+    given = flat_options(config, exclude_unset=True)
+    return [f"--{name}={value if isinstance(value, str) else to_toml(value)}" for name, value in given.items()]
+
+
+def flat_options(config: Config, *, exclude_unset: bool = False) -> dict[str, Any]:
+    """The values of options by dotted name, and the list "environments" if there is one."""
+    sections = config.model_dump(exclude_unset=exclude_unset)
+    entries = sections.pop("environments", [])
+    options = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return options | ({"environments": entries} if entries else {})
 
 
 def option_names() -> list[str]:
@@ -199,6 +211,9 @@ def dump(config: Config) -> str:
         for key, info in section.model_fields.items():
             lines += [f"# {info.description}", f"{key} = {to_toml(getattr(getattr(config, name), key))}"]
         lines.append("")
+    for entry in config.environments:  # only what is given, since [environment] has the rest
+        given = entry.model_dump(exclude_unset=True).items()
+        lines += ["[[environments]]", *(f"{key} = {to_toml(value)}" for key, value in given), ""]
     return "\n".join(lines)
 
 

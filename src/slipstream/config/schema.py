@@ -313,6 +313,7 @@ class Config(Section):
     model: ModelConfig
     lora: LoraConfig = LoraConfig()
     environment: EnvironmentConfig
+    environments: list[EnvironmentConfig] = option([], "Several environments; empty: the one of [environment].")
     scoring: ScoringConfig = ScoringConfig()
     teacher: TeacherConfig = TeacherConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -327,10 +328,53 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_no_defaults(cls, values: Any) -> Any:
+        """With `[[environments]]`, `[environment]` holds only their defaults and needs no name."""
+        if not isinstance(values, dict) or not values.get("environments"):
+            return values
+        shared = values.get("environment", {})
+        return values | {"environment": {"name": ""} | shared if isinstance(shared, dict) else shared}
+
+    @property
+    def each_environment(self) -> list[EnvironmentConfig]:
+        """All environments of the run, each with a label and with all its options."""
+        return [entry.within(self.environment) for entry in self.environments or [self.environment]]
+
+    def sampling_of(self, environment: EnvironmentConfig) -> SamplingConfig:
+        """Sampling parameters of the training rollouts of one environment."""
+        given = environment.sampling
+        return self.sampling.model_copy(update={name: getattr(given, name) for name in given.model_fields_set})
+
+    @property
+    def longest_timeout(self) -> float:
+        """The largest time limit of an episode, in seconds."""
+        return max(environment.timeout for environment in self.each_environment)
+
+    @property
+    def each_sampling(self) -> list[SamplingConfig]:
+        """Sampling parameters of `[sampling]` and of each environment."""
+        return [self.sampling, *map(self.sampling_of, self.each_environment)]
+
+    @property
+    def largest_top_k(self) -> int:
+        """The largest top_k of all samplings; 0 means that none has one."""
+        return max(sampling.top_k for sampling in self.each_sampling)
+
+    @property
+    def longest_completion(self) -> int:
+        """The largest max_tokens of all samplings."""
+        return max(sampling.max_tokens for sampling in self.each_sampling)
+
     @property
     def serves_adapters(self) -> bool:
         """Whether vLLM serves LoRA adapters on the base weights that it has loaded."""
         return bool(self.lora.rank) and self.generator.engine == "vllm"
 
 
-SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]
+SECTIONS: dict[str, type[Section]] = {
+    name: info.annotation  # type: ignore[misc]
+    for name, info in Config.model_fields.items()
+    if name != "environments"
+}

@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.plugins import Interrupts
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.run_context import RunContext
-from slipstream.environments.base import ChatTokenizer, Environment, Policy, Task
+from slipstream.environments.base import ChatTokenizer, Policy, Task
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import (
@@ -28,7 +30,7 @@ from slipstream.environments.episode import (
     reward_error_counter,
     run_episode,
 )
-from slipstream.environments.load import close_environment, load_environment
+from slipstream.environments.load import LoadedEnvironment, close_environment, load_environments
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.errors import RunError
 from slipstream.generators.base import Generator
@@ -42,6 +44,7 @@ from slipstream.observe.run_totals import metric_means
 from slipstream.rollout import Completion, Rollout, Sampling, build_samples, mean
 from slipstream.runtime.closing import closing, gather_all
 from slipstream.runtime.event_loop import throttle
+from slipstream.scheduling.curriculum import success_of
 from slipstream.scoring.load import load_scoring
 
 RECORDED_TASKS = 200  # tasks whose outcomes are recorded
@@ -73,11 +76,12 @@ async def evaluate_run(run: RunContext) -> None:
 
     Without held-out tasks it does nothing. Raises `WorkerDied` if no engine is alive.
     """
-    if not run.environment.test[: run.config.evaluation.tasks]:
+    environments = [each.loaded for each in run.environments]
+    if not any(held_out_tasks(run.config, each) for each in environments):
         return
     step, began = run.state.step, run.events.now()
     result = await evaluate(
-        run.config, run.environment, run.cluster.generator, run.chat_tokenizer, run.endpoint, run.scoring,
+        run.config, environments, run.cluster.generator, run.chat_tokenizer, run.endpoint, run.scoring,
         run.episode_slots, run.warn_of_reward_error,
     )  # fmt: skip
     if dead := run.cluster.generator.dead:  # without engines, every episode failed and the score means nothing
@@ -91,9 +95,15 @@ async def evaluate_run(run: RunContext) -> None:
         run.progress.warn(describe_failures(result, f" in the evaluation after step {step}"))
 
 
+def held_out_tasks(config: Config, loaded: LoadedEnvironment) -> Sequence[Task]:
+    """The held-out tasks on which an environment is evaluated."""
+    count = loaded.options.evaluation_tasks
+    return loaded.environment.test[: config.evaluation.tasks if count < 0 else count]
+
+
 async def evaluate(
     config: Config,
-    environment: Environment,
+    environments: Sequence[LoadedEnvironment],
     generator: Generator,
     tokenizer: ChatTokenizer,
     endpoint: Endpoint | None = None,
@@ -101,34 +111,40 @@ async def evaluate(
     slots: EpisodeSlots | None = None,
     on_reward_error: Callable[[ScoringError], None] = lambda error: None,
 ) -> dict[str, Any]:
-    """Play `evaluation.tasks` held-out tasks once each and score them. Returns the record in `evaluations.jsonl`.
+    """Play the held-out tasks of all environments once each and score them. Returns the record in `evaluations.jsonl`.
 
     `slots` bounds concurrent episodes. `eval/score` is the mean of the metric "correct" if the environment reports it,
     else of the reward; a failed episode counts as 0. `versions` are the oldest and newest weights that sampled a token.
     """
     began = time.perf_counter()
-    tasks = environment.test[: config.evaluation.tasks]
+    tasks = [(each, task) for each in environments for task in held_out_tasks(config, each)]
     raised: Counter[str] = Counter()
 
     def count_error(error: ScoringError) -> None:
         raised[error.reason] += 1
         on_reward_error(error)
 
-    errors = reward_error_counter(config.environment, count_error)
+    slots = slots or EpisodeSlots()
+    playing = {  # by label
+        o.label: EpisodeOptions(o.timeout, scoring, slots, reward_error_counter(o, count_error))
+        for o in (each.options for each in environments)
+    }
 
-    async def play_task(task: Task) -> tuple[Rollout, ...] | RolloutFailed:
+    async def play_task(each: LoadedEnvironment, task: Task) -> tuple[Rollout, ...] | RolloutFailed:
         if config.loop.max_lag:  # a synchronous run's requests reach an engine as one message
             await throttle()
-        seed, limits = f"{config.loop.seed}/evaluation/{task.id}", episode_limits(config.environment)
-        policy = Policy(generator, tokenizer, evaluation_sampling(config), seed, endpoint, limits)
+        seed, limits = f"{config.loop.seed}/evaluation/{each.id_of(task)}", episode_limits(each.options)
+        policy = Policy(generator, tokenizer, evaluation_sampling(config, each.options), seed, endpoint, limits)
         try:
-            playing = EpisodeOptions(config.environment.timeout, scoring, slots or EpisodeSlots(), errors)
-            return await run_episode(environment, task, policy, playing)
+            return await run_episode(each.environment, task, policy, playing[each.options.label])
         except RolloutFailed as failure:
             return failure
 
-    played = await gather_all(play_task(task) for task in tasks)
+    played = await gather_all(play_task(*each) for each in tasks)
     result = {**_outcome(played, generator.version), "eval/reward_errors": dict(raised)}
+    for each in environments:
+        own = [outcome for (environment, _), outcome in zip(tasks, played, strict=True) if environment is each]
+        result |= environment_scores(each.options.label, own)
     samples = [_sample(*each, tokenizer) for each in zip(tasks, played[:RECORDED_TASKS], strict=False)]
     return {**result, "eval/duration_s": time.perf_counter() - began, "samples": samples}
 
@@ -149,23 +165,26 @@ def _outcome(played: Sequence[tuple[Rollout, ...] | RolloutFailed], version: int
 
 async def evaluate_model(config: Config) -> dict[str, Any]:
     """Evaluate the model at `model.path`, see `evaluate`. Raises `ConfigError`, and `RunError` if all fail."""
-    environment = load_environment(config.environment)
-    if not environment.test[: config.evaluation.tasks]:
+    environments = load_environments(config)
+    if not any(held_out_tasks(config, each) for each in environments):
+        count = sum(len(each.environment.test) for each in environments)
+        names = " and ".join(repr(each.options.name) for each in environments)
         raise ConfigError(
-            f"environment.name = {config.environment.name!r} has {len(environment.test)} held-out tasks, and "
-            f"evaluation.tasks = {config.evaluation.tasks}: there is nothing to evaluate on"
+            f"environment.name = {names} has {count} held-out tasks, and evaluation.tasks = {config.evaluation.tasks}: "
+            "there is nothing to evaluate on"
         )
     generator, tokenizer = load_generator(config)
     chat_tokenizer = ChatTokenizer(tokenizer, max_model_len(config))
     endpoint = Endpoint(chat_tokenizer)
     scoring = load_scoring(config, chat_tokenizer)
-    closers = [part.close for part in (scoring, endpoint) if part]
-    async with closing(*closers, lambda: close_environment(environment)):
+    closers: list[Callable[[], Awaitable[Any]]] = [part.close for part in (scoring, endpoint) if part]
+    closers += [partial(close_environment, each.environment) for each in environments]
+    async with closing(*closers):
         if scoring:
             await scoring.start()
         slots = episode_slots(config, config.generator.max_num_seqs)
         with Interrupts():
-            result = await evaluate(config, environment, generator, chat_tokenizer, endpoint, scoring, slots)
+            result = await evaluate(config, environments, generator, chat_tokenizer, endpoint, scoring, slots)
         if result["eval/failed"] == result["eval/tasks"]:
             raise RunError(describe_failures(result))
         return result
@@ -177,7 +196,8 @@ async def generate_texts(config: Config, prompts: Sequence[str]) -> list[Complet
     Uses the chat template if the tokenizer has one. Raises `ConfigError`.
     """
     generator, tokenizer = load_generator(config)
-    policy = Policy(generator, ChatTokenizer(tokenizer, max_model_len(config)), evaluation_sampling(config), "")
+    sampling = evaluation_sampling(config, config.environment)
+    policy = Policy(generator, ChatTokenizer(tokenizer, max_model_len(config)), sampling, "")
     seed = config.loop.seed
     return list(await asyncio.gather(*(policy.sample(p, seed=seed + i) for i, p in enumerate(prompts))))
 
@@ -195,11 +215,10 @@ def load_generator(config: Config) -> tuple[TorchGenerator, Any]:
     return TorchGenerator(engine), tokenizer
 
 
-def evaluation_sampling(config: Config) -> Sampling:
-    """Sampling parameters of evaluations and of `slipstream generate`."""
-    return Sampling(
-        config.evaluation.temperature, max_tokens=config.sampling.max_tokens, stop_strings=tuple(config.sampling.stop)
-    )
+def evaluation_sampling(config: Config, environment: EnvironmentConfig) -> Sampling:
+    """Sampling parameters of evaluations on an environment, and of `slipstream generate`."""
+    options = config.sampling_of(environment)
+    return Sampling(config.evaluation.temperature, max_tokens=options.max_tokens, stop_strings=tuple(options.stop))
 
 
 def describe_failures(result: Mapping[str, Any], when: str = "") -> str:
@@ -213,7 +232,7 @@ def _scores(episodes: Sequence[Sequence[Rollout]], tasks: int) -> dict[str, Any]
     """Means over all `tasks`, of which `episodes` succeeded."""
     rollouts = [rollout for episode in episodes for rollout in episode]
     return {
-        "eval/score": sum(_score(episode) for episode in episodes) / max(1, tasks),
+        "eval/score": sum(success_of(episode) for episode in episodes) / max(1, tasks),
         "eval/reward": sum(mean([r.reward for r in episode]) for episode in episodes) / max(1, tasks),
         "eval/tasks": tasks,
         **{f"eval/env/{name}": value for name, value in metric_means(rollouts).items()},
@@ -221,20 +240,25 @@ def _scores(episodes: Sequence[Sequence[Rollout]], tasks: int) -> dict[str, Any]
     }
 
 
-def _score(episode: Sequence[Rollout]) -> float:
-    """The mean of "correct" over the roles that report it, else of the rewards."""
-    return mean([r.metrics["correct"] for r in episode if "correct" in r.metrics] or [r.reward for r in episode])
+def environment_scores(label: str, played: Sequence[tuple[Rollout, ...] | RolloutFailed]) -> dict[str, Any]:
+    """Scores of one environment, by names with its label."""
+    episodes = [outcome for outcome in played if not isinstance(outcome, RolloutFailed)]
+    scores = _scores(episodes, len(played)) | {"eval/failed": len(played) - len(episodes)}
+    return {name.replace("eval/", f"eval/environments/{label}/", 1): value for name, value in scores.items()}
 
 
-def _sample(task: Task, outcome: Sequence[Rollout] | RolloutFailed, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def _sample(
+    asked: tuple[LoadedEnvironment, Task], outcome: Sequence[Rollout] | RolloutFailed, tokenizer: ChatTokenizer
+) -> dict[str, Any]:
     """What `evaluations.jsonl` records of one task."""
-    known = {"id": task.id, "prompt": _prompt(task)}
+    loaded, task = asked
+    known = {"id": loaded.id_of(task), "prompt": _prompt(task)}
     if isinstance(outcome, RolloutFailed):
         return {**known, "failed": outcome.reason}
     first, *more = outcome[-1].completions
     last = build_samples(outcome[-1].completions)[-1:] if more else []  # the whole conversation
     text = tokenizer.decode(last[0].token_ids[last[0].sampled_positions[0] :]) if last else first.text
-    return {**known, "completion": _shorten(text), "reward": outcome[-1].reward, "score": _score(outcome)}
+    return {**known, "completion": _shorten(text), "reward": outcome[-1].reward, "score": success_of(outcome)}
 
 
 def _prompt(task: Task) -> str:

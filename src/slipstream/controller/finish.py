@@ -135,7 +135,8 @@ async def close(run: RunContext) -> None:
     parts = [part.close for part in (run.endpoint, run.scoring) if part]
     async with closing(lambda: close_at_once(*(t.close for t in run.trackers))):  # after the last record
         try:
-            async with closing(*parts, partial(close_cluster, run), partial(close_environment, run.environment)):
+            environments = [partial(close_environment, each.environment) for each in run.environments]
+            async with closing(*parts, partial(close_cluster, run), *environments):
                 pass
         finally:
             if run.heap_frozen:

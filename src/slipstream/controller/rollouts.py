@@ -55,7 +55,8 @@ def start_groups(run: RunContext, count: int) -> int:
 
 async def play_group(run: RunContext, visit: Visit) -> None:
     """Play all members of one task's group concurrently; the successful rollouts form it. Raises as `play_rollout`."""
-    task, size = run.environment.train[visit.task], run.config.loop.group_size
+    played = run.environments[visit.environment]
+    task, size = played.environment.train[visit.task], run.config.loop.group_size
     began = run.events.now()
     try:
         members = await gather_all(play_member(run, task, visit, member) for member in range(size))
@@ -71,7 +72,7 @@ async def play_group(run: RunContext, visit: Visit) -> None:
 async def play_member(run: RunContext, task: Task, visit: Visit, member: int) -> list[Outcome]:
     """Play one member of a group, again after a failure. Returns each failure, and at the end the success, if any."""
     outcomes: list[Outcome] = []
-    for draw in range(run.config.environment.rollout_retries + 1):
+    for draw in range(run.environments[visit.environment].options.rollout_retries + 1):
         outcomes.append(await play_rollout(run, task, visit, f"{member}/{draw}" if draw else f"{member}"))
         if not isinstance(outcomes[-1], RolloutFailed):
             break
@@ -86,14 +87,13 @@ async def play_rollout(run: RunContext, task: Task, visit: Visit, member: str) -
     if run.config.loop.max_lag:  # a synchronous run's requests reach an engine as one message
         await throttle()
     seed = f"{run.config.loop.seed}/{visit.id}/{visit.attempt}/{member}"
-    options, began = run.config.environment, run.events.now()
-    policy = Policy(
-        run.cluster.generator, run.chat_tokenizer, run.sampling, seed, run.endpoint, episode_limits(options)
-    )
+    played, began = run.environments[visit.environment], run.events.now()
+    limits = episode_limits(played.options)
+    policy = Policy(run.cluster.generator, run.chat_tokenizer, played.sampling, seed, run.endpoint, limits)
     try:
         scoring = partial(score, run, visit) if run.scoring else None
-        playing = EpisodeOptions(options.timeout, scoring, run.episode_slots, run.reward_errors)
-        rollouts = await run_episode(run.environment, task, policy, playing)
+        playing = EpisodeOptions(played.options.timeout, scoring, run.episode_slots, played.reward_errors)
+        rollouts = await run_episode(played.environment, task, policy, playing)
         run.totals.reward_seconds.append(time.monotonic() - policy.sampled_at)
     except RolloutFailed as failure:
         run.events.rollout_failed(visit.id, began, policy.recorded, failure.reason)
@@ -101,8 +101,8 @@ async def play_rollout(run: RunContext, task: Task, visit: Visit, member: str) -
         return failure
     finally:
         run.totals.tokens_generated += sum(len(c.token_ids) for c in policy.recorded)
-    if not (run.reward_errors and run.reward_errors.in_a_row):
-        run.failure_streak.succeeded()
+    if not (played.reward_errors and played.reward_errors.in_a_row):
+        played.failure_streak.succeeded()
     return rollouts
 
 
@@ -122,8 +122,8 @@ def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None
     if dead := run.cluster.generator.dead or (run.scoring and run.scoring.dead):
         raise dead from None
     run.state.ledger.reasons[failure.reason] += 1
-    if run.failure_streak.failed(visit.task, run.state.ledger.running_tasks):
-        streak = run.failure_streak
+    streak = run.environments[visit.environment].failure_streak
+    if streak.failed(visit.task, run.state.ledger.running_tasks(visit.environment)):
         found = f"{streak.rollouts} rollouts of {len(streak.tasks)} tasks in a row failed"
         raise run_error(run, found, failure) from None
 
@@ -137,9 +137,10 @@ def end_group(run: RunContext, visit: Visit, task: Task, played: Sequence[Outcom
     limit = options.max_filtered_in_a_row or FILTERED_STEPS * run.config.loop.groups_per_step
     failures = [outcome for outcome in played if isinstance(outcome, RolloutFailed)]
     rollouts = [rollout for outcome in played if not isinstance(outcome, RolloutFailed) for rollout in outcome]
+    task_id = run.environments[visit.environment].loaded.id_of(task)
     fate = run.state.end(
         visit,
-        task.id,
+        task_id,
         rollouts,
         failed=len(failures),
         has_signal=lambda group: (
@@ -147,9 +148,9 @@ def end_group(run: RunContext, visit: Visit, task: Task, played: Sequence[Outcom
         ),
         max_filtered_in_a_row=limit,
     )
-    run.events.group(visit.id, task.id, "failed" if fate == "retired" else fate, began, rollouts)
+    run.events.group(visit.id, task_id, "failed" if fate == "retired" else fate, began, rollouts)
     if fate == "retired" and failures:
-        retire_task(run, visit.task, failures[-1])
+        retire_task(run, visit, failures[-1])
     if before < min(limit, FILTERED_STEPS * run.config.loop.groups_per_step) == run.state.filtered_in_a_row:
         run.progress.warn(
             f"the last {run.state.filtered_in_a_row} groups had advantages of 0 and were replaced; after "
@@ -168,18 +169,20 @@ def take_groups(run: RunContext) -> list[Group]:
     return groups
 
 
-def retire_task(run: RunContext, index: int, failure: RolloutFailed) -> None:
-    """Warn about a task whose every try failed. Raises `RunError` if these are most tasks."""
-    task, tries = run.environment.train[index], run.config.loop.retries + 1
-    run.totals.tasks_retired[task.id] = failure.reason
-    run.retired.add(index)
-    playable = len(run.environment.train) - len(run.long_prompts)
-    if 2 * len(run.retired) > playable:
-        found = f"{len(run.retired)} of {playable} tasks can't be played: they failed in each of {tries} tries"
+def retire_task(run: RunContext, visit: Visit, failure: RolloutFailed) -> None:
+    """Warn about a task whose every try failed. Raises `RunError` if these are most tasks of its environment."""
+    played, tries = run.environments[visit.environment], run.config.loop.retries + 1
+    task = played.environment.train[visit.task]
+    task_id = played.loaded.id_of(task)
+    run.totals.tasks_retired[task_id] = failure.reason
+    played.retired.add(visit.task)
+    playable = len(played.environment.train) - len(played.long_prompts)
+    if 2 * len(played.retired) > playable:
+        found = f"{len(played.retired)} of {playable} tasks can't be played: they failed in each of {tries} tries"
         raise run_error(run, found, failure) from None
     source = f" ({task.source})" if getattr(task, "source", "") else ""
     run.progress.warn(
-        f"task {task.id}{source} is left out from now on: it failed in each of {tries} tries, the last with: "
+        f"task {task_id}{source} is left out from now on: it failed in each of {tries} tries, the last with: "
         f"{failure.one_line}"
     )
 
@@ -192,7 +195,7 @@ def run_error(run: RunContext, found: str, last: RolloutFailed) -> RunError:
 
 async def report_slow_episodes(run: RunContext) -> None:
     """Report the longest-running episode when its age reaches `SLOW_EPISODE_S`, and again each time it doubles."""
-    due, limit = SLOW_EPISODE_S, run.config.environment.timeout
+    due = SLOW_EPISODE_S
     while True:
         await asyncio.sleep(due / 10)
         longest = run.episode_slots.longest
@@ -200,6 +203,6 @@ async def report_slow_episodes(run: RunContext) -> None:
             where = f", and is at {longest.where}" if longest.where else ""
             run.progress.note(
                 f"an episode of task {longest.task_id} has taken {longest.seconds:.0f} s of its time limit of "
-                f"{limit:g} s (environment.timeout){where}"
+                f"{longest.timeout:g} s (environment.timeout){where}"
             )
             due *= 2

@@ -7,15 +7,15 @@ from typing import Any
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster
+from slipstream.controller.run_environment import RunEnvironment, training_sampling
 from slipstream.controller.trackers import TrackerProcess
 from slipstream.environments.base import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.episode import reward_error_counter
-from slipstream.environments.load import load_environment, takes_reward_workers
+from slipstream.environments.load import load_environments, takes_reward_workers
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.generators.pool import EngineReplica
-from slipstream.model.inspection import has_experts, max_model_len
+from slipstream.model.inspection import max_model_len
 from slipstream.model.loading import load_tokenizer
 from slipstream.objective import load_objective
 from slipstream.observe.events import CONTROLLER, SCORING
@@ -23,9 +23,8 @@ from slipstream.observe.health import Health, HealthWarning
 from slipstream.observe.progress import Progress
 from slipstream.observe.recorder import Recorder
 from slipstream.observe.run_totals import RunTotals
-from slipstream.rollout import Sampling
 from slipstream.runtime.run_directory import RunDirectory
-from slipstream.scheduling.loop_state import FailureStreak, LoopState
+from slipstream.scheduling.loop_state import LoopState
 from slipstream.scoring.load import FunctionScorer, load_scoring
 from slipstream.sync.link import PublishStats
 
@@ -42,11 +41,13 @@ class RunContext:
     def __init__(self, config: Config, directory: RunDirectory, quiet: bool) -> None:
         self.config, self.directory = config, directory
         self.objective = load_objective(config)
-        self.environment = load_environment(config.environment)
+        self.environments = [
+            RunEnvironment(config, loaded, self.count_reward_error) for loaded in load_environments(config)
+        ]
         self.tokenizer = load_tokenizer(config.model.path)
         self.chat_tokenizer = ChatTokenizer(self.tokenizer, max_model_len(config))
         self.endpoint = Endpoint(self.chat_tokenizer)
-        self.sampling = training_sampling(config)
+        self.sampling = training_sampling(config, config.sampling)
         self.progress = Progress(config.loop.steps, quiet=quiet)
         self.recorder = Recorder(directory.path, self.tokenizer.decode, self.progress.warn)
         self.events = self.recorder.events
@@ -71,16 +72,15 @@ class RunContext:
         self.engine_watches: dict[EngineReplica, asyncio.Task[None]] = {}  # tasks that replace engines which die
         self.waits_for_engines = False  # fewer than `generator.min_replicas` serve
         self.episode_slots = EpisodeSlots()
-        self.reward_errors = reward_error_counter(config.environment, self.count_reward_error)
         self.warned_of_reward_error = False
-        self.long_prompts: dict[int, str] = {}  # task index: length of a prompt that exceeds the context
         self.rewind()
 
     def _validate_reward_workers(self) -> None:
         """Raise `ConfigError` if `environment.reward_workers` is set and no reward function runs in processes."""
-        count, scorer = self.config.environment.reward_workers, self.scoring and self.scoring.scorer
+        count = max(environment.options.reward_workers for environment in self.environments)
+        scorer = self.scoring and self.scoring.scorer
         scores = isinstance(scorer, FunctionScorer) and scorer.has_own_timeout
-        works = scores or takes_reward_workers(self.environment)
+        works = scores or any(takes_reward_workers(environment.environment) for environment in self.environments)
         if count and not works:
             raise ConfigError(
                 f"environment.reward_workers = {count} does nothing without a reward function that is not async; name "
@@ -89,14 +89,12 @@ class RunContext:
 
     def rewind(self) -> None:
         """Go back to the state before the first step. Called while no rollout is in flight."""
-        config, tasks = self.config, len(self.environment.train)
-        self.state = LoopState(config.loop, config.sync.every, tasks)
+        for environment in self.environments:
+            environment.rewind()
+        streams = [environment.stream for environment in self.environments]
+        self.state = LoopState(self.config.loop, self.config.sync.every, streams)
         self.totals = RunTotals()
-        self.retired: set[int] = set()  # indices of tasks whose every try failed
-
-        # Rollouts in flight.
         self.running_groups: set[asyncio.Task[None]] = set()
-        self.failure_streak = FailureStreak(config.environment.max_failures, tasks)
 
         # Background tasks, at most one of each kind.
         self.admission: asyncio.Task[None] | None = None
@@ -150,13 +148,3 @@ class RunContext:
                 f"the reward function raised {error.one_line}; the reward is 0 then, and reward/errors in "
                 'metrics.jsonl counts it. Mend the function, or set environment.reward_error = "fail"'
             )
-
-
-def training_sampling(config: Config) -> Sampling:
-    """Sampling parameters of training rollouts."""
-    return Sampling(
-        **config.sampling.model_dump(exclude={"stop"}),
-        stop_strings=tuple(config.sampling.stop),
-        record_sampling_mask=config.algorithm.replay_sampling_mask,
-        record_routing=config.algorithm.replay_routing and has_experts(config.model.path),
-    )

@@ -20,7 +20,7 @@ import torch
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.engine_calls import PublishError
 from slipstream.controller.engine_supervisor import close_cluster, supervise_engines
-from slipstream.controller.evaluation import evaluate_run
+from slipstream.controller.evaluation import evaluate_run, held_out_tasks
 from slipstream.controller.launch import Cluster
 from slipstream.controller.metrics import pool_state
 from slipstream.controller.node_checks import check_nodes, measure_network
@@ -89,7 +89,7 @@ def validate_devices(config: Config) -> None:
 
 def validate_models(config: Config) -> None:
     """Raise `ConfigError` for a policy, reference or teacher that can't be loaded, or that an option can't apply to."""
-    context, longest = max_model_len(config), config.sampling.max_tokens
+    context, longest = max_model_len(config), config.longest_completion
     if 0 < context <= longest:
         raise ConfigError(
             f"sampling.max_tokens = {longest} leaves no room for a prompt in the model's context of {context} tokens; "
@@ -218,31 +218,33 @@ async def restore(run: RunContext, path: Path, data: dict[str, Any]) -> None:
 
 
 async def find_long_prompts(run: RunContext) -> None:
-    """Find the tasks whose prompts fill the context. Raises `ConfigError` if all training tasks do."""
+    """Find the tasks whose prompts fill the context. Raises `ConfigError` if those of an environment all do."""
     context = run.chat_tokenizer.limits.context
-    training, held_out = run.environment.train, run.environment.test[: run.config.evaluation.tasks]
-    if not context:
-        return
     remedy = (
         f"no room in the context of {context} tokens; shorten them, or raise generator.max_model_len if it is lower"
     )
-    run.long_prompts = await asyncio.to_thread(find_overlong_prompts, training, run.chat_tokenizer, context)
-    if len(run.long_prompts) == len(training):
-        raise ConfigError(f"the prompts of all training tasks leave {remedy}: {describe(run.long_prompts, training)}")
-    others = await asyncio.to_thread(find_overlong_prompts, held_out, run.chat_tokenizer, context)
-    for effect, tasks, found in (
-        ("training tasks are left out", training, run.long_prompts),
-        ("held-out tasks will fail", held_out, others),
-    ):
-        if found:
-            named = describe(found, tasks)
-            run.progress.warn(f"{len(found)} of {len(tasks)} {effect}, since their prompts leave {remedy}: {named}")
+    for each in run.environments if context else ():
+        training, held_out = each.environment.train, held_out_tasks(run.config, each.loaded)
+        each.long_prompts = await asyncio.to_thread(find_overlong_prompts, training, run.chat_tokenizer, context)
+        if len(each.long_prompts) == len(training):
+            found = describe(each.long_prompts, training)
+            raise ConfigError(f"the prompts of all training tasks leave {remedy}: {found}")
+        others = await asyncio.to_thread(find_overlong_prompts, held_out, run.chat_tokenizer, context)
+        for effect, tasks, long in (
+            ("training tasks are left out", training, each.long_prompts),
+            ("held-out tasks will fail", held_out, others),
+        ):
+            if long:
+                named = describe(long, tasks)
+                run.progress.warn(f"{len(long)} of {len(tasks)} {effect}, since their prompts leave {remedy}: {named}")
 
 
 def retire_long_prompts(run: RunContext) -> None:
     """Exclude tasks with long prompts from the ledger, and list them in the summary."""
-    run.state.ledger.retire(run.long_prompts)
-    run.totals.tasks_retired |= {run.environment.train[i].id: f"prompt of {n}" for i, n in run.long_prompts.items()}
+    for index, each in enumerate(run.environments):
+        run.state.ledger.retire(index, each.long_prompts)
+        ids = {each.loaded.id_of(each.environment.train[i]): f"prompt of {n}" for i, n in each.long_prompts.items()}
+        run.totals.tasks_retired |= ids
 
 
 async def sample_probes(run: RunContext, policy: Policy) -> list[Completion]:
@@ -250,7 +252,9 @@ async def sample_probes(run: RunContext, policy: Policy) -> list[Completion]:
 
     The tasks of other prompts are retired once they are visited.
     """
-    playable = (task for i, task in enumerate(run.environment.train) if i not in run.long_prompts)
+    playable = (
+        task for each in run.environments for i, task in enumerate(each.environment.train) if i not in each.long_prompts
+    )
     outcomes: list[Completion | BaseException] = []
     for _ in range(PROBE_ROUNDS):
         sampling = [policy.sample(task.prompt, seed=i) for i, task in enumerate(itertools.islice(playable, PROBES))]

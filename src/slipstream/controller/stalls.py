@@ -75,7 +75,7 @@ def _limit(run: RunContext) -> float:
     """Seconds without progress that are permitted now."""
     limit = run.config.runtime.progress_timeout + WORKER_WATCH * _interval(run)
     limit += run.config.runtime.start_timeout if any(worker.starting for worker in alive_workers()) else 0.0
-    limit += run.config.environment.timeout if run.episode_slots.longest else 0.0
+    limit += run.config.longest_timeout if run.episode_slots.longest else 0.0
     return limit + (run.config.scoring.timeout if run.scoring and run.scoring.running else 0.0)
 
 

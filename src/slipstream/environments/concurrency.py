@@ -18,9 +18,10 @@ STANDARD_LIBRARY = str(Path(asyncio.__file__).parents[1])
 
 @dataclass(eq=False)
 class Episode:
-    """An episode in flight. `clock` is the clock of its timeout, `began` the time on it, `player` its asyncio task."""
+    """An episode in flight. `clock` is that of its `timeout`, `began` the time on it, `player` its asyncio task."""
 
     task_id: str
+    timeout: float
     clock: Clock
     began: float
     player: asyncio.Task[Any]
@@ -58,13 +59,13 @@ class EpisodeSlots:
         self.count = max(self.count, count) if self.count else 0
 
     @asynccontextmanager
-    async def acquire(self, task_id: str, clock: Clock) -> AsyncIterator[Episode]:
+    async def acquire(self, task_id: str, timeout: float, clock: Clock) -> AsyncIterator[Episode]:
         """Hold a slot for the current task's episode. `clock` is paused during the wait for a free slot."""
         player = asyncio.current_task()
         assert player, "an episode runs in a task"
         with clock.stopped():
             await self._free.acquire()
-        episode = Episode(task_id, clock, clock.time(), player)
+        episode = Episode(task_id, timeout, clock, clock.time(), player)
         self._in_flight.add(episode)
         try:
             yield episode

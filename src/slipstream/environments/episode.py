@@ -129,7 +129,7 @@ async def run_episode(
 
 async def _play(environment: Environment, task: Task, policy: Policy, options: EpisodeOptions) -> tuple[Rollout, ...]:
     """The episode's rollouts, within its timeout and a slot."""
-    slot = options.slots.acquire(task.id, policy.clock)
+    slot = options.slots.acquire(task.id, options.timeout, policy.clock)
     try:
         async with slot as episode, policy.clock.timeout(options.timeout) as clock:
             unrewarded = options.scoring is not None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.loading import suggest
 from slipstream.config.plugins import construct, load_option, one_line, option_code
-from slipstream.config.schema import ConfigError
+from slipstream.config.schema import Config, ConfigError
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.dataset import Dataset
 from slipstream.environments.reward_workers import RewardFunction, cores
@@ -28,6 +29,27 @@ LIBRARIES = {  # their environments are named "library:environment"
 }
 CLOSE_TIMEOUT_S = 30.0  # of an environment
 REWARD_SHARE = 0.1  # of an episode's timeout: one hung reward must not use up that of the episodes behind it
+
+
+@dataclass(frozen=True)
+class LoadedEnvironment:
+    """An environment with its options. `prefix` makes the ids of its tasks unique among several environments."""
+
+    options: EnvironmentConfig
+    environment: Environment
+    prefix: str = ""
+
+    def id_of(self, task: Task) -> str:
+        """The id of a task in the records of a run."""
+        return self.prefix + task.id
+
+
+def load_environments(config: Config) -> list[LoadedEnvironment]:
+    """All environments of a configuration. Raises `ConfigError`."""
+    return [
+        LoadedEnvironment(options, load_environment(options), f"{options.label}/" if config.environments else "")
+        for options in config.each_environment
+    ]
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:

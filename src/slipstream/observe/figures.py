@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from slipstream.observe.formatting import counts, duration, is_finite, number
+from slipstream.observe.formatting import by_environment, counts, duration, is_finite, number
 from slipstream.observe.health import RULES, WHILE_RUNNING, check
 from slipstream.observe.run_data import Record, Run
 from slipstream.observe.score import compare_scores
@@ -45,6 +45,7 @@ def facts(run: Run, shares: Shares | None, scoring: bool = True) -> Iterator[tup
     rewards, window = run.values("reward/mean"), last.get("time/window_s") or 0
     tenth = max(1, len(rewards) // 10)
     yield "Reward", arrow(_mean(rewards[:tenth]), _mean(rewards[-tenth:])), "first and last tenth of the steps"
+    yield from _environments(run)
     stopped = f", stopped by {run.summary['stopped']}" if run.summary.get("stopped") else ""
     steps = f"{number(last.get('step'))} in {duration(last.get('time/wall_s'))}"
     yield "Steps", steps, f"without stops; {duration(window)} since the first rollout{stopped}"
@@ -60,6 +61,20 @@ def facts(run: Run, shares: Shares | None, scoring: bool = True) -> Iterator[tup
     fates = [f"{number(last[key])} {text}" for fate, text in FATES if last.get(key := f"rollout/{fate}")]
     scored = _scoring(run) if scoring else ""
     yield "Rollouts", f"{number(last.get('rollout/generated'))} ended", ", ".join(fates) + scored
+
+
+def _environments(run: Run) -> Iterator[tuple[str, str, str]]:
+    """First and last score of each environment of a run on several."""
+    scores = [by_environment(record, "eval/score") for record in run.evaluations]
+    last = run.metrics[-1] if run.metrics else {}
+    for label in scores[0] if scores else ():
+        tasks = by_environment(run.evaluations[-1], "eval/tasks").get(label)
+        rewards = run.values(f"environments/{label}/reward")
+        tenth = max(1, len(rewards) // 10)
+        trained = f"reward {arrow(_mean(rewards[:tenth]), _mean(rewards[-tenth:]))}"
+        dropped = last.get(f"environments/{label}/tasks_dropped")
+        note = f"on {number(tasks)} held-out tasks; {trained}" + f"; {number(dropped)} tasks dropped" * bool(dropped)
+        yield f"Score of {label}", arrow(scores[0][label], scores[-1].get(label)), note
 
 
 def _scoring(run: Run) -> str:

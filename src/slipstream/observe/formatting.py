@@ -63,6 +63,16 @@ def shorten(text: str, length: int = SHOWN) -> str:
     return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
 
 
+def by_environment(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A record's values of "environments/LABEL/name" by label; {} for a run of one environment.
+
+    `name` begins with "eval/" for values of an evaluation. An environment without the value has None.
+    """
+    prefix, name = ("eval/environments/", name[5:]) if name.startswith("eval/") else ("environments/", name)
+    labels = dict.fromkeys(key.removeprefix(prefix).partition("/")[0] for key in record if key.startswith(prefix))
+    return {label: record.get(f"{prefix}{label}/{name}") for label in labels} if len(labels) > 1 else {}
+
+
 def with_values(text: str, config: Mapping[str, Any]) -> str:
     """The text with current value and default after each option in it that has no value there."""
 

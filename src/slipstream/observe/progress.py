@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.observe.formatting import counts, duration, is_finite, number, shorten, sparkline
+from slipstream.observe.formatting import by_environment, counts, duration, is_finite, number, shorten, sparkline
 from slipstream.rollout import Group as RolloutGroup
 
 FIELDS = {
@@ -73,6 +73,7 @@ class Progress:
         self._began = time.monotonic()
         self.latest: Mapping[str, Any] = {}  # record of the last step
         self._score = "–"
+        self._scores: Mapping[str, float] = {}  # by environment, if there are several
         self._records: deque[Mapping[str, Any]] = deque(maxlen=RECENT_STEPS)
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)  # step and time
         self._rewards: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -133,7 +134,10 @@ class Progress:
         reasons = f" ({counts(record['eval/failures'])})" if record.get("eval/failures") else ""
         failed = f", {number(record['eval/failed'])} failed{reasons}" if record.get("eval/failed") else ""
         score, tasks = number(record.get("eval/score"), 3), number(record.get("eval/tasks"))
-        self._score = f"{score} on {tasks} tasks{failed} ({versions})"
+        self._scores = by_environment(record, "eval/score")
+        counts_of = by_environment(record, "eval/tasks")
+        own = ", ".join(f"{label} {number(each, 3)} on {counts_of[label]}" for label, each in self._scores.items())
+        self._score = f"{score} on {tasks} tasks{failed} ({versions})" + f": {own}" * bool(own)
         self.note(f"evaluation after step {number(record.get('step'))}: {self._score}")
 
     def resumed(self) -> None:
@@ -162,7 +166,9 @@ class Progress:
 
     def _print_step(self) -> None:
         self._unprinted = False
-        self.note(LINE.format_map(self._texts()))
+        rewards = by_environment(self.latest, "reward").items()
+        own = "".join(f"  {label} {number(reward, 3)}" for label, reward in rewards)
+        self.note(LINE.format_map(self._texts()) + own)
 
     def _block(self) -> Group:
         """The live display: position in the run, rewards, throughput and lag."""
@@ -172,6 +178,7 @@ class Progress:
         for labels in (*BLOCK, ("scoring",)) if "scoring/scored" in self.latest else BLOCK:
             cells = [Text(part) for label in labels for part in (label, FIELDS[label].format_map(texts))]
             parts.append(_grid((9, None) * len(labels), [cells]))
+        parts.append(_grid((9, None, None, None), self._environment_rows()))
         if self._pools:
             state = self._pools()
             parts.append(_grid((9, None), [("trainer", Text(state.trainer))]))
@@ -181,6 +188,15 @@ class Progress:
         if self._warning:
             parts.append(_grid((9, None), [("warning", Text(self._warning, style="yellow"))]))
         return Group(*parts)
+
+    def _environment_rows(self) -> Iterator[Sequence[str]]:
+        """Reward, score and tasks of each environment, if there are several."""
+        for label, reward in by_environment(self.latest, "reward").items():
+            active, dropped = (
+                self.latest.get(f"environments/{label}/tasks_{state}") for state in ("active", "dropped")
+            )
+            tasks = f"{number(active)} tasks" + f", {number(dropped)} dropped" * bool(dropped)
+            yield label[:9], f"reward {number(reward, 3)}", f"score {number(self._scores.get(label), 3)}", tasks
 
     def _engine_rows(self, engines: Sequence[EngineState]) -> Iterator[Sequence[str]]:
         """State, version, pending requests and recent tokens/s of the first engines; the number of the others."""

@@ -30,7 +30,8 @@ from slipstream.runtime.run_directory import PARTIAL
 Decode = Callable[[Sequence[int]], str]
 INT, FLOAT, TEXT = pa.int32(), pa.float64(), pa.string()
 SCHEMA = pa.schema({
-    "step": INT, "visit_id": pa.int64(), "task_id": TEXT, "rollout": INT, "role": TEXT, "turn": INT,
+    "step": INT, "visit_id": pa.int64(), "task_id": TEXT, "environment": TEXT,
+    "rollout": INT, "role": TEXT, "turn": INT,
     "prompt": TEXT, "completion": TEXT, "prompt_ids": pa.list_(INT), "completion_ids": pa.list_(INT),
     "reward": FLOAT, "advantage": FLOAT, "spans": pa.list_(pa.struct({"version": INT, "start": INT, "end": INT})),
     "logprobs": pa.list_(pa.float32()),  # the precision in which engines compute them
@@ -186,7 +187,7 @@ def _rows(
             texts[key] = decode(completion.prompt_ids)
     return [
         {
-            "step": step, "visit_id": group.visit_id, "task_id": group.task_id,
+            "step": step, "visit_id": group.visit_id, "task_id": group.task_id, "environment": group.environment,
             "rollout": index, "role": rollout.role, "turn": turn,
             "prompt": texts[completion.prompt_ids.tobytes()], "completion": completion.text,
             "reward": rollout.reward, "advantage": advantage if isinstance(advantage, int | float) else mean(advantage),

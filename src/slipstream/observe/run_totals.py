@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from slipstream.observe.score import compare_samples
-from slipstream.rollout import Batch, Rollout, mean
+from slipstream.rollout import Batch, Group, Rollout, mean
 
 ENDS = 8  # tokens at start and end of a completion in which two different ones rarely agree
 
@@ -67,6 +67,7 @@ class RunTotals:
             "completions/clipped_ratio": mean([float(c.finish_reason == "length") for c in completions]),
             "completions/identical_fraction": _identical_fraction(batch),
             **{f"env/{name}": value for name, value in metric_means(rollouts).items()},
+            **environment_metrics(batch.groups),
         }
 
     def open(self, generator: dict[str, float]) -> None:
@@ -149,6 +150,21 @@ class RunTotals:
     def restore(self, data: dict[str, Any]) -> None:
         """Restore a snapshot. The time since this process started is added later."""
         vars(self).update(data | {"lag": Counter({int(k): v for k, v in data["lag"].items()})})
+
+
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Groups, reward, length and truncation of each environment that has groups in the batch."""
+    found: dict[str, float] = {}
+    for label in sorted({group.environment for group in groups}):
+        own = [rollout for group in groups if group.environment == label for rollout in group.rollouts]
+        completions = [completion for rollout in own for completion in rollout.completions]
+        found |= {
+            f"environments/{label}/groups": sum(group.environment == label for group in groups),
+            f"environments/{label}/reward": mean([rollout.reward for rollout in own]),
+            f"environments/{label}/mean_length": mean([len(c.token_ids) for c in completions]),
+            f"environments/{label}/clipped_ratio": mean([float(c.finish_reason == "length") for c in completions]),
+        }
+    return found
 
 
 def metric_means(rollouts: Sequence[Rollout]) -> dict[str, float]:

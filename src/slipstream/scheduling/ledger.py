@@ -1,20 +1,20 @@
 """The exactly-once record of every visit to a task.
 
-A *visit* is the i-th task of the e-th shuffled epoch. Visits are numbered in the order of their first start, so the
-position in the data is one integer. A visit is live (pending, running or ready) until it is trained on, filtered, or
-abandoned after too many retries; then only its counts remain. The ledger does no I/O. The training loop reports each
-event to it, and an impossible transition raises `LedgerError`.
+A *visit* is one place in the shuffled epochs of an environment. Visits are numbered in the order of their first start;
+the environment of each is the one furthest behind its share. A visit is live (pending, running or ready) until it is
+trained on, filtered, or abandoned after too many retries; then only its counts remain. The ledger does no I/O. The
+training loop reports each event to it, and an impossible transition raises `LedgerError`.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any
+
+from slipstream.scheduling.curriculum import TaskStream
 
 
 class State(StrEnum):
@@ -29,10 +29,12 @@ class LedgerError(RuntimeError):
 
 @dataclass
 class Visit:
-    """One visit to the task with this index. `attempt` counts earlier tries, `failed` those that failed."""
+    """One visit to a task, by its index and that of its environment. `attempt` counts earlier tries, `failed` those
+    that failed."""
 
     id: int
     task: int
+    environment: int = 0
     attempt: int = 0
     state: State = State.PENDING
     rollouts: int = 0
@@ -53,14 +55,14 @@ class RolloutCounts:
 
 @dataclass
 class Ledger:
-    """All visits of a run over `tasks` tasks, shuffled in every epoch by `seed`.
+    """All visits of a run to the tasks of its environments, shuffled in every epoch by `seed`.
 
     A failed or stale visit returns to pending until it was tried `retries` + 1 times; then it is abandoned. A task
     whose every try failed is retired, unless all tasks are; a restored ledger tries it again. `abandoned` counts
     visits, `reasons` counts failed rollouts by reason.
     """
 
-    tasks: int
+    streams: Sequence[TaskStream]  # one for each environment
     seed: int
     retries: int = 3
     next_id: int = 0
@@ -69,31 +71,34 @@ class Ledger:
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     reasons: Counter[str] = field(default_factory=Counter)
     live: dict[int, Visit] = field(default_factory=dict)
-    _retired: set[int] = field(default_factory=set)
 
     def start(self) -> Visit:
         """Start the pending visit with the lowest id, else the next visit of the shuffled epochs."""
         visit = next((v for v in self.live.values() if v.state is State.PENDING), None)  # live visits are ordered by id
         if visit is None:
             visit = self._next()
-            while visit.task in self._retired and len(self._retired) < self.tasks:
+            while visit.task in (stream := self.streams[visit.environment]).retired and stream.playable:
                 self.abandoned += 1
                 visit = self._next()
             self.live[visit.id] = visit
         visit.state = State.RUNNING
         return visit
 
-    def retire(self, tasks: Iterable[int]) -> None:
-        """Exclude tasks that can't be played."""
-        self._retired.update(tasks)
+    def retire(self, environment: int, tasks: Iterable[int]) -> None:
+        """Exclude tasks of an environment that can't be played."""
+        self.streams[environment].retired.update(tasks)
 
-    def ready(self, visit_id: int, *, rollouts: int, failed: int) -> None:
-        """The visit's group is complete: `rollouts` members to train on and `failed` that failed."""
+    def ready(self, visit_id: int, *, rollouts: int, failed: int, success: float = 0.0) -> None:
+        """The visit's group is complete: `rollouts` members to train on and `failed` that failed.
+
+        `success`, from 0 to 1, is counted for the curriculum.
+        """
         visit = self._expect(visit_id, State.RUNNING)
         visit.state, visit.rollouts = State.READY, rollouts
         self.counts.generated += rollouts + failed
         self.counts.failed += failed
         self.counts.ready += rollouts
+        self.streams[visit.environment].record(visit.task, success)
 
     def trained(self, visit_id: int) -> None:
         """The visit's group is in a batch; the visit ends."""
@@ -119,16 +124,16 @@ class Ledger:
         self.counts.failed += rollouts
         self._try_again(visit_id)
         if retired := visit.failed > self.retries:
-            self._retired.add(visit.task)
+            self.retire(visit.environment, [visit.task])
         return retired
 
     def cancelled(self, visit_id: int) -> None:
         """A stop of the run interrupted the visit; it is pending again, and the try does not count."""
         self._expect(visit_id, State.RUNNING).state = State.PENDING
 
-    @property
-    def running_tasks(self) -> set[int]:
-        return {e.task for e in self.live.values() if e.state is State.RUNNING}
+    def running_tasks(self, environment: int) -> set[int]:
+        """Indices of the environment's tasks in flight."""
+        return {e.task for e in self.live.values() if e.environment == environment and e.state is State.RUNNING}
 
     def count(self, state: State) -> int:
         """Number of live visits in this state."""
@@ -136,21 +141,30 @@ class Ledger:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for a checkpoint. Running visits are saved as pending."""
-        data = {k: v for k, v in vars(self).items() if not k.startswith("_")}
+        streams = [stream.snapshot() for stream in self.streams]
         live = [asdict(e) | ({"state": State.PENDING} if e.state is State.RUNNING else {}) for e in self.live.values()]
-        return data | {"live": live, "counts": asdict(self.counts), "reasons": dict(self.reasons)}
+        changed = {"streams": streams, "live": live, "counts": asdict(self.counts), "reasons": dict(self.reasons)}
+        return vars(self) | changed
 
     @classmethod
-    def restore(cls, data: dict[str, Any]) -> Ledger:
-        """The ledger of a `snapshot`."""
+    def restore(cls, data: dict[str, Any], streams: Sequence[TaskStream]) -> Ledger:
+        """The ledger of a `snapshot`. `streams` are new, with the same tasks."""
+        for stream, state in zip(streams, data["streams"], strict=True):
+            stream.restore(state)
         live = {e["id"]: Visit(**(e | {"state": State(e["state"])})) for e in data["live"]}
         counts = RolloutCounts(**data["counts"])
-        return cls(**(data | {"live": live, "counts": counts, "reasons": Counter(data["reasons"])}))
+        changed = {"streams": streams, "live": live, "counts": counts, "reasons": Counter(data["reasons"])}
+        return cls(**(data | changed))
 
     def _next(self) -> Visit:
-        epoch, position = divmod(self.next_id, self.tasks)
+        """The next visit, of the environment that is furthest behind its share. Those without tasks lose no share."""
+        playable = [stream for stream in self.streams if stream.playable] or self.streams
+        chosen = min(playable, key=lambda stream: stream.progress + 0.5 / stream.weight)
+        for stream in self.streams:
+            if stream is chosen or not stream.playable:
+                stream.progress = max(stream.progress, chosen.progress) + (1 / stream.weight if stream is chosen else 0)
         self.next_id += 1
-        return Visit(self.next_id - 1, shuffled(self.tasks, self.seed, epoch)[position])
+        return Visit(self.next_id - 1, chosen.next_task(self.seed), self.streams.index(chosen))
 
     def _leave_buffer(self, visit_id: int) -> int:
         visit = self._expect(visit_id, State.READY)
@@ -171,11 +185,3 @@ class Ledger:
             found = "unknown or ended" if visit is None else str(visit.state)
             raise LedgerError(f"visit {visit_id} should be {state}, but it is {found}")
         return visit
-
-
-@lru_cache(maxsize=1)
-def shuffled(tasks: int, seed: int, epoch: int) -> list[int]:
-    """The order of the tasks in an epoch."""
-    order = list(range(tasks))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from slipstream.config.schema import LoopConfig
 from slipstream.rollout import Group, Rollout
+from slipstream.scheduling.curriculum import TaskStream, success_of
 from slipstream.scheduling.ledger import Ledger, State, Visit
 
 MIN_GROUP_SIZE = 2
@@ -33,9 +34,9 @@ class LoopState:
     `ready` is the buffer between engines and trainer: at most `capacity` groups, by oldest version, then by visit.
     """
 
-    def __init__(self, options: LoopConfig, every: int, tasks: int) -> None:
+    def __init__(self, options: LoopConfig, every: int, streams: Sequence[TaskStream]) -> None:
         self.options, self.every = options, every
-        self.ledger = Ledger(tasks, options.seed, options.retries)
+        self.ledger = Ledger(streams, options.seed, options.retries)
         self.ready: list[Group] = []
         self.capacity = options.buffer_size or (options.max_lag + 1) * options.groups_per_step * every
         self.step = 0
@@ -78,11 +79,11 @@ class LoopState:
         Raises `BufferFull`. At most `max_filtered_in_a_row` consecutive groups without signal are filtered; later ones
         are added to the buffer until a group has signal.
         """
-        group = Group(visit.id, task_id, tuple(rollouts))
+        group = Group(visit.id, task_id, tuple(rollouts), self.ledger.streams[visit.environment].label)
         if max(map(len, group.roles.values()), default=0) < MIN_GROUP_SIZE:
             retired = self.ledger.failed(visit.id, rollouts=len(rollouts) + failed)
             return "retired" if retired else "failed"
-        self.ledger.ready(visit.id, rollouts=len(rollouts), failed=failed)
+        self.ledger.ready(visit.id, rollouts=len(rollouts), failed=failed, success=success_of(rollouts))
         empty = not has_signal(group)
         if empty and self.filtered_in_a_row < max_filtered_in_a_row:
             self.ledger.filtered(visit.id)
@@ -134,16 +135,17 @@ class LoopState:
         Admission counts versions in groups, so groups per version can't change. `max_lag` can: restored groups that are
         stale now are dropped when the next batch is taken.
         """
-        ledger = Ledger.restore(data["ledger"])
-        if ledger.tasks != self.ledger.tasks:
+        streams = self.ledger.streams
+        before = [(stream["label"], stream["tasks"]) for stream in data["ledger"]["streams"]]
+        if before != (after := [(stream.label, stream.tasks) for stream in streams]):
             raise ValueError(
-                f"the run was started on {ledger.tasks} training tasks, and now there are {self.ledger.tasks}; "
+                f"the run was started on {_describe(before)}, and now there are {_describe(after)}; "
                 "give it the data it was started on"
             )
         for name, now in self._pace().items():
             if data[name] != now:
                 raise ValueError(f"{name} = {now} can't be changed when a run is resumed; leave it at {data[name]}")
-        ledger.retries = self.options.retries
+        ledger = Ledger.restore(data["ledger"] | {"retries": self.options.retries}, streams)
         if sorted(g.visit_id for g in ready) != sorted(e.id for e in ledger.live.values() if e.state is State.READY):
             raise ValueError(f"{len(ready)} groups were saved, and the ledger has {ledger.count(State.READY)} others")
         self.ledger, self.version, self.step = ledger, data["version"], data["step"]
@@ -153,6 +155,11 @@ class LoopState:
 
     def _pace(self) -> dict[str, int]:
         return {"loop.groups_per_step": self.options.groups_per_step, "sync.every": self.every}
+
+
+def _describe(streams: Sequence[tuple[str, int]]) -> str:
+    """Number of training tasks of each environment."""
+    return ", ".join(f"{tasks} training tasks of {label}" for label, tasks in streams)
 
 
 def capacity(

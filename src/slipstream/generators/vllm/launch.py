@@ -101,7 +101,7 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
         or (0.85 if sharers == 1 or colocated else round(0.8 / sharers, 3)),
         "enable_sleep_mode": colocated and not on_cpu,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
-        "max_logprobs": max(20, config.sampling.top_k),
+        "max_logprobs": max(20, config.largest_top_k),
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
         "seed": config.loop.seed,

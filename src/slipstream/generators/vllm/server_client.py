@@ -109,7 +109,7 @@ def validate_server(name: str, facts: Mapping[str, Any], config: Config) -> None
     ours, theirs = model_sizes(config.model.path), facts["sizes"]
     comparable = [size for size in ours if None not in (ours[size], theirs.get(size))]  # sizes depend on the family
     other = next((size for size in comparable if ours[size] != theirs[size]), "")
-    dtype, context = dtype_name(config), config.generator.max_model_len or config.sampling.max_tokens + 1
+    dtype, context = dtype_name(config), config.generator.max_model_len or config.longest_completion + 1
     for unfit, found, remedy in (
         (other, f"a model of {other} {theirs.get(other)}", f"{config.model.path} has {ours.get(other)}: serve that"),
         (facts["logprobs_mode"] != "processed_logprobs", f"--logprobs-mode {facts['logprobs_mode']}",
@@ -120,8 +120,8 @@ def validate_server(name: str, facts: Mapping[str, Any], config: Config) -> None
         (facts["dtype"] != dtype, f"--dtype {facts['dtype']}", f"start it with --dtype {dtype} or set model.dtype"),
         (config.algorithm.replay_routing and has_experts(config.model.path), "an interface that returns no experts",
          "set algorithm.replay_routing = false"),
-        (config.algorithm.replay_sampling_mask and config.sampling.top_k > facts["max_logprobs"] >= 0,
-         f"--max-logprobs {facts['max_logprobs']}", f"start it with --max-logprobs {config.sampling.top_k}"),
+        (config.algorithm.replay_sampling_mask and config.largest_top_k > facts["max_logprobs"] >= 0,
+         f"--max-logprobs {facts['max_logprobs']}", f"start it with --max-logprobs {config.largest_top_k}"),
         (facts["context"] < context, f"--max-model-len {facts['context']}",
          f"the run needs {context}: raise it, or lower generator.max_model_len and sampling.max_tokens"),
         (config.lora.rank and facts["max_loras"] < config.loop.max_lag + 3,

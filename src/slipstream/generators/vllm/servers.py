@@ -217,7 +217,7 @@ class Server:
         The limit is the episode's, since the request may queue.
         """
         body = {"model": self._model, "prompt": [0], "max_tokens": 1, "cache_salt": uuid4().hex}
-        call = self._client.request("POST", "/v1/completions", body, self._config.environment.timeout)
+        call = self._client.request("POST", "/v1/completions", body, self._config.longest_timeout)
         response = asyncio.ensure_future(call)
         response.add_done_callback(succeeded)  # retrieves the error
         try:

@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import product
 from pathlib import Path
 
-from slipstream.config.loading import load_config, parse_flags
+from slipstream.config.loading import flat_options, load_config, parse_flags
 from slipstream.config.schema import Config, ConfigError
 from slipstream.runtime.placement import resolve_auto
 
@@ -139,10 +139,9 @@ def parse_corrections(text: str) -> dict[str, tuple[str, ...]]:
 
 def _differences(earlier: Config, wanted: Config) -> list[str]:
     """Options in which two configurations differ, with both values."""
-    now = wanted.model_dump()
+    before, now = flat_options(earlier), flat_options(wanted)
     return [
-        f"{section}.{name} = {value!r}, now {now[section][name]!r}"
-        for section, values in earlier.model_dump().items()
-        for name, value in values.items()
-        if value != now[section][name]
+        f"{name} = {before.get(name)!r}, now {now.get(name)!r}"
+        for name in before | now
+        if before.get(name) != now.get(name)
     ]
