@@ -26,7 +26,9 @@ class CurriculumConfig(Section):
     """Which tasks are visited again, by the mean of "correct", or of the reward, over their rollouts: their success."""
 
     drop_after: int = option(
-        0, "Visits after which a task is dropped if its success was always 1 or always 0; 0: never.", ge=0
+        0,
+        "Groups in a row of success 1, or of success 0, after which 9 of 10 visits to a task are skipped; 0: none.",
+        ge=0,
     )
     focus: float = option(
         0.0,

@@ -13,13 +13,16 @@ from typing import Any
 from slipstream.config.environments import CurriculumConfig
 from slipstream.rollout import Rollout, mean
 
+DROPPED_SKIPS = 0.9  # share of visits to dropped tasks that are skipped; the others notice a policy that has changed
+
 
 @dataclass
 class TaskStream:
     """The `tasks` of one environment in shuffled epochs: each epoch visits a task once, or skips it by the curriculum.
 
-    `position` counts places in the epochs, and `progress` visits divided by `weight`. `results` has the visits and the
-    summed success of each task, if the curriculum needs them. Tasks in `retired` can't be played.
+    `position` counts places in the epochs, and `progress` visits divided by `weight`. `results` has two numbers of each
+    visited task, if the curriculum needs them: a moving average of its success, and the number of its last groups that
+    all had success 1, or 0 (negative). Tasks in `retired` can't be played.
     """
 
     label: str
@@ -28,7 +31,7 @@ class TaskStream:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     position: int = 0
     progress: float = 0.0
-    results: dict[int, tuple[int, float]] = field(default_factory=dict)
+    results: dict[int, tuple[float, int]] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)
     retired: set[int] = field(default_factory=set)
     _order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])  # of the current epoch, with seed and epoch
@@ -43,24 +46,24 @@ class TaskStream:
         return self.tasks - len(self.dropped | self.retired)
 
     def next_task(self, seed: int) -> int:
-        """The next task that the curriculum visits. It starts over once it has dropped all tasks that can be played."""
-        if self.dropped and len(self.dropped) + len(self.retired) >= self.tasks and not self.active:
-            self.dropped.clear()
-            self.results.clear()
+        """The next task that the curriculum visits."""
         while True:
             epoch, place = divmod(self.position, self.tasks)
             if self._order[0] != (seed, epoch):
                 self._order = (seed, epoch), shuffled(self.tasks, seed, epoch)
             self.position += 1
             task = self._order[1][place]
-            if self._visits(task, seed):
+            skips = self._skips(task)
+            if not skips or random.Random(f"{seed}/{self.label}/{self.position}").random() >= skips:
                 return task
 
     def record(self, task: int, success: float) -> None:
-        """Count a visit to a task, with the `success` of its group from 0 to 1."""
+        """Count a group of a task, with its `success` from 0 to 1."""
         if self.curriculum.drop_after or self.curriculum.focus:
-            visits, total = self.results.get(task, (0, 0.0))
-            self._count(task, visits + 1, total + min(1.0, max(0.0, success)))
+            average, streak = self.results.get(task, (0.5, 0))
+            direction = 1 if success >= 1 else -1 if success <= 0 else 0
+            streak = streak + direction if streak * direction > 0 else direction
+            self._set(task, (average + min(1.0, max(0.0, success))) / 2, streak)
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for a checkpoint. Options may change, and retired tasks are tried again."""
@@ -71,29 +74,21 @@ class TaskStream:
         """Restore the state of a snapshot of the same tasks."""
         self.position, self.progress = data["position"], data["progress"]
         for result in data["results"]:
-            self._count(*result)
+            self._set(*result)
 
-    def _count(self, task: int, visits: int, total: float) -> None:
-        self.results[task] = visits, total
-        if 0 < self.curriculum.drop_after <= visits and total in (0, visits):
+    def _set(self, task: int, average: float, streak: int) -> None:
+        self.results[task] = average, streak
+        if 0 < self.curriculum.drop_after <= abs(streak):
             self.dropped.add(task)
         else:
             self.dropped.discard(task)
 
-    def _visits(self, task: int, seed: int) -> bool:
-        """Whether the curriculum visits the task at this position.
-
-        A task of success s is skipped with probability focus x (1 - 4 s (1 - s)). Two visits are added to the counts
-        for the estimate of s, one of success 1 and one of success 0.
-        """
+    def _skips(self, task: int) -> float:
+        """Probability with which the curriculum skips a visit to the task."""
         if task in self.dropped:
-            return False
-        if not self.curriculum.focus:
-            return True
-        visits, total = self.results.get(task, (0, 0.0))
-        success = (total + 1) / (visits + 2)
-        skipped = self.curriculum.focus * (1 - 4 * success * (1 - success))
-        return random.Random(f"{seed}/{self.label}/{self.position}").random() >= skipped
+            return DROPPED_SKIPS
+        success, _ = self.results.get(task, (0.5, 0))
+        return self.curriculum.focus * (1 - 4 * success * (1 - success))
 
 
 def success_of(rollouts: Sequence[Rollout]) -> float:
