@@ -154,7 +154,7 @@ class Sandbox:
     def _request(self, kind: str, program: Program, scratch: str) -> dict[str, Any]:
         """What `sandbox_init.py` reads, sizes in bytes."""
         memory, files = self.memory_mb << 20, self.files_mb << 20
-        limits = {"AS": 4 * memory, "FSIZE": files, "NOFILE": 256, "CORE": 0, "NPROC": self.processes + 2}
+        limits = {"AS": 4 * memory, "FSIZE": files, "NOFILE": 256, "CORE": 0, "NPROC": self.processes + 4}
         path = f"{Path(PYTHON).parent}:/usr/local/bin:/usr/bin:/bin"
         return program._asdict() | {
             "kind": kind,

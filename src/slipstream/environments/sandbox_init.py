@@ -159,9 +159,6 @@ def start(request: dict[str, Any], streams: list[int]) -> tuple[int, int]:
         for number, stream in enumerate(above[:-1]):
             os.dup2(stream, number)
         os.closerange(len(streams), 100)
-        os.nice(10)
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # the first to go if the host is out of memory
         drop_privileges(request["uid"])
         for name, most in request["rlimits"].items():
             resource.setrlimit(getattr(resource, name), (most, most))
@@ -322,6 +319,9 @@ def main() -> None:
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     libc.prctl(SUBREAPER, 1)
+    os.nice(10)
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # the first to be killed if the host is out of memory
     if request["kind"] == "namespaces":
         enter_namespaces(request)
     elif request["kind"] == "rlimits":
