@@ -274,6 +274,16 @@ def test_overlong_rollouts_are_trained_on_penalized_or_excluded() -> None:
     assert found["penalty"] == pytest.approx((1 - mean, -1 - mean, -0.75 - mean))
 
 
+def test_the_penalty_of_overlong_rollouts_rises_to_the_token_limit_of_their_environment() -> None:
+    values = configure("overlong=penalty", "overlong_buffer=4").model_dump()
+    short = {"name": "a", "sampling": {"max_tokens": 4}}
+    config = validate(values | {"environment": {"name": ""}, "environments": [short, {"name": "b"}]})
+    made = group((0.0, 4, "length"), (0.0, 2, "stop"))
+    groups = [dataclasses.replace(made, environment=label) for label in ("a", "b")]
+    first, second = build_batch(load_objective(config), config, groups, 0).advantages
+    assert first == pytest.approx((-0.25, 0.25)) and second == pytest.approx((0.0, 0.0)), "of 4 and of 128 tokens"
+
+
 def test_parts_of_the_reward_are_metrics() -> None:
     metrics = {"right": [1.0, 0.0], "short": [0.0, 100.0]}
     made = group((0.0, 1, "stop"), (0.0, 1, "stop"), metrics=metrics)

@@ -131,7 +131,11 @@ def _add_policy_commands(commands: Subparsers) -> None:
     embedded = "The embedded engine samples, for any generator.engine."
     evaluate = _add(commands, "eval", _evaluate, "evaluate a policy on held-out tasks", epilog=embedded)
     evaluate.add_argument("target", metavar="RUN_DIR|MODEL", help="run directory, model directory, or Hub name")
-    evaluate.add_argument("--environment", metavar="NAME", help="gsm8k, addition, or your own (default: the run's)")
+    evaluate.add_argument(
+        "--environment",
+        metavar="NAME",
+        help="gsm8k, addition, your own, or a label of the run's (default: all of the run)",
+    )
     tasks = "held-out tasks to evaluate on (default: 100, or the run's)"
     evaluate.add_argument("--tasks", dest="evaluation.tasks", metavar="N", help=tasks)
     evaluate.add_argument("--json", action="store_true", help="print the whole result as JSON")

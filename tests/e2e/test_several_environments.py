@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -86,6 +87,41 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [row for step in data.rollout_steps for row in data.rollouts(step)]
 
 
+BROKEN = """
+from slipstream.environments.base import Task
+
+class Broken:
+    test = []
+    train = [Task(str(i), "w1 w2") for i in range(9)]
+    async def rollout(self, task, policy):
+        raise KeyError("no answer")
+"""
+
+
+def test_a_broken_environment_ends_a_run_whose_other_environment_works(tmp_path: Path) -> None:
+    save_model("tiny", tmp_path / "model")
+    (tmp_path / "broken.py").write_text(BROKEN)
+    path = configured(tmp_path / "model", tmp_path / "run")
+    path.write_text(path.read_text().replace(f'name = "{kill.WORK}:Work"\nlabel = "long"\noptions = {{ tasks = 30 }}',
+                                             f'name = "{tmp_path / "broken.py"}:Broken"'))  # fmt: skip
+    process = command(path)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and "Traceback" not in said
+    assert re.search(r"\d+ rollouts of \d+ tasks in a row failed, the last with: KeyError", said), said
+
+
+def test_a_run_does_not_continue_on_other_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model("tiny", tmp_path / "model")
+    path = configured(tmp_path / "model", tmp_path / "run")
+    path.write_text(path.read_text().replace("steps = 12", "steps = 3").replace("tasks = 6", "tasks = 0"))
+    ended(command(path))
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace('label = "long"', 'label = "longer"'))
+    assert main(["train", "--resume", str(tmp_path / "run"), "--loop.steps=6"]) == 2
+    found = "started on 20 training tasks of short, 30 training tasks of long, and now there are 20 training tasks of"
+    assert found in capsys.readouterr().err
+
+
 def test_a_killed_run_on_two_environments_continues_as_if_it_were_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +160,8 @@ def test_a_killed_run_on_two_environments_continues_as_if_it_were_not(
     assert evaluation["eval/score"] == pytest.approx((6 * scores[0] + 4 * scores[1]) / 10)
     assert f"short {scores[0]:.3f} on 6, long {scores[1]:.3f} on 4" in said
     assert [sample["id"].partition("/")[0] for sample in evaluation["samples"]] == ["short"] * 6 + ["long"] * 4
+
+    assert load_run(whole).options["environments.1.sampling"] == {"max_tokens": 6, "temperature": 0.7}
 
     assert main(["eval", str(whole)]) == 0
     out = capsys.readouterr().out

@@ -107,8 +107,9 @@ class Run:
 
     @property
     def options(self) -> Record:
-        """The values of the configuration by "section.option"."""
-        sections = ((name, part) for name, part in self.config.items() if isinstance(part, dict))
+        """The values of the configuration by "section.option" or "environments.N.option"."""
+        sections = [(name, part) for name, part in self.config.items() if isinstance(part, dict)]
+        sections += [(f"environments.{i}", entry) for i, entry in enumerate(self.config.get("environments", ()))]
         return {f"{name}.{key}": value for name, part in sections for key, value in part.items()}
 
     @property
