@@ -156,7 +156,7 @@ def test_scores_have_intervals() -> None:
 
     paired = compare_scores([evaluation([0.0] * 5 + [1.0] * 5), evaluation([0.0] * 2 + [1.0] * 8)])
     assert paired is not None and "pairs" in paired["method"]
-    assert paired["difference"] == pytest.approx([0.3, 0.3 - 1.96 * 0.1527525, 0.3 + 1.96 * 0.1527525], abs=1e-5)
+    assert paired["difference"] == pytest.approx([0.3, 0.3 - 2.2622 * 0.1527525, 0.3 + 2.2622 * 0.1527525], abs=1e-4)
     assert paired["before"] == pytest.approx([0.5, 0.2366, 0.7634], abs=1e-4)  # Wilson (1927)
     sampled = compare_scores([evaluation([0.5, 0.5], 56), evaluation([0.7, 0.7], 48)])
     assert sampled is not None and "binomial" in sampled["method"]

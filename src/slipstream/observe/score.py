@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from slipstream.observe.estimates import estimate_difference, estimate_mean
 from slipstream.observe.formatting import is_finite
 
 SHOWN_TASKS = 3
@@ -18,8 +19,8 @@ Sample = Mapping[str, Any]  # a task's id, prompt, and its completion and reward
 def compare_scores(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Score of the first and of the last evaluation, each as [value, low, high], their difference, and the method.
 
-    The outcomes of the tasks are used if the records hold those of all tasks, which pairs the tasks of both
-    evaluations. Otherwise a score between 0 and 1 is taken as a binomial fraction of its tasks. None without a score.
+    The difference pairs the tasks of both evaluations if the records hold the outcomes of all tasks. A record without
+    outcomes and intervals has a binomial fraction of its tasks. None without a score.
     """
     scored = [e for e in evaluations if is_finite(e.get("eval/score"))]
     if not scored:
@@ -34,7 +35,8 @@ def compare_scores(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any] |
         return found | {"difference": None, "method": how}
     if paired and before and after:
         gains = [after[task] - before[task] for task in before]
-        return found | {"difference": _mean(gains), "method": "per-task outcomes; the difference pairs the same tasks"}
+        how = "outcomes by task; the difference pairs the same tasks"
+        return found | {"difference": list(estimate_difference(gains)), "method": how}
     return found | {"difference": _difference(found["before"], found["after"]), "method": how}
 
 
@@ -50,16 +52,13 @@ def _outcomes(evaluation: Mapping[str, Any]) -> dict[str, float] | None:
 def _with_interval(evaluation: Mapping[str, Any], outcomes: dict[str, float] | None) -> tuple[list[float | None], str]:
     """Score, lower and upper bound (None if unknown) at 95%, and the method. `outcomes` are scores by task."""
     score, tasks = evaluation["eval/score"], evaluation.get("eval/tasks") or 0
-    if outcomes and set(outcomes.values()) - {0.0, 1.0}:
-        return _mean(list(outcomes.values())), "mean of per-task outcomes, normal approximation"
+    if interval := (evaluation.get("intervals") or {}).get("eval/score"):
+        return [score, *interval], "95% for tasks drawn like these (Wilson, clustered by task)"
+    if outcomes:
+        return list(estimate_mean(list(outcomes.values()))), "outcomes by task"
     if tasks and 0 <= score <= 1:
         return [score, *wilson(score, tasks)], "binomial (Wilson), tasks taken as independent"
     return [score, None, None], "no interval: the outcomes of single tasks are not recorded"
-
-
-def _mean(values: Sequence[float]) -> list[float | None]:
-    half = Z * stdev(values) / math.sqrt(len(values))
-    return [fmean(values), fmean(values) - half, fmean(values) + half]
 
 
 def wilson(fraction: float, count: int) -> Interval:
