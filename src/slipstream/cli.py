@@ -8,7 +8,6 @@ if __name__ == "__main__":
 import argparse
 import asyncio
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from slipstream.config.loading import (
     load_policy_config,
     load_verify_config,
     parse_flags,
+    with_policy,
 )
 from slipstream.config.schema import ConfigError
 from slipstream.errors import NO_SYSTEM, UserError
@@ -129,8 +129,12 @@ def _add(commands: Subparsers, name: str, command: Command, meaning: str, epilog
 def _add_policy_commands(commands: Subparsers) -> None:
     """Commands on a model or the policy of a run."""
     embedded = "The embedded engine samples, for any generator.engine."
-    evaluate = _add(commands, "eval", _evaluate, "evaluate a policy on held-out tasks", epilog=embedded)
-    evaluate.add_argument("target", metavar="RUN_DIR|MODEL", help="run directory, model directory, or Hub name")
+    options = "The engine of the configuration samples. Also: --section.option VALUE, see `config`."
+    evaluate = _add(commands, "eval", _evaluate, "evaluate a policy on held-out tasks", epilog=options)
+    target = "configuration, run directory, model directory, or Hub name"
+    evaluate.add_argument("target", metavar="CONFIG|RUN_DIR|MODEL", help=target)
+    against = "run directory or model to compare with on the same tasks, by a paired test"
+    evaluate.add_argument("--against", metavar="RUN_DIR|MODEL", help=against)
     evaluate.add_argument(
         "--environment",
         metavar="NAME",
@@ -138,7 +142,13 @@ def _add_policy_commands(commands: Subparsers) -> None:
     )
     tasks = "held-out tasks to evaluate on (default: 100, or the run's)"
     evaluate.add_argument("--tasks", dest="evaluation.tasks", metavar="N", help=tasks)
-    evaluate.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    samples, temperature = "samples of each task, for pass@k (default: 1, or the run's)", "0 (the default) is greedy"
+    evaluate.add_argument("--samples", dest="evaluation.samples", metavar="K", help=samples)
+    evaluate.add_argument("--temperature", dest="evaluation.temperature", metavar="T", help=temperature)
+    evaluate.add_argument("--rollouts", type=Path, metavar="FILE", help="write the rollouts as parquet")
+    printed = evaluate.add_mutually_exclusive_group()
+    printed.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    printed.add_argument("--markdown", action="store_true", help="print the scores as a Markdown table")
 
     generate = _add(commands, "generate", _generate, "complete a prompt", epilog=embedded)
     generate.add_argument("target", metavar="MODEL|RUN_DIR", help="model directory, run directory, or Hub name")
@@ -255,33 +265,37 @@ def _train(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
-    from slipstream.controller.evaluation import describe_failures, evaluate_model
-    from slipstream.observe.formatting import by_environment, counts
-    from slipstream.runtime.closing import run_bounded
-
     config = load_policy_config(options.target, options.environment, flags)
-    result = run_bounded(evaluate_model(config))
-    if result["eval/failed"]:
-        print(f"slipstream: {describe_failures(result)}", file=sys.stderr)
-    if options.json:
-        print(json.dumps(result, indent=1))
+    configs = [config, *([with_policy(config, options.against)] if options.against else [])]
+    from slipstream.controller.evaluation_record import describe_failures
+    from slipstream.observe.events import strict_json
+    from slipstream.tools.evaluate import compare, describe, describe_comparison, evaluate_policy, to_markdown
+
+    found = [evaluate_policy(each) for each in configs]
+    for one in found:
+        if one.record["eval/failed"]:
+            print(f"slipstream: {describe_failures(one.record)}", file=sys.stderr)
+    if options.rollouts:
+        found[0].write_rollouts(options.rollouts)
+    compared = compare(*found) if options.against else None
+    if options.markdown:
+        print(to_markdown(*found))
+    elif options.json and compared:
+        records = [one.record for one in found]
+        print(strict_json({"policy": records[0], "against": records[1], "comparison": compared.as_dict()}, indent=1))
+    elif options.json:
+        print(strict_json(found[0].record, indent=1))
     else:
-        failures, errors = result["eval/failures"], result["eval/reward_errors"]
-        failed = f"{result['eval/failed']} failed" + f": {counts(failures)}" * bool(failures)
-        failed += f", rewards that raised: {counts(errors)}" * bool(errors)
-        tasks = by_environment(result, "eval/tasks")
-        for label, own in by_environment(result, "eval/score").items():
-            print(f"{label}: score {own:.3f} on {tasks[label]} held-out tasks")
-        score = f"score {result['eval/score']:.3f} on {result['eval/tasks']} held-out tasks"
-        named = config.environment.name or " and ".join(each.label for each in config.each_environment)
-        print(f"{named}: {score}", end="")
-        print(f" ({failed}), {result['eval/mean_length']:.0f} tokens each, {result['eval/duration_s']:.1f} s")
+        names = [f"{name}, " if compared else "" for name in (options.target, options.against)]
+        print("\n".join(name + describe(one) for name, one in zip(names, found, strict=False)))
+        if compared:
+            print(f"{options.target} minus {options.against}: {describe_comparison(compared)}")
 
 
 def _generate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.controller.evaluation import generate_texts
 
-    config = load_policy_config(options.target, None, flags, default="addition")
+    config = load_policy_config(options.target, None, ["--evaluation.samples=1", *flags], default="addition")
     completions = asyncio.run(generate_texts(config, options.prompt))
     for prompt, completion in zip(options.prompt, completions, strict=True):
         print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")

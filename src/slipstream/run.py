@@ -129,7 +129,8 @@ async def next_batch(run: RunContext) -> Batch | None:
     """Wait for enough groups within `max_lag`. Returns None once the run is ending."""
     while not run.ending:
         await save_if_requested(run)
-        if enough_engines(run) and not run.paused and (groups := take_groups(run)):
+        held = run.paused or run.evaluates_snapshot
+        if enough_engines(run) and not held and (groups := take_groups(run)):
             # A reward part that all rollouts lack is an error in the first step, and chance later.
             strict = run.state.step == 0
             try:

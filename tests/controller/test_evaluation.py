@@ -15,6 +15,7 @@ from slipstream.config.loading import dump, load_config, load_policy_config, loa
 from slipstream.config.schema import LoraConfig
 from slipstream.controller import rollouts
 from slipstream.controller.evaluation import evaluate
+from slipstream.controller.evaluation_record import all_failed, describe_failures
 from slipstream.controller.finish import close, stop_generation
 from slipstream.controller.run_context import RunContext
 from slipstream.environments import load
@@ -285,3 +286,58 @@ def test_failed_tasks_are_recorded_with_the_others() -> None:
     }
     assert "2" in answered["completion"]
     assert failed["id"] == "bad" and failed["prompt"] == "2+2=" and "ValueError" in failed["failed"]
+
+
+class Graded:
+    """The reward of a task's n-th sample is the n-th of its grades; "x" fails."""
+
+    def __init__(self, grades: dict[str, str]) -> None:
+        self.train = self.test = tuple(Task(name, "?", category=name[0]) for name in grades)
+        self._left = {name: list(each) for name, each in grades.items()}
+
+    async def rollout(self, task: Task, policy: Policy) -> float:
+        await policy.sample(task.prompt)
+        return float(self._left[task.id].pop(0))
+
+
+def graded(grades: dict[str, str], samples: int) -> tuple[dict[str, Any], set[int]]:
+    """The record of an evaluation, and the seeds of its requests."""
+    flags = [f"--evaluation.samples={samples}", "--evaluation.temperature=1.0"]
+    config = load_config(None, ["--model.path=m", "--environment.name=addition", *flags])
+    generator, tokenizer = Scripted(*"2" * 16), ChatTokenizer(build_tokenizer())
+    environments = [LoadedEnvironment(config.each_environment[0], Graded(grades))]
+    found = asyncio.run(evaluate(config, environments, generator, tokenizer))
+    return found, {sampling.seed for _, sampling in generator.asked}
+
+
+def test_several_samples_of_a_task_give_mean_and_pass_at_k() -> None:
+    found, seeds = graded({"a1": "1000", "a2": "1111", "b1": "x0x0", "b2": "0011"}, 4)
+    assert found["eval/score"] == pytest.approx((0.25 + 1 + 0 + 0.5) / 4)
+    assert found["eval/pass@2"] == pytest.approx((0.5 + 1 + 0 + 5 / 6) / 4)
+    assert found["eval/pass@4"] == pytest.approx(3 / 4)
+    assert found["eval/category/a"] == pytest.approx(0.625) and found["eval/category/b"] == pytest.approx(0.25)
+    assert found["categories"] == {"a": 2, "b": 2}
+    assert {name for name in found["intervals"] if not found["intervals"][name][0] <= found[name] <= 1} == set()
+    names = {name for name in found["intervals"] if "environments" not in name}
+    assert names == {f"eval/{name}" for name in ("score", "pass@2", "pass@4", "category/a", "category/b")}
+    assert (found["eval/tasks"], found["eval/samples"], found["eval/failed"]) == (4, 4, 2)
+    assert len(seeds) == 16, "each sample has a seed of its own"
+    assert describe_failures(found).startswith("2 of 16 episodes of 4 held-out tasks failed, the last with: ValueError")
+    first, *_ = found["samples"]
+    assert (first["scores"], first["score"], first["reward"]) == ([1, 0, 0, 0], 0.25, 1)
+    assert found["samples"][2] | {"prompt": ""} == {
+        "id": "b1", "prompt": "", "failed": "ValueError", "scores": [0, 0, 0, 0], "score": 0.0,
+    }  # fmt: skip
+
+
+def test_pass_at_k_is_of_powers_of_two_and_all_samples() -> None:
+    found, _ = graded({"a": "010010"}, 6)
+    assert [name for name in found if name.startswith("eval/pass")] == ["eval/pass@2", "eval/pass@4", "eval/pass@6"]
+    single, _ = graded({"a": "1", "b": "0"}, 1)
+    assert not [name for name in single if "pass" in name] and "scores" not in single["samples"][0]
+
+
+def test_an_evaluation_fails_if_every_sample_does() -> None:
+    found, _ = graded({"a": "xx", "b": "xx"}, 2)
+    assert all_failed(found) and describe_failures(found).startswith("all 4 episodes of 2 held-out tasks failed")
+    assert not all_failed(graded({"a": "xx", "b": "x0"}, 2)[0])

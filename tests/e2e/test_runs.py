@@ -475,7 +475,7 @@ def test_an_evaluation_says_why_episodes_failed_and_fails_if_all_did(
         return status, *capfd.readouterr()
 
     status, out, err = evaluated("Some")
-    assert status == 0 and "score 0.667 on 6 held-out tasks (2 failed: KeyError 2)" in out
+    assert status == 0 and "score 0.667 [0.300, 0.903] on 6 held-out tasks (2 failed: KeyError 2)" in out
     last = "KeyError: 'no answer to 4'"
     assert err.splitlines()[-1] == f"slipstream: 2 of 6 held-out tasks failed, the last with: {last}"
     status, out, err = evaluated("Some", "--json")
@@ -486,6 +486,33 @@ def test_an_evaluation_says_why_episodes_failed_and_fails_if_all_did(
     assert err.splitlines()[-1].startswith("slipstream: all 6 held-out tasks failed, the last with: KeyError: 'no")
     status, out, err = evaluated("Empty")
     assert status == 2 and "there is nothing to evaluate on" in err
+
+
+SLOW_TEST = """
+from slipstream.environments.base import Task
+
+class Slow:
+    train = [Task(str(i), f"w{i}") for i in range(40)]
+    test = [Task(f"t{i}", f"w{i}") for i in range(6)]
+
+    async def rollout(self, task, policy):
+        for _ in range(40 if task.id.startswith("t") else 1):
+            completion = await policy.sample(task.prompt)
+        return float(completion.token_ids[0] % 2)
+"""
+
+
+def test_an_evaluation_of_a_snapshot_has_one_version(model: Path, tmp_path: Path) -> None:
+    """Its episodes take longer than a step. Steps wait for it, rollouts do not."""
+    (tmp_path / "slow.py").write_text(SLOW_TEST)
+    train(
+        model, tmp_path / "run", environment__name=f"{tmp_path / 'slow.py'}:Slow", environment__options="{}",
+        loop__steps=8, loop__max_lag=2, evaluation__every=2, evaluation__samples=2, evaluation__temperature=1.0,
+        evaluation__snapshot="true",
+    )  # fmt: skip
+    versions = {e["step"]: e["versions"] for e in lines(tmp_path / "run" / "evaluations.jsonl")}
+    assert versions == {step: [step, step] for step in (0, 2, 4, 6, 8)}
+    assert {record["lag/max"] for record in lines(tmp_path / "run" / "metrics.jsonl")} - {0}, "rollouts went on"
 
 
 AGENT = """

@@ -71,9 +71,11 @@ def test_parquet_with_nested_columns() -> None:
     ]
     parquet("sums.parquet", *rows)
     options = {"dataset": "sums.parquet", "answer": "reward_model.ground_truth", "reward": "math"}
-    made = environment(**options, filter={"extra_info.level": "hard"}, system="Add.", test=0.2)
+    level = "extra_info.level"
+    made = environment(**options, filter={level: "hard"}, system="Add.", test=0.2, category=level)
     assert (len(made.train), len(made.test)) == (16, 4)
     assert not {task.id for task in made.train} & {task.id for task in made.test}
+    assert {task.category for task in (*made.train, *made.test)} == {"hard"}
     task = next(task for task in made.train if task.source == "sums.parquet, row 3")
     assert task.prompt == ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+1?"})
     assert rewarded(made, made.train.index(task), "so 3", "$\\frac{6}{2}$", "4", "") == [1.0, 1.0, 0.0, 0.0]

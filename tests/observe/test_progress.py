@@ -96,12 +96,12 @@ def test_notes_evaluations_and_warnings_are_always_printed(clock: Clock) -> None
     with Progress(100, console=console) as progress:
         progress.note("probe: agree within 2e-06 [bound]")
         progress.evaluation(EVALUATION)
-        progress.evaluation(EVALUATION | {"versions": [7, 7], "eval/failed": 0})
+        progress.evaluation(EVALUATION | {"versions": [7, 7], "eval/failed": 0, "eval/samples": 4})
         progress.warn("disk almost full")
     assert output(console).splitlines() == [
         "probe: agree within 2e-06 [bound]",
         "evaluation after step 50: 0.480 on 200 tasks, 1 failed (versions 49 to 50)",
-        "evaluation after step 50: 0.480 on 200 tasks (version 7)",
+        "evaluation after step 50: 0.480 on 200 tasks, 4 samples each (version 7)",
         "warning: disk almost full",
     ]
 

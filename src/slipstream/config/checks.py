@@ -281,7 +281,10 @@ CHECKS: tuple[Check, ...] = (
         (lambda c: c.sync.link == "shared" and c.generator.remote,
          "{sync.link}, which does not reach {=generator.remote}", 'set it to "delta"'),
     ),
-    # the objective, scorers and teachers
+    # evaluation, the objective, scorers and teachers
+    (lambda c: c.evaluation.samples > 1 and not c.evaluation.temperature,
+     "{evaluation.samples} would be the same completion of a task at {evaluation.temperature}, which is greedy; set "
+     "evaluation.temperature = 1.0, for example, or leave evaluation.samples out"),
     (lambda c: c.algorithm.kl_coef and c.algorithm.kl_estimator == "k1" and not c.algorithm.kl_weighted,
      '{algorithm.kl_estimator} has no gradient on average; set algorithm.kl_weighted, or use "k3"'),
     (lambda c: c.algorithm.kl_coef and c.algorithm.kl_estimator == "k2" and c.algorithm.kl_weighted,
@@ -324,7 +327,7 @@ CHECKS: tuple[Check, ...] = (
     *_idle(_truncates, "sampling.top_k or top_p", "algorithm.replay_sampling_mask"),
     *_idle(lambda c: c.trainer.ranks > 1, "trainer.ranks above 1", "trainer.parallel"),
     *_idle(lambda c: c.evaluation.tasks, "evaluation.tasks above 0", "evaluation.every", "evaluation.every_tokens",
-           "evaluation.temperature"),
+           "evaluation.temperature", "evaluation.samples", "evaluation.snapshot"),
     *_idle(lambda c: c.observe.health, "observe.health = true", "observe.ignore"),
     *_idle(lambda c: c.observe.trackers, "observe.trackers", "observe.project"),
     *_idle(lambda c: c.runtime.kind == "ray", 'runtime.kind = "ray"',

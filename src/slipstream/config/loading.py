@@ -57,13 +57,15 @@ def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> Co
 
 
 def load_policy_config(target: str, environment: str | None, flags: list[str], default: str | None = None) -> Config:
-    """The configuration with which to sample from a policy: `target` is a run's directory, or a model.
+    """The configuration with which to sample from a policy: `target` is a TOML file, a run's directory, or a model.
 
     A model gets default options and the named environment, or `default`. Raises `ConfigError`.
     """
     run, given = Path(target) / "config.toml", dict(parse_flags(flags))
     named = given.get("environment.name") or ("dataset" if "environment.dataset" in given else None)
     environment = str(named) if named else environment
+    if target.endswith(".toml"):
+        return load_config(target, [*([f"--environment.name={environment}"] if environment else []), *flags])
     if not run.exists():
         if not (environment := environment or default):
             raise ConfigError(f"{target} is no run's directory; name an environment: --environment NAME")
@@ -81,6 +83,12 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
         changes += [f"--environment.name={environment}", "--environment.options={}", "--environments=[]"]
         changes += ["--algorithm.process_reward_coef=0"]
     return load_config(run, [*changes, *flags])
+
+
+def with_policy(config: Config, target: str) -> Config:
+    """The configuration with the policy of another run, or another model. Raises `ConfigError`."""
+    path = str(_policy_of(target)) if (Path(target) / "config.toml").exists() else target
+    return with_options(config, model=config.model.model_dump() | {"path": path})
 
 
 def load_verify_config(target: str, flags: list[str]) -> Config:

@@ -240,7 +240,9 @@ class EvaluationConfig(Section):
     every: int = option(0, "Steps between evaluations; 0 evaluates at the start and the end only.", ge=0)
     every_tokens: int = option(0, "Trained tokens between evaluations, in addition to `every`; 0 is never.", ge=0)
     tasks: int = option(100, "Held-out tasks to evaluate on; 0 turns evaluation off.", ge=0)
+    samples: int = option(1, "Samples of each task, for pass@k; above 1 needs a temperature above 0.", ge=1)
     temperature: float = option(0.0, "Softmax temperature of evaluation, from 0.01 to 100; 0 is greedy.", ge=0)
+    snapshot: bool = option(False, "Sample each evaluation by a single version: training takes no step meanwhile.")
 
 
 class CheckpointConfig(Section):

@@ -120,6 +120,11 @@ class RunContext:
         return self.state.step >= self.config.loop.steps or 0 < tokens <= self.totals.tokens_trained
 
     @property
+    def evaluates_snapshot(self) -> bool:
+        """Whether an evaluation with `evaluation.snapshot` is in flight, during which no step is taken."""
+        return self.config.evaluation.snapshot and self.evaluation is not None and not self.evaluation.done()
+
+    @property
     def ending(self) -> bool:
         """Whether no further work starts, because the run is complete or was stopped."""
         return self.stopped is not None or self.complete

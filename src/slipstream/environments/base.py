@@ -45,12 +45,13 @@ Prompt = str | Sequence[Message] | Sequence[int]
 @dataclass(frozen=True, slots=True)
 class Task:
     """One problem. `prompt` is text or chat messages, `data` what the reward needs, such as the answer, `source` the
-    file and line that it was read from, such as "train.jsonl, line 7"."""
+    file and line that it was read from, such as "train.jsonl, line 7". Evaluations report scores by `category`."""
 
     id: str
     prompt: str | tuple[dict[str, str], ...]
     data: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+    category: str = ""
 
 
 class Environment(Protocol):

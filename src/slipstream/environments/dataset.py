@@ -33,12 +33,20 @@ class Dataset:
         split: str = "",
         test: str | float = "",
         skip_malformed: bool = False,
+        category: str = "",
         reward_workers: int = 0,
         timeout: float = 60.0,
     ) -> None:
         if not dataset:
             raise ConfigError("environment.dataset is not set; give a file, a directory, or a name on the Hub")
-        texts = {"dataset": dataset, "prompt": prompt, "answer": answer, "system": system, "split": split}
+        texts = {
+            "dataset": dataset,
+            "prompt": prompt,
+            "answer": answer,
+            "system": system,
+            "split": split,
+            "category": category,
+        }
         for name, value in texts.items():
             if not isinstance(value, str):
                 raise ConfigError(f"environment.{name} = {value!r}: it must be text")
@@ -47,7 +55,7 @@ class Dataset:
         self._rewards = load_rewards(reward)
         if unanswered := [name for name, one in self._rewards.items() if one.needs_answer and not answer]:
             raise ConfigError(f"environment.answer is not set; {unanswered[0]} compares replies with its column")
-        columns = Columns(prompt, answer, id, system, filter or {}, self._rewards)
+        columns = Columns(prompt, answer, id, system, filter or {}, self._rewards, category)
         self.train, self.test = load_tasks(dataset, columns, subset, split, test, skip_malformed, not self._rewards)
         self._workers = RewardWorkerPool("slipstream.environments.rewards:score", reward_workers, timeout)
 

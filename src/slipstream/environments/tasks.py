@@ -33,11 +33,16 @@ class Columns:
     system: str = ""  # text, no column
     filter: Mapping[str, Any] = field(default_factory=dict)  # the values, or lists of values, that rows must have
     rewards: Mapping[str, Reward] = field(default_factory=dict)
+    category: str = ""  # a column
 
     def used(self) -> list[str]:
         """Columns that the task is made of."""
         names = [name for text in (self.prompt, self.answer) for name in _names(text)]
-        names += [*self.filter, *(name for reward in self.rewards.values() for name in reward.columns)]
+        names += [
+            *filter(None, [self.category]),
+            *self.filter,
+            *(name for reward in self.rewards.values() for name in reward.columns),
+        ]
         return [*dict.fromkeys(name.partition(".")[0] for name in names)]
 
     def keeps(self, row: Any) -> bool:
@@ -56,7 +61,8 @@ class Columns:
         data = {column: value for column, value in row.items() if column not in (self.prompt, self.id)}
         wanted = {kind: reward.prepare(answer, row) for kind, reward in self.rewards.items()}
         more = ({"answer": answer} if self.answer else {}) | ({"wanted": wanted} if wanted else {})
-        return Task(str(row[self.id]) if self.id in row else name, prompt, data | more, source)
+        category = str(column_value(row, self.category)) if self.category else ""
+        return Task(str(row[self.id]) if self.id in row else name, prompt, data | more, source, category)
 
 
 def load_tasks(

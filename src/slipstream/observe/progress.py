@@ -133,11 +133,12 @@ class Progress:
         versions = f"version {number(low)}" if low == high else f"versions {number(low)} to {number(high)}"
         reasons = f" ({counts(record['eval/failures'])})" if record.get("eval/failures") else ""
         failed = f", {number(record['eval/failed'])} failed{reasons}" if record.get("eval/failed") else ""
-        score, tasks = number(record.get("eval/score"), 3), number(record.get("eval/tasks"))
+        score, tasks = number(record.get("eval/score"), 3), f"{number(record.get('eval/tasks'))} tasks"
+        tasks += f", {number(k)} samples each" if (k := record.get("eval/samples", 1)) > 1 else ""
         self._scores = by_environment(record, "eval/score")
         counts_of = by_environment(record, "eval/tasks")
         own = ", ".join(f"{label} {number(each, 3)} on {counts_of[label]}" for label, each in self._scores.items())
-        self._score = f"{score} on {tasks} tasks{failed} ({versions})" + f": {own}" * bool(own)
+        self._score = f"{score} on {tasks}{failed} ({versions})" + f": {own}" * bool(own)
         self.note(f"evaluation after step {number(record.get('step'))}: {self._score}")
 
     def resumed(self) -> None:

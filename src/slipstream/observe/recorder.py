@@ -147,15 +147,19 @@ class Recorder:
 
     def _write_step(self, step: int, batch: Batch, line: str) -> None:
         """The rollouts first, so that a step that has a line has its rollouts, too."""
-        pairs = zip(batch.groups, batch.advantages, strict=True)
-        # One group at a time, since the event loop runs only between two calls that hold the interpreter.
-        columns = [_columns(step, group, advantages, self._decode) for group, advantages in pairs]
         self._rollouts.mkdir(exist_ok=True)
-        path = self._rollouts / f"step_{step:06d}.parquet"
-        partial = path.with_name(path.name + PARTIAL)
-        pq.write_table(pa.Table.from_batches(columns, SCHEMA), partial)
-        partial.replace(path)
+        write_rollouts(self._rollouts / f"step_{step:06d}.parquet", step, batch, self._decode)
         _append(self._metrics, line)
+
+
+def write_rollouts(path: Path, step: int, batch: Batch, decode: Decode) -> None:
+    """Write one row for each completion of a batch."""
+    pairs = zip(batch.groups, batch.advantages, strict=True)
+    # One group at a time, since the event loop runs only between two calls that hold the interpreter.
+    columns = [_columns(step, group, advantages, decode) for group, advantages in pairs]
+    partial = path.with_name(path.name + PARTIAL)
+    pq.write_table(pa.Table.from_batches(columns, SCHEMA), partial)
+    partial.replace(path)
 
 
 def _columns(step: int, group: Group, advantages: Sequence[float | Sequence[float]], decode: Decode) -> pa.RecordBatch:

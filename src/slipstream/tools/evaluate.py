@@ -1,0 +1,216 @@
+"""`slipstream eval`: evaluate a policy on held-out tasks with the engine of its configuration, or compare two policies.
+
+Starts the engines alone, without a trainer, so that they get all GPUs that the configuration gives to engines.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import lcm
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from slipstream.config.loading import with_options
+from slipstream.config.plugins import Interrupts
+from slipstream.config.schema import Config, ConfigError
+from slipstream.controller.evaluation import evaluate, held_out_tasks
+from slipstream.controller.evaluation_record import PlayedTask, all_failed, describe_failures
+from slipstream.controller.launch import start_generators
+from slipstream.environments.base import ChatTokenizer
+from slipstream.environments.concurrency import EpisodeSlots
+from slipstream.environments.endpoint import Endpoint
+from slipstream.environments.load import LoadedEnvironment, close_environment, load_environments
+from slipstream.errors import RunError
+from slipstream.generators.pool import GeneratorPool
+from slipstream.model.device import dtype_of, pick_device
+from slipstream.model.inspection import max_model_len
+from slipstream.model.loading import load_causal_lm, load_tokenizer
+from slipstream.model.paths import adapter_config, check_path
+from slipstream.observe.estimates import Comparison, compare_paired
+from slipstream.observe.formatting import by_environment, counts
+from slipstream.observe.recorder import write_rollouts
+from slipstream.rollout import Batch, Group
+from slipstream.runtime.closing import closing, run_bounded
+from slipstream.runtime.placement import place, resolve_auto
+from slipstream.runtime.runtime import current_runtime, open_runtime
+from slipstream.scoring.load import load_scoring
+
+INTERVALS = "Brackets: 95% confidence intervals for tasks drawn like these (Wilson, clustered by task)."
+TEST = "95% interval: Student's, paired by task; p: paired sign-flip permutation test, two-sided."
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluated policy: the record as in `evaluations.jsonl`, and the outcomes of the samples of each task."""
+
+    config: Config
+    record: dict[str, Any]
+    played: Sequence[PlayedTask]
+
+    @property
+    def name(self) -> str:
+        """The name of the environment, or the labels of several."""
+        return self.config.environment.name or " and ".join(each.label for each in self.config.each_environment)
+
+    def write_rollouts(self, path: Path) -> None:
+        """Write the rollouts as the parquet files of a run; `advantage` is NaN, failed episodes are left out."""
+        groups = tuple(
+            Group(number, each.id, sum(each.episodes, ()), each.environment.options.label)
+            for number, each in enumerate(self.played)
+            if each.episodes
+        )
+        none = tuple((float("nan"),) * len(group.rollouts) for group in groups)
+        tokenizer = load_tokenizer(self.config.model.path)
+        try:
+            write_rollouts(path, 0, Batch(groups, none), tokenizer.decode)
+        except OSError as error:
+            raise ConfigError(f"{path} can't be written: {error.strerror}; choose another file") from None
+
+
+def evaluate_policy(config: Config) -> Evaluation:
+    """Evaluate the model at `model.path`. Raises `ConfigError`, and `RunError` if every episode fails."""
+    check_path(config.model.path)
+    pick_device(config.generator.device, "generator.device")
+    with open_runtime(config.runtime):
+        record, played = run_bounded(_evaluate_policy(_for_engines_only(config)))
+    return Evaluation(config, record, played)
+
+
+def compare(policy: Evaluation, against: Evaluation) -> Comparison:
+    """Compare the scores of `policy` with those of `against` on the same tasks."""
+    samples = lcm(*(evaluation.record["eval/samples"] for evaluation in (policy, against)))
+    before, after = ([fmean(each.scores) for each in one.played] for one in (against, policy))
+    return compare_paired(before, after, samples)
+
+
+def _for_engines_only(config: Config) -> Config:
+    """The configuration without trainer, teacher and weight link, so that nothing else is placed on GPUs."""
+    return with_options(
+        config, trainer={"device": "cpu"}, sync={}, teacher={}, algorithm={"replay_routing": False}, checkpoint={}
+    )
+
+
+async def _evaluate_policy(config: Config) -> tuple[dict[str, Any], list[PlayedTask]]:
+    environments = load_environments(config)
+    if not any(held_out_tasks(config, each) for each in environments):
+        count = sum(len(each.environment.test) for each in environments)
+        names = " and ".join(repr(each.options.name) for each in environments)
+        raise ConfigError(
+            f"environment.name = {names} has {count} held-out tasks, and evaluation.tasks = {config.evaluation.tasks}: "
+            "there is nothing to evaluate on"
+        )
+    runtime = current_runtime()
+    config = resolve_auto(config, runtime.gpus, runtime.hosts)
+    played: list[PlayedTask] = []
+    closers = [partial(close_environment, each.environment) for each in environments]
+    async with closing(*closers), _engines(config) as pool:
+        record = await _play(config, environments, pool, played)
+    if all_failed(record):
+        raise RunError(describe_failures(record))
+    return record, played
+
+
+async def _play(
+    config: Config, environments: Sequence[LoadedEnvironment], pool: GeneratorPool, played: list[PlayedTask]
+) -> dict[str, Any]:
+    """The record of the evaluation; `played` gets the outcomes. Raises the death of the last engine."""
+    tokenizer = ChatTokenizer(load_tokenizer(config.model.path), max_model_len(config))
+    endpoint, scoring = Endpoint(tokenizer), load_scoring(config, tokenizer)
+    async with closing(*(part.close for part in (scoring, endpoint) if part)):
+        if scoring:
+            await scoring.start()
+        slots = EpisodeSlots(config.environment.max_concurrent or 2 * pool.max_num_seqs)
+        with Interrupts():
+            record = await evaluate(config, environments, pool, tokenizer, endpoint, scoring, slots, played=played)
+    if dead := pool.dead:
+        raise dead
+    return record
+
+
+@asynccontextmanager
+async def _engines(config: Config) -> AsyncIterator[GeneratorPool]:
+    """The started engines of the configuration. Their logs are removed unless there is an error, which may name one."""
+    runtime, folder = current_runtime(), Path(tempfile.mkdtemp(prefix="slipstream-eval-"))
+    placement = place(config, runtime.gpus)
+    runtime.reserve(config, placement)
+    try:
+        if config.generator.engine == "vllm" and (adapter := adapter_config(config.model.path)):
+            _merge_adapter(config, adapter["base_model_name_or_path"], folder / "model")
+            config = with_options(config, model=config.model.model_dump() | {"path": str(folder / "model")})
+        pool = await start_generators(config, folder, placement)
+        async with closing(pool.close):
+            yield pool
+    finally:
+        shutil.rmtree(folder / "model", ignore_errors=True)
+    shutil.rmtree(folder)
+
+
+def _merge_adapter(config: Config, base: str, path: Path) -> None:
+    """Write the base model with the adapter at `model.path` merged into its weights: vLLM loads whole models."""
+    from peft import PeftModel
+
+    model = load_causal_lm(base, device=torch.device("cpu"), dtype=dtype_of(config))
+    PeftModel.from_pretrained(model, config.model.path).merge_and_unload().save_pretrained(path)
+    load_tokenizer(config.model.path).save_pretrained(path)
+
+
+def describe(evaluation: Evaluation) -> str:
+    """The scores as text: a line, and one for each pass@k and category."""
+    record, name = evaluation.record, evaluation.name
+    failures, errors, samples = record["eval/failures"], record["eval/reward_errors"], record["eval/samples"]
+    failed = f"{record['eval/failed']} failed" + f": {counts(failures)}" * bool(failures)
+    failed += f", rewards that raised: {counts(errors)}" * bool(errors)
+    tasks = f"{record['eval/tasks']} held-out tasks" + f", {samples} samples each" * (samples > 1)
+    (_, first), *others = _rows(record)
+    ended = f"{record['eval/mean_length']:.0f} tokens each, {record['eval/duration_s']:.1f} s"
+    lines = [f"{name}: score {first} on {tasks} ({failed}), {ended}"]
+    return "\n".join([*lines, *(f"  {row} {value}" for row, value in others)])
+
+
+def describe_comparison(found: Comparison) -> str:
+    """The difference of two scores with its interval and p-value, in one line."""
+    value, low, high = found.difference
+    changed = f"{found.better} tasks better, {found.worse} worse, {found.equal} equal"
+    return f"{value:+.3f} [{low:+.3f}, {high:+.3f}], p = {found.p_value:.3g} ({changed})"
+
+
+def to_markdown(policy: Evaluation, against: Evaluation | None = None) -> str:
+    """The scores of one or two policies as a Markdown table."""
+    columns = [policy] if against is None else [policy, against]
+    header = ["", *(f"`{one.config.model.path}`" for one in columns)]
+    values = zip(*(_rows(one.record) for one in columns), strict=True)
+    rows = [[cells[0][0], *(value for _, value in cells)] for cells in values]
+    failed = ["failed episodes", *(str(one.record["eval/failed"]) for one in columns)]
+    table = [header, ["---"] * len(header), *rows, failed]
+    record, name = policy.record, policy.name
+    evaluated = f"{name}: {record['eval/tasks']} held-out tasks, samples of each: {record['eval/samples']}"
+    lines = [f"{evaluated}, temperature {policy.config.evaluation.temperature:g}.", ""]
+    lines += [f"| {' | '.join(row)} |" for row in table] + ["", INTERVALS]
+    if against is not None:
+        lines += ["", f"Difference of the scores: {describe_comparison(compare(policy, against))}. {TEST}"]
+    return "\n".join(lines)
+
+
+def _rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and value with interval of each estimate: the score, pass@k, and scores by category and environment."""
+    labels = by_environment(record, "eval/score")
+    counts_of = {f"eval/category/{name}": tasks for name, tasks in record["categories"].items()}
+    counts_of |= {f"eval/environments/{name}/score": record[f"eval/environments/{name}/tasks"] for name in labels}
+    rows = []
+    for name, (low, high) in record["intervals"].items():
+        if labels or not name.startswith("eval/environments/"):
+            shown = (
+                re.sub(r"^eval/(category/|environments/)?", "", name).removesuffix("/score").replace("/pass", " pass")
+            )
+            tasks = f" on {counts_of[name]} tasks" if name in counts_of else ""
+            rows.append((shown, f"{record[name]:.3f} [{low:.3f}, {high:.3f}]{tasks}"))
+    return rows

@@ -1,0 +1,107 @@
+"""`slipstream eval` with the engine of the configuration: what it prints and writes, and the comparison of policies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from slipstream.cli import main
+from slipstream.observe.estimates import compare_paired
+from tests.conftest import save_model
+
+ENVIRONMENT = """
+from slipstream.environments.base import Task
+
+class Ones:
+    train = test = tuple(Task(str(i), f"{i}+{i}=", category="even" if i % 2 == 0 else "odd") for i in range(12))
+
+    async def rollout(self, task, policy):
+        completion = await policy.sample(task.prompt)
+        return policy.rollout(float(len(completion.token_ids)), correct=float("1" in completion.text))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models with the head size that vLLM needs on a CPU, an environment, and a configuration."""
+    path = tmp_path_factory.mktemp("policies")
+    for seed, name in enumerate(("first", "second")):
+        save_model(path / name, seed=seed, head_dim=64, hidden_size=64)
+    (path / "ones.py").write_text(ENVIRONMENT)
+    (path / "run.toml").write_text(
+        f'model.path = "{path / "first"}"\nenvironment.name = "{path / "ones.py"}:Ones"\n'
+        "sampling.max_tokens = 12\ngenerator = { max_model_len = 64, threads = 1 }\n"
+        "evaluation = { samples = 4, temperature = 1.0 }\ntrainer.ranks = 2\n"
+    )
+    return path
+
+
+def evaluated(capfd: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    capfd.readouterr()
+    assert main(["eval", *map(str, arguments), "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def test_two_policies_are_compared_on_the_same_tasks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = [folder / "run.toml", "--against", folder / "second"]
+    found = evaluated(capfd, *command, "--rollouts", folder / "rollouts.parquet")
+    policy, against = found["policy"], found["against"]
+    assert policy["eval/score"] != against["eval/score"], "the models differ"
+    before, after = ([sample["score"] for sample in record["samples"]] for record in (against, policy))
+    assert found["comparison"] == json.loads(json.dumps(compare_paired(before, after, 4).as_dict()))
+    assert found["comparison"]["difference"]["value"] == pytest.approx(policy["eval/score"] - against["eval/score"])
+
+    rows = pq.read_table(folder / "rollouts.parquet").to_pylist()
+    assert len(rows) == 48 and {row["task_id"] for row in rows} == set(map(str, range(12)))
+    correct = [dict(row["metrics"])["correct"] for row in rows]
+    assert sum(correct) / 48 == pytest.approx(policy["eval/score"]), "the rollouts are those of the first policy"
+
+    capfd.readouterr()
+    assert main(["eval", *map(str, command)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{folder}/run.toml, {folder}/ones.py:Ones: score {policy['eval/score']:.3f} [")
+    assert lines[0].endswith(" s") and "on 12 held-out tasks, 4 samples each (0 failed)" in lines[0]
+    assert [line.split()[0] for line in lines[1:5]] == ["pass@2", "pass@4", "even", "odd"]
+    assert lines[-1].startswith(f"{folder}/run.toml minus {folder}/second: ") and ", p = " in lines[-1]
+
+
+def test_scores_are_printed_as_markdown(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(folder / "run.toml"), "--samples=2", "--tasks=6", "--markdown"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].endswith("ones.py:Ones: 6 held-out tasks, samples of each: 2, temperature 1.")
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert table[:2] == [["", f"`{folder / 'first'}`"], ["---", "---"]]
+    assert [row[0] for row in table[2:]] == ["score", "pass@2", "even", "odd", "failed episodes"]
+    assert table[4][1].endswith("on 3 tasks")
+
+
+def test_vllm_and_the_embedded_engine_give_the_same_greedy_answers(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+    greedy = [folder / "run.toml", "--evaluation.samples=1", "--temperature=0"]
+    embedded = evaluated(capfd, *greedy)
+    vllm = evaluated(capfd, *greedy, "--generator.engine=vllm")
+    assert vllm["samples"] == embedded["samples"] and vllm["intervals"] == embedded["intervals"]
+    assert len({sample["completion"] for sample in vllm["samples"]}) > 6
+
+
+def test_vllm_evaluates_an_adapter_merged_into_its_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm")
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    adapted = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = AutoModelForCausalLM.from_pretrained(folder / "first")
+    get_peft_model(model, adapted).save_pretrained(folder / "adapter")
+    AutoTokenizer.from_pretrained(folder / "first").save_pretrained(folder / "adapter")
+    greedy = [folder / "run.toml", "--evaluation.samples=1", "--temperature=0", f"--model.path={folder / 'adapter'}"]
+    embedded, base = evaluated(capfd, *greedy), evaluated(capfd, *greedy[:-1])
+    vllm = evaluated(capfd, *greedy, "--generator.engine=vllm")
+    assert vllm["samples"] == embedded["samples"] != base["samples"]
