@@ -43,7 +43,7 @@ class TaskStream:
     @property
     def active(self) -> int:
         """Number of tasks that are neither dropped nor retired."""
-        return self.tasks - len(self.dropped | self.retired)
+        return self.tasks - len(self.dropped) - len(self.retired - self.dropped)
 
     def next_task(self, seed: int) -> int:
         """The next task that the curriculum visits."""
@@ -67,14 +67,14 @@ class TaskStream:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for a checkpoint. Options may change, and retired tasks are tried again."""
-        results = [[task, *result] for task, result in self.results.items()]
-        return {name: getattr(self, name) for name in ("label", "tasks", "position", "progress")} | {"results": results}
+        names = ("label", "tasks", "position", "progress")
+        return {name: getattr(self, name) for name in names} | {"results": dict(self.results)}
 
     def restore(self, data: dict[str, Any]) -> None:
         """Restore the state of a snapshot of the same tasks."""
         self.position, self.progress = data["position"], data["progress"]
-        for result in data["results"]:
-            self._set(*result)
+        for task, result in data["results"].items():
+            self._set(int(task), *result)  # JSON has no numbers as keys
 
     def _set(self, task: int, average: float, streak: int) -> None:
         self.results[task] = average, streak
