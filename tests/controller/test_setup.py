@@ -37,7 +37,8 @@ class Prompts:
 
 def probed(prompts: list[str]) -> tuple[list[Completion], Prompts]:
     train = [Task(str(number), prompt) for number, prompt in enumerate(prompts)]
-    run: Any = SimpleNamespace(environment=SimpleNamespace(train=train), long_prompts={})
+    environment = SimpleNamespace(environment=SimpleNamespace(train=train), long_prompts={})
+    run: Any = SimpleNamespace(environments=[environment])
     policy: Any = Prompts()
     return asyncio.run(sample_probes(run, policy)), policy
 
