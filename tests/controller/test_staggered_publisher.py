@@ -391,7 +391,8 @@ def test_no_token_is_sampled_by_another_than_a_published_version(tiny: Path, tmp
 
     assert asyncio.run(main()) > 4
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / f"version {v}") for v in range(9)]
-    assert {v for _, completion in sampled for v in completion.versions} == set(range(9))
+    versions = {v for _, completion in sampled for v in completion.versions}
+    assert versions <= set(range(9)) and len(versions) > 4  # some may be replaced before a token is sampled
     for oldest, completion in sampled:
         assert completion.versions[0] >= oldest
         ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]])

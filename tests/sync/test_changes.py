@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slipstream.sync import arrays
 from slipstream.sync import changes as coding
 from slipstream.sync.changes import (
     HEADER,
@@ -35,6 +38,15 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 shapes = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5
 )  # of parameters
+
+
+@pytest.fixture(autouse=True, params=["NumPy's arrays", "tensors"])
+def kind_of_array(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tensors are what is used on a GPU: here they are on the CPU."""
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param == "tensors":
+            patched.setattr(arrays, "as_array", lambda tensor: tensor)
+        yield
 
 
 def randomly(seed: int, shape: tuple[int, ...], size: int) -> Tensor:
@@ -74,9 +86,9 @@ def test_coded_changes_turn_the_old_words_into_the_new_ones(
         assert (words(old) != words(new)).sum() > 0.4 * count
         return
     ((entry, data),) = entries(memoryview(encode(3, 5, count, changes, size)))
-    decoded = decode(entry, data, count, size)
+    decoded = decode(entry, data, count, arrays.as_array(words(old)))
     applied = words(old).clone()
-    applied[torch.from_numpy(decoded.indices)] += torch.from_numpy(decoded.differences)
+    applied[torch.as_tensor(decoded.indices)] += torch.as_tensor(decoded.differences)
     assert torch.equal(applied, words(new)) and (entry.parameter, entry.row) == (3, 5)
 
 
@@ -95,11 +107,13 @@ def test_damaged_data_is_refused_or_harmless(
     data: bytes, size: int, number: int, listed: int, low: int, width: int
 ) -> None:
     try:
-        changes = decode(Entry(0, 0, len(data), number, listed, low, width), memoryview(data), 60, size)
+        like = arrays.as_array(torch.empty(0, dtype=torch.int16 if size == 2 else torch.int32))
+        changes = decode(Entry(0, 0, len(data), number, listed, low, width), memoryview(data), 60, like)
     except ValueError:
         return
     assert len(changes.indices) == len(changes.differences)
-    assert (np.diff(changes.indices) > 0).all() and ((changes.indices >= 0) & (changes.indices < 60)).all()
+    indices = changes.on_host().indices
+    assert (np.diff(indices) > 0).all() and ((indices >= 0) & (indices < 60)).all()
 
 
 @given(data=st.binary(max_size=100), parameter=st.integers(0, 2), row=st.integers(0, 9), low=st.sampled_from([0, 255]))
@@ -160,7 +174,7 @@ def test_shards_get_the_changes_of_their_slices(
 def test_checksums_rise_by_what_changes() -> None:
     old = randomly(1, (7, 5), 2)
     new = change(old, 2, 0.2)
-    assert (checksum(old) + raised(found(old, new), 5, 0)) % 2**64 == checksum(new)
+    assert (checksum(old) + int(raised(found(old, new), 5, 0))) % 2**64 == checksum(new)
 
 
 def test_merged_changes_lead_from_the_first_version_to_the_last() -> None:
@@ -171,7 +185,7 @@ def test_merged_changes_lead_from_the_first_version_to_the_last() -> None:
     for other in others:
         first = merge(first, other)
     served = versions[0].clone()
-    words(served)[torch.from_numpy(first.indices)] += torch.from_numpy(first.differences).to(torch.int16)
+    words(served)[torch.as_tensor(first.indices)] += torch.as_tensor(first.differences).to(torch.int16)
     assert torch.equal(words(served), words(versions[-1]))
 
 
@@ -187,11 +201,11 @@ def test_an_update_that_can_not_be_read_back_is_undone(whole: bool, monkeypatch:
     kind = coding._Replaced if whole else coding._Changed
     swap = kind.swap
 
-    def fail(staged: coding._Changed | coding._Replaced) -> bool:
+    def fail(staged: Any) -> Any:
         """As if memory had failed once the words were written."""
-        swap(staged)
+        swapped = swap(staged)
         words(served)[3] ^= 1
-        return False
+        return swapped[0] ^ 1, swapped[1]
 
     monkeypatch.setattr(kind, "swap", fail)
     update.apply()

@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.config.loading import load_config
 from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights
-from slipstream.sync import changes, delta, frames
+from slipstream.sync import arrays, changes, coder, delta, frames
 from slipstream.sync.changes import RolledBack, words
 from slipstream.sync.checksum import checksum
 from slipstream.sync.delta import DeltaReceiver, DeltaSender
@@ -94,8 +94,11 @@ class Trainer:
         return {name: checksum(parameter) for name, parameter in self.parameters.items()}
 
 
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
+@pytest.fixture(params=["NumPy's arrays", "tensors"])
+def trainer(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+    """With tensors both ends compute as on a GPU, here on the CPU."""
+    if request.param == "tensors":
+        monkeypatch.setattr(arrays, "as_array", lambda tensor: tensor)
     made = Trainer(tmp_path)
     yield made
     made.sender.close()
@@ -188,7 +191,7 @@ def test_a_swap_that_is_rolled_back_leaves_the_old_version_and_the_next_one_arri
     before = {name: tensor.clone() for name, tensor in trainer.parameters.items()}
     handle = trainer.publish()
     with monkeypatch.context() as patched, pytest.raises(RolledBack):
-        patched.setattr(changes._Changed, "swap", lambda changed: False)
+        patched.setattr(changes._Changed, "swap", lambda changed: (changed._old, changed._new))
         engine.swap(handle)
     assert engine.serves(before)
     engine.swap(trainer.publish())
@@ -259,7 +262,7 @@ def test_a_broken_or_damaged_connection_is_resumed(
 ) -> None:
     """Cut in the handshake, in the header or in a frame; a byte changed on the way."""
     monkeypatch.setattr(frames, "RETRY_S", 0.01)
-    monkeypatch.setattr(delta, "FRAME", 4096)
+    monkeypatch.setattr(coder, "FRAME", 4096)
     proxy = Proxy(trainer.info["address"], **damage)
     engine = Engine(trainer.info | {"address": proxy.address})
     engine.swap(trainer.publish())
@@ -271,7 +274,7 @@ def test_a_hundred_random_cuts_and_flips_leave_only_published_weights(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames, "RETRY_S", 0.001)
-    monkeypatch.setattr(delta, "FRAME", 2048)
+    monkeypatch.setattr(coder, "FRAME", 2048)
     draw, engine = random.Random(0), Engine(trainer.info)
     for _ in range(100):
         proxy = Proxy(trainer.info["address"], [draw.randrange(1, 30000)], draw.choice([0, draw.randrange(1, 4000)]))
@@ -370,7 +373,7 @@ def test_no_engine_follows_one_with_a_slow_network(trainer: Trainer, monkeypatch
 def test_an_engine_whose_predecessor_dies_gets_the_rest_from_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delta, "FRAME", 2048)
+    monkeypatch.setattr(coder, "FRAME", 2048)
     trainer = Trainer(tmp_path, "--sync.max_mb_per_s=0.2")
     first, second = (Engine(trainer.info, rank) for rank in (1, 2))
     handle = trainer.publish()
@@ -404,6 +407,23 @@ def test_a_stage_that_fails_half_way_is_followed_by_all_weights(
         trainer.publish()
     engine.swap(trainer.publish())
     assert engine.serves(trainer.parameters) and engine.checksums_agree(trainer)
+
+
+def test_changes_that_can_not_be_coded_are_followed_by_all_weights(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(trainer.info)
+    engine.swap(trainer.publish())
+    with monkeypatch.context() as patched:
+        patched.setattr(coder, "encode", lambda *_: 1 // 0)
+        handle = trainer.publish()
+        try:
+            engine.swap(handle)
+        except frames.Superseded:  # it had begun to receive them: the publisher tries again
+            engine.swap(handle)
+    assert engine.serves(trainer.parameters) and engine.checksums_agree(trainer)
+    engine.swap(trainer.publish())
+    assert engine.serves(trainer.parameters)
 
 
 def test_the_full_copy_of_a_new_engine_is_of_its_version_while_newer_ones_are_published(

@@ -1,4 +1,4 @@
-"""Changed elements between two versions of a parameter: found on its device, coded on the host, applied by an engine.
+"""Changed elements between two versions of a parameter: found, coded, decoded and applied on the devices that hold it.
 
 A parameter is a matrix of words, the bits of its elements as integers of the same size: rows are of its first
 dimension, columns of all others. Blocks of rows are compared and coded in order, each as a separate entry. An
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import InvalidInput
+from slipstream.sync import arrays
+from slipstream.sync.arrays import Array
 from slipstream.sync.checksum import WORDS, checksum
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ PIECE = 2**18  # words that are compared at a time: they fit the cache
 LOW = {0: None, 8: np.uint8, 16: np.uint16}  # low bits of an index, and their type
 HEADER = struct.Struct("<IQQIIBB")
 WHOLE = 255  # in place of the low bits
-Array = Any  # NumPy's on a CPU, where it is three times as fast as torch with one thread; else a tensor
 
 
 class RolledBack(InvalidInput):
@@ -37,10 +38,23 @@ class RolledBack(InvalidInput):
 
 
 class Changes(NamedTuple):
-    """Ascending `indices` in a block as NumPy's int32, and `differences` of words there, maybe wrapped to words."""
+    """Ascending `indices` in a block as int32, and `differences` of words there, maybe wrapped to words."""
 
-    indices: Any
-    differences: Any
+    indices: Array
+    differences: Array
+
+    def on_host(self) -> Changes:
+        """The same as NumPy's arrays."""
+        return Changes(*(a if isinstance(a, np.ndarray) else a.cpu().numpy() for a in self))
+
+
+class Coding(NamedTuple):
+    """How changes are coded: `low` bits of indices as they are, `width` and `listed` as in `Entry`; `size` in bytes."""
+
+    low: int
+    width: int
+    listed: int
+    size: int
 
 
 class Entry(NamedTuple):
@@ -77,6 +91,10 @@ class Matrix:
         """First row and end of each block."""
         return ((row, min(row + self.block, self.rows)) for row in range(0, self.rows, self.block))
 
+    def pieces(self, length: int) -> int:
+        """Entries of a block of `length` words that is sent whole."""
+        return -(-(length // max(self.columns, 1)) // self.piece)
+
     def encode(self, parameter: int, row: int, block: Array) -> Iterator[bytes]:
         """Entries with all words of a block from `row` on."""
         for at in range(0, len(block) // max(self.columns, 1), self.piece):
@@ -92,34 +110,22 @@ def words(tensor: Tensor) -> Tensor:
 
 def find_changes(old: Tensor, new: Tensor) -> Changes | None:
     """Changes between two flat tensors of words; None if so many changed that the new words are smaller."""
-    most, wide = DENSE * len(new), torch.int32 if new.element_size() == 2 else torch.int64
-    if old.device.type != "cpu":
-        indices = (old != new).nonzero().flatten()
-        if len(indices) > most:
+    before, after = arrays.as_array(old), arrays.as_array(new)
+    most, wide = DENSE * len(new), "i4" if new.element_size() == 2 else "i8"
+    if isinstance(before, Tensor):
+        places = arrays.places_of(before != after)
+        if len(places) > most:
             return None
-        return Changes(indices.int().cpu().numpy(), (new[indices].to(wide) - old[indices]).cpu().numpy())
-    before, after, count = old.numpy(), new.numpy(), 0
-    parts = [Changes(np.empty(0, np.int32), np.empty(0, (np.int32 if wide == torch.int32 else np.int64)))]
+        return Changes(places.int(), arrays.cast(after[places], wide) - before[places])
+    parts, count = [Changes(np.empty(0, np.int32), np.empty(0, wide))], 0
     for at in range(0, len(before), PIECE):
         one, other = before[at : at + PIECE], after[at : at + PIECE]
-        places = _true_places(one != other)
+        places = arrays.few_places(one != other)
         count += len(places)
         if count > most:
             return None
-        parts.append(
-            Changes((places + at).astype(np.int32), other[places].astype(parts[0].differences.dtype) - one[places])
-        )
+        parts.append(Changes(arrays.cast(places + at, "i4"), arrays.cast(other[places], wide) - one[places]))
     return Changes(*(np.concatenate(part) for part in zip(*parts, strict=True)))
-
-
-def _true_places(mask: Array) -> Array:
-    """As `np.flatnonzero`, faster if few are true: it looks at eight at a time."""
-    if len(mask) % 8:
-        return np.flatnonzero(mask)
-    eights = mask.view(np.uint64)
-    some = np.flatnonzero(eights != 0)
-    places = np.flatnonzero(eights[some].view(np.bool_))
-    return (some[places >> 3] << 3) + (places & 7)
 
 
 def factors(indices: Array, columns: int, row: int = 0, column: int = 0) -> Array:
@@ -128,31 +134,44 @@ def factors(indices: Array, columns: int, row: int = 0, column: int = 0) -> Arra
     return (2 * (rows + row) + 1) * (2 * (indices - rows * columns + column) + 1)
 
 
-def raised(changes: Changes, columns: int, row: int) -> int:
+def raised(changes: Changes, columns: int, row: int) -> Array:
     """By how much the changes of a block from `row` on raise the `checksum` of its parameter. They are not wrapped."""
-    return int(np.dot(factors(changes.indices.astype(np.int64), columns, row), changes.differences.astype(np.int64)))
+    return (factors(arrays.cast(changes.indices, "i8"), columns, row) * changes.differences).sum()
+
+
+def count_small(changes: Changes) -> tuple[Array, Array]:
+    """The numbers of differences that are 1 or -1, and of those that fit a byte."""
+    amounts = abs(changes.differences)
+    return (amounts == 1).sum(), (amounts < 128).sum()
+
+
+def choose_coding(length: int, count: int, small: Sequence[int], size: int) -> Coding:
+    """The smallest coding of `count` changes in `length` words of `size` bytes, by the numbers of `count_small`."""
+    low = min(LOW, key=lambda bits: count * bits + (length >> bits))
+    fits = {0: small[0], 1: small[1], size: count}
+    costs = {width: -(-count * (8 * width or 1) // 8) + (count - fit) * (4 + size) for width, fit in fits.items()}
+    width = min(costs, key=lambda w: costs[w])
+    unary = -(-((length >> low) + count) // 8)
+    return Coding(low, width, count - fits[width], unary + count * low // 8 + costs[width])
 
 
 def encode(parameter: int, row: int, length: int, changes: Changes, size: int) -> bytes:
     """An entry with the changes of a block of `length` words of `size` bytes."""
     indices, differences = changes
-    count, amounts, word = len(indices), np.abs(differences), f"<i{size}"
-    low = min(LOW, key=lambda bits: count * bits + (length >> bits))
-    unary = np.zeros((length >> low) + count, np.uint8)
-    unary[(indices >> low) + np.arange(count)] = 1
-    fits = {0: amounts == 1, 1: amounts < 128, size: np.ones(count, np.bool_)}
-    costs = {w: count * (w or 1 / 8) + (count - np.count_nonzero(fit)) * (4 + size) for w, fit in fits.items()}
-    width = min(costs, key=lambda w: costs[w])
-    listed = np.flatnonzero(~fits[width])
+    count = len(indices)
+    low, width, _, length_coded = choose_coding(length, count, arrays.to_ints(count_small(changes)), size)
+    amounts = abs(differences)
+    listed = arrays.places_of(~((amounts == 1) if not width else (amounts < 128) | (width == size)))
     parts = [
-        np.packbits(unary),
-        indices.astype(LOW[low]) if low else unary[:0],
-        differences.astype(f"<i{width}") if width else np.packbits(differences > 0),
-        listed.astype("<u4"),
-        differences[listed].astype(word),
+        arrays.pack_bits(arrays.cast(indices >> low, "i8") + arrays.counting(indices), (length >> low) + count),
+        arrays.cast(indices, f"i{low // 8}") if low else indices[:0],
+        arrays.cast(differences, f"i{width}") if width else arrays.pack_bits(arrays.places_of(differences > 0), count),
+        arrays.cast(listed, "i4"),
+        arrays.cast(differences[listed], f"i{size}"),
     ]
-    header = HEADER.pack(parameter, row, sum(part.nbytes for part in parts), count, len(listed), low, width)
-    return b"".join([header, *(part.tobytes() for part in parts)])
+    data = arrays.join_bytes(parts)
+    assert len(data) == length_coded
+    return HEADER.pack(parameter, row, len(data), count, len(listed), low, width) + data
 
 
 def entries(frame: memoryview) -> Iterator[tuple[Entry, memoryview]]:
@@ -168,12 +187,16 @@ def entries(frame: memoryview) -> Iterator[tuple[Entry, memoryview]]:
         at += entry.size
 
 
-def decode(entry: Entry, data: memoryview, length: int, size: int) -> Changes:
-    """The changes of a block of `length` words of `size` bytes. Raises `ValueError` if `data` contradicts itself."""
+def decode(entry: Entry, data: memoryview, length: int, like: Array) -> Changes:
+    """The changes of a block of `length` words of the kind of `like`, where it is.
+
+    Raises `ValueError` if `data` contradicts itself.
+    """
+    size = like.itemsize
     if entry.low not in LOW or entry.width not in (0, 1, size):
         raise ValueError("changes in an unknown coding")
     bits = (length >> entry.low) + entry.number
-    types = ("u1", f"<u{entry.low // 8 or 1}", f"<i{entry.width or 1}", "<u4", f"<i{size}")
+    types = ("u1", f"<u{entry.low // 8 or 1}", f"<i{entry.width}" if entry.width else "u1", "<u4", f"<i{size}")
     counts = (-(-bits // 8), entry.number * (entry.low > 0), entry.number if entry.width else -(-entry.number // 8),
               entry.listed, entry.listed)  # fmt: skip
     if sum(np.dtype(kind).itemsize * count for kind, count in zip(types, counts, strict=True)) != len(data):
@@ -182,29 +205,36 @@ def decode(entry: Entry, data: memoryview, length: int, size: int) -> Changes:
     for kind, count in zip(types, counts, strict=True):
         parts.append(np.frombuffer(data, kind, count, at))
         at += parts[-1].nbytes
-    unary, lows, small, listed, values = parts
-    high = np.flatnonzero(np.unpackbits(unary, count=bits).view(np.bool_))
-    if len(high) != entry.number or (listed >= entry.number).any():
+    if (parts[3] >= entry.number).any():
+        raise ValueError("a difference of a change that does not exist")
+    unary, lows, small, listed, values = (
+        arrays.like(like, p if p.itemsize < 2 or p.dtype.kind == "i" else p.astype("i8")) for p in parts
+    )
+    high = arrays.places_of(arrays.unpack_bits(unary, bits))
+    if len(high) != entry.number:
         raise ValueError(f"{len(high)} indices for {entry.number} differences")
-    indices = (high - np.arange(entry.number)).astype(np.int32) << entry.low
+    indices = arrays.cast(high - arrays.counting(high), "i4") << entry.low
     if entry.low:
-        indices |= lows
-    if (indices >= length).any() or (np.diff(indices) <= 0).any():
+        indices |= arrays.cast(lows, "i4")
+    if bool((indices >= length).any()) or bool((indices[1:] <= indices[:-1]).any()):
         raise ValueError("a change of an element that the block does not have")
-    if entry.width:
-        differences = small.astype(f"<i{size}")
-    else:
-        differences = 2 * np.unpackbits(small.view(np.uint8), count=entry.number).astype(f"<i{size}") - 1
+    differences = arrays.cast(small if entry.width else arrays.unpack_bits(small, entry.number), f"i{size}")
+    differences = differences if entry.width else 2 * differences - 1
     differences[listed] = values
     return Changes(indices, differences)
 
 
 def merge(first: Changes, second: Changes) -> Changes:
     """Consecutive wrapped changes of a block as one. Differences that cancel stay, as zeros."""
-    indices, places = np.unique(np.concatenate([first.indices, second.indices]), return_inverse=True)
-    differences = np.zeros(len(indices), second.differences.dtype)
-    np.add.at(differences, places, np.concatenate([first.differences, second.differences]))
-    return Changes(indices, differences)
+    both = [first.indices, second.indices], [first.differences, second.differences]
+    if isinstance(first.indices, Tensor):
+        indices, places = torch.unique(torch.cat(both[0]), return_inverse=True)
+        differences = torch.zeros(len(indices), dtype=second.differences.dtype, device=indices.device)
+        return Changes(indices, differences.index_add_(0, places, torch.cat(both[1])))
+    unique, inverse = np.unique(np.concatenate(both[0]), return_inverse=True)
+    summed = np.zeros(len(unique), second.differences.dtype)
+    np.add.at(summed, inverse, np.concatenate(both[1]))
+    return Changes(unique, summed)
 
 
 class Part:
@@ -230,7 +260,7 @@ class Part:
     def within(self, changes: Changes, row: int, low: int, high: int) -> Changes:
         """The changes of a block from `row` on that fall into the rows from `low` to `high` of the tensor."""
         width = self.matrix.columns
-        first, last = np.searchsorted(changes.indices, [(low - row) * width, (high - row) * width])
+        first, last = arrays.search(changes.indices, [(low - row) * width, (high - row) * width])
         indices, differences = changes.indices[first:last] - (low - row) * width, changes.differences[first:last]
         if self.columns == width:
             return Changes(indices, differences)
@@ -241,25 +271,24 @@ class Part:
 
 
 class _Changed:
-    """Changed words of a block, before and after: 8 bytes per element with words of 2 bytes."""
+    """Changed words of a block, before and after: with words of 2 bytes 8 bytes per element, 12 on a GPU."""
 
     def __init__(self, part: Part, low: int, high: int, changes: Changes) -> None:
-        self._served = _array(part.words_of(low, high))
-        self._indices = _like(self._served, changes.indices)
+        self._served = arrays.as_array(part.words_of(low, high))
+        # A GPU's 64-bit indices need no conversion in the swap.
+        self._indices = changes.indices if isinstance(self._served, np.ndarray) else changes.indices.long()
         self._old = self._served[self._indices]
-        self._new = self._old + _like(self._served, changes.differences)
-        weights = factors(_long(self._indices), part.columns, low, part.column)
-        self.raised = ((_long(self._new) - _long(self._old)) * weights).sum()
+        self._new = self._old + changes.differences
+        weights = factors(arrays.cast(self._indices, "i8"), part.columns, low, part.column)
+        self.raised = ((arrays.cast(self._new, "i8") - self._old) * weights).sum()
 
     def changes(self) -> Changes:
-        return Changes(
-            *(a if isinstance(a, np.ndarray) else a.cpu().numpy() for a in (self._indices, self._new - self._old))
-        )
+        return Changes(arrays.cast(self._indices, "i4"), self._new - self._old)
 
-    def swap(self) -> Any:
-        """Write the new words. Returns whether the tensor has them, maybe as a tensor that is not computed yet."""
+    def swap(self) -> tuple[Array, Array]:
+        """Write the new words. Returns what the tensor has then, and what it should have."""
         self._served[self._indices] = self._new
-        return (self._served[self._indices] == self._new).all()
+        return self._served[self._indices], self._new
 
     def undo(self) -> None:
         self._served[self._indices] = self._old
@@ -282,19 +311,20 @@ class _Replaced:
 
     def add(self, changes: Changes) -> None:
         """Change staged words."""
-        new = _array(self._new)
-        indices = _like(new, changes.indices)
-        old, weights = new[indices], factors(_long(indices), self._part.columns, self._low, self._part.column)
-        new[indices] = old + _like(new, changes.differences)
-        self.raised += int(((_long(new[indices]) - _long(old)) * weights).sum())
+        new, indices = arrays.as_array(self._new), changes.indices
+        old, weights = (
+            new[indices],
+            factors(arrays.cast(indices, "i8"), self._part.columns, self._low, self._part.column),
+        )
+        new[indices] = old + changes.differences
+        self.raised += int(((arrays.cast(new[indices], "i8") - old) * weights).sum())
 
-    def swap(self) -> Any:
+    def swap(self) -> tuple[Array, Array]:
         """Exchange old and new words. Returns as `_Changed.swap`."""
-        old = self._served.clone()
-        self._served.copy_(self._new)
-        same = (self._served == self._new).all()
-        self._new.copy_(old)
-        return same
+        old, new = self._served.clone(), self._new
+        self._served.copy_(new)
+        self._new = old
+        return arrays.as_array(self._served), arrays.as_array(new)
 
     def undo(self) -> None:
         self._served.copy_(self._new)
@@ -318,6 +348,8 @@ class Update:
             start = entry.row // part.matrix.block * part.matrix.block
             stop = min(start + part.matrix.block, part.matrix.rows)
             low, high = part.rows(start, stop)
+            if entry.low == WHOLE and entry.row + entry.number > stop:
+                raise ValueError("an entry with more rows than its block")
             if low < high:
                 stage = self._add_rows if entry.low == WHOLE else self._add_changes
                 stage((entry.parameter, start), entry, data, low, high)
@@ -336,7 +368,7 @@ class Update:
     def _add_changes(self, key: tuple[int, int], entry: Entry, data: memoryview, low: int, high: int) -> None:
         part = self._numbered[entry.parameter]
         length = (min(key[1] + part.matrix.block, part.matrix.rows) - key[1]) * part.matrix.columns
-        changes = part.within(decode(entry, data, length, part.words.element_size()), key[1], low, high)
+        changes = part.within(decode(entry, data, length, arrays.as_array(part.words)), key[1], low, high)
         staged = self._staged.get(key)
         if isinstance(staged, _Replaced):
             staged.add(changes)
@@ -352,10 +384,12 @@ class Update:
 
     def apply(self) -> None:
         """Write the new words, and start to compare what the tensors hold afterwards."""
-        same = [staged.swap() for staged in self._staged.values()]
-        tensors = [flag for flag in same if isinstance(flag, Tensor)]
-        on_host = all(flag for flag in same if not isinstance(flag, Tensor))
-        self._same = torch.stack(tensors).all() & on_host if tensors else on_host
+        pairs = [staged.swap() for staged in self._staged.values()]
+        if pairs and isinstance(pairs[0][0], Tensor):  # one comparison, since each operation on a GPU takes some us
+            has, expected = map(torch.cat, zip(*pairs, strict=True))
+            self._same = (has == expected).all()
+        else:
+            self._same = all((has == expected).all() for has, expected in pairs)
 
     def confirm(self) -> None:
         """Wait for the comparison. If a word differs, write the old ones and raise `RolledBack`."""
@@ -363,16 +397,3 @@ class Update:
             for staged in self._staged.values():
                 staged.undo()
             raise RolledBack("a tensor had other values after the swap than were sent; it has the old ones again")
-
-
-def _array(tensor: Tensor) -> Array:
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
-
-
-def _like(array: Array, values: Any) -> Array:
-    """NumPy's values where `array` is."""
-    return values if isinstance(array, np.ndarray) else torch.tensor(values, device=array.device)
-
-
-def _long(array: Array) -> Array:
-    return array.astype(np.int64) if isinstance(array, np.ndarray) else array.long()

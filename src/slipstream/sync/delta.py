@@ -1,10 +1,11 @@
 """The `delta` link: the elements that changed since the version that an engine has, over TCP.
 
-For engines that share no fast network with the trainer. The sender keeps the last version on its device, compares the
-bits of the next one with it block by block, and codes the differences (`changes`) while engines receive and decode the
-blocks before. Each receiver says which version its engine serves, and gets the changes since then, or all weights if it
-has none or one too old. Receivers with the same version form a chain: each passes frames on to the next while they come
-(`frames`), so the trainer sends one copy, and the rest of one to each receiver whose predecessor fails.
+For engines that share no fast network with the trainer. The sender keeps the last version on its device, and compares
+the bits of the next one with it block by block. A thread (`coder`) codes the differences (`changes`) while engines
+receive and decode the blocks before; the trainer is free after the comparison. Each receiver says which version its
+engine serves, and gets the changes since then, or all weights if it has none or one too old. Receivers with the same
+version form a chain: each passes frames on to the next while they come (`frames`), so the trainer sends one copy, and
+the rest of one to each receiver whose predecessor fails.
 
 Differences are right only on the version that they were made from. A receiver computes the checksums that its shards
 will have, and compares them with the trainer's before the engine swaps. The swap reads the written words back.
@@ -31,8 +32,10 @@ from slipstream.config.schema import Config
 from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import address_towards, own_address
-from slipstream.sync.changes import Changes, Matrix, Part, Update, encode, find_changes, raised, words
+from slipstream.sync import arrays
+from slipstream.sync.changes import Changes, Matrix, Part, Update, find_changes, words
 from slipstream.sync.checksum import checksum
+from slipstream.sync.coder import Coder
 from slipstream.sync.frames import (
     COMPRESSION,
     PLAIN,
@@ -58,7 +61,6 @@ from slipstream.sync.link import (
 )
 
 BLOCK = {"cpu": 2**20, "cuda": 2**26}  # words that are coded together
-FRAME = 2**16  # bytes from which entries make a frame
 SLOW = 0.25  # of the median rate, or of `COMPRESSION`: no receiver waits for one below
 MIN_MEASURED = 2**20  # bytes of a stream that measures the rate of a network
 WINDOW = 2**26  # bytes of a version that a receiver holds for others
@@ -71,7 +73,8 @@ class DeltaSender(Sender):
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype_of(config)
-        self._shapes, self._block = shapes_of(parameters), BLOCK[next(iter(parameters.values())).device.type]
+        self._shapes, self._device = shapes_of(parameters), next(iter(parameters.values())).device
+        self._block = BLOCK[self._device.type]
         self._matrices = {name: Matrix.of(shape, self._block) for name, shape in self._shapes.items()}
         self._total = sum(matrix.rows * matrix.columns for matrix in self._matrices.values())
         self._secret = secrets.token_bytes(32)
@@ -86,6 +89,7 @@ class DeltaSender(Sender):
         self._tails: dict[int | None, Any] = {}  # address of the receiver to ask next, by the state that it has
         self._asked: set[tuple[int, int | None]] = set()  # rank and state of the receivers that have asked
         self._rates: dict[int, float] = {}  # bytes per second of each receiver's network, by rank; 0.0: unknown
+        self._coder: Coder | None = None  # of the last version
         self._server = FrameServer(own_address(), self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
 
     def connection_info(self) -> ConnectionInfo:
@@ -97,6 +101,8 @@ class DeltaSender(Sender):
 
     def stage(self, version: int) -> PublishHandle:
         """Number the version. Receivers may ask for it, and wait for `send`."""
+        if self._coder:
+            self._coder.join()
         with self._lock:
             if self._state in self._steps and not self._steps[self._state].ended:  # the last publish failed early
                 self._forget("the version was not sent")
@@ -109,26 +115,42 @@ class DeltaSender(Sender):
 
     @torch.no_grad()
     def send(self, handle: PublishHandle) -> PublishHandle:
-        """Compare the weights with the last version, keep a copy, and send changes as they are found."""
-        step = self._steps[handle["state"]]
+        """Compare the weights with the last version, and keep a copy. A thread codes and sends the changes."""
+        state = handle["state"]
+        coder = Coder(self._steps[state], self._device, lambda *end: self._coded(state, *end))
+        self._coder = coder
         try:
-            changed = self._compare(handle["state"], _Writer(step))
+            self._compare(state, coder)
+            for name, rise in coder.measure().items():
+                self._sums[name] = (self._sums[name] + rise) % 2**64
         except BaseException as error:
+            coder.end(None)
+            coder.join()
             with self._lock:
                 self._forget(str(error) or type(error).__name__)
             raise
         sums = {name: str(value) for name, value in self._sums.items()}  # too large for msgpack
-        step.end(trailer=sums)
-        kept = 0
-        with self._lock:
-            for state in sorted(self._steps, reverse=True):  # while they are smaller than all weights
-                kept += self._steps[state].size
-                if kept > self._total * self._dtype.itemsize and state < handle["state"]:
-                    del self._steps[state]
-        return {"bytes": step.size, "changed": changed / self._total, "sums": sums}
+        coder.end(sums)
+        return {"bytes": coder.size, "changed": coder.changed / self._total, "sums": sums}
 
     def close(self) -> None:
+        if self._coder:
+            self._coder.join()
         self._server.close()
+
+    def _coded(self, state: int, trailer: dict[str, Any], complete: bool) -> None:
+        """End the stream of a version. If its changes could not be coded, engines get all its weights."""
+        with self._lock:
+            step, kept = self._steps[state], 0
+            if not complete:
+                self._steps[state].end("the changes could not be coded")
+                step = Stream()
+                self._steps, self._sources, self._first = {state: step}, {}, state
+            step.end(trailer=trailer)
+            for other in sorted(self._steps, reverse=True):  # while they are smaller than all weights
+                kept += self._steps[other].size
+                if kept > self._total * self._dtype.itemsize and other < state:
+                    del self._steps[other]
 
     def _forget(self, why: str) -> None:
         """Send all weights next time: the copy may be a mixture of two versions."""
@@ -137,49 +159,37 @@ class DeltaSender(Sender):
         self._served.clear()
         self._served, self._sums, self._steps = {}, {}, {}
 
-    def _compare(self, state: int, writer: _Writer) -> int:
-        """Write the changes since the last version, and keep a copy of the new words. Returns their number."""
-        changed = 0
+    def _compare(self, state: int, coder: Coder) -> None:
+        """Find the changes since the last version, and keep a copy of the new words."""
         for number, (name, parameter) in enumerate(self._parameters.items()):
             new, matrix = words(parameter.detach().to(self._dtype).contiguous()), self._matrices[name]
             if name not in self._served:
-                self._served[name], changed = new.clone(), changed + len(new)
+                self._served[name], coder.changed = new.clone(), coder.changed + len(new)
                 self._sums[name] = checksum(new.view(matrix.rows, matrix.columns))
                 continue
             for row, stop in matrix.blocks():
                 part = slice(row * matrix.columns, stop * matrix.columns)
                 old = self._served[name][part]
                 found = find_changes(old, new[part])
-                count = len(new[part]) if found is None else len(found.indices)
-                if count:
-                    changed, by = changed + count, self._keep(state, name, row, old, new[part], found)
-                    self._sums[name] = (self._sums[name] + by) % 2**64
-                if found is None:
-                    for entry in matrix.encode(number, row, old.cpu().numpy()):
-                        writer.add(entry)
-                elif count:
-                    writer.add(encode(number, row, len(old), found, self._dtype.itemsize))
-        writer.flush()
-        return changed
+                if found is None or len(found.indices):
+                    self._keep(state, name, row, old, new[part], found)
+                    coder.add(name, number, matrix, row, old, found)
 
-    def _keep(self, state: int, name: str, row: int, old: Tensor, new: Tensor, found: Changes | None) -> int:
-        """Copy a block's new words over the old ones. Returns by how much the checksum rises."""
-        columns = self._matrices[name].columns
-        at, by = (slice(row, None),), 0
+    def _keep(self, state: int, name: str, row: int, old: Tensor, new: Tensor, found: Changes | None) -> None:
+        """Copy a block's new words over the old ones."""
         if found is None:
+            columns, at = self._matrices[name].columns, (slice(row, None),)
             by = checksum(new.view(-1, columns), at) - checksum(old.view(-1, columns), at)
-        else:
-            by = raised(found, columns, row)
+            self._sums[name] = (self._sums[name] + by) % 2**64
         with self._copying:
-            undo = old.clone() if found is None and self._snapshots else found
             for snapshot in self._snapshots:
                 if snapshot.state < state:
-                    snapshot.undo[name, row].append(undo)
-            if found is not None and old.device.type == "cpu":
-                old.numpy()[found.indices] = new.numpy()[found.indices]
-            else:
+                    snapshot.undo[name, row].append(old.clone() if found is None else found.on_host())
+            if found is None:
                 old.copy_(new)
-        return by
+            else:
+                served, changed = arrays.as_array(old), arrays.as_array(new)
+                served[found.indices] = changed[found.indices]
 
     def _find(self, request: Request) -> tuple[Request, Source | None]:
         """Answer a receiver: with a stream from the state that it has, or with the receiver before it in its chain.
@@ -243,7 +253,7 @@ class Snapshot(Chain):
     ) -> None:
         super().__init__(state, None, [step])
         self.state, self._served, self._matrices, self._lock = state, served, matrices, lock
-        self.undo: defaultdict[tuple[str, int], list[Tensor | Changes | None]] = defaultdict(list)
+        self.undo: defaultdict[tuple[str, int], list[Tensor | Changes]] = defaultdict(list)
         device = next(iter(served.values())).device if served else torch.device("cpu")
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -271,7 +281,7 @@ class Snapshot(Chain):
         for change in reversed(undo):
             if isinstance(change, Tensor):
                 block = np.array(change.cpu().numpy())
-            elif change:
+            else:
                 block[change.indices] -= change.differences.astype(block.dtype)
         return block
 
@@ -363,21 +373,3 @@ class DeltaReceiver(Receiver):
 
 class Delta:
     Sender, Receiver = DeltaSender, DeltaReceiver
-
-
-class _Writer:
-    """Joins entries to frames of a stream."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream, self._entries, self._size = stream, [PLAIN], 0
-
-    def add(self, entry: bytes) -> None:
-        self._entries.append(entry)
-        self._size += len(entry)
-        if self._size >= FRAME:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._size:
-            self._stream.add(b"".join(self._entries))
-            self._entries, self._size = [PLAIN], 0
