@@ -51,7 +51,7 @@ def children(process: int) -> list[int]:
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = status.read_text().rpartition(")")[2].split()
+            fields = status.read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[1]) == process:

@@ -7,9 +7,9 @@ filter. `sandbox_init.py` is the first process of each sandbox.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
-import json
 import os
 import secrets
 import shutil
@@ -141,7 +141,7 @@ class Sandbox:
                 program.channel.close()
             try:
                 async with asyncio.timeout(self.seconds + GRACE_S):
-                    process.stdin.write(json.dumps(request).encode() + b"\n")
+                    process.stdin.write(ascii(request).encode() + b"\n")
                     report, errors = await asyncio.gather(process.stdout.read(), process.stderr.read())
             finally:
                 process.stdin.close()  # ends the sandbox if it still runs
@@ -149,15 +149,18 @@ class Sandbox:
         if not report:
             reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
             raise SandboxFailed(f"the sandbox {kind} ended without a report: {reason[:200]}")
-        return Outcome(**json.loads(report))
+        return Outcome(**ast.literal_eval(report.decode()))
 
     def _request(self, kind: str, program: Program, scratch: str) -> dict[str, Any]:
         """What `sandbox_init.py` reads, sizes in bytes."""
         memory, files = self.memory_mb << 20, self.files_mb << 20
         limits = {"AS": 4 * memory, "FSIZE": files, "NOFILE": 256, "CORE": 0, "NPROC": self.processes + 4}
         path = f"{Path(PYTHON).parent}:/usr/local/bin:/usr/bin:/bin"
-        return program._asdict() | {
+        return {
             "kind": kind,
+            "argv": [*program.argv],
+            "files": {**program.files},
+            "stdin": program.stdin,
             "channel": program.channel.fileno() if program.channel else -1,
             "scratch": scratch,
             "seconds": self.seconds,

@@ -1,24 +1,27 @@
 """The first process of a sandbox: isolates itself, runs one program within limits, and reports how the program ended.
 
-Slipstream passes this file's text to a bare interpreter, so it imports the standard library alone. It reads one JSON
-request from standard input and writes one JSON report to standard output. The program inherits neither, and can't read
-them through /proc. Process 1 of the sandbox's process namespace is this process: its end kills what the program left.
+This file's text is passed to a bare interpreter, so it imports little, and the standard library alone. A request
+comes by standard input and a report leaves by standard output, as Python literals. The program inherits neither, and
+can't read them through /proc. Process 1 of the sandbox's process namespace is this process: its end kills the rest.
 """
 
+from __future__ import annotations
+
+import _socket
 import ctypes
 import errno
 import fcntl
-import json
 import os
-import platform
 import resource
 import select
 import signal
-import socket
 import struct
 import sys
 import time
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 libc = ctypes.CDLL(None, use_errno=True)
 POLL_MS = 20  # between two looks at memory, processes and files
@@ -113,7 +116,7 @@ def bind(path: str, source: str) -> None:
 
 
 def column() -> int:
-    return ARCHITECTURES[platform.machine()][1]
+    return ARCHITECTURES[os.uname().machine][1]
 
 
 def drop_privileges(uid: int) -> None:
@@ -129,12 +132,12 @@ def drop_privileges(uid: int) -> None:
 
 def filter_syscalls() -> int:
     """Refuse `SYSCALLS`, and new user namespaces. Returns the descriptor that receives refused calls."""
-    audit, index = ARCHITECTURES[platform.machine()]
+    audit, index = ARCHITECTURES[os.uname().machine]
     load, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
     code = [(load, 0, 0, 4), (equal, 1, 0, audit), (leave, 0, 0, KILL), (load, 0, 0, 0)]
     code += [(at_least, 0, 1, 0x40000000), (leave, 0, 0, KILL)]  # system calls of the x32 ABI
     code += [(equal, 0, 1, CLONE3[index]), (leave, 0, 0, FAIL | errno.ENOSYS)]  # its flags can't be read: use clone
-    code += [(equal, 0, 4, SYSCALLS["socket"][index]), (load, 0, 0, 16), (equal, 0, 1, socket.AF_UNIX)]
+    code += [(equal, 0, 4, SYSCALLS["socket"][index]), (load, 0, 0, 16), (equal, 0, 1, _socket.AF_UNIX)]
     code += [(leave, 0, 0, FAIL | errno.EPERM), (leave, 0, 0, NOTIFY)]  # libc tries Unix sockets: no need to report it
     for numbers in SYSCALLS.values():
         code += [(equal, 0, 1, numbers[index]), (leave, 0, 0, NOTIFY)]
@@ -148,11 +151,11 @@ def filter_syscalls() -> int:
 
 def start(request: dict[str, Any], streams: list[int]) -> tuple[int, int]:
     """Start the program on the descriptors `streams`, as 0, 1, ... Returns its process id and its seccomp listener."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = _socket.socketpair()
     if pid := os.fork():
         theirs.close()
-        listener = socket.recv_fds(ours, 1, 1)[1]
-        return pid, listener[0] if listener else -1
+        rights = ours.recvmsg(1, _socket.CMSG_SPACE(4))[1]
+        return pid, struct.unpack("i", rights[0][2])[0] if rights else -1
     try:
         os.chdir(request["scratch"])
         above = [fcntl.fcntl(stream, fcntl.F_DUPFD_CLOEXEC, 100) for stream in (*streams, theirs.fileno())]
@@ -164,7 +167,8 @@ def start(request: dict[str, Any], streams: list[int]) -> tuple[int, int]:
             resource.setrlimit(getattr(resource, name), (most, most))
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
             signal.signal(number, signal.SIG_DFL)
-        socket.send_fds(socket.socket(fileno=above[-1]), [b"x"], [filter_syscalls()])
+        listener = struct.pack("i", filter_syscalls())
+        _socket.socket(fileno=above[-1]).sendmsg([b"x"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, listener)])
         os.execve(request["argv"][0], request["argv"], request["env"])
     except BaseException as error:
         os.write(2, f"sandbox: {type(error).__name__}: {error}".encode())
@@ -298,9 +302,15 @@ class Supervisor:
         if os.getpid() == 1:
             space = os.statvfs(scratch)
             return not space.f_bavail or space.f_files - space.f_ffree > MAX_FILES
-        paths = [os.path.join(folder, name) for folder, _, names in os.walk(scratch) for name in names]
-        sizes = [os.lstat(path).st_blocks * 512 for path in paths if os.path.lexists(path)]
-        return sum(sizes) > self.request["disk"] or len(sizes) > MAX_FILES
+        count = size = 0
+        for folder, folders, names in os.walk(scratch):
+            count += len(folders) + len(names)
+            for name in names if count < MAX_FILES else ():
+                try:
+                    size += os.lstat(f"{folder}/{name}").st_blocks * 512
+                except OSError:
+                    continue  # it was removed
+        return size > self.request["disk"] or count > MAX_FILES
 
     def kill(self) -> None:
         """Kill everything that the program started."""
@@ -314,7 +324,7 @@ class Supervisor:
 
 
 def main() -> None:
-    request = json.loads(sys.stdin.readline())
+    request = eval(sys.stdin.readline())
     report_to = os.dup(1)
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -336,8 +346,12 @@ def main() -> None:
         with open(os.path.join(request["scratch"], name), "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
     report = Supervisor(request).run()
+    if request["kind"] == "rlimits":  # Slipstream does the same, unless it has ended
+        import shutil
+
+        shutil.rmtree(request["scratch"], ignore_errors=True)
     with open(report_to, "w") as file:
-        json.dump(report, file)
+        file.write(ascii(report))
 
 
 if __name__ == "__main__":

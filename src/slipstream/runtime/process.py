@@ -127,7 +127,7 @@ def process_group_alive(group: int) -> bool:
         return False
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process ended meanwhile
-            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            state, _, its_group = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
             if int(its_group) == group and state != "Z":
                 return True
     return False
