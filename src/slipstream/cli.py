@@ -114,6 +114,10 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("config", nargs="?", metavar="CONFIG.toml", help="check for this run (default: for any run)")
     doctor.add_argument("--json", action="store_true", help="print reports, results and faults as JSON")
 
+    data = _add(commands, "data", _data, "show tasks as the model reads them, and the lengths of prompts")
+    data.add_argument("config", nargs="?", metavar="CONFIG.toml", help="configuration of the run")
+    data.add_argument("--tasks", type=int, default=3, metavar="N", help="number of tasks to show (default: 3)")
+
     config = _add(commands, "config", _config, "print a configuration with all defaults, as TOML")
     config.add_argument("config", nargs="?", metavar="CONFIG.toml")
     return root
@@ -384,6 +388,12 @@ def _doctor(options: argparse.Namespace, flags: list[str]) -> int:
     from slipstream.tools.doctor import doctor
 
     return doctor(options.config, flags, as_json=options.json)
+
+
+def _data(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.data import data
+
+    data(options.config, flags, options.tasks)
 
 
 def _rollouts(options: argparse.Namespace, flags: list[str]) -> None:

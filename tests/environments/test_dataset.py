@@ -76,9 +76,9 @@ def test_parquet_with_nested_columns() -> None:
     assert (len(made.train), len(made.test)) == (16, 4)
     assert not {task.id for task in made.train} & {task.id for task in made.test}
     assert {task.category for task in (*made.train, *made.test)} == {"hard"}
-    task = next(task for task in made.train if task.source == "sums.parquet, row 3")
-    assert task.prompt == ({"role": "system", "content": "Add."}, {"role": "user", "content": "2+1?"})
-    assert rewarded(made, made.train.index(task), "so 3", "$\\frac{6}{2}$", "4", "") == [1.0, 1.0, 0.0, 0.0]
+    task = next(task for task in made.train if task.source == "sums.parquet, row 5")
+    assert task.prompt == ({"role": "system", "content": "Add."}, {"role": "user", "content": "4+1?"})
+    assert rewarded(made, made.train.index(task), "so 5", "$\\frac{10}{2}$", "4", "") == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_csv_keeps_text_and_quotes() -> None:

@@ -298,8 +298,9 @@ CHECKS: tuple[Check, ...] = (
          "{algorithm.normalize_advantages} where groups have no baseline: equal rewards have an advantage",
          'drop one of them, or set algorithm.advantage to "group_mean" or "leave_one_out"'),
     ),
-    (lambda c: c.environment.name == "dataset" and not (c.environment.options.get("reward") or c.scoring.kind),
-     "environment.reward is not set, nor is scoring.kind: give one, such as environment.reward = \"exact\""),
+    (lambda c: not c.scoring.kind
+     and any(e.name == "dataset" and not e.options.get("reward") for e in c.each_environment),
+     'environment.reward is not set, nor is scoring.kind: give one, such as environment.reward = "exact"'),
     (lambda c: c.scoring.kind == "model" and not DEVICE.fullmatch(str(c.scoring.options.get("device", "auto"))),
      f"{{scoring.options.device}}: {NO_DEVICE}"),
     (lambda c: c.teacher.path and c.teacher.lag,

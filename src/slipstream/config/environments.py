@@ -92,6 +92,6 @@ class EnvironmentConfig(Section):
     def within(self, shared: EnvironmentConfig) -> EnvironmentConfig:
         """The options of this entry of `[[environments]]`, with those of `[environment]` for options that it lacks."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
-        end = self.name.rpartition(":")[2] or self.name
+        end = str(self.options.get("dataset")) if self.name == "dataset" else self.name.rpartition(":")[2] or self.name
         label = self.label or re.sub(r"[^\w.-]+", "_", end.rpartition("/")[2])
         return shared.model_copy(update={**given, "label": label})

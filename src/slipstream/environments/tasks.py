@@ -101,12 +101,12 @@ def load_tasks(
 
 
 def _hold_out(tasks: list[Task], share: float) -> tuple[list[Task], list[Task]]:
-    """A training part and a held-out share of the tasks, at least one of several, after a shuffle with a fixed seed."""
+    """A training part and a held-out share of the tasks, at least one of several, chosen with a fixed seed."""
     if not 0 <= share < 1:
         raise ConfigError(f"environment.test = {share!r}: it must be a split, a file, or a share from 0 to below 1")
-    random.Random(0).shuffle(tasks)
     count = max(1, round(len(tasks) * share)) if share and len(tasks) > 1 else 0
-    return tasks[count:], tasks[:count]
+    chosen = {*random.Random(0).sample(range(len(tasks)), count)}
+    return [task for i, task in enumerate(tasks) if i not in chosen], [tasks[i] for i in sorted(chosen)]
 
 
 def _tasks(parts: Sequence[Part], split: str, columns: Columns, skip_malformed: bool) -> list[Task]:
