@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -118,6 +119,12 @@ def held_out_tasks(config: Config, loaded: LoadedEnvironment) -> Sequence[Task]:
     return loaded.environment.test[: config.evaluation.tasks if count < 0 else count]
 
 
+def _tasks_in_turns(config: Config, environments: Sequence[LoadedEnvironment]) -> list[tuple[LoadedEnvironment, Task]]:
+    """The held-out tasks of all environments, one of each in turn, so that records have the first tasks of each."""
+    rows = zip_longest(*([(each, task) for task in held_out_tasks(config, each)] for each in environments))
+    return [pair for row in rows for pair in row if pair]
+
+
 async def evaluate(
     config: Config,
     environments: Sequence[LoadedEnvironment],
@@ -135,7 +142,7 @@ async def evaluate(
     `slots` bounds concurrent episodes. `played`, if given, gets the outcomes.
     """
     began, samples = time.perf_counter(), config.evaluation.samples
-    tasks = [(each, task) for each in environments for task in held_out_tasks(config, each)]
+    tasks = _tasks_in_turns(config, environments)
     raised: Counter[str] = Counter()
 
     def count_error(error: ScoringError) -> None:

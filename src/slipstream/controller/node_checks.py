@@ -169,8 +169,9 @@ async def _try_imports(workers: Mapping[Node, NodeWorker], config: Config | None
     """Load the user's own classes that options name."""
     if not config:
         return
-    library = LIBRARIES.get(config.environment.name.partition(":")[0], config.environment.name)
-    named = [("environment.name", library), ("trainer.kind", config.trainer.kind)]
+    names = [each.name for each in config.each_environment]
+    named = [("environment.name", LIBRARIES.get(name.partition(":")[0], name)) for name in names]
+    named.append(("trainer.kind", config.trainer.kind))
     named.append(("generator.engine", config.generator.engine))
     plugins = [(option, absolute_path(reference)) for option, reference in named if ":" in reference]
     loading = {(node.name, *plugin): worker.load(plugin[1]) for node, worker in workers.items() for plugin in plugins}
