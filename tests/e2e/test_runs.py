@@ -154,10 +154,10 @@ def test_a_run_leaves_what_other_tools_read(model: Path, tmp_path: Path, capfd: 
     assert metrics[-1]["train/busy_s"] == pytest.approx(sum(m["time/step_s"] for m in metrics))
     assert 0 < metrics[0]["gen/busy_s"] < metrics[-1]["gen/busy_s"] <= summary["window_s"]
     table = (ROOT / "docs" / "metrics.md").read_text()
-    documented = set(re.findall(r"^\| `([a-zL_/]+N?)` \|", table.replace("/LABEL/", "/L/"), re.M))
-    found = {re.sub(r"\d+$", "N", name).replace("/Work/", "/L/") for name in metrics[0]}
+    documented = {name for cell in re.findall(r"^\| (`[^|]*)\|", table, re.M) for name in re.findall(r"`(.+?)`", cell)}
+    found = {re.sub(r"\d+$", "N", name).replace("/Work/", "/LABEL/") for name in metrics[0]}
     assert found <= documented, "records have names that are not documented"
-    assert {name.replace("/Work/", "/L/") for name in lines(directory / "evaluations.jsonl")[0]} <= documented
+    assert {name.replace("/Work/", "/LABEL/") for name in lines(directory / "evaluations.jsonl")[0]} <= documented
     assert summary["sync"]["publishes"] == 6 and summary["sync"]["pause_ms"]["median"] > 0
     assert 0 <= summary["eval"]["initial"] <= 1 and 0 <= summary["eval"]["final"] <= 1
     assert [e["step"] for e in summary["eval"]["history"]] == [0, 2, 4, 6]
