@@ -58,6 +58,17 @@ def test_each_environment_takes_what_it_lacks_from_the_shared_sections(file: Pat
     assert [changed.sampling_of(each).max_tokens for each in changed.each_environment] == [3, 8]
 
 
+def test_a_flag_sets_an_option_of_one_environment(file: Path) -> None:
+    flags = ["--environments.0.weight=5", "--environments.1.name=2024", "--environments.1.sampling.top_k", "4"]
+    first, second = load_config(file, flags).each_environment
+    assert (first.weight, second.name, second.sampling.top_k) == (5.0, "2024", 4)
+    for flag in ("--environments.2.weight=1", "--environments.0=1", "--environments.x.weight=1"):
+        with pytest.raises(ConfigError, match=r"^--environments\.\w"):
+            load_config(file, [flag])
+    with pytest.raises(ConfigError, match=r"there is no entry 2 of \[\[environments\]\], which are counted from 0"):
+        load_config(file, ["--environments.2.weight=1"])
+
+
 def test_one_environment_is_a_list_of_one() -> None:
     config = load_config(None, ["--model.path=m", "--environment.name=gsm8k", "--environment.sampling.top_k=4"])
     [only] = config.each_environment

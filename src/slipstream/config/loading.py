@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ RENAMED = {  # options of earlier versions: the new name in the same section
     "algorithm.filter_equal": "filter_zero_advantage", "algorithm.filter_most": "max_filtered_in_a_row",
     "sync.keep": "keep_versions", "sync.interruption": "in_flight",
 }  # fmt: skip
+
+
+ENTRY = re.compile(r"environments\.(\d{1,9})\.")  # before the name of an option of one of [[environments]]
 
 
 def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> Config:
@@ -226,6 +230,11 @@ def dump(config: Config) -> str:
 
 
 def _set_option(values: dict[str, Any], name: str, value: Any) -> None:
+    if entry := ENTRY.match(name):
+        entries, number = values.get("environments"), int(entry[1])
+        if not isinstance(entries, list) or len(entries) <= number or not isinstance(entries[number], dict):
+            raise ConfigError(f"--{name}: there is no entry {number} of [[environments]], which are counted from 0")
+        values, name = entries[number], name[entry.end() :]
     *parents, last = name.split(".")
     for parent in parents:
         if isinstance(function := values.get(parent), str) and name.startswith(f"algorithm.{parent}."):
@@ -237,7 +246,7 @@ def _set_option(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _flag_value(name: str, text: str) -> Any:
-    section, _, key = name.partition(".")
+    section, _, key = ENTRY.sub("environment.", name).partition(".")
     option = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
     if option and option.annotation is str:
         return text
