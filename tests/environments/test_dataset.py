@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.config.loading import load_config
+from slipstream.config.loading import load_config, load_policy_config, validate
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Task
 from slipstream.environments.load import load_environment
@@ -157,23 +157,21 @@ def test_programming_problems(tests: Any) -> None:
 def test_a_hub_dataset_has_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(name: str, subset: str | None) -> Any:
         assert (name, subset) == ("their/sums", "main")
-        rows = [{"question": "1+1?", "answer": "so\n#### 2", "image": b"x"}] * 3
-        return datasets.DatasetDict(
-            {split: datasets.Dataset.from_list(rows) for split in ("train", "validation", "more")}
-        )
+        kinds = {"question": datasets.Value("string"), "answer": datasets.Value("string"), "image": datasets.Image()}
+        rows = [{"question": "1+1?", "answer": "so\n#### 2", "image": {"bytes": b"broken", "path": None}}] * 3
+        made = datasets.Dataset.from_list(rows, datasets.Features(kinds))
+        return datasets.DatasetDict(dict.fromkeys(("train", "validation", "more"), made))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr("slipstream.environments.rows.hub_answers", lambda: True)
     options = {"dataset": "their/sums", "subset": "main", "prompt": "question", "answer": "answer", "reward": "math"}
     made = environment(**options)
     assert made.train[0].source == "their/sums, split train, row 1" and made.test[2].id == "validation/3"
-    assert rewarded(made, 0, "2.0") == [1.0] and "image" not in made.train[0].data
+    assert rewarded(made, 0, "2.0") == [1.0]
     assert len(environment(**options, split="more", test=0.4).train) == 2
     with pytest.raises(ConfigError, match=r"has no split 'mor' \(did you mean more\?\): train, validation, more"):
         environment(**options, split="mor")
-    with pytest.raises(
-        ConfigError, match=r"split train: it has no column 'problem'; there are question, answer, image"
-    ):
+    with pytest.raises(ConfigError, match=r"split train, row 1: .*no column 'problem'; there are question, answer \(3"):
         environment(**{**options, "prompt": "problem"})
 
 
@@ -198,11 +196,16 @@ def test_a_function_gets_the_tasks_of_any_dataset() -> None:
         ("math", "$x+1$", "it is $\\left(1+x\\right)$", "1"),
         ("math", 1000.0, "1,000 apples", "100"),
         ("math", "18 dollars", "$18", "1 8"),
+        ("math", "3/4", "not 1/2 but 3/4", "not 3/4 but 1/2"),
+        ("math", "(1, 2)", "(1,2)", "(2, 1)"),
+        ("math", "So \\boxed{5} dollars for each of the children.", "\u2212 5 + 10 = 5", "10"),
+        ("math", "\u22127", "x = \u22127", "7"),
+        ("math", 1e20, "100,000,000,000,000,000,000", "1"),
         ("math", "50%", "\\(50\\%\\)", "5"),
         ({"exact": {"extract": "<a>(.*?)</a>"}}, "Rome", "<a>Oslo</a>, no: <a> Rome </a>", "Rome"),
         ("regex", "^Ro.e$", "Rome", "In Rome"),
         ("json", '{"a": [1, 2]}', 'So:\n```json\n{"a":[1,2]}\n```', '{"a": [2, 1]}'),
-        ({"json": {"keys": ["a", "b"]}}, None, '{"a": 1, "b": 2}', '{"a": 1'),
+        ("json", None, '{"a": 1}', '{"a": 1'),
         ("choice", "C", "C)", "D"),
     ],
 )
@@ -238,6 +241,11 @@ GOOD = {"question": "1+1?", "answer": "2"}
         ([GOOD], {"filter": {"level": 3}}, "line 1: .*it has no column 'level'"),
         ([GOOD], {"prompt": "{qestion}"}, r"line 1: .*it has no column 'qestion' \(did you mean question\?\)"),
         ([GOOD], {"answer": ""}, "environment.answer is not set; math compares replies with its column"),
+        (
+            [GOOD],
+            {"answer": "", "reward": "regex"},
+            "answer is not set, nor is the pattern of the reward",
+        ),
         ([GOOD], {"reward": "maths"}, r"environment.reward: there is no reward 'maths' \(did you mean math\?\)"),
         ([GOOD], {"reward": 3}, "environment.reward = 3: it must be a name, or a table"),
         ([GOOD], {"reward": {"math": {"wieght": 1}}}, r"reward.math.wieght is unknown \(did you mean weight\?\)"),
@@ -268,6 +276,22 @@ def test_errors_name_file_row_and_column(rows: list[Any], options: dict[str, Any
     with pytest.raises(ConfigError, match=message) as caught:
         environment(**{**given, **options})
     assert "\n" not in str(caught.value)
+
+
+def test_options_next_to_a_dataset_are_those_of_the_environment() -> None:
+    table = {"dataset": "their/sums", "prompt": "question", "reward": "math", "timeout": 5.0}
+    one = validate({"model": {"path": "m"}, "environment": table}).environment
+    assert (one.name, one.timeout) == ("dataset", 5.0)
+    assert one.options == {"dataset": "their/sums", "prompt": "question", "reward": "math"}
+    own = load_config(None, ["--model.path=m", "--environment.name=a.py:f", "--environment.dataset=b.csv"]).environment
+    assert (own.name, own.options) == ("a.py:f", {"dataset": "b.csv"})
+    entries = [table, {**table, "dataset": "quiz.csv", "label": "quiz"}]
+    both = validate({"model": {"path": "m"}, "environments": entries}).each_environment
+    assert [each.label for each in both] == ["sums", "quiz"]
+    again = load_policy_config("m", None, ["--environment.dataset=b.csv", "--environment.reward=exact"]).environment
+    assert (again.name, again.options) == ("dataset", {"dataset": "b.csv", "reward": "exact"})
+    with pytest.raises(ConfigError, match=r"environment.reward is not set, nor is scoring.kind"):
+        validate({"model": {"path": "m"}, "environments": [table, {**table, "label": "other", "reward": ""}]})
 
 
 def test_malformed_rows_are_left_out_if_the_user_says_so(capsys: pytest.CaptureFixture[str]) -> None:

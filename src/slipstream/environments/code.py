@@ -53,7 +53,7 @@ class Code:
         self.sandbox = Sandbox(seconds, memory_mb, processes=processes, kind=sandbox)
         require_isolation(sandbox)
         self._all, self._tools, self._instruction = reward == "all", tools, instruction
-        tasks = load_tasks(train, Columns(id="id"), test=test or "", every_column=True)
+        tasks = load_tasks(train, Columns(id="id"), test=test or "")
         self.train, self.test = map(self._prepared, tasks)
 
     def _prepared(self, tasks: Sequence[Task]) -> list[Task]:

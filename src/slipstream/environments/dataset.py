@@ -40,13 +40,9 @@ class Dataset:
         if not dataset:
             raise ConfigError("environment.dataset is not set; give a file, a directory, or a name on the Hub")
         texts = {
-            "dataset": dataset,
-            "prompt": prompt,
-            "answer": answer,
-            "system": system,
-            "split": split,
-            "category": category,
-        }
+            "dataset": dataset, "prompt": prompt, "answer": answer, "id": id, "system": system, "subset": subset,
+            "split": split, "category": category,
+        }  # fmt: skip
         for name, value in texts.items():
             if not isinstance(value, str):
                 raise ConfigError(f"environment.{name} = {value!r}: it must be text")
@@ -56,7 +52,7 @@ class Dataset:
         if unanswered := [name for name, one in self._rewards.items() if one.needs_answer and not answer]:
             raise ConfigError(f"environment.answer is not set; {unanswered[0]} compares replies with its column")
         columns = Columns(prompt, answer, id, system, filter or {}, self._rewards, category)
-        self.train, self.test = load_tasks(dataset, columns, subset, split, test, skip_malformed, not self._rewards)
+        self.train, self.test = load_tasks(dataset, columns, subset, split, test, skip_malformed)
         self._workers = RewardWorkerPool("slipstream.environments.rewards:score", reward_workers, timeout)
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout | None:

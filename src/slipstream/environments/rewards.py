@@ -13,7 +13,8 @@ import string
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any
+from decimal import Decimal
+from typing import Any, ClassVar
 
 from slipstream.config.loading import suggest
 from slipstream.config.schema import ConfigError
@@ -33,23 +34,14 @@ class Reward:
 
     weight: float = 1.0
     extract: str = ""
+    needs_answer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, kind = getattr(self, field.name), str(field.type).partition("[")[0]
+            value, kind = getattr(self, field.name), str(field.type)
             if kind not in (type(value).__name__, "float" if type(value) is int else ""):
                 raise ConfigError(f"environment.reward: {field.name} = {value!r} must be of type {kind}")
         _compile(self.extract, "extract")
-
-    @property
-    def needs_answer(self) -> bool:
-        """Whether a reply is compared with the answer of its row."""
-        return True
-
-    @property
-    def columns(self) -> list[str]:
-        """Columns of the row that `prepare` reads, if there are such columns."""
-        return []
 
     def prepare(self, answer: Any, row: Mapping[str, Any]) -> Any:
         """What `score` compares a reply with. Raises `ValueError` for an answer that no reply can match."""
@@ -70,23 +62,32 @@ class Math(Reward):
             raise ConfigError("the reward math needs math-verify to judge answers: pip install 'slipstream-rl[math]'")
 
     def prepare(self, answer: Any, row: Mapping[str, Any]) -> str:
-        text = final_answer(str(answer)) if MARKER in str(answer) or "\\boxed" in str(answer) else str(answer).strip()
-        if NUMBER.fullmatch(bare := text.strip("$% ").replace(",", "")):
-            return bare
+        text = str(answer).strip() if isinstance(answer, str | int | float) and not isinstance(answer, bool) else ""
+        if "\\boxed" in text:
+            return final_answer(text)
+        text = final_answer(text) if MARKER in text else text
+        with suppress(ArithmeticError):
+            number = Decimal(text.strip("$%\\ ").replace(",", "").replace("−", "-"))
+            if number.is_finite():
+                return f"{number:f}"
         words = re.findall("[A-Za-z]{3,}", re.sub(r"\\(?:text|mbox|mathrm) *\{[^}]*\}|\\[a-zA-Z]+", "", text))
         if words and (with_unit := re.fullmatch(rf"\$?({NUMBER.pattern})[A-Za-z .]*", text)):
             return with_unit[1].replace(",", "")
         if words or not re.search(r"[\d\\+*/^=<>]", text):
             raise ValueError(f"its answer is {answer!r:.80}, no number and no formula")
-        return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+        return text if "$" in text else f"\\boxed{{{text}}}"
 
     def score(self, text: str, wanted: Any) -> float:
         from math_verify import parse, verify
 
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # every call would warn about the missing timeouts
+        stated = [final_answer(text)]
+        if not (NUMBER.fullmatch(wanted) or MARKER in text or "\\boxed" in text):
+            last = (text.strip().splitlines() or [""])[-1]
+            stated = [text, f"${last:.80}$"]  # the last number may be a part of a formula
         # The pool has a timeout; math-verify's timeouts need signals in the main thread.
-        expected, found = parse(wanted, parsing_timeout=None), parse(final_answer(text), parsing_timeout=None)
-        return float(verify(expected, found, timeout_seconds=None))
+        expected = parse(wanted, parsing_timeout=None)
+        return float(any(verify(expected, parse(s, parsing_timeout=None), timeout_seconds=None) for s in stated))
 
 
 @dataclass(frozen=True)
@@ -108,16 +109,15 @@ class Regex(Reward):
     """Whether the reply has a match of `pattern`, or without one of the answer as a pattern."""
 
     pattern: str = ""
+    needs_answer: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _compile(self.pattern, "pattern")
 
-    @property
-    def needs_answer(self) -> bool:
-        return not self.pattern
-
     def prepare(self, answer: Any, row: Mapping[str, Any]) -> str:
+        if not self.pattern and answer is None:
+            raise ValueError("environment.answer is not set, nor is the pattern of the reward regex")
         try:
             return self.pattern or re.compile(str(answer)).pattern
         except re.error as error:
@@ -135,10 +135,6 @@ class Choice(Reward):
     """
 
     choices: str = "choices"
-
-    @property
-    def columns(self) -> list[str]:
-        return [self.choices]
 
     def prepare(self, answer: Any, row: Mapping[str, Any]) -> dict[str, str]:
         choices = as_choices(row.get(self.choices.partition(".")[0]) and column_value(row, self.choices))
@@ -163,13 +159,9 @@ class Choice(Reward):
 
 @dataclass(frozen=True)
 class Json(Reward):
-    """Whether the reply, or its last fenced block, is JSON that equals the answer; without one, has all `keys`."""
+    """Whether the reply, or its last fenced block, is JSON, and equals the answer if there is one."""
 
-    keys: tuple[str, ...] = ()
-
-    @property
-    def needs_answer(self) -> bool:
-        return not self.keys
+    needs_answer: ClassVar[bool] = False
 
     def prepare(self, answer: Any, row: Mapping[str, Any]) -> Any:
         try:
@@ -182,8 +174,7 @@ class Json(Reward):
             found = json.loads((FENCED.findall(text) or [text])[-1])
         except (ValueError, RecursionError):
             return 0.0
-        has_keys = not self.keys or (isinstance(found, dict) and found.keys() >= {*self.keys})
-        return float(has_keys and (wanted is None or found == wanted))
+        return float(wanted is None or found == wanted)
 
 
 @dataclass(frozen=True)
@@ -242,8 +233,7 @@ def load_rewards(reward: Any) -> dict[str, Reward]:
             if option not in known:
                 hint = suggest(option, known) or f"; it takes {', '.join(known)}"
                 raise ConfigError(f"environment.reward.{name}.{option} is unknown{hint}")
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
-        rewards[name] = REWARDS[name](**values)
+        rewards[name] = REWARDS[name](**table)
     return rewards
 
 
@@ -264,6 +254,7 @@ def extracted(reward: Reward, text: str) -> str | None:
 
 def final_answer(text: str) -> str:
     """The part of a reply that states the answer: after the marker, in a box, the last formula, or the last number."""
+    text = text.replace("−", "-")
     _, marker, after = text.rpartition(MARKER)
     if marker:
         numbers = NUMBER.findall(after.splitlines()[0] if after.strip() else "")

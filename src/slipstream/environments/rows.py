@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     rows: Sequence[Numbered]
 
 
-Read = Callable[[Collection[str]], list[Part]]  # reads these columns of one split; without any, all columns
+Read = Callable[[], list[Part]]  # reads one split
 
 
 def find_splits(dataset: str, subset: str = "") -> dict[str, Read]:
@@ -82,12 +82,12 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read_files(files: Sequence[Path], columns: Collection[str]) -> list[Part]:
+def _read_files(files: Sequence[Path]) -> list[Part]:
     parts = []
     for file in files:
         if file.suffix in BUILDERS:
             found = _load(str(file), partial(_load_file, file))
-            parts.append(Part(str(file), "row", _select(str(file), found, columns)))
+            parts += _read_split(str(file), found)
         else:
             unit = "line" if file.suffix == ".jsonl" else "row"
             parts.append(Part(str(file), unit, read_lines(file) if unit == "line" else _read_csv(file)))
@@ -104,8 +104,11 @@ def _datasets_splits(dataset: str, load: Callable[[Any], Any]) -> dict[str, Read
     return {name: partial(_read_split, f"{dataset}, split {name}", split) for name, split in named.items()}
 
 
-def _read_split(where: str, split: Any, columns: Collection[str]) -> list[Part]:
-    return [Part(where, "row", _select(where, split, columns))]
+def _read_split(where: str, split: Any) -> list[Part]:
+    """The rows of a split without images, sounds and the like, which take long to decode."""
+    kinds = {name: type(feature) for name, feature in split.features.items()}
+    media = [name for name, kind in kinds.items() if hasattr(kind, "decode_example") and kind.__name__ != "Json"]
+    return [Part(where, "row", [*enumerate(split.remove_columns(media), 1)])]
 
 
 def _load(dataset: str, load: Callable[[Any], Any]) -> Any:
@@ -125,13 +128,6 @@ def _load(dataset: str, load: Callable[[Any], Any]) -> Any:
             cause = cause.__cause__
         reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
         raise ConfigError(f"dataset {dataset!r} can't be loaded: {reason:.300}") from None
-
-
-def _select(where: str, found: Any, columns: Collection[str]) -> list[Numbered]:
-    """The rows with these columns alone, so that no image or sound of another column is decoded."""
-    if missing := [name for name in columns if name not in found.column_names]:
-        raise ConfigError(f"{where}: {_no_column(missing[0], found.column_names)}")
-    return [*enumerate(found.select_columns([*columns]) if columns else found, 1)]
 
 
 def column_value(row: Mapping[str, Any], name: str) -> Any:
@@ -172,9 +168,6 @@ def _checked(row: dict[Any, Any]) -> Any:
 
 def _read_text(path: Path) -> str:
     """The text of a file in UTF-8. Raises `ConfigError`."""
-    if not path.is_file():
-        near = suggest(path.name, [file.name for file in path.parent.glob("*") if file.is_file()])
-        raise ConfigError(f"environment.options: there is no file {path}{near}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

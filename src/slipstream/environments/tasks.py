@@ -35,16 +35,6 @@ class Columns:
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     category: str = ""  # a column
 
-    def used(self) -> list[str]:
-        """Columns that the task is made of."""
-        names = [name for text in (self.prompt, self.answer) for name in _names(text)]
-        names += [
-            *filter(None, [self.category]),
-            *self.filter,
-            *(name for reward in self.rewards.values() for name in reward.columns),
-        ]
-        return [*dict.fromkeys(name.partition(".")[0] for name in names)]
-
     def keeps(self, row: Any) -> bool:
         """Whether the row passes the filter. Raises `ValueError`."""
         wanted = {name: value if isinstance(value, list) else [value] for name, value in self.filter.items()}
@@ -58,11 +48,12 @@ class Columns:
             answer = answer[-1].get("content")  # the last reply of a chat
         if self.answer and (answer is None or not str(answer).strip()):
             raise ValueError(f"its {self.answer!r} is empty")
-        data = {column: value for column, value in row.items() if column not in (self.prompt, self.id)}
-        wanted = {kind: reward.prepare(answer, row) for kind, reward in self.rewards.items()}
-        more = ({"answer": answer} if self.answer else {}) | ({"wanted": wanted} if wanted else {})
+        data = {name: value for name, value in row.items() if name not in (self.prompt, self.id)}
+        if self.rewards:  # they need no other columns
+            data = {"wanted": {kind: reward.prepare(answer, row) for kind, reward in self.rewards.items()}}
+        data |= {"answer": answer} if self.answer else {}
         category = str(column_value(row, self.category)) if self.category else ""
-        return Task(str(row[self.id]) if self.id in row else name, prompt, data | more, source, category)
+        return Task(str(row[self.id]) if self.id in row else name, prompt, data, source, category)
 
 
 def load_tasks(
@@ -72,14 +63,13 @@ def load_tasks(
     split: str = "",
     test: str | float = "",
     skip_malformed: bool = False,
-    every_column: bool = False,
 ) -> tuple[list[Task], list[Task]]:
     """Training and held-out tasks. Raises `ConfigError` with file, line or row, and column.
 
     `split` is by default "train" or the only one. `test` is a split, a file, or a share of the training tasks; by
-    default the split "test" or "validation", else a tenth. `every_column` also reads columns that `columns` leaves out.
+    default the split "test" or "validation", else a tenth.
     """
-    splits, read = find_splits(dataset, subset), [] if every_column else columns.used()
+    splits = find_splits(dataset, subset)
     split = split or ("train" if "train" in splits or len(splits) > 1 else next(iter(splits)))
     if test == "":
         test = next((name for name in ("test", "validation") if name in splits and name != split), HELD_OUT)
@@ -91,7 +81,7 @@ def load_tasks(
             raise ConfigError(
                 f"dataset {dataset!r} has no split {name!r}{suggest(name, [*splits])}: {', '.join(splits)}"
             )
-        return _tasks(splits[name](read), name, columns, skip_malformed)
+        return _tasks(splits[name](), name, columns, skip_malformed)
 
     tasks = load(split)
     if not tasks:
@@ -169,11 +159,6 @@ def as_messages(value: Any) -> Any:
     if not isinstance(value, list) or not all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
         return value
     return [{"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in value]
-
-
-def _names(text: str) -> list[str]:
-    """The columns in a template, or the one that the text names."""
-    return [found[2] for found in FIELD.finditer(text) if found[2]] if "{" in text else [text] * bool(text)
 
 
 def _text(row: dict[str, Any], column: str) -> Any:
