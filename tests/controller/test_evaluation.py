@@ -14,7 +14,7 @@ import pytest
 from slipstream.config.loading import dump, load_config, load_policy_config, load_verify_config
 from slipstream.config.schema import LoraConfig
 from slipstream.controller import rollouts
-from slipstream.controller.evaluation import evaluate
+from slipstream.controller.evaluation import evaluate, one_version
 from slipstream.controller.evaluation_record import all_failed, describe_failures
 from slipstream.controller.finish import close, stop_generation
 from slipstream.controller.run_context import RunContext
@@ -341,3 +341,13 @@ def test_an_evaluation_fails_if_every_sample_does() -> None:
     found, _ = graded({"a": "xx", "b": "xx"}, 2)
     assert all_failed(found) and describe_failures(found).startswith("all 4 episodes of 2 held-out tasks failed")
     assert not all_failed(graded({"a": "xx", "b": "x0"}, 2)[0])
+
+
+def test_late_engines_get_no_requests_during_a_snapshot() -> None:
+    """The pool sends requests to engines of `oldest` or a newer version."""
+    pool = SimpleNamespace(oldest=1)
+    run: Any = SimpleNamespace(cluster=SimpleNamespace(generator=pool), state=SimpleNamespace(version=3))
+    with pytest.raises(RunError), one_version(run):
+        assert pool.oldest == 3
+        raise RunError("stopped")
+    assert pool.oldest == 1

@@ -29,6 +29,7 @@ from slipstream.environments.base import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.load import LoadedEnvironment, close_environment, load_environments
+from slipstream.environments.reward_workers import cores
 from slipstream.errors import RunError
 from slipstream.generators.pool import GeneratorPool
 from slipstream.model.device import dtype_of, pick_device
@@ -93,9 +94,13 @@ def compare(policy: Evaluation, against: Evaluation) -> Comparison:
 
 
 def _for_engines_only(config: Config) -> Config:
-    """The configuration without trainer, teacher and weight link, so that nothing else is placed on GPUs."""
+    """The configuration without trainer, teacher and weight link, so that engines get all GPUs and CPU cores."""
+    generator = config.generator.model_dump(exclude_unset=True)
+    if config.generator.engine == "torch" and config.runtime.kind == "local" and not config.generator.threads:
+        generator["threads"] = max(1, cores() // config.generator.engines)
+    rest: dict[str, dict[str, Any]] = {"sync": {}, "teacher": {}, "checkpoint": {}}
     return with_options(
-        config, trainer={"device": "cpu"}, sync={}, teacher={}, algorithm={"replay_routing": False}, checkpoint={}
+        config, generator=generator, trainer={"device": "cpu"}, algorithm={"replay_routing": False}, **rest
     )
 
 
