@@ -392,6 +392,18 @@ def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path
     assert "never works" in said and f"slipstream train --resume {directory}" in said
 
 
+def test_a_run_grades_programs_in_sandboxes(tiny: Path, tmp_path: Path) -> None:
+    """Programs of the tiny model's few symbols: valid Python, such as `7`, or not."""
+    problems = [{"prompt": f"{n} + 1 =", "tests": [{"input": "", "output": ""}]} for n in range(10)]
+    (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    named = {"environment__name": "code", "environment__options": '{ train = "problems.jsonl", instruction = "" }'}
+    sizes = {"loop__steps": 2, "loop__groups_per_step": 6, "loop__max_lag": 0, "evaluation__tasks": 1}
+    summary = train(tiny, tmp_path / "run", **named, **sizes, sampling__max_tokens=1)
+    assert summary["steps"] == 2 and summary["rollouts"]["trained"] == 48 and not summary["failures"]
+    shares = [record["env/passed"] for record in lines(tmp_path / "run" / "metrics.jsonl") if "env/passed" in record]
+    assert shares and 0 < sum(shares) < len(shares)
+
+
 FLAKY = """
 import zlib
 from collections import Counter
