@@ -13,6 +13,7 @@ from slipstream.config.schema import ConfigError, EnvironmentConfig
 from slipstream.environments.code import Code, extract_code, grade, run_tests
 from slipstream.environments.load import load_environment
 from slipstream.environments.sandbox import Sandbox
+from tests.environments.test_conversation import CHATML, policy, prompts
 from tests.environments.test_gsm8k import Saying, write
 
 LIMITS = Sandbox(seconds=3)
@@ -70,6 +71,17 @@ def test_environment_grades_the_last_code_block(tmp_path: Path, reward: str, ear
     assert rollout.reward == earned
     assert rollout.metrics == {"correct": 0.0, "passed": 0.5, "limit_exceeded": 0.0}
     assert "```python" in environment.train[0].prompt
+
+
+def test_the_policy_calls_tools_before_it_answers(tmp_path: Path) -> None:
+    prompt = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "Print 42."}]
+    write(tmp_path / "t.jsonl", {"prompt": prompt, "tests": [{"input": "", "output": "42"}]})
+    environment = Code(str(tmp_path / "t.jsonl"), str(tmp_path / "t.jsonl"), tools=True)
+    call = '<tool_call>{"name": "python", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
+    it = policy(CHATML, call, "```python\nprint(42)\n```")
+    rollout = asyncio.run(environment.rollout(environment.train[0], it))
+    assert rollout.reward == 1 and rollout.metrics["tool_calls"] == 1 and rollout.metrics["correct"] == 1
+    assert "<|im_start|>tool\n42<|im_end|>" in prompts(it)[1]
 
 
 def test_code_is_taken_from_a_block_that_never_ends_and_from_bare_text() -> None:

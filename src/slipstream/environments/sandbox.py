@@ -35,13 +35,8 @@ STRONG = ("bwrap", "namespaces")  # what "auto" chooses from
 GRACE_S = 10.0  # beyond the time limit, to start and to end
 LINGER_S = 1.0  # of a program after the one that it runs with
 BINDS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-ENVIRONMENT = {
-    "MALLOC_ARENA_MAX": "1",
-    "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")} | {"MALLOC_ARENA_MAX": "1"}
+ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"} | ONE_THREAD
 SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
@@ -127,10 +122,8 @@ class Sandbox:
             return [run.result() for run in runs if not run.cancelled()]
 
     async def _run(self, kind: str, program: Program) -> Outcome:
-        folder = (
-            tempfile.TemporaryDirectory(prefix="slipstream-sandbox-") if kind == "rlimits" else nullcontext(SCRATCH)
-        )
-        with folder as scratch:
+        on_disk = kind == "rlimits"
+        with tempfile.TemporaryDirectory(prefix="slipstream-sandbox-") if on_disk else nullcontext(SCRATCH) as scratch:
             request = self._request(kind, program, scratch)
             process = await asyncio.create_subprocess_exec(
                 *_command(request), stdin=PIPE, stdout=PIPE, stderr=PIPE, env={}, start_new_session=True,
@@ -185,7 +178,8 @@ def isolation(kind: str) -> str:
         try:
             if name == "bwrap" and not shutil.which("bwrap"):
                 raise ConfigError("bwrap is not installed")
-            if not (outcome := asyncio.run(_probe(name))).problem:
+            outcome = asyncio.run(Sandbox()._run(name, Program([PYTHON, "main.py"], {"main.py": ""})))
+            if not outcome.problem:
                 if name == "rlimits":
                     print(f'slipstream: warning: sandbox = "rlimits": {UNCONTAINED}', file=sys.stderr)
                 return name
@@ -205,10 +199,6 @@ async def _wait(process: Process) -> None:
             await process.wait()
     except TimeoutError:
         process.kill()
-
-
-async def _probe(kind: str) -> Outcome:
-    return await Sandbox()._run(kind, Program([PYTHON, "main.py"], {"main.py": ""}))
 
 
 @functools.cache
@@ -232,9 +222,8 @@ def _command(request: Mapping[str, Any]) -> list[str]:
     parents = {str(parent) for path in request["readable"] for parent in Path(path).parents}
     argv += [word for parent in sorted(parents - {"/"}) for word in ("--dir", parent)]  # else closed to others
     for path, source in request["readable"].items():
-        argv += (
-            ["--symlink", str(Path(path).readlink()), path] if Path(path).is_symlink() else ["--ro-bind", source, path]
-        )
+        is_link = Path(path).is_symlink()
+        argv += ["--symlink" if is_link else "--ro-bind", str(Path(path).readlink()) if is_link else source, path]
     argv += ["--dev", "/dev", "--remount-ro", "/dev", "--proc", "/proc"]
     argv += ["--perms", "0777", "--size", str(request["disk"]), "--tmpfs", SCRATCH]
     argv += ["--symlink", SCRATCH, "/tmp"] if "/tmp" not in parents else []
