@@ -39,7 +39,7 @@ from slipstream.model.inspection import trained_parameters
 from slipstream.model.loading import load_model, load_tokenizer
 from slipstream.rollout import Sampling
 from slipstream.runtime.addresses import ADDRESS
-from slipstream.sync.changes import words
+from slipstream.sync.blocks import words
 from slipstream.sync.delta import DeltaReceiver
 from slipstream.sync.link import find_link
 

@@ -20,7 +20,8 @@ from slipstream.config.loading import load_config
 from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights
 from slipstream.sync import arrays, changes, coder, delta, frames
-from slipstream.sync.changes import RolledBack, words
+from slipstream.sync.blocks import words
+from slipstream.sync.changes import RolledBack
 from slipstream.sync.checksum import checksum
 from slipstream.sync.delta import DeltaReceiver, DeltaSender
 from slipstream.sync.link import ParameterShard, PublishHandle
@@ -96,7 +97,8 @@ class Trainer:
 
 @pytest.fixture(params=["NumPy's arrays", "tensors"])
 def trainer(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
-    """With tensors both ends compute as on a GPU, here on the CPU."""
+    """In several blocks. With tensors both ends compute as on a GPU, here on the CPU."""
+    monkeypatch.setattr(delta, "BLOCK", {"cpu": 4096})
     if request.param == "tensors":
         monkeypatch.setattr(arrays, "as_array", lambda tensor: tensor)
     made = Trainer(tmp_path)

@@ -1,16 +1,15 @@
-"""Changed elements between two versions of a parameter: found, coded, decoded and applied on the devices that hold it.
+"""Changed elements of a block between two versions: found on its device, coded on the host, applied by an engine.
 
-A parameter is a matrix of words, the bits of its elements as integers of the same size: rows are of its first
-dimension, columns of all others. Blocks of rows are compared and coded in order, each as a separate entry. An
-entry has the indices of changed words by Elias and Fano (low bits as they are, high bits in unary), and differences, of
-one bit each if they are 1 or -1 as usual at a small learning rate; or it has all words of some rows.
+Blocks of words (`blocks`) are compared and coded in order. An entry has the indices of a block's changed words by Elias
+and Fano (low bits as they are, high bits in unary), and differences, of one bit each if they are 1 or -1 as usual at a
+small learning rate; or it has all words of some rows of a parameter.
 """
 
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +20,8 @@ from torch import Tensor
 from slipstream.errors import InvalidInput
 from slipstream.sync import arrays
 from slipstream.sync.arrays import Array
-from slipstream.sync.checksum import WORDS, checksum
+from slipstream.sync.blocks import Block, Segment, factors, words
+from slipstream.sync.checksum import checksum
 
 if TYPE_CHECKING:
     from slipstream.sync.link import ParameterShard
@@ -45,7 +45,7 @@ class Changes(NamedTuple):
 
     def on_host(self) -> Changes:
         """The same as NumPy's arrays."""
-        return Changes(*(a if isinstance(a, np.ndarray) else a.cpu().numpy() for a in self))
+        return Changes(*map(arrays.on_host, self))
 
 
 class Coding(NamedTuple):
@@ -58,12 +58,13 @@ class Coding(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Header of an entry: `size` bytes follow. `number` is of changed elements, or of rows if `low` is `WHOLE`.
+    """Header of an entry: `size` bytes follow. `number` is of changed elements of the block `place`.
 
-    `listed` differences don't fit `width` bytes; a width of 0 is a bit.
+    If `low` is `WHOLE` it is of rows of the parameter `place`, from `row` on. `listed` differences don't fit `width`
+    bytes; a width of 0 is a bit.
     """
 
-    parameter: int
+    place: int
     row: int
     size: int
     number: int
@@ -72,48 +73,12 @@ class Entry(NamedTuple):
     width: int
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """A parameter of `rows` and `columns`. Blocks have `block` rows, and entries of blocks sent whole `piece` rows."""
-
-    rows: int
-    columns: int
-    block: int
-    piece: int
-
-    @classmethod
-    def of(cls, shape: Sequence[int], size: int) -> Matrix:
-        """The matrix of a parameter, in blocks of at most `size` words or one row."""
-        columns = prod(shape[1:])
-        return cls(shape[0] if shape else 1, columns, *(max(1, most // max(columns, 1)) for most in (size, PIECE)))
-
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """First row and end of each block."""
-        return ((row, min(row + self.block, self.rows)) for row in range(0, self.rows, self.block))
-
-    def pieces(self, length: int) -> int:
-        """Entries of a block of `length` words that is sent whole."""
-        return -(-(length // max(self.columns, 1)) // self.piece)
-
-    def encode(self, parameter: int, row: int, block: Array) -> Iterator[bytes]:
-        """Entries with all words of a block from `row` on."""
-        for at in range(0, len(block) // max(self.columns, 1), self.piece):
-            data = block[at * self.columns : (at + self.piece) * self.columns]
-            header = HEADER.pack(parameter, row + at, data.nbytes, len(data) // self.columns, 0, WHOLE, 0)
-            yield header + data.tobytes()
-
-
-def words(tensor: Tensor) -> Tensor:
-    """The bits of a contiguous tensor as a flat view of signed integers. Raises `RuntimeError` if not contiguous."""
-    return tensor.detach().view(-1).view(WORDS[tensor.element_size()])
-
-
 def find_changes(old: Tensor, new: Tensor) -> Changes | None:
     """Changes between two flat tensors of words; None if so many changed that the new words are smaller."""
     before, after = arrays.as_array(old), arrays.as_array(new)
     most, wide = DENSE * len(new), "i4" if new.element_size() == 2 else "i8"
     if isinstance(before, Tensor):
-        places = arrays.places_of(before != after)
+        places = (before != after).nonzero().flatten()
         if len(places) > most:
             return None
         return Changes(places.int(), arrays.cast(after[places], wide) - before[places])
@@ -126,17 +91,6 @@ def find_changes(old: Tensor, new: Tensor) -> Changes | None:
             return None
         parts.append(Changes(arrays.cast(places + at, "i4"), arrays.cast(other[places], wide) - one[places]))
     return Changes(*(np.concatenate(part) for part in zip(*parts, strict=True)))
-
-
-def factors(indices: Array, columns: int, row: int = 0, column: int = 0) -> Array:
-    """Factors in `checksum` of the words at these int64 indices of a part, which begins at `row` and `column`."""
-    rows = indices // columns
-    return (2 * (rows + row) + 1) * (2 * (indices - rows * columns + column) + 1)
-
-
-def raised(changes: Changes, columns: int, row: int) -> Array:
-    """By how much the changes of a block from `row` on raise the `checksum` of its parameter. They are not wrapped."""
-    return (factors(arrays.cast(changes.indices, "i8"), columns, row) * changes.differences).sum()
 
 
 def count_small(changes: Changes) -> tuple[Array, Array]:
@@ -155,23 +109,41 @@ def choose_coding(length: int, count: int, small: Sequence[int], size: int) -> C
     return Coding(low, width, count - fits[width], unary + count * low // 8 + costs[width])
 
 
-def encode(parameter: int, row: int, length: int, changes: Changes, size: int) -> bytes:
-    """An entry with the changes of a block of `length` words of `size` bytes."""
+def encode(block: int, length: int, changes: Changes, size: int) -> bytes:
+    """An entry with the changes of a block of `length` words of `size` bytes, as NumPy's arrays."""
     indices, differences = changes
-    count = len(indices)
-    low, width, _, length_coded = choose_coding(length, count, arrays.to_ints(count_small(changes)), size)
-    amounts = abs(differences)
-    listed = arrays.places_of(~((amounts == 1) if not width else (amounts < 128) | (width == size)))
+    count, amounts = len(indices), np.abs(differences)
+    low, width, _, expected = choose_coding(length, count, arrays.to_ints(count_small(changes)), size)
+    unary = np.zeros((length >> low) + count, np.uint8)
+    unary[(indices >> low) + np.arange(count)] = 1
+    listed = np.flatnonzero({0: amounts != 1, 1: amounts >= 128, size: np.zeros(count, np.bool_)}[width])
     parts = [
-        arrays.pack_bits(arrays.cast(indices >> low, "i8") + arrays.counting(indices), (length >> low) + count),
-        arrays.cast(indices, f"i{low // 8}") if low else indices[:0],
-        arrays.cast(differences, f"i{width}") if width else arrays.pack_bits(arrays.places_of(differences > 0), count),
-        arrays.cast(listed, "i4"),
-        arrays.cast(differences[listed], f"i{size}"),
+        np.packbits(unary),
+        indices.astype(LOW[low]) if low else unary[:0],
+        differences.astype(f"<i{width}") if width else np.packbits(differences > 0),
+        listed.astype("<u4"),
+        differences[listed].astype(f"<i{size}"),
     ]
-    data = arrays.join_bytes(parts)
-    assert len(data) == length_coded
-    return HEADER.pack(parameter, row, len(data), count, len(listed), low, width) + data
+    data = b"".join(part.tobytes() for part in parts)
+    assert len(data) == expected
+    return HEADER.pack(block, 0, len(data), count, len(listed), low, width) + data
+
+
+def encode_rows(segment: Segment, block: Any) -> Iterator[bytes]:
+    """Entries with all words of a segment of `block`, an array of NumPy's."""
+    rows, step = segment.of(block), rows_per_entry(segment)
+    for at in range(0, len(rows), step):
+        part = rows[at : at + step]
+        yield HEADER.pack(segment.parameter, segment.row + at, part.nbytes, len(part), 0, WHOLE, 0) + part.tobytes()
+
+
+def rows_per_entry(segment: Segment) -> int:
+    return max(1, PIECE // max(segment.columns, 1))
+
+
+def entries_of(block: Block) -> int:
+    """Entries of a block that is sent whole."""
+    return sum(-(-(s.stop - s.row) // rows_per_entry(s)) for s in block.segments)
 
 
 def entries(frame: memoryview) -> Iterator[tuple[Entry, memoryview]]:
@@ -187,16 +159,12 @@ def entries(frame: memoryview) -> Iterator[tuple[Entry, memoryview]]:
         at += entry.size
 
 
-def decode(entry: Entry, data: memoryview, length: int, like: Array) -> Changes:
-    """The changes of a block of `length` words of the kind of `like`, where it is.
-
-    Raises `ValueError` if `data` contradicts itself.
-    """
-    size = like.itemsize
+def decode(entry: Entry, data: memoryview, length: int, size: int) -> Changes:
+    """The changes of a block of `length` words of `size` bytes. Raises `ValueError` if `data` contradicts itself."""
     if entry.low not in LOW or entry.width not in (0, 1, size):
         raise ValueError("changes in an unknown coding")
     bits = (length >> entry.low) + entry.number
-    types = ("u1", f"<u{entry.low // 8 or 1}", f"<i{entry.width}" if entry.width else "u1", "<u4", f"<i{size}")
+    types = ("u1", f"<u{entry.low // 8 or 1}", f"<i{entry.width or 1}", "<u4", f"<i{size}")
     counts = (-(-bits // 8), entry.number * (entry.low > 0), entry.number if entry.width else -(-entry.number // 8),
               entry.listed, entry.listed)  # fmt: skip
     if sum(np.dtype(kind).itemsize * count for kind, count in zip(types, counts, strict=True)) != len(data):
@@ -205,45 +173,39 @@ def decode(entry: Entry, data: memoryview, length: int, like: Array) -> Changes:
     for kind, count in zip(types, counts, strict=True):
         parts.append(np.frombuffer(data, kind, count, at))
         at += parts[-1].nbytes
-    if (parts[3] >= entry.number).any():
-        raise ValueError("a difference of a change that does not exist")
-    unary, lows, small, listed, values = (
-        arrays.like(like, p if p.itemsize < 2 or p.dtype.kind == "i" else p.astype("i8")) for p in parts
-    )
-    high = arrays.places_of(arrays.unpack_bits(unary, bits))
-    if len(high) != entry.number:
+    unary, lows, small, listed, values = parts
+    high = np.flatnonzero(np.unpackbits(unary, count=bits).view(np.bool_))
+    if len(high) != entry.number or (listed >= entry.number).any():
         raise ValueError(f"{len(high)} indices for {entry.number} differences")
-    indices = arrays.cast(high - arrays.counting(high), "i4") << entry.low
+    indices = (high - np.arange(entry.number)).astype(np.int32) << entry.low
     if entry.low:
-        indices |= arrays.cast(lows, "i4")
-    if bool((indices >= length).any()) or bool((indices[1:] <= indices[:-1]).any()):
+        indices |= lows
+    if (indices >= length).any() or (np.diff(indices) <= 0).any():
         raise ValueError("a change of an element that the block does not have")
-    differences = arrays.cast(small if entry.width else arrays.unpack_bits(small, entry.number), f"i{size}")
-    differences = differences if entry.width else 2 * differences - 1
+    if entry.width:
+        differences = small.astype(f"<i{size}")
+    else:
+        differences = 2 * np.unpackbits(small.view(np.uint8), count=entry.number).astype(f"<i{size}") - 1
     differences[listed] = values
     return Changes(indices, differences)
 
 
 def merge(first: Changes, second: Changes) -> Changes:
     """Consecutive wrapped changes of a block as one. Differences that cancel stay, as zeros."""
-    both = [first.indices, second.indices], [first.differences, second.differences]
-    if isinstance(first.indices, Tensor):
-        indices, places = torch.unique(torch.cat(both[0]), return_inverse=True)
-        differences = torch.zeros(len(indices), dtype=second.differences.dtype, device=indices.device)
-        return Changes(indices, differences.index_add_(0, places, torch.cat(both[1])))
-    unique, inverse = np.unique(np.concatenate(both[0]), return_inverse=True)
-    summed = np.zeros(len(unique), second.differences.dtype)
-    np.add.at(summed, inverse, np.concatenate(both[1]))
-    return Changes(unique, summed)
+    indices, places = np.unique(np.concatenate([first.indices, second.indices]), return_inverse=True)
+    differences = np.zeros(len(indices), second.differences.dtype)
+    np.add.at(differences, places, np.concatenate([first.differences, second.differences]))
+    return Changes(indices, differences)
 
 
 class Part:
     """The words of an engine's tensor, which holds `rows` and `columns` of a parameter."""
 
-    def __init__(self, shard: ParameterShard, size: int) -> None:
-        self.matrix, inner = Matrix.of(shard.shape, size), prod(shard.shape[2:])
+    def __init__(self, shard: ParameterShard) -> None:
+        inner = prod(shard.shape[2:])
+        self.all_rows, self.all_columns = shard.shape[0] if shard.shape else 1, prod(shard.shape[1:])
         row, column = (*shard.index, *(slice(None),) * (2 - len(shard.index)))[:2]
-        self.start, self.stop, _ = row.indices(self.matrix.rows)
+        self.start, self.stop, _ = row.indices(self.all_rows)
         first, last, _ = column.indices(shard.shape[1] if len(shard.shape) > 1 else 1)
         self.column, self.columns = first * inner, (last - first) * inner
         self.words, self.whole = words(shard.tensor), shard.tensor.numel() == prod(shard.shape)
@@ -259,8 +221,8 @@ class Part:
 
     def within(self, changes: Changes, row: int, low: int, high: int) -> Changes:
         """The changes of a block from `row` on that fall into the rows from `low` to `high` of the tensor."""
-        width = self.matrix.columns
-        first, last = arrays.search(changes.indices, [(low - row) * width, (high - row) * width])
+        width = self.all_columns
+        first, last = np.searchsorted(changes.indices, [(low - row) * width, (high - row) * width])
         indices, differences = changes.indices[first:last] - (low - row) * width, changes.differences[first:last]
         if self.columns == width:
             return Changes(indices, differences)
@@ -275,15 +237,16 @@ class _Changed:
 
     def __init__(self, part: Part, low: int, high: int, changes: Changes) -> None:
         self._served = arrays.as_array(part.words_of(low, high))
+        indices = arrays.like(self._served, changes.indices)
         # A GPU's 64-bit indices need no conversion in the swap.
-        self._indices = changes.indices if isinstance(self._served, np.ndarray) else changes.indices.long()
+        self._indices = indices if isinstance(indices, np.ndarray) else indices.long()
         self._old = self._served[self._indices]
-        self._new = self._old + changes.differences
+        self._new = self._old + arrays.like(self._served, changes.differences)
         weights = factors(arrays.cast(self._indices, "i8"), part.columns, low, part.column)
         self.raised = ((arrays.cast(self._new, "i8") - self._old) * weights).sum()
 
     def changes(self) -> Changes:
-        return Changes(arrays.cast(self._indices, "i4"), self._new - self._old)
+        return Changes(arrays.cast(self._indices, "i4"), self._new - self._old).on_host()
 
     def swap(self) -> tuple[Array, Array]:
         """Write the new words. Returns what the tensor has then, and what it should have."""
@@ -311,12 +274,13 @@ class _Replaced:
 
     def add(self, changes: Changes) -> None:
         """Change staged words."""
-        new, indices = arrays.as_array(self._new), changes.indices
+        new = arrays.as_array(self._new)
+        indices = arrays.like(new, changes.indices)
         old, weights = (
             new[indices],
             factors(arrays.cast(indices, "i8"), self._part.columns, self._low, self._part.column),
         )
-        new[indices] = old + changes.differences
+        new[indices] = old + arrays.like(new, changes.differences)
         self.raised += int(((arrays.cast(new[indices], "i8") - old) * weights).sum())
 
     def swap(self) -> tuple[Array, Array]:
@@ -331,55 +295,68 @@ class _Replaced:
 
 
 class Update:
-    """A version for the tensors that an engine serves, staged block by block. `fresh`: it brings all weights."""
+    """A version for the tensors that an engine serves, staged by segments of blocks. `fresh`: it brings all weights."""
 
-    def __init__(self, parts: Mapping[str, Part], fresh: bool) -> None:
-        self._parts, self._fresh = parts, fresh
+    def __init__(self, parts: Mapping[str, Part], blocks: Sequence[Block], fresh: bool) -> None:
+        self._parts, self._blocks, self._fresh = parts, blocks, fresh
         self._numbered = list(parts.values())
-        self._staged: dict[tuple[int, int], _Changed | _Replaced] = {}
+        self._segments: list[list[Segment]] = [[] for _ in parts]
+        for segment in (segment for block in blocks for segment in block.segments):
+            self._segments[segment.parameter].append(segment)
+        self._staged: dict[Segment, _Changed | _Replaced] = {}
         self._same: Any = True
 
     def add(self, frame: memoryview) -> None:
         """Stage the entries of a frame, and of them what the tensors hold. Raises `ValueError` for a wrong one."""
         for entry, data in entries(frame):
-            if entry.parameter >= len(self._numbered) or entry.row >= self._numbered[entry.parameter].matrix.rows:
-                raise ValueError("an entry of rows that no parameter has")
-            part = self._numbered[entry.parameter]
-            start = entry.row // part.matrix.block * part.matrix.block
-            stop = min(start + part.matrix.block, part.matrix.rows)
-            low, high = part.rows(start, stop)
-            if entry.low == WHOLE and entry.row + entry.number > stop:
-                raise ValueError("an entry with more rows than its block")
-            if low < high:
-                stage = self._add_rows if entry.low == WHOLE else self._add_changes
-                stage((entry.parameter, start), entry, data, low, high)
+            (self._add_rows if entry.low == WHOLE else self._add_changes)(entry, data)
 
-    def _add_rows(self, key: tuple[int, int], entry: Entry, data: memoryview, low: int, high: int) -> None:
-        part = self._numbered[entry.parameter]
-        staged = self._staged.get(key)
-        if not isinstance(staged, _Replaced) or entry.row == key[1]:
-            staged = self._staged[key] = _Replaced(part, low, high)
+    def _add_rows(self, entry: Entry, data: memoryview) -> None:
+        if entry.place >= len(self._numbered) or not entry.number:
+            raise ValueError("an entry of a parameter that does not exist")
+        part = self._numbered[entry.place]
+        segments = self._segments[entry.place]
+        segment = segments[bisect_right(segments, entry.row, key=lambda segment: segment.row) - 1]
+        if entry.row + entry.number > segment.stop:
+            raise ValueError("an entry with more rows than its block")
+        values = np.frombuffer(data, f"<i{part.words.element_size()}").reshape(entry.number, part.all_columns)
+        low, high = part.rows(segment.row, segment.stop)
         first, last = part.rows(entry.row, entry.row + entry.number)
-        values = np.frombuffer(data, f"<i{part.words.element_size()}").reshape(entry.number, part.matrix.columns)
         if first < last:
+            staged = self._staged.get(segment)
+            if not isinstance(staged, _Replaced) or entry.row == segment.row:
+                staged = self._staged[segment] = _Replaced(part, low, high)
             values = values[first - entry.row : last - entry.row, part.column : part.column + part.columns]
             staged.write(first, values, not self._fresh)
 
-    def _add_changes(self, key: tuple[int, int], entry: Entry, data: memoryview, low: int, high: int) -> None:
-        part = self._numbered[entry.parameter]
-        length = (min(key[1] + part.matrix.block, part.matrix.rows) - key[1]) * part.matrix.columns
-        changes = part.within(decode(entry, data, length, arrays.as_array(part.words)), key[1], low, high)
-        staged = self._staged.get(key)
+    def _add_changes(self, entry: Entry, data: memoryview) -> None:
+        if entry.place >= len(self._blocks):
+            raise ValueError("an entry of a block that does not exist")
+        block = self._blocks[entry.place]
+        indices, differences = decode(entry, data, block.length, self._numbered[0].words.element_size())
+        ends = np.searchsorted(indices, [s.end for s in block.segments])
+        for segment, first, last in zip(block.segments, [0, *ends], ends, strict=False):
+            part = self._numbered[segment.parameter]
+            low, high = part.rows(segment.row, segment.stop)
+            if first < last and low < high:
+                changes = Changes(indices[first:last] - segment.start, differences[first:last])
+                self._stage(segment, part, low, high, part.within(changes, segment.row, low, high))
+
+    def _stage(self, segment: Segment, part: Part, low: int, high: int, changes: Changes) -> None:
+        staged = self._staged.get(segment)
         if isinstance(staged, _Replaced):
             staged.add(changes)
         elif len(changes.indices):
-            self._staged[key] = _Changed(part, low, high, merge(staged.changes(), changes) if staged else changes)
+            self._staged[segment] = _Changed(part, low, high, merge(staged.changes(), changes) if staged else changes)
 
     def checksums(self, before: Mapping[str, int]) -> dict[str, int]:
         """The checksum of each tensor with the update, from those before it."""
         sums = [0 if self._fresh else before[name] for name in self._parts]
-        for (number, _), staged in self._staged.items():
-            sums[number] += int(staged.raised)
+        changed = {segment: staged for segment, staged in self._staged.items() if isinstance(staged, _Changed)}
+        for segment, rise in zip(changed, arrays.to_ints([s.raised for s in changed.values()]), strict=True):
+            sums[segment.parameter] += rise
+        for segment, staged in self._staged.items():
+            sums[segment.parameter] += staged.raised if isinstance(staged, _Replaced) else 0
         return {name: value % 2**64 for name, value in zip(self._parts, sums, strict=True)}
 
     def apply(self) -> None:

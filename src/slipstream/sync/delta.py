@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from statistics import median_high
@@ -33,7 +33,8 @@ from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import address_towards, own_address
 from slipstream.sync import arrays
-from slipstream.sync.changes import Changes, Matrix, Part, Update, find_changes, words
+from slipstream.sync.blocks import Block, divide, gather
+from slipstream.sync.changes import Changes, Part, Update, encode_rows, entries_of, find_changes
 from slipstream.sync.checksum import checksum
 from slipstream.sync.coder import Coder
 from slipstream.sync.frames import (
@@ -74,11 +75,11 @@ class DeltaSender(Sender):
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype_of(config)
         self._shapes, self._device = shapes_of(parameters), next(iter(parameters.values())).device
-        self._block = BLOCK[self._device.type]
-        self._matrices = {name: Matrix.of(shape, self._block) for name, shape in self._shapes.items()}
-        self._total = sum(matrix.rows * matrix.columns for matrix in self._matrices.values())
+        self._size = BLOCK[self._device.type]
+        self._blocks = divide(self._shapes, self._size)
+        self._total = sum(block.length for block in self._blocks)
         self._secret = secrets.token_bytes(32)
-        self._served: dict[str, Tensor] = {}  # words of the sent version
+        self._served: list[Tensor] = []  # words of each block of the sent version
         self._sums: dict[str, int] = {}
         self._copying = threading.Lock()  # of the served words, and of what undoes their changes
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
@@ -96,7 +97,7 @@ class DeltaSender(Sender):
         dtype = str(self._dtype).removeprefix("torch.")
         return {
             "address": self._server.address, "secret": self._secret.hex(), "dtype": dtype, "shapes": self._shapes,
-            "block": self._block,
+            "block": self._size,
         }  # fmt: skip
 
     def stage(self, version: int) -> PublishHandle:
@@ -156,35 +157,40 @@ class DeltaSender(Sender):
         """Send all weights next time: the copy may be a mixture of two versions."""
         for step in self._steps.values():
             step.end(why)
-        self._served.clear()
-        self._served, self._sums, self._steps = {}, {}, {}
+        self._served.clear()  # for snapshots, too
+        self._served, self._sums, self._steps = [], {}, {}
 
     def _compare(self, state: int, coder: Coder) -> None:
         """Find the changes since the last version, and keep a copy of the new words."""
-        for number, (name, parameter) in enumerate(self._parameters.items()):
-            new, matrix = words(parameter.detach().to(self._dtype).contiguous()), self._matrices[name]
-            if name not in self._served:
-                self._served[name], coder.changed = new.clone(), coder.changed + len(new)
-                self._sums[name] = checksum(new.view(matrix.rows, matrix.columns))
+        first = not self._served
+        for number, new in enumerate(gather(self._blocks, self._parameters, self._dtype)):
+            block = self._blocks[number]
+            if first:
+                self._served.append(new)
+                self._sum(block, new)
+                coder.changed += block.length
                 continue
-            for row, stop in matrix.blocks():
-                part = slice(row * matrix.columns, stop * matrix.columns)
-                old = self._served[name][part]
-                found = find_changes(old, new[part])
-                if found is None or len(found.indices):
-                    self._keep(state, name, row, old, new[part], found)
-                    coder.add(name, number, matrix, row, old, found)
+            found = find_changes(self._served[number], new)
+            if found is None or len(found.indices):
+                self._keep(state, number, new, found)
+                coder.add(number, block, self._served[number], found)
 
-    def _keep(self, state: int, name: str, row: int, old: Tensor, new: Tensor, found: Changes | None) -> None:
+    def _sum(self, block: Block, words: Tensor, sign: int = 1) -> None:
+        """Add what these words contribute to the checksums of their parameters, or subtract it."""
+        for segment in block.segments:
+            by = sign * checksum(segment.of(words), (slice(segment.row, None),))
+            self._sums[segment.name] = (self._sums.get(segment.name, 0) + by) % 2**64
+
+    def _keep(self, state: int, number: int, new: Tensor, found: Changes | None) -> None:
         """Copy a block's new words over the old ones."""
+        old = self._served[number]
         if found is None:
-            columns, at = self._matrices[name].columns, (slice(row, None),)
-            by = checksum(new.view(-1, columns), at) - checksum(old.view(-1, columns), at)
-            self._sums[name] = (self._sums[name] + by) % 2**64
+            self._sum(self._blocks[number], old, -1)
+            self._sum(self._blocks[number], new)
         with self._copying:
             for snapshot in self._snapshots:
                 if snapshot.state < state:
-                    snapshot.undo[name, row].append(old.clone() if found is None else found.on_host())
+                    snapshot.undo[number].append(old.clone() if found is None else found.on_host())
             if found is None:
                 old.copy_(new)
             else:
@@ -220,7 +226,7 @@ class DeltaSender(Sender):
         """The changes since `base`, or all weights."""
         if base is not None:
             return Chain(state, base, [self._steps[n] for n in range(base + 1, state + 1)])
-        snapshot = Snapshot(state, self._steps[state], self._served, self._matrices, self._copying)
+        snapshot = Snapshot(state, self._steps[state], self._served, self._blocks, self._copying)
         with self._copying:
             self._snapshots.add(snapshot)
         return snapshot
@@ -249,41 +255,40 @@ class Snapshot(Chain):
     """All weights of a state. They are read when they are sent, without what later versions have changed since."""
 
     def __init__(
-        self, state: int, step: Stream, served: dict[str, Tensor], matrices: Mapping[str, Matrix], lock: threading.Lock
+        self, state: int, step: Stream, served: list[Tensor], blocks: Sequence[Block], lock: threading.Lock
     ) -> None:
         super().__init__(state, None, [step])
-        self.state, self._served, self._matrices, self._lock = state, served, matrices, lock
-        self.undo: defaultdict[tuple[str, int], list[Tensor | Changes]] = defaultdict(list)
-        device = next(iter(served.values())).device if served else torch.device("cpu")
+        self.state, self._served, self._blocks, self._lock = state, served, blocks, lock
+        self.undo: defaultdict[int, list[Tensor | Changes]] = defaultdict(list)
+        device = served[0].device if served else torch.device("cpu")
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def frames(self, start: int = 0) -> Iterator[bytes]:
         self._steps[-1].wait_end()
         frame = 0
-        for number, (name, matrix) in enumerate(self._matrices.items()):
-            for row, stop in matrix.blocks():
-                pieces = -(-(stop - row) // matrix.piece)
-                if start < frame + pieces:
-                    block = self._read(name, row, stop)
-                    for entry in islice(matrix.encode(number, row, block), max(0, start - frame), None):
-                        self.used = time.monotonic()
-                        yield PLAIN + entry
-                frame += pieces
+        for number, block in enumerate(self._blocks):
+            count = entries_of(block)
+            if start < frame + count:
+                words = self._read(number)
+                entries = chain.from_iterable(encode_rows(segment, words) for segment in block.segments)
+                for entry in islice(entries, max(0, start - frame), None):
+                    self.used = time.monotonic()
+                    yield PLAIN + entry
+            frame += count
 
-    def _read(self, name: str, row: int, stop: int) -> Any:
+    def _read(self, number: int) -> Any:
         """The words of a block as this state has them, in NumPy's array."""
-        columns = self._matrices[name].columns
         with self._lock, torch.cuda.stream(self._stream):
-            if name not in self._served:
+            if not self._served:
                 raise Refused("a newer version is published")
-            block = np.array(self._served[name][row * columns : stop * columns].cpu().numpy())
-            undo = list(self.undo[name, row])
+            words = np.array(self._served[number].cpu().numpy())
+            undo = list(self.undo[number])
         for change in reversed(undo):
             if isinstance(change, Tensor):
-                block = np.array(change.cpu().numpy())
+                words = np.array(change.cpu().numpy())
             else:
-                block[change.indices] -= change.differences.astype(block.dtype)
-        return block
+                words[change.indices] -= change.differences.astype(words.dtype)
+        return words
 
 
 class DeltaReceiver(Receiver):
@@ -295,7 +300,8 @@ class DeltaReceiver(Receiver):
         self._server: tuple[str, int] = tuple(connection_info["address"])
         self._secret = bytes.fromhex(connection_info["secret"])
         self._dtype: torch.dtype = getattr(torch, connection_info["dtype"])
-        self._shapes, self._block = connection_info["shapes"], connection_info["block"]
+        self._shapes: Shapes = connection_info["shapes"]
+        self._blocks = divide(self._shapes, connection_info["block"])
         self._rank, self._device, self._rate = rank, device, 0.0
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._held: int | None = None  # the state that the engine serves, and the checksums of its shards
@@ -309,7 +315,7 @@ class DeltaReceiver(Receiver):
         for name, shard in shards.items():
             if not shard.tensor.is_contiguous() or shard.tensor.dtype != self._dtype:
                 raise InvalidInput(f'the engine stores {name} in another layout or dtype: use sync.link = "checkpoint"')
-        self._parts = {name: Part(shards[name], self._block) for name in self._shapes}
+        self._parts = {name: Part(shards[name]) for name in self._shapes}
 
     @torch.no_grad()
     def prepare(self, handle: PublishHandle) -> Update:
@@ -343,7 +349,7 @@ class DeltaReceiver(Receiver):
         self._incoming = request, stream
         threading.Thread(target=self._fetch, args=(request, stream), name="delta", daemon=True).start()
         try:
-            update = Update(self._parts, fresh=stream.wait_header()["base"] is None)
+            update = Update(self._parts, self._blocks, fresh=stream.wait_header()["base"] is None)
             for frame in stream.take():
                 update.add(unpack(frame))
         except Refused as error:

@@ -1,0 +1,111 @@
+"""The blocks of words in which parameters are compared and coded, and the checksums of parameters in them.
+
+A parameter is a matrix of words, the bits of its elements as integers of the same size: rows are of its first
+dimension, columns of all others. Small parameters share a block, since each operation on a GPU takes some microseconds
+whatever its size. Large ones are divided into rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.sync.arrays import Array, cast
+from slipstream.sync.checksum import WORDS
+
+
+class Segment(NamedTuple):
+    """Rows from `row` to `stop` of a parameter, whose words begin at index `start` of a block."""
+
+    name: str
+    parameter: int
+    columns: int
+    row: int
+    stop: int
+    start: int
+
+    @property
+    def end(self) -> int:
+        """The index in the block after the last word."""
+        return self.start + (self.stop - self.row) * self.columns
+
+    def of(self, block: Array) -> Array:
+        """These rows of a block's words."""
+        return block[self.start : self.end].reshape(self.stop - self.row, self.columns)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Segments in order."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of words."""
+        return self.segments[-1].end
+
+    def rises(self, indices: Array, differences: Array) -> Tensor:
+        """By how much changes of words at ascending indices raise the `checksum` of each segment's parameter.
+
+        The differences are not wrapped.
+        """
+        if len(self.segments) == 1:
+            segment = self.segments[0]
+            weights = factors(cast(indices, "i8"), segment.columns, segment.row)
+            return torch.as_tensor((weights * differences).sum()).reshape(1)
+        at, by = torch.as_tensor(indices).long(), torch.as_tensor(differences)
+        table = torch.tensor([(s.start, s.end, s.columns, s.row) for s in self.segments], device=at.device)
+        ends = torch.searchsorted(at, table[:, 1].contiguous())
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        start, _, columns, row = table.repeat_interleave(counts, 0, output_size=len(at)).unbind(1)
+        sums = (factors(at - start, columns, row) * by).cumsum(0)
+        return torch.diff(torch.cat([sums.new_zeros(1), sums])[ends], prepend=sums.new_zeros(1))
+
+
+def divide(shapes: Mapping[str, Sequence[int]], size: int) -> list[Block]:
+    """Blocks of at most `size` words or one row, in the order of the parameters."""
+    blocks, segments = list[Block](), list[Segment]()
+    for number, (name, shape) in enumerate(shapes.items()):
+        rows, columns = shape[0] if shape else 1, prod(shape[1:])
+        step = max(1, size // max(columns, 1))
+        for row in range(0, rows, step):
+            stop = min(row + step, rows)
+            if segments and segments[-1].end + (stop - row) * columns > size:
+                blocks.append(Block(tuple(segments)))
+                segments = []
+            segments.append(Segment(name, number, columns, row, stop, segments[-1].end if segments else 0))
+    return [*blocks, Block(tuple(segments))] if segments else blocks
+
+
+def words(tensor: Tensor) -> Tensor:
+    """The bits of a contiguous tensor as a flat view of signed integers. Raises `RuntimeError` if not contiguous."""
+    return tensor.detach().view(-1).view(WORDS[tensor.element_size()])
+
+
+def factors(indices: Array, columns: Array | int, row: Array | int = 0, column: int = 0) -> Array:
+    """Factors in `checksum` of the words at these int64 indices of a part, which begins at `row` and `column`."""
+    rows = indices // columns
+    return (2 * (rows + row) + 1) * (2 * (indices - rows * columns + column) + 1)
+
+
+def gather(blocks: Sequence[Block], parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """The words of each block, as elements of `dtype`. Each parameter is read once."""
+    name, matrix = "", torch.empty(0)
+    for block in blocks:
+        gathered = None
+        for segment in block.segments:
+            if segment.name != name:
+                name = segment.name
+                matrix = parameters[name].detach()
+                matrix = matrix.reshape(len(matrix) if matrix.dim() else 1, segment.columns)
+            if gathered is None:
+                gathered = torch.empty(block.length, dtype=dtype, device=matrix.device)
+            segment.of(gathered).copy_(matrix[segment.row : segment.stop])
+        assert gathered is not None
+        yield words(gathered)
