@@ -139,6 +139,7 @@ CORPUS = {
     "eval gone.toml": "gone.toml: No such file or directory; give the path of a TOML file",
     "eval MODEL --environment addition --against gone": "model.path = 'gone': no such directory",
     "eval MODEL --environment addition --samples 4": "evaluation.samples = 4 would be the same completion of a task",
+    "eval MODEL --environment addition --rollouts no/a.parquet": "there is no directory no; make it first",
     "eval MODEL --environment addition --samples 0": "evaluation.samples = 0: it must be greater than or equal to 1",
     "eval MODEL --environment addition --json --markdown": "argument --markdown: not allowed with argument --json",
     "eval run": "not valid TOML",

@@ -270,6 +270,10 @@ def _train(options: argparse.Namespace, flags: list[str]) -> None:
 
 def _evaluate(options: argparse.Namespace, flags: list[str]) -> None:
     config = load_policy_config(options.target, options.environment, flags)
+    if options.rollouts and not options.rollouts.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--rollouts {options.rollouts}: there is no directory {options.rollouts.parent}; make it first"
+        )
     configs = [config, *([with_policy(config, options.against)] if options.against else [])]
     from slipstream.controller.evaluation_record import describe_failures
     from slipstream.observe.events import strict_json

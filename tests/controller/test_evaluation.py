@@ -320,7 +320,7 @@ def test_several_samples_of_a_task_give_mean_and_pass_at_k() -> None:
     assert {name for name in found["intervals"] if not found["intervals"][name][0] <= found[name] <= 1} == set()
     names = {name for name in found["intervals"] if "environments" not in name}
     assert names == {f"eval/{name}" for name in ("score", "pass@2", "pass@4", "category/a", "category/b")}
-    assert (found["eval/tasks"], found["eval/samples"], found["eval/failed"]) == (4, 4, 2)
+    assert (found["eval/tasks"], found["eval/samples_per_task"], found["eval/failed"]) == (4, 4, 2)
     assert len(seeds) == 16, "each sample has a seed of its own"
     assert describe_failures(found).startswith("2 of 16 episodes of 4 held-out tasks failed, the last with: ValueError")
     first, *_ = found["samples"]

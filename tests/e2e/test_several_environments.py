@@ -168,7 +168,7 @@ def test_a_killed_run_on_two_environments_continues_as_if_it_were_not(
     assert out.startswith(f"short and long: score {evaluation['eval/score']:.3f} [")
     for label, score, tasks in (("short", scores[0], 6), ("long", scores[1], 4)):
         low, high = evaluation["intervals"][f"eval/environments/{label}/score"]
-        assert f"\n  {label} {score:.3f} [{low:.3f}, {high:.3f}] on {tasks} tasks" in out
+        assert f"\n  {label} {score:.3f} [{low:.3f}, {high:.3f}] ({tasks} tasks)" in out
     assert main(["eval", str(whole), "--environment", "long"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"long: score {scores[1]:.3f} [") and "] on 4 held-out tasks (" in out

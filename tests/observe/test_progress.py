@@ -96,7 +96,7 @@ def test_notes_evaluations_and_warnings_are_always_printed(clock: Clock) -> None
     with Progress(100, console=console) as progress:
         progress.note("probe: agree within 2e-06 [bound]")
         progress.evaluation(EVALUATION)
-        progress.evaluation(EVALUATION | {"versions": [7, 7], "eval/failed": 0, "eval/samples": 4})
+        progress.evaluation(EVALUATION | {"versions": [7, 7], "eval/failed": 0, "eval/samples_per_task": 4})
         progress.warn("disk almost full")
     assert output(console).splitlines() == [
         "probe: agree within 2e-06 [bound]",

@@ -76,7 +76,7 @@ def test_scores_are_printed_as_markdown(folder: Path, capfd: pytest.CaptureFixtu
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert table[:2] == [["", f"`{folder / 'first'}`"], ["---", "---"]]
     assert [row[0] for row in table[2:]] == ["score", "pass@2", "even", "odd", "failed episodes"]
-    assert table[4][1].endswith("on 3 tasks")
+    assert table[4][1].endswith("(3 tasks)")
 
 
 def test_vllm_and_the_embedded_engine_give_the_same_greedy_answers(

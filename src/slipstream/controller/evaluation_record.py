@@ -90,7 +90,7 @@ def summarize(played: Sequence[PlayedTask], version: int) -> dict[str, Any]:
         "versions": [min(versions), max(versions)],
         **{name: estimate.value for name, estimate in estimates.items()},
         **figures,
-        "eval/samples": len(played[0].outcomes),
+        "eval/samples_per_task": len(played[0].outcomes),
         "eval/failures": dict(Counter(failure.reason for failure in failures)),
         "last_failure": failures[-1].one_line if failures else None,
         "intervals": {name: [estimate.low, estimate.high] for name, estimate in estimates.items()},
@@ -124,12 +124,12 @@ def _estimates(played: Sequence[PlayedTask]) -> dict[str, Estimate]:
 
 def all_failed(result: Mapping[str, Any]) -> bool:
     """Whether every episode of an evaluation failed."""
-    return bool(result["eval/failed"] == result["eval/tasks"] * result["eval/samples"])
+    return bool(result["eval/failed"] == result["eval/tasks"] * result["eval/samples_per_task"])
 
 
 def describe_failures(result: Mapping[str, Any], when: str = "") -> str:
     """One line on the episodes that failed, at least one. `when`, such as " after step 5", follows the count."""
-    failed, samples = result["eval/failed"], result["eval/samples"]
+    failed, samples = result["eval/failed"], result["eval/samples_per_task"]
     episodes = result["eval/tasks"] * samples
     count = f"all {episodes}" if failed == episodes else f"{failed} of {episodes}"
     what = "held-out tasks" if samples == 1 else f"episodes of {result['eval/tasks']} held-out tasks"

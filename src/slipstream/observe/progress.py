@@ -134,7 +134,7 @@ class Progress:
         reasons = f" ({counts(record['eval/failures'])})" if record.get("eval/failures") else ""
         failed = f", {number(record['eval/failed'])} failed{reasons}" if record.get("eval/failed") else ""
         score, tasks = number(record.get("eval/score"), 3), f"{number(record.get('eval/tasks'))} tasks"
-        tasks += f", {number(k)} samples each" if (k := record.get("eval/samples", 1)) > 1 else ""
+        tasks += f", {number(k)} samples each" if (k := record.get("eval/samples_per_task", 1)) > 1 else ""
         self._scores = by_environment(record, "eval/score")
         counts_of = by_environment(record, "eval/tasks")
         own = ", ".join(f"{label} {number(each, 3)} on {counts_of[label]}" for label, each in self._scores.items())

@@ -88,7 +88,7 @@ def evaluate_policy(config: Config) -> Evaluation:
 
 def compare(policy: Evaluation, against: Evaluation) -> Comparison:
     """Compare the scores of `policy` with those of `against` on the same tasks."""
-    samples = lcm(*(evaluation.record["eval/samples"] for evaluation in (policy, against)))
+    samples = lcm(*(evaluation.record["eval/samples_per_task"] for evaluation in (policy, against)))
     before, after = ([fmean(each.scores) for each in one.played] for one in (against, policy))
     return compare_paired(before, after, samples)
 
@@ -171,7 +171,7 @@ def _merge_adapter(config: Config, base: str, path: Path) -> None:
 def describe(evaluation: Evaluation) -> str:
     """The scores as text: a line, and one for each pass@k and category."""
     record, name = evaluation.record, evaluation.name
-    failures, errors, samples = record["eval/failures"], record["eval/reward_errors"], record["eval/samples"]
+    failures, errors, samples = record["eval/failures"], record["eval/reward_errors"], record["eval/samples_per_task"]
     failed = f"{record['eval/failed']} failed" + f": {counts(failures)}" * bool(failures)
     failed += f", rewards that raised: {counts(errors)}" * bool(errors)
     tasks = f"{record['eval/tasks']} held-out tasks" + f", {samples} samples each" * (samples > 1)
@@ -197,7 +197,7 @@ def to_markdown(policy: Evaluation, against: Evaluation | None = None) -> str:
     failed = ["failed episodes", *(str(one.record["eval/failed"]) for one in columns)]
     table = [header, ["---"] * len(header), *rows, failed]
     record, name = policy.record, policy.name
-    evaluated = f"{name}: {record['eval/tasks']} held-out tasks, samples of each: {record['eval/samples']}"
+    evaluated = f"{name}: {record['eval/tasks']} held-out tasks, samples of each: {record['eval/samples_per_task']}"
     lines = [f"{evaluated}, temperature {policy.config.evaluation.temperature:g}.", ""]
     lines += [f"| {' | '.join(row)} |" for row in table] + ["", INTERVALS]
     if against is not None:
@@ -216,6 +216,6 @@ def _rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
             shown = (
                 re.sub(r"^eval/(category/|environments/)?", "", name).removesuffix("/score").replace("/pass", " pass")
             )
-            tasks = f" on {counts_of[name]} tasks" if name in counts_of else ""
+            tasks = f" ({counts_of[name]} tasks)" if name in counts_of else ""
             rows.append((shown, f"{record[name]:.3f} [{low:.3f}, {high:.3f}]{tasks}"))
     return rows
