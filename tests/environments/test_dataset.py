@@ -15,9 +15,11 @@ import pytest
 from slipstream.config.loading import load_config, load_policy_config, validate
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Task
+from slipstream.environments.episode import EpisodeOptions, run_episode
 from slipstream.environments.load import load_environment
-from slipstream.environments.rewards import load_rewards, score
-from tests.environments.test_environments import completion
+from slipstream.environments.reward_workers import RewardErrorCounter, ScoringError
+from slipstream.environments.rewards import Exact, Regex, load_rewards, score
+from tests.environments.test_environments import completion, policy
 from tests.environments.test_gsm8k import Saying
 
 datasets = pytest.importorskip("datasets")
@@ -276,6 +278,43 @@ def test_errors_name_file_row_and_column(rows: list[Any], options: dict[str, Any
     with pytest.raises(ConfigError, match=message) as caught:
         environment(**{**given, **options})
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_library_is_named_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    jsonl("d.jsonl", GOOD)
+    parquet("d.parquet", GOOD)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    options = {"prompt": "question", "answer": "answer"}
+    assert environment(dataset="d.jsonl", reward="exact", **options).train
+    with pytest.raises(ConfigError, match=r"'d.parquet' needs the library datasets: pip install 'slipstream-rl\[data"):
+        environment(dataset="d.parquet", reward="exact", **options)
+    with pytest.raises(ConfigError, match=r"reward math needs math-verify .*: pip install 'slipstream-rl\[math\]'"):
+        environment(dataset="d.jsonl", reward="math", **options)
+
+
+def test_a_name_that_can_not_be_looked_up_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.environments.rows.hub_answers", lambda: False)
+    with pytest.raises(ConfigError, match=r"dataset 'their/sums': there is no such file .* can't be reached; give"):
+        environment(dataset="their/sums", reward={"regex": REGEX})
+
+
+def test_a_reward_that_raises_gives_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    jsonl("d.jsonl", GOOD)
+    made = environment(dataset="d.jsonl", prompt="question", answer="answer", reward={"exact": 1.0, "regex": REGEX})
+    rewards = {"exact": Exact(), "regex": Regex(pattern="2")}
+    monkeypatch.setattr(made, "_rewards", rewards)
+    made.train[0].data["wanted"].pop("regex")  # a KeyError in the reward worker
+    errors: list[ScoringError] = []
+    playing = EpisodeOptions(60.0, reward_errors=RewardErrorCounter(3, errors.append))
+
+    async def main() -> Any:
+        try:
+            return await run_episode(made, made.train[0], policy("2"), playing)
+        finally:
+            await made.close()
+
+    [rollout] = asyncio.run(main())
+    assert rollout.reward == 0.0 and [error.reason for error in errors] == ["KeyError"]
 
 
 def test_options_next_to_a_dataset_are_those_of_the_environment() -> None:
