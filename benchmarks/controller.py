@@ -33,7 +33,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ from slipstream.controller import weight_publisher as publish
 from slipstream.environments.base import Policy, Task
 from slipstream.observe import recorder
 from slipstream.runtime import process
+from slipstream.runtime.messages import MessageStream
 from slipstream.runtime.worker_process import WorkerProcess
 
 BEAT = 0.001  # seconds between two beats of the timer
@@ -219,7 +219,7 @@ def watch_all(watch: Watch) -> None:
         (run, "record_step", "metrics"), (run, "build_batch", "batch: advantages"),
         (publish.WeightPublisher, "publish", "publish"), (recorder.Recorder, "_write_step", "record (thread)"),
         (WorkerProcess, "kill", "kill"), (process, "process_group_alive", "/proc scan (thread)"),
-        (Connection, "recv", "reply: unpickled (thread)"), (rollouts, "play_group", "group"),
+        (MessageStream, "data_received", "messages received (thread)"), (rollouts, "play_group", "group"),
     ):  # fmt: skip
         watch.around(owner, method, name)
     start, record = run.start, run.record_step

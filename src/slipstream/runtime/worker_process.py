@@ -14,18 +14,18 @@ import contextlib
 import itertools
 import os
 import pickle
-import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakSet
 
 from slipstream.config.schema import RuntimeConfig
 from slipstream.runtime.event_loop import call_throttled
+from slipstream.runtime.messages import MessageStream
 from slipstream.runtime.process import Launch, Launcher, LocalProcess, Process
 from slipstream.runtime.worker import WorkerDied, WorkerError, fail_unawaited, handle, last_lines, methods_of, succeeded
 from slipstream.runtime.worker_main import HEARTBEAT, START
@@ -33,6 +33,9 @@ from slipstream.runtime.worker_main import HEARTBEAT, START
 LOG_BYTES = 2**16
 HEARTBEAT_S = 2.5  # between two heartbeats
 HEARTBEAT_TIMEOUT_S = 15.0  # of silence after which a process with pending calls counts as hung
+SERIALIZER = ThreadPoolExecutor(2, "serializer")  # of arguments of many megabytes
+
+Large = Future[list[bytes]]  # serialized arguments, in pieces, for one or several processes
 
 W = TypeVar("W")
 
@@ -43,22 +46,6 @@ class PendingCall(NamedTuple):
     method: str
     since: float
     answer: asyncio.Future[Any]
-
-
-class Large:
-    """Arguments that the first thread that sends them serializes, once for all. They must not change meanwhile."""
-
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
-        self._arguments = arguments
-        self._lock = threading.Lock()
-        self._pieces: list[bytes] = []
-
-    def pieces(self) -> list[bytes]:
-        """The serialized arguments, from the first call on. Raises what the serialization raises."""
-        with self._lock:
-            if not self._pieces:
-                self._pieces = pickle_in_pieces(self._arguments)
-            return self._pieces
 
 
 class WorkerProcess:
@@ -89,7 +76,6 @@ class WorkerProcess:
         self._calls: dict[int, PendingCall] = {}
         self._numbers = itertools.count(START)
         self._outgoing: list[tuple[int, str | None, bytes | Large]] = []
-        self._writer: queue.SimpleQueue[list[tuple[int, str | None, bytes | Large]] | None] = queue.SimpleQueue()
         self.dead: WorkerDied | None = None
         self.dying = False  # its connection ended; `dead` is set once the exit status is known
         self.ended = asyncio.Event()  # set with `dead`
@@ -104,11 +90,8 @@ class WorkerProcess:
         self.process = self._launcher(self._launch)
         if self._essential:
             _started.add(self)
-        self._connection = Connection(os.dup(self.process.connection.fileno()))
         self._loop = asyncio.get_running_loop()
-        writing = threading.Thread(target=self._write, name=f"to {self.name}", daemon=True)
-        writing.start()
-        threading.Thread(target=self._read, args=(writing,), name=f"from {self.name}", daemon=True).start()
+        self._stream = MessageStream(self.process.connection, self._receive, self._reject, self._lose)
         if self._limits:
             self._watching = supervise(self._watch(self._limits), self.name, self.terminate)
         await self.call("start", (reference, pickle.dumps(arguments), methods_of(kind), HEARTBEAT_S))
@@ -205,58 +188,56 @@ class WorkerProcess:
         self._outgoing.append((number, method, arguments))
 
     def _flush(self) -> None:
-        calls, self._outgoing = self._outgoing, []
-        self._writer.put(calls)
+        """Send the queued calls as one message, once their large arguments are serialized."""
+        for _, _, arguments in self._outgoing:
+            if not isinstance(arguments, bytes) and not arguments.done():
+                arguments.add_done_callback(lambda _: self._in_loop(self._flush))
+                return
+        message: list[tuple[int, str | None, bytes | int]] = []
+        pieces: list[bytes] = []
+        for number, method, arguments in self._outgoing:
+            if isinstance(arguments, bytes):
+                message.append((number, method, arguments))
+            elif error := arguments.exception():
+                self._answer(number, True, error)
+            else:
+                message.append((number, method, len(arguments.result())))
+                pieces += arguments.result()
+        self._outgoing = []
+        self._stream.send([pickle.dumps(message), *pieces])
 
-    def _write(self) -> None:
-        """Send in a thread: sending to a process that is busy would block the event loop."""
-        with contextlib.suppress(OSError):
-            while (calls := self._writer.get()) is not None:
-                message: list[tuple[int, str | None, bytes | int]] = []
-                pieces: list[bytes] = []
-                for number, method, arguments in calls:
-                    if isinstance(arguments, bytes):
-                        message.append((number, method, arguments))
-                        continue
-                    try:
-                        message.append((number, method, len(arguments.pieces())))
-                        pieces += arguments.pieces()
-                    except Exception as error:  # these arguments can't be serialized
-                        self._in_loop(self._receive, number, True, error)
-                self._connection.send(message)
-                for piece in pieces:
-                    self._connection.send_bytes(piece)
-
-    def _read(self, writing: threading.Thread) -> None:
-        """Receive in a thread: a message may be long, or its sender stopped in the middle of it."""
-        try:
-            while True:
-                for answer in self._connection.recv():
-                    self._in_loop(self._receive, *answer)
-        except (EOFError, OSError):
-            if not self.dead and self.process:
-                self.dying = True
-                why = f"{self.name} died ({self._where})\n{self.process.describe_end()}{self.log_tail()}".rstrip()
-                self._in_loop(self._die, why)
-        except Exception as error:  # such as a class that can't be unpickled here
-            why = f"{self.name} answered with what can't be read: {type(error).__name__}: {error}"
-            self._in_loop(self.terminate, why)
-        self._writer.put(None)
-        writing.join()
-        self._connection.close()
-
-    def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the event loop, if it is not closed: in order, and only a few in one iteration."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(call_throttled, function, *arguments)
-
-    def _receive(self, number: int, failed: bool, value: Any) -> None:
-        if number == HEARTBEAT:
+    def _receive(self, answers: Sequence[tuple[int, bool, Any]]) -> None:
+        """Take a message of the worker: heartbeats now, and only a few answers in one iteration of the event loop."""
+        for number, failed, value in answers:
+            if number != HEARTBEAT:
+                call_throttled(self._answer, number, failed, value)
+                continue
             progress, self.memory_bytes = value
             if progress != self._progress:
                 self._progressed = time.monotonic()
             self.heartbeats, self._progress = self.heartbeats + 1, progress
-            return
+
+    def _reject(self, error: Exception) -> None:
+        why = f"{self.name} answered with what can't be read: {type(error).__name__}: {error}"
+        call_throttled(self.terminate, why)
+
+    def _lose(self) -> None:
+        """Find out why the connection ended, in a thread: the exit status follows later."""
+
+        def describe(process: Process) -> None:
+            why = f"{self.name} died ({self._where})\n{process.describe_end()}{self.log_tail()}".rstrip()
+            self._in_loop(call_throttled, self._die, why)
+
+        if not self.dead and self.process:
+            self.dying = True
+            threading.Thread(target=describe, args=(self.process,), name=f"end of {self.name}", daemon=True).start()
+
+    def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function in the event loop, if it is not closed."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _answer(self, number: int, failed: bool, value: Any) -> None:
         call = self._calls.get(number)
         if call is None or (future := call.answer).done():
             return
@@ -345,8 +326,8 @@ def supervise(watch: Coroutine[Any, Any, None], name: str, terminate: Callable[[
 
 
 def serialize(arguments: tuple[Any, ...], large: bool) -> bytes | Large:
-    """The arguments as a pickle; `large` ones are pickled when they are sent."""
-    return Large(arguments) if large else pickle.dumps(arguments)
+    """The arguments as a pickle. `large` ones are pickled in a thread, and must not change meanwhile."""
+    return SERIALIZER.submit(pickle_in_pieces, arguments) if large else pickle.dumps(arguments)
 
 
 def pickle_in_pieces(value: Any) -> list[bytes]:
