@@ -1,8 +1,8 @@
 """The weight of a token of each sequence: the denominator of the loss, computed once for the whole step.
 
 `lengths` `[sequences]` are the trained tokens of every sequence of the step, over all ranks and micro-batches; 0 for a
-sequence that is left out. Returns the weight of each token, `[sequences]`. The loss of the step is the sum of
-weight x loss over its tokens, for any split into micro-batches.
+sequence that is left out. Each function returns the weight of each token, `[sequences]`. The loss of the step is the
+sum of weight x loss over its tokens, for any split into micro-batches.
 """
 
 from __future__ import annotations

@@ -136,10 +136,8 @@ def _has_reward_function(config: Config) -> bool:
 
 
 def _in_flight_at_swap(config: Config) -> bool:
-    """Whether a publish can find sequences in flight: a synchronous run that drains has none."""
-    sync = config.sync
-    drains = sync.in_flight == "drain" and sync.placement == "disaggregated" and not sync.restart
-    return bool(config.loop.max_lag or not drains)
+    """Whether a publish can find sequences in flight, or stops the engines, which needs a value of the option."""
+    return bool(config.loop.max_lag or config.sync.placement == "colocated" or config.sync.restart)
 
 
 def _has_teacher(config: Config) -> bool:

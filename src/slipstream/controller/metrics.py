@@ -13,7 +13,7 @@ from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.observe.events import TRAINER
 from slipstream.observe.progress import EngineState, PoolState
 from slipstream.rollout import Batch, StepStats
-from slipstream.runtime.memory import resident_bytes
+from slipstream.runtime.memory import unshared_bytes
 from slipstream.runtime.worker_process import alive_workers
 from slipstream.scoring.stage import Interval
 from slipstream.sync.link import PublishStats
@@ -140,7 +140,7 @@ def engine_metrics(run: RunContext) -> dict[str, float]:
 
 def memory_metrics() -> dict[str, float]:
     """Memory of the controller, and of the largest worker of each kind, such as "generator"."""
-    found = {"memory/controller_gb": resident_bytes() / 1e9}
+    found = {"memory/controller_gb": unshared_bytes() / 1e9}
     for worker in alive_workers():
         name = f"memory/{worker.name.removesuffix(' rank').rstrip(' 0123456789').replace(' ', '_')}_gb"
         found[name] = max(found.get(name, 0.0), worker.memory_bytes / 1e9)

@@ -73,10 +73,10 @@ def by_environment(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {label: record.get(f"{prefix}{label}/{name}") for label in labels} if len(labels) > 1 else {}
 
 
-def with_values(text: str, config: Mapping[str, Any]) -> str:
-    """The text with current value and default after each option in it that has no value there."""
+def annotate_options(text: str, config: Mapping[str, Any]) -> str:
+    """The text of a remedy, with "(now VALUE, default VALUE)" after each option in it that has no value there."""
 
-    def shown(found: re.Match[str]) -> str:
+    def annotate(found: re.Match[str]) -> str:
         section, key = found.groups()
         if section not in SECTIONS or key not in config.get(section, {}):
             return found[0]
@@ -84,4 +84,4 @@ def with_values(text: str, config: Mapping[str, Any]) -> str:
         usual = "the default" if value == default else f"default {json.dumps(default, default=str)}"
         return f"{found[0]} (now {json.dumps(value)}, {usual})"
 
-    return re.sub(r"\b([a-z]+)\.([a-z_]+)\b(?! =)", shown, text)
+    return re.sub(r"\b([a-z]+)\.([a-z_]+)\b(?! =)", annotate, text)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from slipstream.config.schema import HealthRule
-from slipstream.observe.formatting import is_finite, number, with_values
+from slipstream.observe.formatting import annotate_options, is_finite, number
 from slipstream.observe.history import KEPT, SHORT, History, Record
 from slipstream.observe.run_data import Run
 from slipstream.rollout import mean
@@ -372,7 +372,7 @@ class Health:
                 continue
             self._streaks[rule.name] = streak + 1 if measure.value >= rule.begins else 0
             if self._streaks[rule.name] == rule.steps:
-                remedy = with_values(measure.remedy or rule.remedy, self._history.config)
+                remedy = annotate_options(measure.remedy or rule.remedy, self._history.config)
                 found.append(HealthWarning(rule.name, record.get("step") or 0, measure.text, remedy))
         return found
 

@@ -25,8 +25,8 @@ SIOCGIFADDR = 0x8915  # see netdevice(7)
 def own_address() -> str:
     """The address at which other workers reach this process.
 
-    That of `sync.interface`, else of the Ray node, else the loopback address. Raises `InvalidInput` for an interface
-    without an address.
+    That of `sync.interface`, else of `SLIPSTREAM_ADDRESS` (set with Ray and with servers on other hosts), else the
+    loopback address. Raises `InvalidInput` for an interface without an address.
     """
     if not (name := os.environ.get(INTERFACE)):
         return os.environ.get(ADDRESS, LOOPBACK)

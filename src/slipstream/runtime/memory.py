@@ -13,8 +13,8 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 THRESHOLDS = (1_000, 10, 500)
 
 
-def resident_bytes(children: bool = False) -> int:
-    """Resident memory of this process, or with `children` of its descendants too, unshared; 0 without /proc."""
+def unshared_bytes(children: bool = False) -> int:
+    """Resident memory that this process shares with no other; with `children` of descendants, too; 0 without /proc."""
     total, processes = 0, [os.getpid()]
     while processes:
         process = Path("/proc") / str(processes.pop())

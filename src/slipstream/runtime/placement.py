@@ -156,12 +156,12 @@ def _fits_single_copy(config: Config) -> bool:
 
 
 def place(config: Config, gpus: int) -> Placement:
-    """Assign the `gpus` GPUs of this host to generators and trainer ranks.
+    """Assign GPUs, `gpus` in all, to generators and trainer ranks.
 
     Generators take the first GPUs, `generator.tensor_parallel_size` each, and trainer ranks the next ones. With one GPU
     all processes share it. In a colocated run the trainer uses GPUs of generators. With vLLM servers only, the trainer
     takes the first GPU. `generator.device` and `trainer.device` override the first GPU of all generators and of all
-    ranks. Raises `ConfigError` if the host has too few GPUs.
+    ranks. Raises `ConfigError` if there are too few GPUs, or if a device or link doesn't suit the assignment.
     """
     generator, colocated = config.generator, config.sync.placement == "colocated"
     each, ranks = generator.tensor_parallel_size, config.trainer.ranks

@@ -22,10 +22,10 @@ from typing import Any
 
 from slipstream.config.plugins import build, load_object
 from slipstream.errors import UserError
-from slipstream.runtime.memory import freeze_heap, resident_bytes
+from slipstream.runtime.memory import freeze_heap, unshared_bytes
 from slipstream.runtime.worker import succeeded
 
-HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `resident_bytes`
+HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `unshared_bytes`
 START = 0  # number of the first call, which builds the worker
 ORPHAN_GRACE_S = 30.0  # for a worker to end by itself after its controller is gone
 Call = tuple[int, str | None, Any]  # number, method (None cancels the call), serialized arguments
@@ -130,7 +130,7 @@ class WorkerServer:
         with contextlib.suppress(OSError, ValueError):  # the controller is gone, or this process closes
             while True:
                 progress = self._count + getattr(self._worker, "progress", 0)
-                self._send((HEARTBEAT, False, (progress, resident_bytes(children=True))))
+                self._send((HEARTBEAT, False, (progress, unshared_bytes(children=True))))
                 time.sleep(interval_s)
 
 

@@ -1,4 +1,4 @@
-"""A scorer behind a URL: POSTs each rollout as JSON, and reads its reward from the answer."""
+"""The scorer of `scoring.kind = "http"`: POSTs each rollout as JSON to a URL, and reads its reward from the answer."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Judge:
 
 
 def judge_request(task: Task, rollout: Rollout, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """The request's JSON: the task, and every completion of the rollout as text and tokens."""
+    """The request's JSON: the task, the rollout's completions as text and tokens, its reward so far, and metrics."""
     return {
         "task": {"id": task.id, "prompt": task.prompt, "data": task.data},
         "completions": [

@@ -191,7 +191,10 @@ def decode(entry: Entry, data: memoryview, length: int, size: int) -> Changes:
 
 
 def merge(first: Changes, second: Changes) -> Changes:
-    """Consecutive wrapped changes of a block as one. Differences that cancel stay, as zeros."""
+    """Two consecutive changes of a block as one, for a receiver that missed a version.
+
+    Differences are wrapped: they add modulo the word size. Those that cancel stay, as zeros.
+    """
     indices, places = np.unique(np.concatenate([first.indices, second.indices]), return_inverse=True)
     differences = np.zeros(len(indices), second.differences.dtype)
     np.add.at(differences, places, np.concatenate([first.differences, second.differences]))
@@ -264,13 +267,13 @@ class _Replaced:
         self._part, self._low, self._served = part, low, part.words_of(low, high)
         self._new, self.raised = torch.empty_like(self._served), 0
 
-    def write(self, row: int, values: Array, replaces: bool) -> None:
-        """Stage rows from `row` on. `replaces`: the checksum of the tensor rises by the difference to the old words."""
+    def write(self, row: int, values: Array, subtract_old: bool) -> None:
+        """Stage rows from `row` on. The checksum rises by that of the new words, maybe less that of the old ones."""
         first = (row - self._low) * self._part.columns
         old, new = (tensor[first : first + values.size].view(len(values), -1) for tensor in (self._served, self._new))
         new.copy_(torch.tensor(values))
         at = slice(row, None), slice(self._part.column, None)
-        self.raised += checksum(new, at) - (checksum(old, at) if replaces else 0)
+        self.raised += checksum(new, at) - (checksum(old, at) if subtract_old else 0)
 
     def add(self, changes: Changes) -> None:
         """Change staged words."""

@@ -7,6 +7,8 @@ engine serves, and gets the changes since then, or all weights if it has none or
 version form a chain: each passes frames on to the next while they come (`frames`), so the trainer sends one copy, and
 the rest of one to each receiver whose predecessor fails.
 
+A state is a numbered content of the trainer's weights: `stage` makes the next one.
+
 Differences are right only on the version that they were made from. A receiver computes the checksums that its shards
 will have, and compares them with the trainer's before the engine swaps. The swap reads the written words back.
 """
@@ -82,7 +84,7 @@ class DeltaSender(Sender):
         self._served: list[Tensor] = []  # words of each block of the sent version
         self._sums: dict[str, int] = {}
         self._copying = threading.Lock()  # of the served words, and of what undoes their changes
-        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+        self._snapshots: weakref.WeakSet[WeightsSource] = weakref.WeakSet()
         self._lock = threading.Lock()  # of all that follows
         self._state = self._first = 0  # numbers of the staged weights, and of those before which no changes are known
         self._steps: dict[int, Stream] = {}  # by state: changes since the one before
@@ -225,14 +227,14 @@ class DeltaSender(Sender):
     def _open(self, state: int, base: int | None) -> Source:
         """The changes since `base`, or all weights."""
         if base is not None:
-            return Chain(state, base, [self._steps[n] for n in range(base + 1, state + 1)])
-        snapshot = Snapshot(state, self._steps[state], self._served, self._blocks, self._copying)
+            return ChangeSource(state, base, [self._steps[n] for n in range(base + 1, state + 1)])
+        snapshot = WeightsSource(state, self._steps[state], self._served, self._blocks, self._copying)
         with self._copying:
             self._snapshots.add(snapshot)
         return snapshot
 
 
-class Chain:
+class ChangeSource:
     """The changes of consecutive steps."""
 
     def __init__(self, state: int, base: int | None, steps: list[Stream]) -> None:
@@ -251,7 +253,7 @@ class Chain:
             yield frame
 
 
-class Snapshot(Chain):
+class WeightsSource(ChangeSource):
     """All weights of a state. They are read when they are sent, without what later versions have changed since."""
 
     def __init__(
@@ -378,4 +380,6 @@ class DeltaReceiver(Receiver):
 
 
 class Delta:
+    """Both ends of the link."""
+
     Sender, Receiver = DeltaSender, DeltaReceiver

@@ -220,7 +220,7 @@ class Trainer:
 
     def _validate_on_device(self) -> None:
         if self._offloaded:
-            raise RuntimeError("this trainer is offloaded: call load before the next step or score")
+            raise RuntimeError("this trainer is offloaded: call onload before the next step or score")
 
     def _backward(self, micro: MicroBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Accumulate the gradient of a micro-batch; `weights` are the loss weights of its samples' tokens.

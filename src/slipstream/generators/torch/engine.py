@@ -293,7 +293,7 @@ class Engine:
         return False
 
     def _record_experts(self, joining: dict[tuple[int, ...], list[int]]) -> None:
-        """Record the experts that each layer chose for each token of this pass, for `record_experts` requests.
+        """Record the experts that each layer chose for each token of this pass, for requests with `record_routing`.
 
         A recomputed sequence keeps the experts with which its tokens were sampled.
         """
