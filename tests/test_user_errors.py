@@ -427,9 +427,10 @@ def test_each_fault_of_a_file_has_its_line(folder: Path, capsys: pytest.CaptureF
     assert len(capsys.readouterr().err.splitlines()) == 4
 
 
-def test_ctrl_c_while_a_file_is_loaded_ends_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("folder")
+def test_ctrl_c_while_a_file_is_loaded_ends_the_command(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first Ctrl-C cancels the command at its next `await`, the second one raises in the file."""
-    assert main([*EVAL.split(), "ctrl_c.py:x"]) == 130
+    assert main([*EVAL.replace("MODEL", str(tiny)).split(), "ctrl_c.py:x"]) == 130
     assert capsys.readouterr().err == "slipstream: stopped at once\n"
 
 
