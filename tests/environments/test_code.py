@@ -15,6 +15,7 @@ from slipstream.environments.load import load_environment
 from slipstream.environments.sandbox import Sandbox
 from tests.environments.test_conversation import CHATML, policy, prompts
 from tests.environments.test_gsm8k import Saying, write
+from tests.environments.test_sandbox import KINDS
 
 LIMITS = Sandbox(seconds=3)
 VALUES = "def f(x): return (x, {x}, {x: b'1'}, [None, float('inf')], 1.5, 'é')"
@@ -87,6 +88,21 @@ def test_the_policy_calls_tools_before_it_answers(tmp_path: Path) -> None:
 def test_code_is_taken_from_a_block_that_never_ends_and_from_bare_text() -> None:
     assert extract_code("x\n```\nprint(1)") == "print(1)"
     assert extract_code("print(1)") == "print(1)"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_common_libraries_work(kind: str) -> None:
+    code = "import asyncio, multiprocessing as m, numpy, tempfile, threading\nasync def f(): return 1\n"
+    code += (
+        "m.Lock(); open('/tmp/a', 'w'); tempfile.mkdtemp(); t = threading.Thread(target=print, args=('in a thread',))\n"
+    )
+    code += "t.start(); t.join(); print(asyncio.run(f()), numpy.linalg.inv(numpy.eye(99)).sum())"
+    assert asyncio.run(Sandbox(kind=kind).python(code)) == "in a thread\n1 99.0"
+
+
+def test_tests_can_not_pass_functions_to_the_solution() -> None:
+    (problem,) = asyncio.run(run_tests("def f(x): return x", ["assert f(lambda: 1)"], LIMITS))
+    assert "can't pass a function to the solution" in problem
 
 
 def test_tools_run_in_sandboxes() -> None:

@@ -143,7 +143,7 @@ FORGERIES = {
     "answer for the tests": "import os\nos.write(3, b'[true]\\n' * 9)\ndef f(x): return 7",
     "an answer without end": "import os\nwhile True: os.write(3, b' ' * 65536)",
     "look for the tests": "import gc, os, sys\ntext = str(gc.get_objects()) + open('input.py').read() + str(sys.argv)\n"
-    "def f(x): return 5 if 'f' + '(2)' in text else 7",
+    "def f(x): return 5 if chr(102) + '(2)' in text else 7",
     "crash": "import ctypes\ndef f(x): ctypes.string_at(0)",
 }
 

@@ -55,8 +55,7 @@ class Peer:
         if kind:
             items = [part for pair in value.items() for part in pair] if kind is dict else value
             return {kind.__name__: [self.pack(item) for item in items]}
-        self.objects.append(value)
-        return {"object": len(self.objects) - 1}
+        return {"object": self.keep(value)}
 
     def unpack(self, data: Any) -> Any:
         if not isinstance(data, dict):
@@ -73,6 +72,10 @@ class Peer:
 
     def refer(self, number: int) -> Any:
         return self.objects[number]
+
+    def keep(self, value: Any) -> int:
+        self.objects.append(value)
+        return len(self.objects) - 1
 
     def serve(self) -> None:
         """Answer the other end's operations on `objects` until it ends."""
@@ -91,6 +94,9 @@ class Tests(Peer):
 
     def refer(self, number: int) -> Any:
         return Remote(number, self)
+
+    def keep(self, value: Any) -> int:
+        raise TypeError(f"tests can't pass a {type(value).__name__} to the solution")
 
     def ask(self, operation: str, number: int, *arguments: Any, **named: Any) -> Any:
         """The result of an operation on an object of the solution. Raises what it raises, as a built-in exception."""

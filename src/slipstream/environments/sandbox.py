@@ -224,10 +224,11 @@ def _command(request: Mapping[str, Any]) -> list[str]:
     for path, source in request["readable"].items():
         is_link = Path(path).is_symlink()
         argv += ["--symlink" if is_link else "--ro-bind", str(Path(path).readlink()) if is_link else source, path]
-    argv += ["--dev", "/dev", "--remount-ro", "/dev", "--proc", "/proc"]
-    argv += ["--perms", "0777", "--size", str(request["disk"]), "--tmpfs", SCRATCH]
+    argv += ["--dev", "/dev", "--proc", "/proc"]
+    for path in (SCRATCH, "/dev/shm"):
+        argv += ["--perms", "0777", "--size", str(request["disk"]), "--tmpfs", path]
     argv += ["--symlink", SCRATCH, "/tmp"] if "/tmp" not in parents else []
-    return [*argv, "--remount-ro", "/", *init]
+    return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", *init]
 
 
 @asynccontextmanager

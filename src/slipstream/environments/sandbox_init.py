@@ -89,8 +89,9 @@ def enter_namespaces(request: dict[str, Any]) -> None:
             restrict(path, READ_ONLY | NO_SUID | NO_DEV)
     for name in ("null", "zero", "full", "random", "urandom"):
         bind(f"/dev/{name}", f"/dev/{name}")
-    if not os.path.exists("/tmp"):
-        os.symlink(request["scratch"], "/tmp")
+    for path in ("/tmp", "/dev/shm"):
+        if not os.path.exists(path):
+            os.symlink(request["scratch"], path)
     for path, kind, flags, options in (
         ("/proc", "proc", NO_SUID | NO_DEV | NO_EXEC, None),
         (request["scratch"], "tmpfs", NO_SUID | NO_DEV, f"mode=777,size={request['disk']}"),
