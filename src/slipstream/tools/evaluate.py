@@ -94,11 +94,11 @@ def compare(policy: Evaluation, against: Evaluation) -> Comparison:
 
 
 def _for_engines_only(config: Config) -> Config:
-    """The configuration without trainer, teacher and weight link, so that engines get all GPUs and CPU cores."""
+    """The configuration without trainer, its new adapters, teacher and weight link: engines get all GPUs and cores."""
     generator = config.generator.model_dump(exclude_unset=True)
     if config.generator.engine == "torch" and config.runtime.kind == "local" and not config.generator.threads:
         generator["threads"] = max(1, cores() // config.generator.engines)
-    rest: dict[str, dict[str, Any]] = {"sync": {}, "teacher": {}, "checkpoint": {}}
+    rest: dict[str, dict[str, Any]] = {name: {} for name in ("lora", "sync", "teacher", "checkpoint")}
     return with_options(
         config, generator=generator, trainer={"device": "cpu"}, algorithm={"replay_routing": False}, **rest
     )
