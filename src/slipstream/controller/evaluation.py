@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -125,6 +126,28 @@ def _tasks_in_turns(config: Config, environments: Sequence[LoadedEnvironment]) -
     return [pair for row in rows for pair in row if pair]
 
 
+@dataclass(frozen=True)
+class _Player:
+    """Plays the samples of an evaluation; `episodes` are options by an environment's label."""
+
+    config: Config
+    generator: Generator
+    tokenizer: ChatTokenizer
+    endpoint: Endpoint | None
+    episodes: Mapping[str, EpisodeOptions]
+
+    async def play(self, each: LoadedEnvironment, task: Task, sample: int) -> Outcome:
+        if self.config.loop.max_lag:  # a synchronous run's requests reach an engine as one message
+            await throttle()
+        seed = f"{self.config.loop.seed}/evaluation/{each.id_of(task)}" + f"/{sample}" * (sample > 0)
+        sampling, limits = evaluation_sampling(self.config, each.options), episode_limits(each.options)
+        policy = Policy(self.generator, self.tokenizer, sampling, seed, self.endpoint, limits)
+        try:
+            return await run_episode(each.environment, task, policy, self.episodes[each.options.label])
+        except RolloutFailed as failure:
+            return failure
+
+
 async def evaluate(
     config: Config,
     environments: Sequence[LoadedEnvironment],
@@ -150,23 +173,12 @@ async def evaluate(
         on_reward_error(error)
 
     slots = slots or EpisodeSlots()
-    playing = {  # by label
+    episodes = {
         o.label: EpisodeOptions(o.timeout, scoring, slots, reward_error_counter(o, count_error))
         for o in (each.options for each in environments)
     }
-
-    async def play_task(each: LoadedEnvironment, task: Task, sample: int) -> Outcome:
-        if config.loop.max_lag:  # a synchronous run's requests reach an engine as one message
-            await throttle()
-        seed = f"{config.loop.seed}/evaluation/{each.id_of(task)}" + f"/{sample}" * (sample > 0)
-        sampling, limits = evaluation_sampling(config, each.options), episode_limits(each.options)
-        policy = Policy(generator, tokenizer, sampling, seed, endpoint, limits)
-        try:
-            return await run_episode(each.environment, task, policy, playing[each.options.label])
-        except RolloutFailed as failure:
-            return failure
-
-    ended = await gather_all(play_task(*each, sample) for each in tasks for sample in range(samples))
+    player = _Player(config, generator, tokenizer, endpoint, episodes)
+    ended = await gather_all(player.play(*each, sample) for each in tasks for sample in range(samples))
     by_task = [PlayedTask(*each, ended[i * samples :][:samples]) for i, each in enumerate(tasks)]
     if played is not None:
         played += by_task
