@@ -18,6 +18,8 @@ from typing import Any, cast
 import pytest
 
 from slipstream import run as run_module
+from slipstream.config.schema import SyncConfig
+from slipstream.controller.weight_publisher import WeightPublisher
 from slipstream.environments import text_limits
 from slipstream.runtime.event_loop import NICENESS, PER_ITERATION, call_throttled, lower_priority, throttle
 from slipstream.runtime.process import Launch, Launcher
@@ -125,6 +127,30 @@ def test_answers_that_arrive_together_are_given_over_many_iterations() -> None:
     ended = asyncio.run(answers())
     assert [number for _, number in ended] == list(range(COUNT))
     assert most_in_a_turn(ended) <= 2 * PER_ITERATION
+
+
+def test_the_calls_of_a_publish_begin_over_many_iterations() -> None:
+    class Engine:
+        async def wait_for(self, call: Any, *_: Any) -> Any:
+            return await call
+
+    async def publish() -> list[tuple[int, int]]:
+        engines: list[Any] = [Engine() for _ in range(COUNT)]
+        trainer, pool = SimpleNamespace(), SimpleNamespace(running=engines)
+        publisher = WeightPublisher(cast(Any, trainer), cast(Any, pool), SyncConfig(link="shared"))
+        begun: dict[int, asyncio.Future[None]] = {n: asyncio.get_running_loop().create_future() for n in range(COUNT)}
+        calling = publisher._call_members(lambda engine: begin(engines.index(engine)), "answer")
+
+        async def begin(number: int) -> None:
+            begun[number].set_result(None)
+
+        async def wait(number: int) -> None:
+            await begun[number]
+
+        ended, _ = await asyncio.gather(turns_of(wait), calling)
+        return ended
+
+    assert most_in_a_turn(asyncio.run(publish())) <= 2 * PER_ITERATION
 
 
 class AtOnce(Executor):

@@ -22,7 +22,7 @@ from slipstream.sync.link import PublishStats
 def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: dict[str, float], wait: float) -> None:
     """Queue and show the record of the last step. The trainer waited `wait` seconds for the batch."""
     for activity in run.cluster.generator.take_activity():  # of each engine since the last step
-        run.events.add("engine", **dataclasses.asdict(activity))
+        run.events.add("engine", **vars(activity))
     run.totals.extend_window(run.cluster.generator.totals, stats.seconds)
     record = {
         "step": run.state.step,

@@ -14,6 +14,7 @@ from typing import Any
 from slipstream.controller.engine_calls import NotServed, Pause, find_difference, prepare_version, swap_version
 from slipstream.controller.weight_publisher import CALL_TIMEOUT_S, WeightPublisher
 from slipstream.generators.pool import EngineReplica
+from slipstream.runtime.event_loop import throttle
 from slipstream.runtime.worker import WorkerDied, succeeded
 from slipstream.sync.checksum import chosen
 from slipstream.sync.link import PublishHandle
@@ -145,6 +146,7 @@ class StaggeredPublisher(WeightPublisher):
 
         Raises `NotServed` if it serves the version before, and `PublishError` if checksums differ.
         """
+        await throttle()  # of hundreds of engines only a few begin in one iteration of the event loop
         clock, version = asyncio.get_running_loop().time, staged.handle["version"]
         if generator not in self._joined:
             await self._connect([generator])[0]

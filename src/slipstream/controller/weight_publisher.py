@@ -26,6 +26,7 @@ from slipstream.controller.engine_calls import (
 )
 from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.runtime.closing import gather_all
+from slipstream.runtime.event_loop import throttle
 from slipstream.runtime.rank_group import RankGroup, detect_death
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
@@ -298,47 +299,49 @@ class WeightPublisher:
     ) -> tuple[list[Pause], float, float]:
         """Every member receives the whole version before the first one swaps. Returns as `_try_publish`."""
         self._sending, self._in_transfer = self._sender.collective, True
-        prepares = [prepare_version(g, publish_handle) for g in self._members]
-        receive = f"receive version {version}"
-        await receive_while_sending(
-            sent, self._call_members(prepares, receive, lambda: self._sender.collective and not free.is_set())
-        )
-        swaps = [swap_version(g, version, self._sync.in_flight) for g in self._members]
-        swap = f"swap in version {version}"
-        pauses = await receive_while_sending(
-            sent, self._call_members(swaps, swap, lambda: self._sender.receives_in_place, self._drain)
-        )
+        prepares = self._call_members(
+            lambda g: prepare_version(g, publish_handle), f"receive version {version}",
+            lambda: self._sender.collective and not free.is_set(),
+        )  # fmt: skip
+        await receive_while_sending(sent, prepares)
+        swaps = self._call_members(
+            lambda g: swap_version(g, version, self._sync.in_flight), f"swap in version {version}",
+            lambda: self._sender.receives_in_place, self._drain,
+        )  # fmt: skip
+        pauses = await receive_while_sending(sent, swaps)
         ready, self._sending = self._pool.now(), False
         sending, self._in_transfer = await sent, False
         return list(pauses.values()), sending, ready
 
     async def _call_members(
         self,
-        calls: Iterable[Awaitable[Any]],
+        call: Callable[[EngineReplica], Awaitable[Any]],
         doing: str,
         together: Callable[[], bool] = lambda: False,
         more: float = 0.0,
     ) -> Replies:
-        """Await one call per member. Returns the replies, and removes members that fail while others succeed.
+        """Call each member. Returns the replies, and removes members that fail while others succeed.
 
+        Only a few calls begin in one iteration of the event loop: beginning hundreds would block it.
         If `together()` is true, the call is collective: one failure fails it for all. `more` adds to its time limit.
         """
 
-        async def reply(generator: EngineReplica, call: Awaitable[Any]) -> Any:
+        async def reply(generator: EngineReplica) -> Any:
+            await throttle()
             try:
-                return await self._wait_for(generator, call, doing, CALL_TIMEOUT_S + self._travel + more)
+                return await self._wait_for(generator, call(generator), doing, CALL_TIMEOUT_S + self._travel + more)
             except (WorkerError, WorkerDied, NotServed):
                 if together():
                     raise
                 return None
 
         self._failed = {}
-        pairs = list(zip(self._members, calls, strict=True))
+        members = list(self._members)
         # An error cancels the other calls: a later error of theirs would count as one of the next try.
-        replies = await gather_all(reply(*pair) for pair in pairs)
-        if len(self._failed) == len(pairs):
+        replies = await gather_all(map(reply, members))
+        if len(self._failed) == len(members):
             raise next(iter(self._failed.values()))
-        replied = {g: r for (g, _), r in zip(pairs, replies, strict=True) if g not in self._failed}
+        replied = {g: r for g, r in zip(members, replies, strict=True) if g not in self._failed}
         self._remove_members(self._failed)
         return replied
 
@@ -380,8 +383,8 @@ class WeightPublisher:
 
     async def _verify_checksums(self, names: list[str], wanted: Awaitable[dict[str, int]], version: int) -> None:
         """Compare checksums of served and published parameters, and remove members that differ."""
-        sums = [g.worker.checksums(names) for g in self._members]
-        served = await self._call_members(sums, f"return the checksums of version {version}")
+        doing = f"return the checksums of version {version}"
+        served = await self._call_members(lambda g: g.worker.checksums(names), doing)
         published = await wanted
         for generator, its in served.items():
             if error := find_difference(generator, its, published, version):

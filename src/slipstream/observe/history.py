@@ -73,6 +73,5 @@ class History:
 
     def growth(self, name: str, steps: int) -> float:
         """By how much a total grew in the last steps; NaN if the records are fewer, or the total was reset."""
-        values = self.values(name, steps + 1)
-        grown = values[-1] - values[0] if len(values) == steps + 1 else math.nan
-        return grown if grown >= 0 else math.nan
+        ends: list[Any] = [self.records[at].get(name) for at in (-steps - 1, -1) if len(self.records) > steps]
+        return ends[1] - ends[0] if ends and all(map(is_finite, ends)) and ends[1] >= ends[0] else math.nan
