@@ -180,7 +180,8 @@ def test_advantages_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(run_module, "enough_engines", lambda run: True)
     state = SimpleNamespace(take_batch=lambda on_stale: ["a group"], step=0, version=0)
     run: Any = SimpleNamespace(
-        ending=False, paused=False, requested_checkpoint=None, objective=None, config=None, state=state
+        ending=False, paused=False, requested_checkpoint=None, evaluates_snapshot=False, objective=None, config=None,
+        state=state,
     )  # fmt: skip
     assert asyncio.run(run_module.next_batch(run)) is not threading.main_thread()
 
