@@ -28,7 +28,7 @@ from slipstream.controller.rollouts import admit_groups, take_groups
 from slipstream.controller.run_context import RunContext
 from slipstream.controller.setup import resolve_config, restart_trainer, start
 from slipstream.controller.stalls import end_if_stalled
-from slipstream.environments.episode import EventLoopWatchdog, first_error
+from slipstream.environments.episode import EventLoopWatchdog, blocked_limit, first_error
 from slipstream.errors import RunError
 from slipstream.objective import build_batch
 from slipstream.rollout import Batch, StepStats
@@ -87,8 +87,7 @@ async def training_loop(run: RunContext) -> dict[str, Any]:
     After the death of a trainer rank, training continues from the last checkpoint with new ranks.
     """
     limit = min(environment.options.timeout for environment in run.environments)
-    # An episode that blocks the event loop stops the clocks of all others, so its limit is a tenth of theirs.
-    with run.progress, stop_on_signals(run), EventLoopWatchdog(min(limit, 5.0, max(1.0, limit / 10))):
+    with run.progress, stop_on_signals(run), EventLoopWatchdog(blocked_limit(limit)):
         async with serve_commands(run):
             await start(run)
             async with end_if_stalled(run):

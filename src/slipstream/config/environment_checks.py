@@ -32,6 +32,8 @@ def environment_faults(config: Config) -> Iterator[str]:
             )
     if wrong := next((e.label for e in config.each_environment if not re.fullmatch(r"[\w.-]+", e.label)), ""):
         yield f'label = "{wrong}" of an environment: use letters, digits, "_", "-" and "." only'
+    if any(e.worker_memory_gb and not e.workers for e in config.each_environment):
+        yield "environment.worker_memory_gb limits environment.workers; set their number, too"
 
 
 def _samplings(config: Config) -> Iterator[tuple[str, SamplingConfig]]:

@@ -74,6 +74,12 @@ class EnvironmentConfig(Section):
         "rollouts, if all tasks in flight fail.",
         ge=1,
     )
+    workers: int = option(
+        0, "Processes that play the episodes, each with the whole environment; 0: the controller plays them.", ge=0
+    )
+    worker_memory_gb: float = option(
+        0.0, "Memory above which a worker gets no further episode and is replaced after its last; 0: no limit.", ge=0
+    )
     reward_workers: int = option(0, "Most processes for reward functions that are not async; 0 is one per core.", ge=0)
     reward_error: Literal["zero", "fail"] = option(
         "zero", "If a reward function raises: reward 0, counted, with a warning; or a failed rollout."

@@ -42,7 +42,8 @@ class RunContext:
         self.config, self.directory = config, directory
         self.objective = load_objective(config)
         self.environments = [
-            RunEnvironment(config, loaded, self.count_reward_error) for loaded in load_environments(config)
+            RunEnvironment(config, loaded, self.count_reward_error)
+            for loaded in load_environments(config, directory.path / "logs")
         ]
         self.tokenizer = load_tokenizer(config.model.path)
         self.chat_tokenizer = ChatTokenizer(self.tokenizer, max_model_len(config))

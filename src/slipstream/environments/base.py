@@ -107,6 +107,9 @@ class ChatTokenizer:
         self._end_tokens: set[int | None] | None = None
         self.encode_text = functools.lru_cache(maxsize=256)(self._encode_text)
 
+    def __reduce__(self) -> tuple[type[ChatTokenizer], tuple[Any, int]]:
+        return ChatTokenizer, (self._tokenizer, self.limits.context)
+
     def size(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> int:
         """Characters of text and messages, or the number of token ids. Raises `ContextFull` if it is too large."""
         if not isinstance(prompt, str):
@@ -288,7 +291,13 @@ class Policy:
         token_ids = completion.token_ids
         # Hundreds of completions may arrive at once: decode even short ones in a thread.
         text = await run_in_thread(DECODED * len(token_ids), self.tokenizer.decode, token_ids, sampling.stop_strings)
-        completion = dataclasses.replace(completion, text=text)
+        return self._record(dataclasses.replace(completion, text=text))
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Sample with exactly these parameters, without the completion's text. Raises as `Generator.generate`."""
+        return self._record(await self._generator.generate(prompt_ids, sampling))
+
+    def _record(self, completion: Completion) -> Completion:
         self.sampled_at = time.monotonic()
         self.completions.append(completion)
         self.recorded.append(copy_arrays(completion))
@@ -319,6 +328,11 @@ class Policy:
         conversation = Conversation(self, system, callable_tools, limits, self._deadline, keep_history)
         self.conversations.append(conversation)
         return conversation
+
+    @property
+    def settings(self) -> tuple[Sampling, str, ConversationLimits]:
+        """Sampling parameters, seed and limits: an equal policy in another process has the same ones."""
+        return self.sampling, self._seed, self._limits
 
     async def base_url(self) -> str:
         """The OpenAI-compatible base URL of this policy for this episode; it answers 404 once the episode has ended.

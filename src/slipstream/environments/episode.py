@@ -66,13 +66,15 @@ class EpisodeOptions:
     """How to run an episode.
 
     `timeout` is in seconds of the policy's clock, which starts when the episode gets one of the `slots`. `scoring` has
-    its own timeout. Without `reward_errors` a reward function that raises fails the rollout.
+    its own timeout. Without `reward_errors` a reward function that raises fails the rollout. The rewards of an
+    `unrewarded` episode without `scoring` may be NaN.
     """
 
     timeout: float
     scoring: Scoring | None = None
     slots: EpisodeSlots = field(default_factory=EpisodeSlots)
     reward_errors: RewardErrorCounter | None = None
+    unrewarded: bool = False
 
 
 def episode_limits(config: EnvironmentConfig) -> ConversationLimits:
@@ -105,15 +107,16 @@ async def run_episode(
     Raises `RolloutFailed` for an exception, a timeout, no completion, or a reward that is not a finite number. Raises
     `ConfigError`, such as for a missing package, unchanged: every other episode would fail alike.
     """
-    token = CURRENT_EPISODE.set(EpisodeContext(policy.clock, options.reward_errors))
+    unrewarded = options.unrewarded or options.scoring is not None
+    token = CURRENT_EPISODE.set(EpisodeContext(policy.clock, options.reward_errors, unrewarded))
     try:
-        rollouts = await _play(environment, task, policy, options)
+        rollouts = await _play(environment, task, policy, options, unrewarded)
         policy.end()
         if not all(rollout.completions for rollout in rollouts):
             raise RolloutFailed("no completion", "the episode returned without having sampled from the policy")
         if options.scoring:
             rollouts = tuple(await gather_all(options.scoring(task, rollout) for rollout in rollouts))
-        return tuple(map(validate_numbers, rollouts))
+        return rollouts if options.unrewarded else tuple(map(validate_numbers, rollouts))
     except (ConfigError, GeneratorExit):
         raise
     except BaseException as error:
@@ -127,12 +130,13 @@ async def run_episode(
         CURRENT_EPISODE.reset(token)
 
 
-async def _play(environment: Environment, task: Task, policy: Policy, options: EpisodeOptions) -> tuple[Rollout, ...]:
+async def _play(
+    environment: Environment, task: Task, policy: Policy, options: EpisodeOptions, unrewarded: bool
+) -> tuple[Rollout, ...]:
     """The episode's rollouts, within its timeout and a slot."""
     slot = options.slots.acquire(task.id, options.timeout, policy.clock)
     try:
         async with slot as episode, policy.clock.timeout(options.timeout) as clock:
-            unrewarded = options.scoring is not None
             episode.player = asyncio.create_task(_catch_exit(play(environment, task, policy, unrewarded)))
             return await _wait(episode.player, episode, policy, clock)
     except TimeoutError:
@@ -232,6 +236,12 @@ def _tail(error: BaseException) -> str:
     frames = "".join(traceback.format_tb(error.__traceback__)).splitlines()[-7:]
     message = " ".join("".join(traceback.format_exception_only(error)).split())
     return "\n".join([*frames, message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} ..."])
+
+
+def blocked_limit(timeout: float) -> float:
+    """Seconds for which an episode may block the event loop: at most 5, and a tenth of its timeout if that is more than
+    1. A blocked loop stops the clocks of all other episodes."""
+    return min(timeout, 5.0, max(1.0, timeout / 10))
 
 
 class EventLoopWatchdog:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slipstream.config.environments import EnvironmentConfig
@@ -14,6 +15,7 @@ from slipstream.config.plugins import construct, load_option, one_line, option_c
 from slipstream.config.schema import Config, ConfigError
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.dataset import Dataset
+from slipstream.environments.episode_workers import Wave, WorkerEnvironment
 from slipstream.environments.reward_workers import RewardFunction, cores
 from slipstream.environments.text_limits import is_encodable
 
@@ -44,12 +46,16 @@ class LoadedEnvironment:
         return self.prefix + task.id
 
 
-def load_environments(config: Config) -> list[LoadedEnvironment]:
-    """All environments of a configuration. Raises `ConfigError`."""
-    return [
-        LoadedEnvironment(options, load_environment(options), f"{options.label}/" if config.environments else "")
-        for options in config.each_environment
-    ]
+def load_environments(config: Config, logs: Path | None = None) -> list[LoadedEnvironment]:
+    """All environments of a configuration; their workers write to files in `logs`. Raises `ConfigError`."""
+    wave = Wave() if config.loop.max_lag == 0 else None
+    loaded = []
+    for options in config.each_environment:
+        environment = load_environment(options)
+        if options.workers:
+            environment = WorkerEnvironment(environment, options, wave, logs)
+        loaded.append(LoadedEnvironment(options, environment, f"{options.label}/" if config.environments else ""))
+    return loaded
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:
@@ -86,6 +92,8 @@ async def close_environment(environment: Environment) -> None:
 
 def takes_reward_workers(environment: Environment) -> bool:
     """Whether `environment.reward_workers` has an effect on the environment."""
+    if isinstance(environment, WorkerEnvironment):
+        environment = environment.environment
     if isinstance(environment, FunctionEnvironment):
         return environment.has_reward_workers
     return "reward_workers" in inspect.signature(type(environment)).parameters

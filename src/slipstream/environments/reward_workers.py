@@ -80,6 +80,7 @@ class EpisodeContext(NamedTuple):
 
     clock: Clock
     reward_errors: RewardErrorCounter | None
+    unrewarded: bool = False  # `scoring` computes the reward
 
 
 CURRENT_EPISODE: ContextVar[EpisodeContext | None] = ContextVar("episode", default=None)
