@@ -14,12 +14,12 @@ import pytest
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
-from slipstream.environments import episode_workers
+from slipstream.environments import worker_environment
 from slipstream.environments.base import ChatTokenizer, Policy
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
-from slipstream.environments.episode_workers import WorkerEnvironment
 from slipstream.environments.load import load_environments
 from slipstream.environments.reward_workers import RewardErrorCounter, ScoringError
+from slipstream.environments.worker_environment import WorkerEnvironment
 from slipstream.generators.base import ContextFull
 from slipstream.rollout import Completion, Rollout, Sampling, VersionSpan
 from tests.conftest import build_tokenizer
@@ -81,14 +81,14 @@ async def faults(tmp_path: Path, *kinds: str, **options: Any) -> AsyncIterator[W
     environment = loaded.environment
     assert isinstance(environment, WorkerEnvironment)
     started: set[int] = set()
-    begin = episode_workers.EpisodeProcess.start
+    begin = worker_environment.EpisodeProcess.start
 
     async def start(self: Any, *arguments: Any) -> None:
         await begin(self, *arguments)
         started.add(self.process.process.pid)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(episode_workers.EpisodeProcess, "start", start)
+        patch.setattr(worker_environment.EpisodeProcess, "start", start)
         try:
             yield environment
         finally:
@@ -136,7 +136,7 @@ def test_an_episode_in_a_worker_has_the_rollout_and_the_failures_of_one_without(
 
 def test_faults_cost_the_episodes_of_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """5% of the episodes crash their process, 5% block it, 5% leak; all are drawn again until the others succeed."""
-    monkeypatch.setattr(episode_workers, "HANG_S", 5.0)
+    monkeypatch.setattr(worker_environment, "HANG_S", 5.0)
     kinds = [{0: "crash", 1: "busy", 2: "leak"}.get(index % 20, "") for index in range(80)]
     kinds[1] = "deaf"
     pids: Counter[float] = Counter()

@@ -15,9 +15,9 @@ from slipstream.config.plugins import construct, load_option, one_line, option_c
 from slipstream.config.schema import Config, ConfigError
 from slipstream.environments.base import Environment, Policy, Task
 from slipstream.environments.dataset import Dataset
-from slipstream.environments.episode_workers import Wave, WorkerEnvironment
 from slipstream.environments.reward_workers import RewardFunction, cores
 from slipstream.environments.text_limits import is_encodable
+from slipstream.environments.worker_environment import Wave, WorkerEnvironment
 
 BUILT_IN = {
     "addition": "slipstream.environments.addition:Addition",
