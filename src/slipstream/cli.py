@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command is not _train:  # `train` sets a handler that ends the run after its step
             with contextlib.suppress(ValueError):  # not the main thread: no signals here
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-        if flags and options.command in (_report, _watch, _rollouts, _compare, _control, _trace, _runs, _track):
+        if flags and options.command in WITHOUT_OPTIONS:
             raise ConfigError(f"{flags[0]} is no option of this command; see --help")
         status: int | None = options.command(options, flags)
         return status or 0
@@ -163,6 +163,18 @@ def _add_policy_commands(commands: Subparsers) -> None:
         ("--seed", "loop.seed", "0", "same seed, same completions"),
     ):
         generate.add_argument(flag, dest=name, default=default, metavar=flag[2].upper(), help=meaning)
+
+    exported = _add(commands, "export", _export, "write a run's policy for other programs")
+    exported.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    where = "new directory (default: RUN/export, or RUN/merged)"
+    exported.add_argument("--to", metavar="DIR", type=Path, help=where)
+
+    push = _add(commands, "push", _push, "upload a run's policy to the Hub, with a model card from its records")
+    push.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    push.add_argument("name", metavar="NAME", help="repository, such as owner/name")
+    push.add_argument("--public", action="store_true", help="create a public repository (default: private)")
+    for command in (exported, push):
+        command.add_argument("--merge", action="store_true", help="merge the trained adapters into their base")
 
     verify = _add(commands, "verify", _verify, "check that engine and weight link switch policies exactly")
     verify.add_argument("target", metavar="MODEL|RUN_DIR", help="model directory, run directory, or Hub name")
@@ -309,6 +321,18 @@ def _generate(options: argparse.Namespace, flags: list[str]) -> None:
         print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")
 
 
+def _export(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.export import export
+
+    print(export(options.run, options.to, options.merge))
+
+
+def _push(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.push import push
+
+    print(push(options.run, options.name, options.merge, options.public))
+
+
 def _verify(options: argparse.Namespace, flags: list[str]) -> int:
     from slipstream.tools.verify import verify
 
@@ -419,6 +443,8 @@ def _config(options: argparse.Namespace, flags: list[str]) -> None:
         flags = ["--model.path=MODEL", "--environment.name=ENVIRONMENT", *flags]
     print(dump(load_config(options.config, flags)))
 
+
+WITHOUT_OPTIONS = (_report, _watch, _rollouts, _compare, _control, _trace, _runs, _track, _export, _push)
 
 if __name__ == "__main__":
     sys.exit(main())

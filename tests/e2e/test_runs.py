@@ -314,6 +314,22 @@ def test_adapters_that_a_run_has_trained_are_evaluated(
     assert capfd.readouterr().out.count("w") == 6
 
 
+def test_a_run_starts_from_the_adapter_of_another(model: Path, tmp_path: Path) -> None:
+    """Its first evaluation is the other's last one. The base is the adapter's. It is resumed, and read without it."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(model, first, loop__steps=2, evaluation__every=0, lora__rank=4, trainer__learning_rate=0.05)
+    flags = [f for f in options(model, second, loop__steps=2, trainer__learning_rate=0.05) if "model.path" not in f]
+    slipstream("train", tmp_path / "empty.toml", *flags, f"--lora.path={first / 'policy'}")
+    before, after = lines(first / "evaluations.jsonl")[-1], lines(second / "evaluations.jsonl")
+    assert before["samples"] == after[0]["samples"] != after[-1]["samples"]
+    found = load_run(second).options
+    assert (found["model.path"], found["lora.rank"], found["lora.alpha"]) == (str(model), 4, 32.0)
+    slipstream("train", "--resume", second, "--loop.steps=3")
+    shutil.rmtree(first)
+    assert slipstream("generate", second, "--prompt", "w1", "--max-tokens", 3).stdout
+    assert "no such directory; give that of a PEFT adapter" in slipstream("train", "--resume", second, status=2).stderr
+
+
 def test_the_last_checkpoint_holds_the_last_version_and_evaluation(model: Path, tmp_path: Path) -> None:
     """Whether a checkpoint of that step was written before (4, of 4) or not (5); resuming from it (5 again) repeats
     no work.

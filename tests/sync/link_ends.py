@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from slipstream.config.adapter import ADAPTER
 from slipstream.config.loading import load_config
 from slipstream.generators.served_weights import ServedWeights
-from slipstream.model.paths import ADAPTER
 from slipstream.sync.adapters import adapter_files, read_adapter
 from slipstream.sync.link import ParameterShard, find_link
 from tests.hosts import serve

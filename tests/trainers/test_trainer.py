@@ -20,6 +20,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import loading as configuration
@@ -328,10 +329,10 @@ def test_a_model_without_attention_is_trained(tmp_path: Path) -> None:
 
 
 def test_an_adapter_where_a_model_has_to_be_is_refused(tiny: Path, tmp_path: Path) -> None:
-    """Also with `lora.rank`: the adapters at model.path would be dropped silently."""
+    """Also with `lora.rank`: the adapters at model.path would be dropped silently. `lora.path` is for them."""
     make_trainer(tiny, "--lora.rank=4").export(tmp_path)
     for flags in ([], ["--lora.rank=4"]):
-        with pytest.raises(ConfigError, match=r"is an adapter of .*; merge it into that"):
+        with pytest.raises(ConfigError, match=r"is an adapter of .*give its directory as lora.path"):
             make_trainer(tmp_path, *flags)
 
 
@@ -371,6 +372,38 @@ def test_lora_trains_adapters_only_and_exports_them(tiny: Path, tmp_path: Path) 
         trained = plain(trainer.model).float()(ids).logits
         torch.testing.assert_close(loaded(ids).logits, trained)
         assert not torch.allclose(AutoModelForCausalLM.from_pretrained(tiny)(ids).logits, trained)
+
+
+def test_training_starts_from_an_adapter(tiny: Path, tmp_path: Path) -> None:
+    """With its log-probabilities and its options, as the reference policy too; then it learns."""
+    first = make_trainer(tiny, "--lora.rank=4", "--lora.alpha=8", "--trainer.learning_rate=1e-2")
+    for step in range(2):
+        first.step(random_batch(38, seed=step))
+    first.export(tmp_path / "adapter")
+    flags = (f"--lora.path={tmp_path / 'adapter'}", "--trainer.learning_rate=1e-2", "--algorithm.kl_coef=0.1")
+    trainer = make_trainer(tiny, *flags)
+    assert all(torch.equal(p, trainer.parameters[name]) for name, p in first.parameters.items())
+    scored = [turn for group in random_batch(38).groups for rollout in group.rollouts for turn in rollout.completions]
+    assert trainer.score(scored) == first.score(scored)
+    assert trainer.step(random_batch(38)).kl == pytest.approx(0.0, abs=1e-9), "the reference is the start policy"
+    assert trainer.step(random_batch(38)).kl > 1e-6
+    assert any(not torch.equal(p, trainer.parameters[name]) for name, p in first.parameters.items())
+
+
+def test_an_adapter_of_another_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+    make_trainer(tiny, "--lora.rank=4").export(adapter := tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    stored = load_file(file)
+    name = next(name for name in stored if "q_proj.lora_A" in name)
+    for tensors, message in (
+        ({n: t for n, t in stored.items() if n != name}, f"the files lack {name}"),
+        (stored | {"base_model.model.other.lora_A.weight": torch.ones(1)}, "the files hold base_model.model.other"),
+        (stored | {name: torch.zeros(4, 5)}, r"q_proj.lora_A.weight is \[4, 5\] in the files and \[4, "),
+        (stored | {name: stored[name] / 0}, f"{name} holds values that are not finite"),
+    ):
+        save_file(tensors, file)
+        with pytest.raises(ConfigError, match=f"lora.path = .*{message}"):
+            make_trainer(tiny, f"--lora.path={adapter}")
 
 
 @pytest.mark.parametrize("size", [3, 8])

@@ -18,10 +18,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.config import checks
+from slipstream.config.adapter import with_adapter_options
 from slipstream.config.schema import NO_DEVICE, SECTIONS, Config, ConfigError, LoraConfig
 from slipstream.config.toml import is_writable, to_toml
 
-PATHS = ("model.path", "teacher.path")
+PATHS = ("model.path", "lora.path", "teacher.path")
 RENAMED = {  # options of earlier versions: the new name in the same section
     "lora.base": "quantization", "environment.time_limit": "timeout", "environment.turns": "max_turns",
     "environment.tokens": "max_tokens", "environment.scorers": "reward_workers", "scoring.time_limit": "timeout",
@@ -75,9 +76,10 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
             raise ConfigError(f"{target} is no run's directory; name an environment: --environment NAME")
         return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
     trained = load_config(run)
-    changes = [f"--model.path={_policy_of(target)}", "--generator.servers=[]"]
+    changes = [f"--model.path={policy_of(target)}", "--generator.servers=[]"]
     if trained.lora.rank:  # the saved policy holds the run's adapters
-        changes += [f"--lora.{name}={to_toml(option.default)}" for name, option in LoraConfig.model_fields.items()]
+        defaults = {name: option.default for name, option in LoraConfig.model_fields.items()}
+        changes += [f"--lora.{name}={v if isinstance(v, str) else to_toml(v)}" for name, v in defaults.items()]
         changes += ["--sync.link=auto"]
     entries = [e.within(trained.environment) for e in trained.environments]
     chosen = [i for i, e in enumerate(entries) if environment and environment in (e.label, e.name)]
@@ -91,7 +93,7 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
 
 def with_policy(config: Config, target: str) -> Config:
     """The configuration with the policy of another run, or another model. Raises `ConfigError`."""
-    path = str(_policy_of(target)) if (Path(target) / "config.toml").exists() else target
+    path = str(policy_of(target)) if (Path(target) / "config.toml").exists() else target
     return with_options(config, model=config.model.model_dump() | {"path": path})
 
 
@@ -110,11 +112,12 @@ def load_verify_config(target: str, flags: list[str]) -> Config:
     if not trained:
         return load_policy_config(target, None, [*changes, *flags], default="addition")
     if not trained.lora.rank:
-        changes += [f"--model.path={_policy_of(target)}"]
+        changes += [f"--model.path={policy_of(target)}"]
     return load_config(run, [*changes, *flags])
 
 
-def _policy_of(target: str) -> Path:
+def policy_of(target: str) -> Path:
+    """The policy that the run in directory `target` has written. Raises `ConfigError` before the end of the run."""
     if not (policy := Path(target) / "policy").is_dir():
         raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
     return policy
@@ -123,7 +126,7 @@ def _policy_of(target: str) -> Path:
 def validate(values: Mapping[str, Any]) -> Config:
     """Nested values as a `Config`. Raises `ConfigError` with all invalid options, or the first of `checks.faults`."""
     try:
-        config = Config.model_validate(values)
+        config = Config.model_validate(with_adapter_options(values))
     except ValidationError as error:
         raise ConfigError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
     for fault in checks.faults(config):

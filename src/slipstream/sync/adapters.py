@@ -22,16 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.config.adapter import ADAPTER, ADAPTER_WEIGHTS
 from slipstream.config.schema import Config
 from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
-from slipstream.model.paths import ADAPTER
 from slipstream.runtime.addresses import LOOPBACK, own_address
 from slipstream.sync.frames import PLAIN, SILENCE_LIMIT_S, FrameServer, Refused, Request, Stream, fetch, unpack
 from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, shapes_of
 from slipstream.sync.shared import allocate_shared_file, free_shared_file
 
-WEIGHTS = "adapter_model.safetensors"
 FRAME = 2**22  # bytes
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in safetensors, for each `model.dtype`
 
@@ -56,8 +55,8 @@ class AdapterSender(Sender):
         self._shapes = shapes_of(parameters)
         head, size = safetensors_header({peft_name(name): shape for name, shape in self._shapes.items()}, self._dtype)
         self._config = json.dumps(adapter_config)
-        self._files = {ADAPTER: _create_file(self._config.encode()), WEIGHTS: _create_file(head, size)}
-        path = self._files[WEIGHTS][1]
+        self._files = {ADAPTER: _create_file(self._config.encode()), ADAPTER_WEIGHTS: _create_file(head, size)}
+        path = self._files[ADAPTER_WEIGHTS][1]
         self._memory = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
         self._data = self._memory[len(head) :].view(self._dtype)
         self._lock = threading.Lock()  # of the staged version and its stream
@@ -162,10 +161,10 @@ def adapter_files(handle: PublishHandle) -> Iterator[Path]:
     except Refused as error:
         raise InvalidInput(str(error)) from None
     header = stream.wait_header()
-    files = {ADAPTER: _create_file(header["config"].encode()), WEIGHTS: _create_file(b"", header["bytes"])}
+    files = {ADAPTER: _create_file(header["config"].encode()), ADAPTER_WEIGHTS: _create_file(b"", header["bytes"])}
     try:
         for frame in stream.frames():
-            os.write(files[WEIGHTS][0], unpack(frame))
+            os.write(files[ADAPTER_WEIGHTS][0], unpack(frame))
         with tempfile.TemporaryDirectory(prefix="slipstream-adapter-") as folder:
             for name, (_, memory) in files.items():
                 (Path(folder) / name).symlink_to(memory)
@@ -177,7 +176,7 @@ def adapter_files(handle: PublishHandle) -> Iterator[Path]:
 
 def read_adapter(version: Path, device: torch.device) -> dict[str, Tensor]:
     """The tensors of a version by PEFT's names, on `device`: views of one copy of the file that `stage` wrote."""
-    path = version / WEIGHTS
+    path = version / ADAPTER_WEIGHTS
     data = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
     start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
     described = json.loads(data[8:start].numpy().tobytes())

@@ -17,8 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from slipstream.config.loading import with_options
 from slipstream.config.plugins import Interrupts
 from slipstream.config.schema import Config, ConfigError
@@ -32,9 +30,9 @@ from slipstream.environments.load import LoadedEnvironment, close_environment, l
 from slipstream.environments.reward_workers import cores
 from slipstream.errors import RunError
 from slipstream.generators.pool import GeneratorPool
-from slipstream.model.device import dtype_of, pick_device
+from slipstream.model.device import pick_device
 from slipstream.model.inspection import max_model_len
-from slipstream.model.loading import load_causal_lm, load_tokenizer
+from slipstream.model.loading import load_tokenizer
 from slipstream.model.paths import adapter_config, check_path
 from slipstream.observe.estimates import Comparison, compare_paired
 from slipstream.observe.formatting import by_environment, counts
@@ -44,6 +42,7 @@ from slipstream.runtime.closing import closing, run_bounded
 from slipstream.runtime.placement import place, resolve_auto
 from slipstream.runtime.runtime import current_runtime, open_runtime
 from slipstream.scoring.load import load_scoring
+from slipstream.tools.export import merge_adapter
 
 INTERVALS = "Brackets: 95% confidence intervals for tasks drawn like these (Wilson, clustered by task)."
 TEST = "95% interval: Student's, paired by task; p: paired sign-flip permutation test, two-sided."
@@ -99,6 +98,7 @@ def _for_engines_only(config: Config) -> Config:
     if config.generator.engine == "torch" and config.runtime.kind == "local" and not config.generator.threads:
         generator["threads"] = max(1, cores() // config.generator.engines)
     rest: dict[str, dict[str, Any]] = {name: {} for name in ("lora", "sync", "teacher", "checkpoint")}
+    rest["model"] = config.model.model_dump(exclude_unset=True) | {"path": config.lora.path or config.model.path}
     return with_options(
         config, generator=generator, trainer={"device": "cpu"}, algorithm={"replay_routing": False}, **rest
     )
@@ -148,8 +148,8 @@ async def _engines(config: Config) -> AsyncIterator[GeneratorPool]:
     placement = place(config, runtime.gpus)
     runtime.reserve(config, placement)
     try:
-        if config.generator.engine == "vllm" and (adapter := adapter_config(config.model.path)):
-            _merge_adapter(config, adapter["base_model_name_or_path"], folder / "model")
+        if config.generator.engine == "vllm" and adapter_config(config.model.path):
+            merge_adapter(Path(config.model.path), folder / "model", requantize=True)
             config = with_options(config, model=config.model.model_dump() | {"path": str(folder / "model")})
         pool = await start_generators(config, folder, placement)
         async with closing(pool.close):
@@ -157,15 +157,6 @@ async def _engines(config: Config) -> AsyncIterator[GeneratorPool]:
     finally:
         shutil.rmtree(folder / "model", ignore_errors=True)
     shutil.rmtree(folder)
-
-
-def _merge_adapter(config: Config, base: str, path: Path) -> None:
-    """Write the base model with the adapter at `model.path` merged into its weights: vLLM loads whole models."""
-    from peft import PeftModel
-
-    model = load_causal_lm(base, device=torch.device("cpu"), dtype=dtype_of(config))
-    PeftModel.from_pretrained(model, config.model.path).merge_and_unload().save_pretrained(path)
-    load_tokenizer(config.model.path).save_pretrained(path)
 
 
 def describe(evaluation: Evaluation) -> str:

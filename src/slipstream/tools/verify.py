@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from slipstream.config.adapter import ADAPTER_WEIGHTS
 from slipstream.config.loading import with_options
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster, start_generators
@@ -34,7 +35,6 @@ from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.placement import gpus_here, place, resolve_auto
 from slipstream.runtime.worker import handle, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
-from slipstream.sync.adapters import WEIGHTS
 from slipstream.sync.sharded_weights import full_tensor, local_part_like
 from slipstream.trainers.trainer_worker import PytorchTrainerWorker
 
@@ -173,7 +173,7 @@ class AdapterFromFiles(VllmWorker):
         if isinstance(engine, VllmEngine):
             engine.load_adapter(path)
             return
-        for name, tensor in load_file(Path(path) / WEIGHTS).items():
+        for name, tensor in load_file(Path(path) / ADAPTER_WEIGHTS).items():
             inner = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
             engine.model.get_parameter(inner).data.copy_(tensor)
 

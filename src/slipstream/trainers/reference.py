@@ -24,7 +24,7 @@ from slipstream.trainers.parallel import TrainerRanks
 class Reference:
     """A frozen policy in the compute dtype; must be built before the policy's weights are sharded or replaced.
 
-    With adapters, the start policy is the base model, and takes no memory. Weights that are not trained are shared.
+    With new adapters, the start policy is the base model, and takes no memory. Weights that are not trained are shared.
     """
 
     def __init__(self, policy: PackedPolicy, config: Config, ranks: TrainerRanks) -> None:
@@ -34,7 +34,7 @@ class Reference:
         self._decay = config.algorithm.reference_decay
         self._averages, self._other = kind == "average", kind not in ("start", "average")
         self.average: dict[str, Tensor] = {}
-        self._without_adapters = kind == "start" and hasattr(policy.model, "disable_adapter")
+        self._without_adapters = kind == "start" and config.lora.rank > 0 and not config.lora.path
         if self._without_adapters:
             self._policy = policy
         elif kind in ("start", "average"):

@@ -1,0 +1,74 @@
+"""The options that a trained adapter sets: `lora.path` names its PEFT directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.schema import ConfigError
+from slipstream.config.toml import to_toml
+
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that change the base weights, too
+
+
+def with_adapter_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of a configuration with those of the adapter at `lora.path`: rank, alpha, targets, experts, and the
+    base as `model.path` if that is not set.
+
+    Raises `ConfigError` for an option that contradicts the adapter, and for an adapter that a run can't train. The
+    records of a run hold the values, so they can be read without the adapter.
+    """
+    lora, model = values.get("lora"), values.get("model", {})
+    path = lora.get("path") if isinstance(lora, dict) else None
+    if not (isinstance(lora, dict) and isinstance(path, str) and path) or not isinstance(model, dict):
+        return values
+    if "rank" in lora and not Path(path).exists():
+        return values
+    adapter = _read(path)
+    found = {
+        "rank": adapter["r"], "alpha": float(adapter["lora_alpha"]), "targets": sorted(adapter["target_modules"] or ()),
+        "experts": bool(adapter.get("target_parameters")),
+    }  # fmt: skip
+    for name, value in found.items():
+        given = lora.get(name, value)
+        if (sorted(map(str, given)) if isinstance(given, list) else given) != value:
+            raise ConfigError(
+                f"lora.{name} = {to_toml(given)}, but the adapter at lora.path = {path!r} has {to_toml(value)}; leave "
+                f"lora.{name} out"
+            )
+    base = {"path": adapter["base_model_name_or_path"]} if adapter.get("base_model_name_or_path") else {}
+    return {**values, "model": base | model, "lora": {**lora, **found}}
+
+
+def _read(path: str) -> dict[str, Any]:
+    """The configuration of a LoRA adapter that a run can train. Raises `ConfigError`."""
+    folder, setting = Path(path), f"lora.path = {path!r}"
+    if missing := next((name for name in (ADAPTER, ADAPTER_WEIGHTS) if not (folder / name).exists()), None):
+        raise ConfigError(f"{setting} has no {missing}; give a directory that PEFT saved an adapter to")
+    try:
+        adapter: dict[str, Any] = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        found = adapter.get("peft_type"), adapter["r"], adapter["lora_alpha"], adapter["target_modules"]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise ConfigError(f"{setting}: {ADAPTER} is damaged, or of no LoRA adapter; save it again") from None
+    kind, rank, alpha, targets = found
+    if not (kind == "LORA" and isinstance(rank, int) and isinstance(alpha, int | float)):
+        raise ConfigError(f"{setting} is no LoRA adapter: peft_type = {to_toml(kind)}; give one that is")
+    if why := unsupported(adapter):
+        raise ConfigError(f"{setting} has {why}, which a run can't train; merge it into its base, and train that")
+    if not (targets is None or isinstance(targets, list)):
+        raise ConfigError(f"{setting}: target_modules = {to_toml(targets)} is no list; name the modules there")
+    return adapter
+
+
+def unsupported(adapter: Mapping[str, Any]) -> str:
+    """The setting by which an adapter is more than `base + alpha / r * B A`, or ""."""
+    used = {name: adapter[name] for name in UNSUPPORTED if adapter.get(name)}
+    if adapter.get("bias", "none") != "none":
+        used["bias"] = adapter["bias"]
+    if str(start := adapter.get("init_lora_weights")).startswith(CHANGES_BASE):
+        used["init_lora_weights"] = start
+    return next((f"{name} = {to_toml(value)}" for name, value in used.items()), "")
