@@ -1,0 +1,53 @@
+"""Options of a run that starts from an adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config.loading import load_config
+from slipstream.config.schema import ConfigError
+
+ADAPTER = {
+    "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj", "q_proj"], "bias": "none",
+    "base_model_name_or_path": "owner/base",
+}  # fmt: skip
+
+
+def start(folder: Path, *flags: str, **changes: Any) -> Any:
+    (folder / "adapter_config.json").write_text(json.dumps(ADAPTER | changes))
+    (folder / "adapter_model.safetensors").touch()
+    return load_config(None, [f"--lora.path={folder}", "--environment.name=addition", *flags])
+
+
+def test_an_adapter_sets_its_options_and_its_base(tmp_path: Path) -> None:
+    config = start(tmp_path)
+    lora = config.lora
+    assert (config.model.path, lora.rank, lora.alpha, lora.targets) == ("owner/base", 4, 8.0, ["q_proj", "up_proj"])
+    assert start(tmp_path, "--model.path=given", "--lora.rank=4").model.path == "given"
+    assert start(tmp_path, target_parameters=["experts.down_proj"]).lora.experts
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "message"),
+    [
+        (["--lora.rank=8"], {}, r"lora.rank = 8, but the adapter at lora.path = '.*' has 4; leave lora.rank out"),
+        (["--lora.alpha=16"], {}, "lora.alpha = 16, but the adapter"),
+        (["--lora.targets=['q_proj']"], {}, r'lora.targets = \["q_proj"\], but the adapter'),
+        ([], {"use_dora": True}, "has use_dora = true, which a run can't train; merge it into its base"),
+        ([], {"bias": "all"}, 'has bias = "all", which'),
+        ([], {"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights = "pissa_niter_4"'),
+        ([], {"peft_type": "IA3"}, 'is no LoRA adapter: peft_type = "IA3"'),
+        ([], {"target_modules": ".*proj"}, "target_modules = .* is no list"),
+        ([], {"base_model_name_or_path": None}, "model.path is not set"),
+        (["--lora.path=nowhere"], {}, "lora.path = 'nowhere' has no adapter_config.json"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_an_adapter_or_cannot_be_trained_is_refused(
+    flags: list[str], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(tmp_path, *flags, **changes)
