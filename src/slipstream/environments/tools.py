@@ -18,8 +18,14 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
+from slipstream.errors import UserError
+
 Tool = Callable[..., Any]
 MAX_RESULT = 4000  # characters; longer results are cut in the middle
+
+
+class ToolServerFailed(UserError):
+    """A server of tools did not answer as it should; the rollout fails."""
 
 
 class Call(NamedTuple):
@@ -74,7 +80,10 @@ class Tools:
     """
 
     def __init__(self, functions: Sequence[Tool], parse: ToolCallParser, timeout: float = 10.0) -> None:
-        self._adapters = {f.__name__: TypeAdapter(f) for f in functions}  # type: ignore[arg-type]
+        # A tool of a server has a schema, by which the server validates.
+        self._server_schemas = {f.__name__: f.schema for f in functions if hasattr(f, "schema")}
+        adapted = [f for f in functions if f.__name__ not in self._server_schemas]
+        self._adapters = {f.__name__: TypeAdapter(f) for f in adapted}  # type: ignore[arg-type]
         self._functions = {f.__name__: f for f in functions}
         self._parse, self._timeout = parse, timeout
 
@@ -84,16 +93,17 @@ class Tools:
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """JSON schemas of the functions, for the chat template, from annotations and docstrings."""
+        schemas = {name: adapter.json_schema() for name, adapter in self._adapters.items()} | self._server_schemas
         return [
             {
                 "type": "function",
                 "function": {
                     "name": name,
-                    "description": inspect.getdoc(self._functions[name]) or "",
-                    "parameters": {"type": "object", "properties": {}, **adapter.json_schema()},
+                    "description": inspect.getdoc(function) or "",
+                    "parameters": {"type": "object", "properties": {}, **schemas[name]},
                 },
             }
-            for name, adapter in self._adapters.items()
+            for name, function in self._functions.items()
         ]
 
     def calls(self, text: str) -> list[Call]:
@@ -108,11 +118,14 @@ class Tools:
             return f"error: no tool {call.name}; there are {', '.join(self._functions)}", False
         function, arguments = self._functions[call.name], call.arguments
         if isinstance(arguments, str):
-            first = next(iter(inspect.signature(function).parameters), None)
+            known = self._server_schemas.get(call.name, {}).get("properties")
+            first = next(iter(known or inspect.signature(function).parameters), None)
             arguments = {first: arguments} if first else {}
         try:
             async with asyncio.timeout(self._timeout) as clock:
                 result = await self._call(call.name, arguments)
+        except ToolServerFailed:
+            raise
         except TimeoutError as error:
             what = f"took longer than {self._timeout:g} s" if clock.expired() else str(error)
             return f"error: {what}", False
@@ -125,6 +138,9 @@ class Tools:
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The function's result as text."""
+
+        if name in self._server_schemas:
+            return str(await self._functions[name](**arguments))
 
         def call() -> Any:  # validates the arguments against the annotations, with pydantic's conversions
             return self._adapters[name].validate_python(ArgsKwargs((), dict(arguments)))
