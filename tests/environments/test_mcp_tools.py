@@ -10,8 +10,11 @@ from typing import Any
 import aiohttp.web
 import pytest
 
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.mcp_tools import mcp_tools
 from slipstream.environments.tools import Call, Tools, ToolServerFailed, plain
+from tests.environments.test_environments import policy
 
 pytest.importorskip("mcp")
 SERVER = """
@@ -84,3 +87,20 @@ def test_a_server_that_answers_500_fails_the_rollout() -> None:
             await runner.cleanup()
 
     asyncio.run(main())
+
+
+def test_an_episode_whose_server_dies_is_a_failed_rollout_with_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+
+    class Calculates:
+        train = (Task("t", "?"),)
+        test = ()
+
+        async def rollout(self, task: Task, policy: Policy) -> float:
+            async with mcp_tools([sys.executable, str(tmp_path / "server.py")]) as tools:
+                await policy.conversation(tools=tools, parse=lambda text: [Call("add", {"a": 98, "b": 1})]).ask("?")
+            return 1.0
+
+    with pytest.raises(RolloutFailed, match=r"(?s)ToolServerFailed: .*server\.py failed to call add") as failed:
+        asyncio.run(run_episode(Calculates(), Calculates.train[0], policy("1"), EpisodeOptions(30.0)))
+    assert failed.value.reason == "ToolServerFailed"
