@@ -65,7 +65,7 @@ def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path
         (["--sync.placement=colocated"], 0, "EXACT"),
         (["--sync.in_flight=retry"], 0, "tokens were discarded"),
         pytest.param(
-            ["--generator.engine=vllm", "--sync.link=lora", "--lora.rank=8"],  # does not support recompute
+            ["--generator.engine=vllm", "--generator.replicas=2", "--sync.link=lora", "--lora.rank=8"],
             0,
             "EXACT",
             marks=needs_vllm,

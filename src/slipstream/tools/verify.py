@@ -301,8 +301,7 @@ async def _generate_fresh(config: Config, store: Path, spans: Spans) -> list[arr
         config = with_options(config, model={**config.model.model_dump(), "path": str(store)})
     pool = await start_generators(config, store.parent, place(config, gpus_here()), service)
     try:
-        if adapted:
-            [generator] = pool.generators
+        for generator in pool.generators if adapted else ():
             assert isinstance(generator.process, WorkerProcess)
             await handle(AdapterFromFiles, generator.process).load_adapter(str(store))
         prefixes = [c.prompt_ids + c.token_ids[: s.start] for c, s in spans]
