@@ -1,0 +1,211 @@
+"""The commands of the command line: each gets its parsed arguments, and the flags of the configuration.
+
+Libraries are imported by the command that needs them, so that the others start at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from slipstream.config.loading import (
+    as_flags,
+    dump,
+    load_config,
+    load_policy_config,
+    load_verify_config,
+    with_policy,
+)
+from slipstream.config.schema import ConfigError
+
+
+def train(options: argparse.Namespace, flags: list[str]) -> None:
+    if bool(options.config) == bool(options.resume):
+        raise ConfigError("train needs a CONFIG.toml, or --resume RUN_DIR, and not both")
+    config = load_config(options.config, flags) if options.config else None
+    if config:  # before slow imports
+        from slipstream.model.paths import check_paths
+
+        check_paths(config)
+    if options.auto_resume:
+        if not (config and config.run.dir):
+            raise ConfigError("--auto-resume needs a CONFIG.toml, and in run.dir the directory of the run")
+        if (Path(config.run.dir) / "config.toml").exists():
+            options.resume, flags = Path(config.run.dir), as_flags(config)
+    from slipstream.observe.report import report
+    from slipstream.observe.run_data import load_run
+    from slipstream.run import resume, train
+
+    if options.resume:
+        summary = resume(options.resume, flags, quiet=options.quiet)
+    else:
+        assert config
+        summary = train(config, quiet=options.quiet)
+    report(load_run(summary["directory"]))
+
+
+def evaluate(options: argparse.Namespace, flags: list[str]) -> None:
+    config = load_policy_config(options.target, options.environment, flags)
+    if options.rollouts and not options.rollouts.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--rollouts {options.rollouts}: there is no directory {options.rollouts.parent}; make it first"
+        )
+    configs = [config, *([with_policy(config, options.against)] if options.against else [])]
+    from slipstream.controller.evaluation_record import describe_failures
+    from slipstream.observe.events import strict_json
+    from slipstream.tools.evaluate import compare, describe, describe_comparison, evaluate_policy, to_markdown
+
+    found = [evaluate_policy(each) for each in configs]
+    for one in found:
+        if one.record["eval/failed"]:
+            print(f"slipstream: {describe_failures(one.record)}", file=sys.stderr)
+    if options.rollouts:
+        found[0].write_rollouts(options.rollouts)
+    compared = compare(*found) if options.against else None
+    if options.markdown:
+        print(to_markdown(*found))
+    elif options.json and compared:
+        records = [one.record for one in found]
+        print(strict_json({"policy": records[0], "against": records[1], "comparison": compared.as_dict()}, indent=1))
+    elif options.json:
+        print(strict_json(found[0].record, indent=1))
+    else:
+        names = [f"{name}, " if compared else "" for name in (options.target, options.against)]
+        print("\n".join(name + describe(one) for name, one in zip(names, found, strict=False)))
+        if compared:
+            print(f"{options.target} minus {options.against}: {describe_comparison(compared)}")
+
+
+def generate(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.controller.evaluation import generate_texts
+
+    config = load_policy_config(options.target, None, ["--evaluation.samples=1", *flags], default="addition")
+    completions = asyncio.run(generate_texts(config, options.prompt))
+    for prompt, completion in zip(options.prompt, completions, strict=True):
+        print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")
+
+
+def export(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.export import export
+
+    print(export(options.run, options.to, options.merge))
+
+
+def push(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.push import push
+
+    print(push(options.run, options.name, options.merge, options.public))
+
+
+def verify(options: argparse.Namespace, flags: list[str]) -> int:
+    from slipstream.tools.verify import verify
+
+    config = load_verify_config(options.target, flags)
+    found = asyncio.run(verify(config, prompts=options.prompts, tokens=options.tokens, after=options.after))
+    print(found.describe(config))
+    return 0 if found.exact else 1
+
+
+def study_lag(options: argparse.Namespace, flags: list[str]) -> int:
+    if bool(options.config) == options.draw:
+        raise ConfigError("study lag needs a CONFIG.toml, or --draw, and not both")
+    from slipstream.tools.lag_study.command import present, study_lag
+    from slipstream.tools.lag_study.plan import Plan, parse_corrections, parse_lags
+
+    if options.draw:
+        present(options.dir, options.target)
+        return 0
+    lags, corrections = parse_lags(options.lags), parse_corrections(options.corrections)
+    plan = Plan(Path(options.config), options.dir, lags, corrections, options.seeds, tuple(flags))
+    choices = ("--lags", options.lags, "--corrections", options.corrections, "--seeds", str(options.seeds))
+    command = ["slipstream", "study", "lag", options.config, *choices, "--jobs", str(options.jobs), *flags]
+    failed = study_lag(plan, jobs=options.jobs, target=options.target, command=command)
+    for line in failed:
+        print(f"slipstream: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def report(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.observe.page import write_report
+    from slipstream.observe.run_data import load_run
+
+    runs = [load_run(path) for path in options.runs]
+    output = options.output or runs[0].path / "report.html"
+    try:
+        write_report(runs, output)
+    except OSError as error:
+        raise ConfigError(f"{output} can't be written: {error.strerror}; choose another file with --output") from None
+    for problem in (f"{run.name}: {problem}" for run in runs for problem in run.problems):
+        print(f"slipstream: {problem}", file=sys.stderr)
+    print(output)
+
+
+def watch(options: argparse.Namespace, flags: list[str]) -> None:
+    if find_spec("aiohttp") is None:
+        raise ConfigError("slipstream watch needs aiohttp: pip install 'slipstream-rl[watch]'")
+    from slipstream.observe.watch import watch
+
+    watch(options.runs, options.host, options.port)
+
+
+def control(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.control import command
+
+    command(options.name, options.run, options.address, options.json, options.engines)
+
+
+def runs(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.control import list_runs
+
+    list_runs(options.dir, options.address, options.json)
+
+
+def trace(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.observe.run_data import load_run
+    from slipstream.observe.trace import write_trace
+
+    path = options.output or options.run / "trace.json"
+    print(write_trace(load_run(options.run), path, options.steps))
+    print(f"trace    {path} ({path.stat().st_size / 1e6:.1f} MB), open it in ui.perfetto.dev")
+
+
+def track(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.observe.trackers import track
+
+    step = track(options.run, options.to, options.project)
+    print(f"{options.run} is in {options.to} up to step {step}")
+
+
+def doctor(options: argparse.Namespace, flags: list[str]) -> int:
+    from slipstream.tools.doctor import doctor
+
+    return doctor(options.config, flags, as_json=options.json)
+
+
+def data(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.data import data
+
+    data(options.config, flags, options.tasks)
+
+
+def rollouts(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.observe.report import print_rollouts
+    from slipstream.observe.run_data import load_run
+
+    print_rollouts(load_run(options.run), options.step, options.group, options.json)
+
+
+def compare(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.observe.report import print_comparison
+    from slipstream.observe.run_data import load_run
+
+    print_comparison([load_run(run) for run in options.runs], options.json)
+
+
+def config(options: argparse.Namespace, flags: list[str]) -> None:
+    if options.config is None:  # placeholders for options without a default
+        flags = ["--model.path=MODEL", "--environment.name=ENVIRONMENT", *flags]
+    print(dump(load_config(options.config, flags)))
