@@ -161,9 +161,7 @@ def _add_policy_commands(into: Subparsers) -> None:
     where = "new directory (default: RUN/export, or RUN/merged)"
     exported.add_argument("--to", metavar="DIR", type=Path, help=where)
 
-    push = _add(
-        subparsers, "push", commands.push, "upload a run's policy to the Hub, with a model card from its records"
-    )
+    push = _add(into, "push", commands.push, "upload a run's policy to the Hub, with a model card from its records")
     push.add_argument("run", metavar="RUN", type=Path, help="run directory")
     push.add_argument("name", metavar="NAME", help="repository, such as owner/name")
     push.add_argument("--public", action="store_true", help="create a public repository (default: private)")
@@ -196,9 +194,7 @@ def _add_lag_study(into: Subparsers) -> None:
 def _add_views(into: Subparsers) -> None:
     """Commands that show the records of runs."""
     several = "run directory; of several, the page compares the runs"
-    page = _add(
-        subparsers, "report", commands.report, "write one HTML page of runs: curves, timeline, rollouts, health"
-    )
+    page = _add(into, "report", commands.report, "write one HTML page of runs: curves, timeline, rollouts, health")
     page.add_argument("runs", nargs="+", metavar="RUN", help=several)
     page.add_argument("--output", type=Path, metavar="FILE", help="default: report.html in the first run directory")
 
@@ -208,21 +204,17 @@ def _add_views(into: Subparsers) -> None:
     host = "address to listen on; on other than loopback addresses the URL has a token (default: 127.0.0.1)"
     live.add_argument("--host", default="127.0.0.1", help=host)
 
-    rollouts = _add(
-        subparsers, "rollouts", commands.rollouts, "print rollouts of a step: the best and the worst, or a group"
-    )
+    rollouts = _add(into, "rollouts", commands.rollouts, "print rollouts of a step: the best and the worst, or a group")
     rollouts.add_argument("run", metavar="RUN", help="run directory")
     rollouts.add_argument("--step", type=int, metavar="N", help="step that trained on them (default: the last)")
     rollouts.add_argument("--group", type=int, metavar="G", help="all rollouts of this group, by its visit_id")
 
     compare = _add(
-        subparsers, "compare", commands.compare, "print what runs reached side by side, and how their options differ"
+        into, "compare", commands.compare, "print what runs reached side by side, and how their options differ"
     )
     compare.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
 
-    trace = _add(
-        subparsers, "trace", commands.trace, "write when engines and trainer worked, as a trace for ui.perfetto.dev"
-    )
+    trace = _add(into, "trace", commands.trace, "write when engines and trainer worked, as a trace for ui.perfetto.dev")
     trace.add_argument("run", metavar="RUN", type=Path, help="run directory")
     trace.add_argument("--output", metavar="FILE", type=Path, help="file to write (default: RUN/trace.json)")
     trace.add_argument("--steps", metavar="FIRST-LAST", help="steps to draw (default: all)")
