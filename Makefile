@@ -22,9 +22,9 @@ test: $(VENV)/verifiers/installed $(VENV)/trackers/installed lint ## all tests
 	$(VENV)/trackers/bin/python -m pytest -m trackers tests/observe/test_tracker_libraries.py
 	$(VENV)/verifiers/bin/python -m pytest -m verifiers tests/environments/test_libraries.py
 
-test-gpu: $(VENV)/installed-dev ## the trainer's tests on a GPU
+test-gpu: $(VENV)/installed-dev ## the tests of trainer and delta link on a GPU
 	SLIPSTREAM_TEST_GPU=1 $(BIN)/python -m pytest tests/trainers/test_gpu.py tests/trainers/test_trainer.py \
-		tests/trainers/test_step_objective.py tests/model tests/generators/test_engine.py
+		tests/trainers/test_step_objective.py tests/model tests/generators/test_engine.py tests/sync/test_delta.py
 
 lint: $(VENV)/installed-dev      ## style, types and import contracts
 	$(BIN)/ruff check .

@@ -32,13 +32,18 @@ HALF = {
 }  # fmt: skip
 
 
+DEVICE = "cpu"  # of both ends
+
+
 class Engine:
     """Served tensors, and the engine's end of the link; `index` by name selects shards."""
 
     def __init__(self, info: dict[str, Any], rank: int = 1, index: dict[str, tuple[slice, ...]] | None = None) -> None:
         self.index = index or dict.fromkeys(SHAPES, ())
         torch.manual_seed(rank)
-        self.tensors = {name: torch.randn(shape)[self.index[name]].bfloat16().clone() for name, shape in SHAPES.items()}
+        self.tensors = {
+            name: torch.randn(shape)[self.index[name]].bfloat16().clone().to(DEVICE) for name, shape in SHAPES.items()
+        }
         shards = {name: ParameterShard(self.tensors[name], SHAPES[name], self.index[name]) for name in SHAPES}
         self.weights = ServedWeights("delta", info, shards, rank, rebind=False)
         receiver = self.weights._receiver
@@ -71,7 +76,7 @@ class Trainer:
 
     def __init__(self, directory: Path, *flags: str) -> None:
         torch.manual_seed(0)
-        self.parameters = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
+        self.parameters = {name: torch.randn(shape).bfloat16().to(DEVICE) for name, shape in SHAPES.items()}
         own = ["--model.path=m", "--environment.name=e", "--model.dtype=bfloat16", "--sync.link=delta"]
         self.sender = DeltaSender(self.parameters, load_config(None, [*own, *flags]), directory, 1)
         self.info = json.loads(json.dumps(self.sender.connection_info()))
@@ -84,7 +89,7 @@ class Trainer:
             bits = words(parameter)
             count = int(share * len(bits))
             places = torch.randperm(len(bits), generator=self._draw)[:count]
-            bits[places] += torch.randint(0, 2, (count,), generator=self._draw).to(bits.dtype) * 2 - 1
+            bits[places.to(bits.device)] += torch.randint(0, 2, (count,), generator=self._draw).to(bits) * 2 - 1
         self.version += 1
         handle = self.sender.stage(self.version)
         self.sizes = self.sender.send(handle)
@@ -95,12 +100,17 @@ class Trainer:
         return {name: checksum(parameter) for name, parameter in self.parameters.items()}
 
 
-@pytest.fixture(params=["NumPy's arrays", "tensors"])
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+
+@pytest.fixture(params=["NumPy's arrays", "tensors", pytest.param("a GPU", marks=needs_gpu)])
 def trainer(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     """In several blocks. With tensors both ends compute as on a GPU, here on the CPU."""
-    monkeypatch.setattr(delta, "BLOCK", {"cpu": 4096})
+    monkeypatch.setattr(delta, "BLOCK", {"cpu": 4096, "cuda": 4096})
     if request.param == "tensors":
         monkeypatch.setattr(arrays, "as_array", lambda tensor: tensor)
+    if request.param == "a GPU":
+        monkeypatch.setattr(f"{__name__}.DEVICE", "cuda")
     made = Trainer(tmp_path)
     yield made
     made.sender.close()
