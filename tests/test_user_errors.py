@@ -137,7 +137,8 @@ CORPUS = {
     "eval gone": "gone is no run's directory; name an environment",
     "eval nothing --environment addition": "has no config.json; give a directory that a model was saved to",
     "eval gone.toml": "gone.toml: No such file or directory; give the path of a TOML file",
-    "eval MODEL --environment addition --against gone": "model.path = 'gone': no such directory",
+    "eval MODEL --environment addition --against gone": "--against: model.path = 'gone': no such directory",
+    "eval MODEL --environment addition --against unfinished": "--against: unfinished has no policy/ yet",
     "eval MODEL --environment addition --samples 4": "evaluation.samples = 4 would be the same completion of a task",
     "eval MODEL --environment addition --rollouts no/a.parquet": "there is no directory no; make it first",
     "eval MODEL --environment addition --samples 0": "evaluation.samples = 0: it must be greater than or equal to 1",
@@ -310,6 +311,8 @@ REWARD_MODEL, MODEL = TRAIN + "--scoring.kind=model --scoring.options.path=", TR
 ADAPTERS, RANKS = TRAIN + "--lora.rank=2 --lora.", TRAIN + "--trainer.ranks="
 VLLM = TRAIN + "--generator.engine=vllm --generator.servers='[\"http://a:1\"]' "
 REFUSED = {  # without a worker
+    "eval MODEL --environment addition --against mute_letters": "--against: model.path = 'mute_letters'",
+    "eval MODEL --environment addition --against more": "--against: model.path = 'more': the files lack model.layers.3.",
     MODEL + "bare": "bare': it has no weights (model.safetensors); fetch or save the model again",
     TEACHER + "bare": "bare': it has no weights",
     MODEL + "broad": "(and 8 more) is [32, 64] in the files and [32, 128] by its configuration",

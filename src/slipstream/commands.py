@@ -8,8 +8,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.config.loading import (
     as_flags,
@@ -20,6 +23,10 @@ from slipstream.config.loading import (
     with_policy,
 )
 from slipstream.config.schema import ConfigError
+from slipstream.errors import UserError
+
+if TYPE_CHECKING:
+    from slipstream.tools.evaluate import Evaluation
 
 
 def train(options: argparse.Namespace, flags: list[str]) -> None:
@@ -53,18 +60,43 @@ def evaluate(options: argparse.Namespace, flags: list[str]) -> None:
         raise ConfigError(
             f"--rollouts {options.rollouts}: there is no directory {options.rollouts.parent}; make it first"
         )
-    configs = [config, *([with_policy(config, options.against)] if options.against else [])]
+    from slipstream.tools.evaluate import evaluate_policy, validate_policy
+
+    if options.against:
+        with _errors_name("--against"):
+            against = with_policy(config, options.against)
+            validate_policy(against)
+    found = [evaluate_policy(config)]
+    try:
+        if options.rollouts:
+            found[0].write_rollouts(options.rollouts)
+        if options.against:
+            with _errors_name("--against"):
+                found.append(evaluate_policy(against))
+    finally:  # the first result is kept if the second evaluation fails
+        _print_evaluations(options, found)
+
+
+@contextmanager
+def _errors_name(option: str) -> Iterator[None]:
+    """Begin the message of user errors with the name of an option."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (f"{option}: {error}",)
+        raise
+
+
+def _print_evaluations(options: argparse.Namespace, found: Sequence[Evaluation]) -> None:
+    """Print one or two evaluations in the format that `options` name, and failed episodes to stderr."""
     from slipstream.controller.evaluation_record import describe_failures
     from slipstream.observe.events import strict_json
-    from slipstream.tools.evaluate import compare, describe, describe_comparison, evaluate_policy, to_markdown
+    from slipstream.tools.evaluate import compare, describe, describe_comparison, to_markdown
 
-    found = [evaluate_policy(each) for each in configs]
     for one in found:
         if one.record["eval/failed"]:
             print(f"slipstream: {describe_failures(one.record)}", file=sys.stderr)
-    if options.rollouts:
-        found[0].write_rollouts(options.rollouts)
-    compared = compare(*found) if options.against else None
+    compared = compare(*found) if len(found) > 1 else None
     if options.markdown:
         print(to_markdown(*found))
     elif options.json and compared:
@@ -73,7 +105,7 @@ def evaluate(options: argparse.Namespace, flags: list[str]) -> None:
     elif options.json:
         print(strict_json(found[0].record, indent=1))
     else:
-        names = [f"{name}, " if compared else "" for name in (options.target, options.against)]
+        names = [f"{name}, " if options.against else "" for name in (options.target, options.against)]
         print("\n".join(name + describe(one) for name, one in zip(names, found, strict=False)))
         if compared:
             print(f"{options.target} minus {options.against}: {describe_comparison(compared)}")

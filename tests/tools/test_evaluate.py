@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
 from slipstream.observe.estimates import compare_paired
@@ -69,6 +72,26 @@ def test_two_policies_are_compared_on_the_same_tasks(folder: Path, capfd: pytest
     assert lines[-1].startswith(f"{folder}/run.toml minus {folder}/second: ") and ", p = " in lines[-1]
 
 
+def test_the_first_evaluation_is_kept_if_the_second_fails(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(folder / "second", folder / "nan")
+    weights = {name: torch.full_like(t, torch.nan) for name, t in load_file(folder / "nan/model.safetensors").items()}
+    save_file(weights, folder / "nan/model.safetensors", {"format": "pt"})
+    command = [
+        "eval",
+        folder / "run.toml",
+        "--against",
+        folder / "nan",
+        "--rollouts",
+        folder / "kept.parquet",
+        "--json",
+    ]
+    assert main(list(map(str, command))) != 0
+    printed = capfd.readouterr()
+    assert printed.err.splitlines()[-1].startswith("slipstream: --against: ") and "nan" in printed.err
+    assert json.loads(printed.out)["eval/tasks"] == 12
+    assert pq.read_metadata(folder / "kept.parquet").num_rows == 48
+
+
 def test_scores_are_printed_as_markdown(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", str(folder / "run.toml"), "--samples=2", "--tasks=6", "--markdown"]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -93,7 +116,6 @@ def test_vllm_and_the_embedded_engine_give_the_same_greedy_answers(
 
 def test_vllm_evaluates_an_adapter_merged_into_its_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("vllm")
-    import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -94,7 +94,7 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
 def with_policy(config: Config, target: str) -> Config:
     """The configuration with the policy of another run, or another model. Raises `ConfigError`."""
     path = str(policy_of(target)) if (Path(target) / "config.toml").exists() else target
-    return with_options(config, model=config.model.model_dump() | {"path": path})
+    return with_options(config, model=config.model.model_dump() | {"path": path}, lora={}, sync={})
 
 
 def load_verify_config(target: str, flags: list[str]) -> Config:

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from slipstream.config.loading import with_options
 from slipstream.config.plugins import Interrupts
 from slipstream.config.schema import Config, ConfigError
@@ -32,7 +34,7 @@ from slipstream.errors import RunError
 from slipstream.generators.pool import GeneratorPool
 from slipstream.model.device import pick_device
 from slipstream.model.inspection import max_model_len
-from slipstream.model.loading import load_tokenizer
+from slipstream.model.loading import load_causal_lm, load_tokenizer
 from slipstream.model.paths import adapter_config, check_path
 from slipstream.observe.estimates import Comparison, compare_paired
 from slipstream.observe.formatting import by_environment, counts
@@ -74,6 +76,13 @@ class Evaluation:
             write_rollouts(path, 0, Batch(groups, none), tokenizer.decode)
         except OSError as error:
             raise ConfigError(f"{path} can't be written: {error.strerror}; choose another file") from None
+
+
+def validate_policy(config: Config) -> None:
+    """Raise `ConfigError` for a model that can't be loaded, by its files and configuration, without its weights."""
+    load_tokenizer(config.model.path)
+    if config.generator.engine == "torch":  # vLLM knows other models than transformers
+        load_causal_lm(config.model.path, device=torch.device("meta"), dtype=torch.float32)
 
 
 def evaluate_policy(config: Config) -> Evaluation:
