@@ -312,7 +312,7 @@ ADAPTERS, RANKS = TRAIN + "--lora.rank=2 --lora.", TRAIN + "--trainer.ranks="
 VLLM = TRAIN + "--generator.engine=vllm --generator.servers='[\"http://a:1\"]' "
 REFUSED = {  # without a worker
     "eval MODEL --environment addition --against mute_letters": "--against: model.path = 'mute_letters'",
-    "eval MODEL --environment addition --against more": "--against: model.path = 'more': the files lack model.layers.3.",
+    "eval MODEL --environment addition --against more": "--against: model.path = 'more': the files lack model",
     MODEL + "bare": "bare': it has no weights (model.safetensors); fetch or save the model again",
     TEACHER + "bare": "bare': it has no weights",
     MODEL + "broad": "(and 8 more) is [32, 64] in the files and [32, 128] by its configuration",

@@ -134,7 +134,7 @@ def _add_policy_commands(into: Subparsers) -> None:
     evaluate.add_argument(
         "--environment",
         metavar="NAME",
-        help="gsm8k, addition, your own, or a label of the run's (default: all of the run)",
+        help="label of one of several environments, or another environment (default: all of CONFIG or RUN_DIR)",
     )
     tasks = "held-out tasks to evaluate on (default: 100, or the run's)"
     evaluate.add_argument("--tasks", dest="evaluation.tasks", metavar="N", help=tasks)

@@ -92,8 +92,15 @@ def test_a_policy_is_evaluated_on_all_environments_of_its_run_or_on_one(file: Pa
         config = load_policy_config(str(run), environment, [])
         assert [each.label for each in config.each_environment] == labels
     assert load_policy_config(str(run), "addition", []).each_environment[0].options == {"digits": 1}
-    [other] = load_policy_config(str(run), "gsm8k", []).each_environment
-    assert (other.name, other.options, other.timeout) == ("gsm8k", {}, 20.0)
+    for target in (str(run), str(file)):
+        [one] = load_policy_config(target, "Own", []).environments
+        assert (one.name, one.timeout, one.curriculum.drop_after) == ("path/to/own.py:Own", 7.0, 2)
+        [other] = load_policy_config(target, "gsm8k", ["--environment.options.shots=1"]).each_environment
+        assert (other.name, other.options, other.timeout) == ("gsm8k", {"shots": 1}, 20.0)
+        with pytest.raises(ConfigError, match=r"which has addition, Own, and no environment \(did you mean Own\?\)$"):
+            load_policy_config(target, "Owm", [])
+    [changed] = load_policy_config(str(file), "Own", ["--environments.1.timeout=5"]).environments
+    assert changed.timeout == 5
 
 
 @pytest.mark.parametrize(
@@ -101,7 +108,10 @@ def test_a_policy_is_evaluated_on_all_environments_of_its_run_or_on_one(file: Pa
     [
         (('"path/to/own.py:Own"', '"addition"'), 'environments.1 and environments.0 are both "addition" in metrics'),
         (("weight = 3", "weight = 0"), "environments.0.weight = 0: it must be greater than 0"),
-        (("weight = 3", "wieght = 3"), "unknown option environments.0.wieght (did you mean environment.weight?)"),
+        (("weight = 3", "wieght = 3"), "unknown option environments.0.wieght (did you mean environments.0.weight?)"),
+        (("max_tokens = 3", "max_token = 3"), "sampling.max_token (did you mean environments.0.sampling.max_tokens?)"),
+        (("drop_after", "drop_afer"), "drop_afer (did you mean environments.1.curriculum.drop_after?)"),
+        (("weight = 3", "turns = 3"), "unknown option environments.0.turns (did you mean environments.0.max_turns?)"),
         (('name = "addition"', 'name = ""'), 'environments.0.name = "": it must not be empty'),
         (('name = "addition"', ""), "environments.0.name is not set"),
         (("[environment]", '[environment]\nname = "gsm8k"'), 'environment.name = "gsm8k" does not go with [['),

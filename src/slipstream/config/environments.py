@@ -9,6 +9,13 @@ from pydantic import Field, model_validator
 
 from slipstream.config.section import Section, option
 
+BUILT_IN = {
+    "addition": "slipstream.environments.addition:Addition",
+    "code": "slipstream.environments.code:Code",
+    "dataset": "slipstream.environments.dataset:Dataset",
+    "gsm8k": "slipstream.environments.gsm8k:Gsm8k",
+}
+
 
 class SamplingConfig(Section):
     """Sampling parameters of training rollouts."""

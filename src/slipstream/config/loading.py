@@ -19,7 +19,9 @@ from pydantic import ValidationError
 
 from slipstream.config import checks
 from slipstream.config.adapter import with_adapter_options
+from slipstream.config.environments import BUILT_IN, CurriculumConfig, SamplingConfig
 from slipstream.config.schema import NO_DEVICE, SECTIONS, Config, ConfigError, LoraConfig
+from slipstream.config.section import Section
 from slipstream.config.toml import is_writable, to_toml
 
 PATHS = ("model.path", "lora.path", "teacher.path")
@@ -40,35 +42,46 @@ RENAMED = {  # options of earlier versions: the new name in the same section
     "sync.keep": "keep_versions", "sync.interruption": "in_flight",
 }  # fmt: skip
 
-
+NESTED: dict[str, type[Section]] = {
+    "sampling": SamplingConfig,
+    "curriculum": CurriculumConfig,
+}  # tables in the section of an environment
 ENTRY = re.compile(r"environments\.(\d{1,9})\.")  # before the name of an option of one of [[environments]]
 
 
 def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> Config:
     """The configuration in a TOML file, with dotted flags over it. Raises `ConfigError`."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from None
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    values = {} if path is None else _read(path)
     for name, value in parse_flags(flags):
         _set_option(values, name, value)
     return validate(values)
 
 
+def _read(path: str | Path) -> dict[str, Any]:
+    """The values in a TOML file. Raises `ConfigError`."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the path of a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
 def load_policy_config(target: str, environment: str | None, flags: list[str], default: str | None = None) -> Config:
     """The configuration with which to sample from a policy: `target` is a TOML file, a run's directory, or a model.
 
-    A model gets default options and the named environment, or `default`. Raises `ConfigError`.
+    `environment` is a label of the file or the run, or another environment, which a model needs, or has `default`.
+    Raises `ConfigError`.
     """
     run, given = Path(target) / "config.toml", dict(parse_flags(flags))
     named = given.get("environment.name") or ("dataset" if "environment.dataset" in given else None)
     environment = str(named) if named else environment
+    if target.endswith(".toml") and environment and _read(target).get("environments"):
+        config = load_config(target, [flag for flag in flags if not flag.startswith("--environment.")])
+        rest = [flag for flag in flags if not flag.startswith("--environments.")]  # of which `config` has the values
+        return load_config(target, [*_select_environment(target, config, environment), *rest])
     if target.endswith(".toml"):
         return load_config(target, [*([f"--environment.name={environment}"] if environment else []), *flags])
     if not run.exists():
@@ -81,14 +94,26 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
         defaults = {name: option.default for name, option in LoraConfig.model_fields.items()}
         changes += [f"--lora.{name}={v if isinstance(v, str) else to_toml(v)}" for name, v in defaults.items()]
         changes += ["--sync.link=auto"]
-    entries = [e.within(trained.environment) for e in trained.environments]
-    chosen = [i for i, e in enumerate(entries) if environment and environment in (e.label, e.name)]
-    if chosen:
-        changes += [f"--environments={to_toml([trained.environments[i] for i in chosen])}"]
-    elif environment and absolute_path(environment) != absolute_path(trained.environment.name):
-        changes += [f"--environment.name={environment}", "--environment.options={}", "--environments=[]"]
-        changes += ["--algorithm.process_reward_coef=0"]
+    changes += _select_environment(target, trained, environment) if environment else []
     return load_config(run, [*changes, *flags])
+
+
+def _select_environment(target: str, config: Config, environment: str) -> list[str]:
+    """Flags for one label of the configuration, or another environment. Raises `ConfigError` with the labels."""
+    each = config.each_environment
+    chosen = [i for i, e in enumerate(each) if environment in (e.label, e.name)]
+    if chosen and config.environments:
+        return [f"--environments={to_toml([config.environments[i] for i in chosen])}"]
+    if chosen or absolute_path(environment) == absolute_path(config.environment.name):
+        return []
+    if environment not in BUILT_IN and ":" not in environment:
+        labels = ", ".join(e.label for e in each)
+        raise ConfigError(
+            f"--environment {environment} is no label of {target}, which has {labels}, and no environment"
+            f"{suggest(environment, [*(e.label for e in each), *BUILT_IN])}"
+        )
+    changes = [f"--environment.name={environment}", "--environment.options={}", "--environments=[]"]
+    return [*changes, "--algorithm.process_reward_coef=0"]
 
 
 def with_policy(config: Config, target: str) -> Config:
@@ -282,8 +307,12 @@ def _explain(error: Any) -> str:
     """One line for an error of pydantic: the option, its value, and what it must be."""
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = option_names() if "." in name else list(SECTIONS)
-        return f"unknown option {name}{suggest(name, known)}; `slipstream config` lists all"
+        nested = [f"environment.{key}.{n}" for key, section in NESTED.items() for n in section.model_fields]
+        known = [*option_names(), *nested] if "." in name else list(SECTIONS)
+        hint = suggest(ENTRY.sub("environment.", name), known)
+        if entry := ENTRY.match(name):
+            hint = hint.replace("environment.", entry[0])
+        return f"unknown option {name}{hint}; `slipstream config` lists all"
     if error["type"] == "missing":
         if name in SECTIONS:
             name += "." + next(key for key, info in SECTIONS[name].model_fields.items() if info.is_required())

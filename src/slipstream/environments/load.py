@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.environments import EnvironmentConfig
+from slipstream.config.environments import BUILT_IN, EnvironmentConfig
 from slipstream.config.loading import suggest
 from slipstream.config.plugins import construct, load_option, one_line, option_code
 from slipstream.config.schema import Config, ConfigError
@@ -19,12 +19,6 @@ from slipstream.environments.reward_workers import RewardFunction, cores
 from slipstream.environments.text_limits import is_encodable
 from slipstream.environments.worker_environment import Wave, WorkerEnvironment
 
-BUILT_IN = {
-    "addition": "slipstream.environments.addition:Addition",
-    "code": "slipstream.environments.code:Code",
-    "dataset": "slipstream.environments.dataset:Dataset",
-    "gsm8k": "slipstream.environments.gsm8k:Gsm8k",
-}
 LIBRARIES = {  # their environments are named "library:environment"
     "reasoning-gym": "slipstream.environments.reasoning_gym:ReasoningGym",
     "verifiers": "slipstream.environments.verifiers:Verifiers",
