@@ -53,7 +53,14 @@ def test_reward_is_the_share_of_tests_passed() -> None:
 
 @pytest.mark.parametrize(
     ("tests", "message"),
-    [(None, "tests is None"), ([], "tests is []"), ([3], "3 is not a test"), ([{"input": "x"}], "is not a test")],
+    [
+        (None, "tests is None"),
+        ([], "tests is []"),
+        ([3], "3 is not a test"),
+        ([{"input": "x"}], "is not a test"),
+        (["assert f( == 1"], "is not Python: invalid syntax"),
+        ([{"call": "f(", "expected": 1}], "is not Python"),
+    ],
 )
 def test_malformed_tests_name_file_and_line(tmp_path: Path, tests: Any, message: str) -> None:
     write(tmp_path / "t.jsonl", {"prompt": "p", "tests": ["assert f()"]}, {"prompt": "q", "tests": tests})

@@ -140,6 +140,36 @@ def test_multiple_choice(choices: Any, answer: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("choices", "answer", "right", "wrong"),
+    [
+        ([0, 1, 2, 3], 0, "Answer: A", "B"),
+        ([0, 1, 2, 3], 1, "The answer is 1.", "The answer is 2. Not B."),
+        (["1", "2", "3"], "1", "Answer: 1", "Answer: 2"),
+        ({"label": ["1", "2"], "text": ["2", "3"]}, "2", "Answer: 2", "Answer: 1"),
+        (["False", "True"], True, "answer: b", "answer: a"),
+        (["A dog", "A cat", "B"], "B", "Answer: A cat", "Answer: A dog"),
+        (["x", "y"], "1", "Answer: y", "Answer: x"),
+    ],
+)
+def test_answers_of_choices_are_indices_labels_or_texts(choices: Any, answer: Any, right: str, wrong: str) -> None:
+    [made] = load_rewards("choice").values()
+    wanted = made.prepare(answer, {"choices": choices})
+    assert [made.score(text, wanted) for text in (right, wrong)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "said"),
+    [
+        ("code", [{"input": "1\n", "output": "1\n"}], "```python\nprint(input())\n```"),
+        ("json", [{"a": 1}], '[{"a": 1}]'),
+    ],
+)
+def test_an_answer_may_be_a_list_of_tables(reward: str, answer: Any, said: str) -> None:
+    jsonl("d.jsonl", {"prompt": "?", "answer": answer})
+    assert rewarded(environment(dataset="d.jsonl", answer="answer", reward=reward), 0, said, "") == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
     "tests",
     [
         ["assert double(2) == 4", "assert double(-1) == -2"],  # MBPP
@@ -209,6 +239,17 @@ def test_a_function_gets_the_tasks_of_any_dataset() -> None:
         ("json", '{"a": [1, 2]}', 'So:\n```json\n{"a":[1,2]}\n```', '{"a": [2, 1]}'),
         ("json", None, '{"a": 1}', '{"a": 1'),
         ("choice", "C", "C)", "D"),
+        ("math", "1,2", "1,2", "12"),
+        ("math", "0.5", "The answer is 1/2.", "1 or 2"),
+        ("math", "2", "4/2", "1/2"),
+        ("math", "2", "#### 4/2", "10^2"),
+        ("math", "2", "6 / 3", "x/2"),
+        ("math", 1e5, "10^5", "5"),
+        ("math", "1e5", "it is 1e5", "10^{4}"),
+        ("math", "1000000000000", "10^12", "12"),
+        ("math", "2,500", "5,000/2", "500"),
+        ("choice", "B", "Answer: B. Option A is wrong.", "Answer: A. Option B is wrong."),
+        ("choice", "B", "The answer is option b.", "The answer is a big B"),
     ],
 )
 def test_rewards(reward: Any, answer: Any, right: str, wrong: str) -> None:
@@ -255,6 +296,18 @@ GOOD = {"question": "1+1?", "answer": "2"}
         ([GOOD], {"reward": {"regex": {"pattern": "("}}}, r"pattern = '\(' is no regular expression: missing \)"),
         ([{**GOOD, "answer": "ab"}], {"reward": "choice"}, "line 1: .*its answer is 'ab', none of the choices A to Z"),
         ([{**GOOD, "answer": [3]}], {"reward": "code"}, "line 1: .*3 is not a test; a test is an assertion"),
+        ([{**GOOD, "answer": ["f("]}], {"reward": "code"}, "line 1: not a task: 'f\\(' is not Python: '\\(' was never"),
+        (
+            [{**GOOD, "answer": {"inputs": ["1", "2"], "outputs": ["1"]}}],
+            {"reward": "code"},
+            "line 1: .*its tests have 2 inputs and 1 outputs",
+        ),
+        (
+            [{**GOOD, "choices": {"label": ["A"], "text": ["1", "2"]}}],
+            {"reward": "choice"},
+            "line 1: .*its choices have 1 labels and 2 texts",
+        ),
+        ([{**GOOD, "choices": ["1", "2"], "answer": 2}], {"reward": "choice"}, "is 2, none of the choices A to B"),
         ([GOOD], {"test": 2}, "environment.test = 2: it must be a split, a file, or a share"),
         ([GOOD], {"test": "tset"}, "dataset 'd.jsonl' has no split 'tset': train"),
         ([GOOD], {"prompt": 3}, "environment.prompt = 3: it must be text"),

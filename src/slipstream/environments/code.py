@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -129,10 +130,20 @@ async def _run_assertion(code: str, source: str, limits: Sandbox) -> Outcome:
 
 
 def validate_tests(tests: Any) -> list[str]:
-    """The assertion of each test, "" for one of input and output. Raises `ConfigError` for malformed tests."""
+    """The assertion of each test, "" for one of input and output. Raises `ConfigError` for malformed tests.
+
+    An assertion that does not compile is malformed.
+    """
     if not isinstance(tests, list | tuple) or not tests:
         raise ConfigError(f"tests is {tests!r:.40}, not a list of tests; {SHAPE}")
-    return [_assertion(test) for test in tests]
+    sources = [_assertion(test) for test in tests]
+    for test, source in zip(tests, sources, strict=True):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                compile(source, "test", "exec")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ConfigError(f"{test!r:.80} is not Python: {getattr(error, 'msg', error)}") from None
+    return sources
 
 
 def _assertion(test: Test) -> str:

@@ -23,7 +23,12 @@ from slipstream.environments.rows import column_value
 from slipstream.rollout import Completion
 
 MARKER = "####"
-NUMBER = re.compile(r"(?:(?<![\w)])-)?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+FACTOR = rf"{NUMBER.pattern}(?:[eE][+-]?\d{{1,3}}(?!\w))?"
+ARITHMETIC = re.compile(rf"(?<![/^]){FACTOR}(?: ?(?:/|\^) ?\{{?{FACTOR}\}}?)*")
+VERB = r"(?i:\s+is|\s*:|\s*=)?[\s:*]*"
+STATED = rf"(?:(?i:answer){VERB}(?i:(?:option|choice)\s+)?|\\boxed\{{(?:\\text\{{)?|{MARKER}\s*)"
+OFFERED = rf"(?i:choice|option){VERB}"
 FORMULA = re.compile(r"\\\((.+?)\\\)|\\\[(.+?)\\\]|\$([^$\n]*\\[a-zA-Z][^$\n]*)\$", re.DOTALL)
 FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
@@ -67,12 +72,12 @@ class Math(Reward):
             return final_answer(text)
         text = final_answer(text) if MARKER in text else text
         with suppress(ArithmeticError):
-            number = Decimal(text.strip("$%\\ ").replace(",", "").replace("−", "-"))
+            number = Decimal(_without_separators(text.strip("$%\\ ").replace("−", "-")))
             if number.is_finite():
                 return f"{number:f}"
         words = re.findall("[A-Za-z]{3,}", re.sub(r"\\(?:text|mbox|mathrm) *\{[^}]*\}|\\[a-zA-Z]+", "", text))
         if words and (with_unit := re.fullmatch(rf"\$?({NUMBER.pattern})[A-Za-z .]*", text)):
-            return with_unit[1].replace(",", "")
+            return _without_separators(with_unit[1])
         if words or not re.search(r"[\d\\+*/^=<>]", text):
             raise ValueError(f"its answer is {answer!r:.80}, no number and no formula")
         return text if "$" in text else f"\\boxed{{{text}}}"
@@ -131,30 +136,36 @@ class Regex(Reward):
 class Choice(Reward):
     """Whether the reply names the right choice, by its letter or its text.
 
-    The answer is a letter, an index from 0, or the text of one of the choices in the column `choices`, if there is one.
+    The answer is an index from 0 if it is a number, else a label, the text of a choice, or an index as text, whichever
+    is found first. The choices are in the column `choices`, by default in "choices" if there is such a column.
     """
 
-    choices: str = "choices"
+    choices: str = ""
 
-    def prepare(self, answer: Any, row: Mapping[str, Any]) -> dict[str, str]:
-        choices = as_choices(row.get(self.choices.partition(".")[0]) and column_value(row, self.choices))
-        labels, text = [*choices] or [*string.ascii_uppercase], str(answer).strip()
-        label = text.strip("().: ").upper()
-        if label not in labels:
-            same = [name for name, choice in choices.items() if choice.strip() == text]
-            label = same[0] if same else labels[int(text)] if text.isdecimal() and int(text) < len(labels) else ""
-        if not label:
-            raise ValueError(f"its answer is {answer!r:.80}, none of the choices {', '.join(choices) or 'A to Z'}")
-        return {"label": label, "text": choices.get(label, ""), "labels": "|".join(map(re.escape, labels))}
+    def prepare(self, answer: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+        choices = as_choices(column_value(row, self.choices) if self.choices else row.get("choices"))
+        if self.choices and not choices:
+            raise ValueError(f"its {self.choices!r} is {column_value(row, self.choices)!r:.80}, not choices")
+        choices = choices or dict.fromkeys(string.ascii_uppercase, "")
+        labels, text = [*choices], str(answer).strip()
+        indexed = labels[int(text) :][:1] if text.isdecimal() else []
+        labelled = [label for label in labels if label.upper() == text.strip("().: ").upper()]
+        named = labelled or [label for label, choice in choices.items() if choice.strip() == text] or indexed
+        if not (named := indexed if type(answer) is int else named):
+            raise ValueError(f"its answer is {answer!r:.80}, none of the choices {labels[0]} to {labels[-1]}")
+        return {"label": named[0], "choices": choices}
 
     def score(self, text: str, wanted: Any) -> float:
-        label = rf"\(?\**({wanted['labels']})\b"
-        before = rf"(?i:answer|choice|option)(?i:\s+is|\s*:|\s*=)?[\s:*]*|\\boxed\{{(?:\\text\{{)?|{MARKER}\s*"
-        alone = rf"^\W*({wanted['labels']})(?:[.):*].*|\W*)$"
-        if found := re.findall(f"(?:{before}){label}", text) or re.findall(alone, text, re.MULTILINE):
-            return float(found[-1] == wanted["label"])
+        label, texts = wanted["label"], {name: text.strip(" .*") for name, text in wanted["choices"].items()}
+        right = {texts[label].lower()} - {"", *map(str.lower, texts)} | {label.lower()}
+        labels = "|".join(map(re.escape, texts))
+        names = "|".join(map(re.escape, [*texts, *filter(None, texts.values())]))
+        name = rf"[(*]*((?i:{names})(?=\W*$|[).:,;*}}$]+\s)|(?:{labels})\b)"
+        for pattern in (STATED + name, OFFERED + name, rf"^\W*({labels})(?:[.):*].*|\W*)$"):
+            if found := re.findall(pattern, text, re.MULTILINE):
+                return float(found[-1].lower() in right)
         lines = text.strip().splitlines() or [""]
-        return float(bool(wanted["text"]) and wanted["text"].strip().casefold() == lines[-1].strip(" .*").casefold())
+        return float(lines[-1].strip(" .*").lower() in right)
 
 
 @dataclass(frozen=True)
@@ -198,7 +209,10 @@ class Code(Reward):
         with suppress(ValueError):
             tests = json.loads(answer) if isinstance(answer, str) else answer
         if isinstance(tests, dict) and isinstance(tests.get("inputs"), list):
-            tests = [{"input": i, "output": o} for i, o in zip(tests["inputs"], tests.get("outputs", ()), strict=False)]
+            inputs, outputs = tests["inputs"], tests.get("outputs") or []
+            if len(inputs) != len(outputs):
+                raise ValueError(f"its tests have {len(inputs)} inputs and {len(outputs)} outputs")
+            tests = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
         tests = [tests] if isinstance(tests, str) else tests
         validate_tests(tests)
         return tests
@@ -257,21 +271,37 @@ def final_answer(text: str) -> str:
     text = text.replace("−", "-")
     _, marker, after = text.rpartition(MARKER)
     if marker:
-        numbers = NUMBER.findall(after.splitlines()[0] if after.strip() else "")
-        return numbers[0].replace(",", "") if numbers else after.strip()
+        found = ARITHMETIC.search(after.splitlines()[0] if after.strip() else "")
+        return _as_formula(found[0]) if found else after.strip()
     if "\\boxed" in text:
         return text[text.rindex("\\boxed") :]
-    numbers = [*NUMBER.finditer(text)]
+    numbers = [*ARITHMETIC.finditer(text)]
     formulas = [*FORMULA.finditer(text)]
     if formulas and formulas[-1].end() >= (numbers[-1].end() if numbers else 0):
         return f"${next(filter(None, formulas[-1].groups()))}$"
-    return numbers[-1][0].replace(",", "") if numbers else ""
+    return _as_formula(numbers[-1][0]) if numbers else ""
+
+
+def _as_formula(text: str) -> str:
+    """Numbers joined by "/" and "^" as LaTeX; a single number as its digits."""
+    plain = re.sub(FACTOR, lambda found: f"{Decimal(found[0].replace(',', '')):f}", text)
+    return plain if NUMBER.fullmatch(plain) else "$" + re.sub(r"\^ ?\{?([-.\d]+)\}?", r"^{\1}", plain) + "$"
+
+
+def _without_separators(text: str) -> str:
+    """The text without commas if it is a number with separators of thousands."""
+    return text.replace(",", "") if NUMBER.fullmatch(text) else text
 
 
 def as_choices(value: Any) -> dict[str, str]:
-    """Choices by label: of a list "A", "B", ...; or those of a table of labels and texts. {} for anything else."""
+    """Choices by label: of a list "A", "B", ...; or those of a table of labels and texts. {} for anything else.
+
+    Raises `ValueError` if the table has more labels than texts, or fewer.
+    """
     if isinstance(value, dict) and isinstance(value.get("text"), list) and isinstance(value.get("label"), list):
-        return dict(zip(map(str, value["label"]), map(str, value["text"]), strict=False))
+        if len(value["label"]) != len(value["text"]):
+            raise ValueError(f"its choices have {len(value['label'])} labels and {len(value['text'])} texts")
+        return dict(zip(map(str, value["label"]), map(str, value["text"]), strict=True))
     if isinstance(value, dict) and value and all(len(label) == 1 for label in value):
         return {label: str(text) for label, text in value.items()}
     plain = isinstance(value, list) and all(isinstance(choice, str | int | float) for choice in value)

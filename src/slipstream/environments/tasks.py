@@ -44,7 +44,7 @@ class Columns:
         """The task of a row. Raises `ValueError` that says what is wrong with the row."""
         prompt = as_prompt(_text(row, self.prompt), "prompt" if "{" in self.prompt else repr(self.prompt), self.system)
         answer = as_messages(_text(row, self.answer)) if self.answer else None
-        if isinstance(answer, list) and answer and isinstance(answer[-1], dict):
+        if isinstance(answer, list) and answer and isinstance(answer[-1], dict) and "role" in answer[-1]:
             answer = answer[-1].get("content")  # the last reply of a chat
         if self.answer and (answer is None or not str(answer).strip()):
             raise ValueError(f"its {self.answer!r} is empty")
