@@ -55,6 +55,8 @@ def train(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def evaluate(options: argparse.Namespace, flags: list[str]) -> None:
+    if vars(options)["evaluation.tasks"] == "0":
+        raise ConfigError("--tasks 0: there is nothing to evaluate on; give 1 or more")
     config = load_policy_config(options.target, options.environment, flags)
     if options.rollouts and not options.rollouts.absolute().parent.is_dir():
         raise ConfigError(

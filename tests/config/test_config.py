@@ -80,6 +80,10 @@ def test_every_option_is_documented_once() -> None:
         (["--loop.step", "3"], "unknown option loop.step (did you mean loop.steps?); `slipstream config` lists all"),
         (["--learning_rate", "3"], "unknown option --learning_rate (did you mean trainer.learning_rate?)"),
         (["--foo.bar", "1"], "unknown option foo"),
+        (
+            ["--evaluation.tasks=0", "--evaluation.every=5", "--evaluation.temperature=1.0"],
+            "evaluation.every = 5, evaluation.temperature = 1.0 do nothing without evaluation.tasks above 0; set that,",
+        ),
         (["--loop.steps"], "--loop.steps has no value; give one: --loop.steps VALUE"),
         (["--loop.steps", "--loop.seed", "1"], "--loop.steps has no value"),
         (["loop.steps", "3"], "'loop.steps' is not an option; options look like --section.option value"),
@@ -388,6 +392,8 @@ def test_an_old_name_is_answered_with_the_new_one(file: Path, old: str, new: str
 def test_missing_options_and_files(tmp_path: Path, file: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path is not set; add it to the file or give --model.path VALUE"):
         load_config(None, ["--environment.name", "addition"])
+    with pytest.raises(ConfigError, match=r"environments is an empty list, and environment.name is not set; give one"):
+        load_config(None, ["--model.path=m", "--environments=[]"])
     with pytest.raises(ConfigError, match=r"gone.toml: No such file or directory; give the path of a TOML file"):
         load_config(tmp_path / "gone.toml")
     file.write_text("[model\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from slipstream.config.environments import DATASET_OPTIONS
 from slipstream.config.loading import load_config, load_policy_config, validate
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Task
+from slipstream.environments.dataset import Dataset
 from slipstream.environments.episode import EpisodeOptions, run_episode
 from slipstream.environments.load import load_environment
 from slipstream.environments.reward_workers import RewardErrorCounter, ScoringError
@@ -319,7 +322,7 @@ GOOD = {"question": "1+1?", "answer": "2"}
         ([GOOD], {"dataset": "d.txt"}, "dataset 'd.txt': its format is not known by its suffix; it is one of .jsonl"),
         ([GOOD], {"dataset": "broken.parquet"}, "dataset 'broken.parquet' can't be loaded: .*Parquet"),
         ([GOOD], {"dataset": "cut.csv"}, "cut.csv, row 2: not a task: it has 1 values for 2 columns"),
-        ([GOOD], {"promt": "question"}, r"environment.options.promt is unknown to dataset \(did you mean prompt\?\)"),
+        ([GOOD], {"promt": "question"}, r"unknown option environment.promt \(did you mean environment.prompt\?\)"),
     ],
 )
 def test_errors_name_file_row_and_column(rows: list[Any], options: dict[str, Any], message: str) -> None:
@@ -382,6 +385,11 @@ def test_options_next_to_a_dataset_are_those_of_the_environment() -> None:
     assert [each.label for each in both] == ["sums", "quiz"]
     again = load_policy_config("m", None, ["--environment.dataset=b.csv", "--environment.reward=exact"]).environment
     assert (again.name, again.options) == ("dataset", {"dataset": "b.csv", "reward": "exact"})
+    for wrong, right in ("wieght", "weight"), ("rewrad", "reward"):
+        said = rf"environments\.1\.{wrong} \(did you mean environments\.1\.{right}\?\)"
+        with pytest.raises(ConfigError, match=f"^unknown option {said}; `slipstream config` lists all$"):
+            validate({"model": {"path": "m"}, "environments": [table, {"dataset": "quiz.csv", wrong: 1}]})
+    assert {*DATASET_OPTIONS, "reward_workers", "timeout"} == {*inspect.signature(Dataset).parameters}
     with pytest.raises(ConfigError, match=r"environment.reward is not set, nor is scoring.kind"):
         validate({"model": {"path": "m"}, "environments": [table, {**table, "label": "other", "reward": ""}]})
 

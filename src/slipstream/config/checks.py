@@ -32,6 +32,7 @@ def faults(config: Config) -> Iterator[str]:
     for wrong, message in CHECKS:
         if wrong(config):
             yield re.sub(r"\{(=?)([\w.]+)\}", lambda found: _shown(config, *found.groups()), message)
+    yield from _idle_options(config)
     yield from engine_args.faults(config)
     yield from _tracker_faults(config.observe.trackers)
 
@@ -96,20 +97,15 @@ def _conflicts(chosen: Condition, text: str, *others: Conflict) -> list[Check]:
     return [(both(other), f"{text} does not go with {what}; {remedy}") for other, what, remedy in others]
 
 
-def _idle(works: Condition, needed: str, *options: str) -> list[Check]:
-    """These options have an effect only if the condition holds; otherwise they must keep their defaults."""
-
-    def changed(option: str) -> Condition:
-        return lambda c: not works(c) and _changed(c, option)
-
-    return [
-        (
-            changed(option),
-            f"{{{option}}} does nothing without {needed}; set that, or leave {option.partition('.')[2]} at "
-            + to_toml(_default(option)),
-        )
-        for option in options
-    ]
+def _idle_options(config: Config) -> Iterator[str]:
+    """One line for all changed options that have no effect because a condition of `IDLE` does not hold."""
+    for works, needed, *options in IDLE:
+        changed = [] if works(config) else [option for option in options if _changed(config, option)]
+        if changed:
+            listed = ", ".join(_shown(config, "", option) for option in changed)
+            one = len(changed) == 1 and f"{changed[0].partition('.')[2]} at {to_toml(_default(changed[0]))}"
+            does, remedy = ("does", f"leave {one}") if one else ("do", "leave them out")
+            yield f"{listed} {does} nothing without {needed}; set that, or {remedy}"
 
 
 def _changed(config: Config, option: str) -> bool:
@@ -304,35 +300,36 @@ CHECKS: tuple[Check, ...] = (
     (lambda c: c.teacher.path and c.teacher.lag,
      "{teacher.lag} makes the policy its own teacher; leave teacher.path out"),
     (lambda c: c.teacher.lag and c.teacher.engine == "vllm", 'teacher.lag needs teacher.engine = "torch"'),
-    # options without effect
-    *_idle(lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.targets", "lora.experts"),
-    *_idle(lambda c: c.scoring.kind, "scoring.kind",
+)  # fmt: skip
+IDLE: tuple[tuple[Any, ...], ...] = (  # a condition, its text, and options without effect if it does not hold
+    (lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.targets", "lora.experts"),
+    (lambda c: c.scoring.kind, "scoring.kind",
            "scoring.options", "scoring.weights", "scoring.concurrency", "scoring.timeout"),
-    *_idle(_has_teacher, "teacher.path or teacher.lag", *(f"teacher.{name}" for name in TeacherConfig.model_fields)),
-    *_idle(lambda c: c.teacher.engine == "vllm", 'teacher.engine = "vllm"',
+    (_has_teacher, "teacher.path or teacher.lag", *(f"teacher.{name}" for name in TeacherConfig.model_fields)),
+    (lambda c: c.teacher.engine == "vllm", 'teacher.engine = "vllm"',
            "teacher.gpu_memory_utilization", "teacher.engine_args"),
-    *_idle(_rewards_steps, "scoring.kind, a scorer that rewards steps", "algorithm.process_reward_coef"),
-    *_idle(lambda c: c.algorithm.overlong == "penalty", 'algorithm.overlong = "penalty"', "algorithm.overlong_buffer"),
-    *_idle(lambda c: c.generator.engine != "torch", 'generator.engine = "vllm"', "generator.tensor_parallel_size",
+    (_rewards_steps, "scoring.kind, a scorer that rewards steps", "algorithm.process_reward_coef"),
+    (lambda c: c.algorithm.overlong == "penalty", 'algorithm.overlong = "penalty"', "algorithm.overlong_buffer"),
+    (lambda c: c.generator.engine != "torch", 'generator.engine = "vllm"', "generator.tensor_parallel_size",
            "generator.gpu_memory_utilization", "generator.engine_args"),
-    *_idle(lambda c: c.sync.link in ("auto", "checkpoint"), 'sync.link = "checkpoint"', "sync.keep_versions"),
-    *_idle(lambda c: c.sync.link in ("delta", "lora", "auto"), 'sync.link = "delta" or "lora"', "sync.max_mb_per_s"),
-    *_idle(lambda c: c.algorithm.filter_zero_advantage, "algorithm.filter_zero_advantage = true",
+    (lambda c: c.sync.link in ("auto", "checkpoint"), 'sync.link = "checkpoint"', "sync.keep_versions"),
+    (lambda c: c.sync.link in ("delta", "lora", "auto"), 'sync.link = "delta" or "lora"', "sync.max_mb_per_s"),
+    (lambda c: c.algorithm.filter_zero_advantage, "algorithm.filter_zero_advantage = true",
            "algorithm.max_filtered_in_a_row"),
-    *_idle(lambda c: c.algorithm.kl_coef, "algorithm.kl_coef", "algorithm.reference", "algorithm.reference_decay",
+    (lambda c: c.algorithm.kl_coef, "algorithm.kl_coef", "algorithm.reference", "algorithm.reference_decay",
            "algorithm.kl_estimator", "algorithm.kl_weighted"),
-    *_idle(lambda c: c.algorithm.reference == "average", 'algorithm.reference = "average"',
+    (lambda c: c.algorithm.reference == "average", 'algorithm.reference = "average"',
            "algorithm.reference_decay"),
-    *_idle(_truncates, "sampling.top_k or top_p", "algorithm.replay_sampling_mask"),
-    *_idle(lambda c: c.trainer.ranks > 1, "trainer.ranks above 1", "trainer.parallel"),
-    *_idle(lambda c: c.evaluation.tasks, "evaluation.tasks above 0", "evaluation.every", "evaluation.every_tokens",
+    (_truncates, "sampling.top_k or top_p", "algorithm.replay_sampling_mask"),
+    (lambda c: c.trainer.ranks > 1, "trainer.ranks above 1", "trainer.parallel"),
+    (lambda c: c.evaluation.tasks, "evaluation.tasks above 0", "evaluation.every", "evaluation.every_tokens",
            "evaluation.temperature", "evaluation.samples", "evaluation.snapshot"),
-    *_idle(lambda c: c.observe.health, "observe.health = true", "observe.ignore"),
-    *_idle(lambda c: c.observe.trackers, "observe.trackers", "observe.project"),
-    *_idle(lambda c: c.runtime.kind == "ray", 'runtime.kind = "ray"',
+    (lambda c: c.observe.health, "observe.health = true", "observe.ignore"),
+    (lambda c: c.observe.trackers, "observe.trackers", "observe.project"),
+    (lambda c: c.runtime.kind == "ray", 'runtime.kind = "ray"',
            "runtime.address", "runtime.placement"),
-    *_idle(lambda c: c.loop.max_lag, "loop.max_lag above 0", "loop.force_max_lag"),
-    *_idle(lambda c: c.loop.max_lag or c.sync.every > 1, "loop.max_lag above 0", "loop.buffer_size"),
-    *_idle(_has_reward_function, "a reward function", "environment.reward_error"),
-    *_idle(_in_flight_at_swap, "loop.max_lag above 0", "sync.in_flight"),
+    (lambda c: c.loop.max_lag, "loop.max_lag above 0", "loop.force_max_lag"),
+    (lambda c: c.loop.max_lag or c.sync.every > 1, "loop.max_lag above 0", "loop.buffer_size"),
+    (_has_reward_function, "a reward function", "environment.reward_error"),
+    (_in_flight_at_swap, "loop.max_lag above 0", "sync.in_flight"),
 )  # fmt: skip

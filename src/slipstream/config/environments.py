@@ -16,6 +16,11 @@ BUILT_IN = {
     "gsm8k": "slipstream.environments.gsm8k:Gsm8k",
 }
 
+DATASET_OPTIONS = (  # which may be written next to the section's own
+    "dataset", "prompt", "answer", "id", "reward", "system", "filter", "subset", "split", "test", "skip_malformed",
+    "category",
+)  # fmt: skip
+
 
 class SamplingConfig(Section):
     """Sampling parameters of training rollouts."""
@@ -98,7 +103,8 @@ class EnvironmentConfig(Section):
         """The options of a dataset, which may be written next to the section's own, in `options`."""
         if not isinstance(values, dict) or ("dataset" not in values and values.get("name") != "dataset"):
             return values
-        options = {name: value for name, value in values.items() if name not in cls.model_fields}
+        own = values.get("name", "dataset") != "dataset"  # whose options are known once it is loaded
+        options = {n: v for n, v in values.items() if n in DATASET_OPTIONS or (own and n not in cls.model_fields)}
         given = {name: value for name, value in values.items() if name not in options}
         return {"name": "dataset"} | given | {"options": given.get("options", {}) | options}
 

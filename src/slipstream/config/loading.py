@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from slipstream.config import checks
 from slipstream.config.adapter import with_adapter_options
-from slipstream.config.environments import BUILT_IN, CurriculumConfig, SamplingConfig
+from slipstream.config.environments import BUILT_IN, DATASET_OPTIONS, CurriculumConfig, SamplingConfig
 from slipstream.config.schema import NO_DEVICE, SECTIONS, Config, ConfigError, LoraConfig
 from slipstream.config.section import Section
 from slipstream.config.toml import is_writable, to_toml
@@ -86,7 +86,8 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
         return load_config(target, [*([f"--environment.name={environment}"] if environment else []), *flags])
     if not run.exists():
         if not (environment := environment or default):
-            raise ConfigError(f"{target} is no run's directory; name an environment: --environment NAME")
+            found = "is no run's directory" if Path(target).exists() else "does not exist here"
+            raise ConfigError(f"{target} {found}; of a model, name an environment, too: --environment NAME")
         return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
     trained = load_config(run)
     changes = [f"--model.path={policy_of(target)}", "--generator.servers=[]"]
@@ -150,6 +151,9 @@ def policy_of(target: str) -> Path:
 
 def validate(values: Mapping[str, Any]) -> Config:
     """Nested values as a `Config`. Raises `ConfigError` with all invalid options, or the first of `checks.faults`."""
+    shared = values.get("environment", {})
+    if values.get("environments") == [] and isinstance(shared, dict) and not {"name", "dataset"} & {*shared}:
+        raise ConfigError("environments is an empty list, and environment.name is not set; give one of them")
     try:
         config = Config.model_validate(with_adapter_options(values))
     except ValidationError as error:
@@ -307,7 +311,8 @@ def _explain(error: Any) -> str:
     """One line for an error of pydantic: the option, its value, and what it must be."""
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        nested = [f"environment.{key}.{n}" for key, section in NESTED.items() for n in section.model_fields]
+        nested = [f"environment.{option}" for option in DATASET_OPTIONS]
+        nested += [f"environment.{key}.{n}" for key, section in NESTED.items() for n in section.model_fields]
         known = [*option_names(), *nested] if "." in name else list(SECTIONS)
         hint = suggest(ENTRY.sub("environment.", name), known)
         if entry := ENTRY.match(name):

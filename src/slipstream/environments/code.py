@@ -39,7 +39,7 @@ class Code:
 
     def __init__(
         self,
-        train: str,
+        train: str = "",
         test: str | None = None,
         reward: Literal["share", "all"] = "share",
         instruction: str = "\nAnswer with a Python program in a ```python code block.",
@@ -49,6 +49,8 @@ class Code:
         processes: int = 32,
         sandbox: str = "auto",
     ) -> None:
+        if not train:
+            raise ConfigError("environment.options.train is not set; give a JSONL file")
         if reward not in ("share", "all"):
             raise ConfigError(f'environment.options.reward = {reward!r}; it is "share" or "all"')
         self.sandbox = Sandbox(seconds, memory_mb, processes=processes, kind=sandbox)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.config.loading import load_config
+from slipstream.config.schema import ConfigError
 from slipstream.environments.base import ChatTokenizer, Task
 from slipstream.environments.load import close_environment, load_environments
 from slipstream.generators.base import ContextFull, GenerationError
@@ -25,6 +26,8 @@ BINS, WIDTH = 8, 40  # of the histogram
 
 def data(path: str | None, flags: Sequence[str], shown: int) -> None:
     """Print `shown` training tasks of each environment, and the lengths of all prompts. Raises `ConfigError`."""
+    if shown < 0:
+        raise ConfigError(f"--tasks {shown}: give 0 or more")
     config = load_config(path, flags)
     tokenizer = load_tokenizer(config.model.path)
     loaded = load_environments(config)
