@@ -69,6 +69,12 @@ def test_malformed_tests_name_file_and_line(tmp_path: Path, tests: Any, message:
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("option", [{"tools": "yes"}, {"seconds": 0}, {"memory_mb": 0}, {"processes": -1}])
+def test_options_that_no_program_can_meet_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(option))} = "):
+        Code("t.jsonl", **option)
+
+
 @pytest.mark.parametrize(("reward", "earned"), [("share", 0.5), ("all", 0.0)])
 def test_environment_grades_the_last_code_block(tmp_path: Path, reward: str, earned: float) -> None:
     write(tmp_path / "t.jsonl", {"prompt": "Square.", "tests": ["assert f(1) == 1", "assert f(2) == 4"]})

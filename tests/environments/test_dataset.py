@@ -97,6 +97,12 @@ def test_csv_keeps_text_and_quotes() -> None:
     assert not made.test
 
 
+def test_names_of_tasks_and_braces_in_templates() -> None:
+    jsonl("d.jsonl", {"q": "x", "more": {"id": 7}})
+    made = environment(dataset="d.jsonl", prompt='{{"a": {{{q}}}}}', id="more.id", reward={"regex": {"pattern": "x"}})
+    assert [(task.id, task.prompt) for task in made.train] == [("7", '{"a": {x}}')]
+
+
 def test_chats_without_their_last_reply() -> None:
     turns = [
         {"from": "system", "value": "Be brief."},
@@ -241,6 +247,8 @@ def test_a_function_gets_the_tasks_of_any_dataset() -> None:
         ("regex", "^Ro.e$", "Rome", "In Rome"),
         ("json", '{"a": [1, 2]}', 'So:\n```json\n{"a":[1,2]}\n```', '{"a": [2, 1]}'),
         ("json", None, '{"a": 1}', '{"a": 1'),
+        ("json", {"a": [1.0]}, '{"a": [1]}', '{"a": [true]}'),
+        ("json", None, "[true]", "[NaN]"),
         ("choice", "C", "C)", "D"),
         ("math", "1,2", "1,2", "12"),
         ("math", "0.5", "The answer is 1/2.", "1 or 2"),
@@ -311,6 +319,21 @@ GOOD = {"question": "1+1?", "answer": "2"}
             "line 1: .*its choices have 1 labels and 2 texts",
         ),
         ([{**GOOD, "choices": ["1", "2"], "answer": 2}], {"reward": "choice"}, "is 2, none of the choices A to B"),
+        ([GOOD, {"id": 2}], {"id": "id"}, "line 1: .*it has no column 'id'"),
+        ([{**GOOD, "more": {}}], {"id": "more.id"}, "line 1: .*it has no column 'more.id'"),
+        ([GOOD], {"reward": {"choice": {"choices": "nosuch"}}}, "line 1: .*it has no column 'nosuch'"),
+        ([GOOD], {"prompt": "{question"}, "environment.prompt = '{question': unbalanced braces"),
+        ([GOOD], {"answer": "{{answer}"}, "environment.answer = '{{answer}': unbalanced braces"),
+        ([GOOD], {"subset": "main"}, "environment.subset = 'main' is for datasets of the Hub"),
+        ([GOOD], {"dataset": "twice.csv"}, "twice.csv, line 1: more than one column is named 'answer'"),
+        ([GOOD], {"reward": {"code": {"seconds": 0.0}}}, "seconds = 0.0: a limit of programs must be above 0"),
+        ([GOOD], {"reward": {"code": {"memory_mb": -1}}}, "memory_mb = -1: a limit of programs must be above 0"),
+        ([GOOD], {"reward": {"math": float("nan")}}, "environment.options.reward = .*nan.* is no text, finite number"),
+        ([GOOD], {"reward": {"math": -1.0}}, "environment.reward: weight = -1.0 must be 0"),
+        ([GOOD], {"skip_malformed": "yes"}, "environment.skip_malformed = 'yes': it must be true or false"),
+        ([{**GOOD, "answer": "[NaN]"}], {"reward": "json"}, "line 1: .*is no JSON: NaN is not a value"),
+        ([GOOD], {"split": "nosuch"}, "environment.split = 'nosuch': dataset 'd.jsonl' has no split 'nosuch'"),
+        ([GOOD], {"test": [1]}, r"environment.test = \[1\]: it must be a split, a file, or a share"),
         ([GOOD], {"test": 2}, "environment.test = 2: it must be a split, a file, or a share"),
         ([GOOD], {"test": "tset"}, "dataset 'd.jsonl' has no split 'tset': train"),
         ([GOOD], {"prompt": 3}, "environment.prompt = 3: it must be text"),
@@ -330,6 +353,7 @@ def test_errors_name_file_row_and_column(rows: list[Any], options: dict[str, Any
     for name in ("d.txt", "broken.parquet"):
         Path(name).write_text("no")
     Path("cut.csv").write_text("question,answer\n1+1?,2\n1+2?\n")
+    Path("twice.csv").write_text("answer,answer\n1,2\n")
     given: Mapping[str, Any] = {"dataset": "d.jsonl", "prompt": "question", "answer": "answer", "reward": "math"}
     with pytest.raises(ConfigError, match=message) as caught:
         environment(**{**given, **options})

@@ -38,7 +38,7 @@ def test_tasks_are_shown_with_token_boundaries_and_lengths(
     flags = [f"--model.path={chat_model}", f"--environment.dataset={file}", "--environment.prompt=q"]
     flags += ["--environment.answer=a", "--environment.reward=exact", "--environment.test=0"]
     text = shown(capsys, *flags, "--sampling.max_tokens=40", "--environment.filter={a=2}", "--tasks=1")
-    assert f"train/1 ({file}, line 1): 20 tokens; rewards know {{'exact': '2'}}" in text
+    assert f"train/1 ({file}, line 1): 20 tokens; expected answer {{'exact': '2'}}" in text
     assert "«<eos>»│u│s│e│r│" in text and "│1│+│1│=│«<eos>»│a│s│s│i│s│t│a│n│t│" in text
     assert "5 training tasks: prompts of 20 to 256 tokens; median 234," in text and "held-out" not in text
     last = "in the context of 256 tokens, 1 of 5 prompts leave no room for a completion, and 2 less than"

@@ -53,10 +53,12 @@ class Code:
             raise ConfigError("environment.options.train is not set; give a JSONL file")
         if reward not in ("share", "all"):
             raise ConfigError(f'environment.options.reward = {reward!r}; it is "share" or "all"')
+        if not isinstance(tools, bool):
+            raise ConfigError(f"environment.options.tools = {tools!r}; it is true or false")
         self.sandbox = Sandbox(seconds, memory_mb, processes=processes, kind=sandbox)
         require_isolation(sandbox)
         self._all, self._tools, self._instruction = reward == "all", tools, instruction
-        tasks = load_tasks(train, Columns(id="id"), test=test or "")
+        tasks = load_tasks(train, Columns(id="id?"), test=test or "")
         self.train, self.test = map(self._prepared, tasks)
 
     def _prepared(self, tasks: Sequence[Task]) -> list[Task]:

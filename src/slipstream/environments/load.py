@@ -157,7 +157,7 @@ class FunctionEnvironment:
         timeout = config.timeout * REWARD_SHARE
         self._reward = None if is_episode else RewardFunction(function, config.name, config.reward_workers, timeout)
         self.has_reward_workers = bool(self._reward and self._reward.pool)
-        options = {"id": "id", **config.options}
+        options = {"id": "id?", **config.options}
         if "train" in options:
             options["dataset"] = options.pop("train")
         if unusable := [name for name in ("dataset", "reward") if (name in options) == (name == "reward")]:

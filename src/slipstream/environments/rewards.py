@@ -46,6 +46,8 @@ class Reward:
             value, kind = getattr(self, field.name), str(field.type)
             if kind not in (type(value).__name__, "float" if type(value) is int else ""):
                 raise ConfigError(f"environment.reward: {field.name} = {value!r} must be of type {kind}")
+        if not self.weight >= 0:
+            raise ConfigError(f"environment.reward: weight = {self.weight!r} must be 0 (only a metric) or above")
         _compile(self.extract, "extract")
 
     def prepare(self, answer: Any, row: Mapping[str, Any]) -> Any:
@@ -176,16 +178,34 @@ class Json(Reward):
 
     def prepare(self, answer: Any, row: Mapping[str, Any]) -> Any:
         try:
-            return json.loads(answer) if isinstance(answer, str) else answer
+            return _parsed(answer) if isinstance(answer, str) else answer
         except ValueError as error:
             raise ValueError(f"its answer {answer!r:.80} is no JSON: {error}") from None
 
     def score(self, text: str, wanted: Any) -> float:
         try:
-            found = json.loads((FENCED.findall(text) or [text])[-1])
+            found = _parsed((FENCED.findall(text) or [text])[-1])
         except (ValueError, RecursionError):
             return 0.0
-        return float(wanted is None or found == wanted)
+        return float(wanted is None or _same(found, wanted))
+
+
+def _parsed(text: str) -> Any:
+    """The value of JSON. Raises `ValueError`, also for NaN and infinity, which `json` accepts."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not a value of JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether values of JSON are equal; true is not 1."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 @dataclass(frozen=True)
@@ -198,8 +218,10 @@ class Code(Reward):
 
     def __post_init__(self) -> None:
         from slipstream.environments.code import require_isolation
+        from slipstream.environments.sandbox import Sandbox
 
         super().__post_init__()
+        Sandbox(self.seconds, self.memory_mb, kind=self.sandbox)  # raises `ConfigError` for limits of 0
         require_isolation(self.sandbox)
 
     def prepare(self, answer: Any, row: Mapping[str, Any]) -> Any:

@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,8 @@ def find_splits(dataset: str, subset: str = "") -> dict[str, Read]:
     The split of a local file is the first of `SPLITS` that is a word of its name, else "train".
     """
     path = Path(dataset).expanduser()
+    if subset and path.exists():
+        raise ConfigError(f"environment.subset = {subset!r} is for datasets of the Hub; {dataset!r} is a local file")
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():  # written by `save_to_disk`
         return _datasets_splits(dataset, lambda library: library.load_from_disk(str(path)))
     if files := _files(path):
@@ -152,6 +155,8 @@ def _read_csv(path: Path) -> list[Numbered]:
     delimiter = max(",;\t|", key=header.count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
+        if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+            raise ConfigError(f"{path}, line 1: more than one column is named {twice[0]!r}; rename them")
         return [(number, _checked(row)) for number, row in enumerate(reader, 1)]
     except csv.Error as error:
         raise ConfigError(f"{path}, line {reader.line_num}: not CSV: {error}; correct it") from None

@@ -92,6 +92,11 @@ class Sandbox:
     output_kb: int = 256
     kind: str = "auto"
 
+    def __post_init__(self) -> None:
+        for name in ("seconds", "memory_mb", "files_mb", "processes", "output_kb"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)!r}: a limit of programs must be above 0")
+
     async def python(self, code: str) -> str:
         """Run a Python program in an empty directory and return what it prints."""
         return _transcript(await self.run(Program([PYTHON, "main.py"], {"main.py": code})))

@@ -17,7 +17,7 @@ from slipstream.environments.base import Task
 from slipstream.environments.rewards import Reward, as_choices
 from slipstream.environments.rows import Part, column_value, find_splits
 
-FIELD = re.compile(r"\{\{([^{}]*)\}\}|\{([^{}\n]+)\}")  # text in braces, or the value of a column
+FIELD = re.compile(r"(\{\{|\}\})|\{([^{}\n]+)\}")  # a brace, or the value of a column
 ROLES = {"human": "user", "gpt": "assistant"}  # of messages with "from" and "value"
 HELD_OUT = 0.1
 MAX_NAMED = 10  # malformed rows in a message
@@ -29,11 +29,16 @@ class Columns:
 
     prompt: str = "prompt"
     answer: str = ""
-    id: str = ""  # rows without this column get their number
+    id: str = ""  # by default the number of the row, as with "id?" for rows without a column "id"
     system: str = ""  # text, no column
     filter: Mapping[str, Any] = field(default_factory=dict)  # the values, or lists of values, that rows must have
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     category: str = ""  # a column
+
+    def __post_init__(self) -> None:
+        for name, text in ("prompt", self.prompt), ("answer", self.answer):
+            if "{" in text and re.search("[{}]", FIELD.sub("", text)):
+                raise ConfigError(f"environment.{name} = {text!r}: unbalanced braces; write {{{{ and }}}} for braces")
 
     def keeps(self, row: Any) -> bool:
         """Whether the row passes the filter. Raises `ValueError`."""
@@ -48,12 +53,14 @@ class Columns:
             answer = answer[-1].get("content")  # the last reply of a chat
         if self.answer and (answer is None or not str(answer).strip()):
             raise ValueError(f"its {self.answer!r} is empty")
-        data = {name: value for name, value in row.items() if name not in (self.prompt, self.id)}
+        id_column = self.id.removesuffix("?")
+        data = {name: value for name, value in row.items() if name not in (self.prompt, id_column)}
         if self.rewards:  # they need no other columns
             data = {"wanted": {kind: reward.prepare(answer, row) for kind, reward in self.rewards.items()}}
         data |= {"answer": answer} if self.answer else {}
         category = str(column_value(row, self.category)) if self.category else ""
-        return Task(str(row[self.id]) if self.id in row else name, prompt, data, source, category)
+        named = id_column and (id_column == self.id or id_column in row)
+        return Task(str(column_value(row, id_column)) if named else name, prompt, data, source, category)
 
 
 def load_tasks(
@@ -69,6 +76,8 @@ def load_tasks(
     `split` is by default "train" or the only one. `test` is a split, a file, or a share of the training tasks; by
     default the split "test" or "validation", else a tenth.
     """
+    if not isinstance(skip_malformed, bool):
+        raise ConfigError(f"environment.skip_malformed = {skip_malformed!r}: it must be true or false")
     splits = find_splits(dataset, subset)
     split = split or ("train" if "train" in splits or len(splits) > 1 else next(iter(splits)))
     if test == "":
@@ -76,23 +85,22 @@ def load_tasks(
     if isinstance(test, str) and test not in splits and (Path(test).suffix or Path(test).exists()):
         [splits[test], *_] = find_splits(test).values()
 
-    def load(name: str) -> list[Task]:
+    def load(option: str, name: str) -> list[Task]:
         if name not in splits:
-            raise ConfigError(
-                f"dataset {dataset!r} has no split {name!r}{suggest(name, [*splits])}: {', '.join(splits)}"
-            )
+            found = f"dataset {dataset!r} has no split {name!r}{suggest(name, [*splits])}: {', '.join(splits)}"
+            raise ConfigError(f"environment.{option} = {name!r}: {found}")
         return _tasks(splits[name](), name, columns, skip_malformed)
 
-    tasks = load(split)
+    tasks = load("split", split)
     if not tasks:
         reason = f"environment.filter = {dict(columns.filter)} leaves none" if columns.filter else "add rows"
         raise ConfigError(f"dataset {dataset!r}, split {split}, holds no tasks; {reason}")
-    return (tasks, load(test)) if isinstance(test, str) else _hold_out(tasks, test)
+    return (tasks, load("test", test)) if isinstance(test, str) else _hold_out(tasks, test)
 
 
 def _hold_out(tasks: list[Task], share: float) -> tuple[list[Task], list[Task]]:
     """A training part and a held-out share of the tasks, at least one of several, chosen with a fixed seed."""
-    if not 0 <= share < 1:
+    if not isinstance(share, int | float) or not 0 <= share < 1:
         raise ConfigError(f"environment.test = {share!r}: it must be a split, a file, or a share from 0 to below 1")
     count = max(1, round(len(tasks) * share)) if share and len(tasks) > 1 else 0
     chosen = {*random.Random(0).sample(range(len(tasks)), count)}
@@ -165,7 +173,7 @@ def _text(row: dict[str, Any], column: str) -> Any:
     """The value of a column, or the text of a template. Raises `ValueError`."""
     if "{" not in column:
         return column_value(row, column)
-    return FIELD.sub(lambda found: f"{{{found[1]}}}" if found[2] is None else _shown(row, found[2]), column)
+    return FIELD.sub(lambda found: found[1][0] if found[1] else _shown(row, found[2]), column)
 
 
 def _shown(row: dict[str, Any], name: str) -> str:

@@ -51,7 +51,7 @@ def _described(task: Task, name: str, chat: ChatTokenizer, special: set[int]) ->
     except GenerationError as error:
         return Text(f"{name} ({task.source}): {error}\n", style="red")
     known = task.data.get("wanted", task.data)  # by the rewards of a dataset
-    found = Text(f"{name} ({task.source}): {len(token_ids)} tokens; rewards know {known!r:.200}\n", style="bold")
+    found = Text(f"{name} ({task.source}): {len(token_ids)} tokens; expected answer {known!r:.200}\n", style="bold")
     cut = len(token_ids) > HEAD + TAIL
     for index, token in enumerate(token_ids):
         if cut and index == HEAD:
