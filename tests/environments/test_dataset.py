@@ -325,6 +325,7 @@ GOOD = {"question": "1+1?", "answer": "2"}
         ([GOOD], {"prompt": "{question"}, "environment.prompt = '{question': unbalanced braces"),
         ([GOOD], {"answer": "{{answer}"}, "environment.answer = '{{answer}': unbalanced braces"),
         ([GOOD], {"subset": "main"}, "environment.subset = 'main' is for datasets of the Hub"),
+        ([GOOD], {"subset": "main", "dataset": "*.jsonl"}, r"environment.subset = 'main' .*'\*.jsonl' is local"),
         ([GOOD], {"dataset": "twice.csv"}, "twice.csv, line 1: more than one column is named 'answer'"),
         ([GOOD], {"reward": {"code": {"seconds": 0.0}}}, "seconds = 0.0: a limit of programs must be above 0"),
         ([GOOD], {"reward": {"code": {"memory_mb": -1}}}, "memory_mb = -1: a limit of programs must be above 0"),

@@ -50,8 +50,8 @@ def find_splits(dataset: str, subset: str = "") -> dict[str, Read]:
     The split of a local file is the first of `SPLITS` that is a word of its name, else "train".
     """
     path = Path(dataset).expanduser()
-    if subset and path.exists():
-        raise ConfigError(f"environment.subset = {subset!r} is for datasets of the Hub; {dataset!r} is a local file")
+    if subset and (path.exists() or glob.glob(str(path))):  # noqa: PTH207
+        raise ConfigError(f"environment.subset = {subset!r} is for datasets of the Hub; {dataset!r} is local")
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():  # written by `save_to_disk`
         return _datasets_splits(dataset, lambda library: library.load_from_disk(str(path)))
     if files := _files(path):
