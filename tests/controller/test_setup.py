@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slipstream.config.loading import load_config
+from slipstream.config.schema import ConfigError, LoopConfig
 from slipstream.controller import stalls
-from slipstream.controller.setup import PROBE_ROUNDS, PROBES, sample_probes
+from slipstream.controller.setup import PROBE_ROUNDS, PROBES, restore, sample_probes
 from slipstream.environments.base import Task
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion, VersionSpan
 from slipstream.runtime.worker import WorkerDied
 from slipstream.runtime.worker_process import HEARTBEAT_S
+from slipstream.scheduling.loop_state import LoopState
 
 COMPLETION = Completion((3, 4), (5,), (-1.0,), (VersionSpan(0, 0, 1),), "stop")
 
@@ -63,3 +66,10 @@ def test_a_worker_that_hangs_is_replaced_before_the_run_ends() -> None:
     config = load_config(None, ["--model.path=m", "--environment.name=addition", "--runtime.progress_timeout=20"])
     run: Any = SimpleNamespace(config=config, episode_slots=SimpleNamespace(longest=None), scoring=None)
     assert stalls._limit(run) > config.runtime.progress_timeout + 2 * HEARTBEAT_S
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(state=LoopState(LoopConfig(), 1, []))
+    (tmp_path / "ready").touch()
+    with pytest.raises(ConfigError, match=r": written by an older version of Slipstream \(no 'streams'\); start"):
+        asyncio.run(restore(run, tmp_path, {"ready": "ready", "ledger": {"position": 3}}))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
 from slipstream.observe.estimates import compare_paired
+from slipstream.tools.evaluate import describe_comparison
 from tests.conftest import save_model
 
 ENVIRONMENT = """
@@ -70,6 +71,17 @@ def test_two_policies_are_compared_on_the_same_tasks(folder: Path, capfd: pytest
     assert lines[0].endswith(" s") and "on 12 held-out tasks, 4 samples each (0 failed)" in lines[0]
     assert [line.split()[0] for line in lines[1:5]] == ["pass@2", "pass@4", "even", "odd"]
     assert lines[-1].startswith(f"{folder}/run.toml minus {folder}/second: ") and ", p = " in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([1.0, 0.0], "no difference in 2 tasks"),
+        ([1.0, 1.0], ", p = 1 (1 task better, 0 worse, 1 equal)"),
+    ],
+)
+def test_a_comparison_is_one_line(after: list[float], said: str) -> None:
+    assert describe_comparison(compare_paired([1.0, 0.0], after)).endswith(said)
 
 
 def test_the_first_evaluation_is_kept_if_the_second_fails(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

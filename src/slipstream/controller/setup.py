@@ -207,14 +207,18 @@ def watch_health(run: RunContext) -> None:
 
 
 async def restore(run: RunContext, path: Path, data: dict[str, Any]) -> None:
-    """Restore loop state, totals and trainer from a checkpoint. Raises `ConfigError` if the data set has changed."""
+    """Restore loop state, totals and trainer from a checkpoint. Raises `ConfigError` if they don't fit the run."""
     try:
         run.state.restore(data, await asyncio.to_thread(read_ready, path, data))
+        run.totals.restore(data["totals"])
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-    run.totals.restore(data["totals"])
+    except KeyError as error:
+        raise ConfigError(f"{path}: written by an older version of Slipstream (no {error}); start a new run") from None
     await run.cluster.trainer.restore(path / "trainer")
     run.progress.note(f"resumed after step {run.state.step} with {len(run.state.ready)} groups ready")
+    if run.state.step > (steps := run.config.loop.steps):
+        run.progress.warn(f"loop.steps = {steps} is below step {run.state.step} of {path}: no step is left; raise it")
 
 
 async def find_long_prompts(run: RunContext) -> None:

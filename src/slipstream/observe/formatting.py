@@ -30,6 +30,11 @@ def short(value: Any) -> str:
     return f"{value:.3g}" if is_finite(value) else "–"
 
 
+def plural(count: int, noun: str) -> str:
+    """ "1 task" or "2 tasks"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def duration(seconds: Any) -> str:
     """Seconds as M:SS or H:MM:SS."""
     if not is_finite(seconds):

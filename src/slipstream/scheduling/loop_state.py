@@ -159,7 +159,7 @@ class LoopState:
 
 def _describe(streams: Sequence[tuple[str, int]]) -> str:
     """Number of training tasks of each environment."""
-    return ", ".join(f"{tasks} training tasks of {label}" for label, tasks in streams)
+    return ", ".join(f"{tasks} training task{'s' * (tasks != 1)} of {label}" for label, tasks in streams)
 
 
 def capacity(

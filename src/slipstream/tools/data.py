@@ -17,6 +17,7 @@ from slipstream.environments.load import close_environment, load_environments
 from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.model.inspection import max_model_len
 from slipstream.model.loading import load_tokenizer
+from slipstream.observe.formatting import plural
 
 BOUNDARY, SPECIAL = Text("│", style="dim"), "bold magenta"
 HEAD, TAIL = 400, 100  # tokens of a long prompt that are printed
@@ -39,7 +40,7 @@ def data(path: str | None, flags: Sequence[str], shown: int) -> None:
             console.print(_described(task, each.id_of(task), chat, special), soft_wrap=True)
         most = config.sampling_of(each.options).max_tokens
         for name, tasks in ("training", training), ("held-out", held_out):
-            for line in _lengths(f"{len(tasks)} {name} tasks", tasks, chat, most) if len(tasks) else ():
+            for line in _lengths(plural(len(tasks), f"{name} task"), tasks, chat, most) if len(tasks) else ():
                 console.print(line, markup=False, soft_wrap=True)
         asyncio.run(close_environment(each.environment))
 

@@ -37,7 +37,7 @@ from slipstream.model.inspection import max_model_len
 from slipstream.model.loading import load_causal_lm, load_tokenizer
 from slipstream.model.paths import adapter_config, check_path
 from slipstream.observe.estimates import Comparison, compare_paired
-from slipstream.observe.formatting import by_environment, counts
+from slipstream.observe.formatting import by_environment, counts, plural
 from slipstream.observe.recorder import write_rollouts
 from slipstream.rollout import Batch, Group
 from slipstream.runtime.closing import closing, run_bounded
@@ -174,7 +174,7 @@ def describe(evaluation: Evaluation) -> str:
     failures, errors, samples = record["eval/failures"], record["eval/reward_errors"], record["eval/samples_per_task"]
     failed = f"{record['eval/failed']} failed" + f": {counts(failures)}" * bool(failures)
     failed += f", rewards that raised: {counts(errors)}" * bool(errors)
-    tasks = f"{record['eval/tasks']} held-out tasks" + f", {samples} samples each" * (samples > 1)
+    tasks = plural(record["eval/tasks"], "held-out task") + f", {samples} samples each" * (samples > 1)
     (_, first), *others = _rows(record)
     ended = f"{record['eval/mean_length']:.0f} tokens each, {record['eval/duration_s']:.1f} s"
     lines = [f"{name}: score {first} on {tasks} ({failed}), {ended}"]
@@ -184,7 +184,9 @@ def describe(evaluation: Evaluation) -> str:
 def describe_comparison(found: Comparison) -> str:
     """The difference of two scores with its interval and p-value, in one line."""
     value, low, high = found.difference
-    changed = f"{found.better} tasks better, {found.worse} worse, {found.equal} equal"
+    if not found.better and not found.worse:
+        return f"no difference in {plural(found.equal, 'task')}"
+    changed = f"{plural(found.better, 'task')} better, {found.worse} worse, {found.equal} equal"
     return f"{value:+.3f} [{low:+.3f}, {high:+.3f}], p = {found.p_value:.3g} ({changed})"
 
 
@@ -197,7 +199,9 @@ def to_markdown(policy: Evaluation, against: Evaluation | None = None) -> str:
     failed = ["failed episodes", *(str(one.record["eval/failed"]) for one in columns)]
     table = [header, ["---"] * len(header), *rows, failed]
     record, name = policy.record, policy.name
-    evaluated = f"{name}: {record['eval/tasks']} held-out tasks, samples of each: {record['eval/samples_per_task']}"
+    evaluated = (
+        f"{name}: {plural(record['eval/tasks'], 'held-out task')}, samples of each: {record['eval/samples_per_task']}"
+    )
     lines = [f"{evaluated}, temperature {policy.config.evaluation.temperature:g}.", ""]
     lines += [f"| {' | '.join(row)} |" for row in table] + ["", INTERVALS]
     if against is not None:
@@ -216,6 +220,6 @@ def _rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
             shown = (
                 re.sub(r"^eval/(category/|environments/)?", "", name).removesuffix("/score").replace("/pass", " pass")
             )
-            tasks = f" ({counts_of[name]} tasks)" if name in counts_of else ""
+            tasks = f" ({plural(counts_of[name], 'task')})" if name in counts_of else ""
             rows.append((shown, f"{record[name]:.3f} [{low:.3f}, {high:.3f}]{tasks}"))
     return rows
