@@ -259,6 +259,7 @@ def test_a_function_gets_the_tasks_of_any_dataset() -> None:
         ("math", "1e5", "it is 1e5", "10^{4}"),
         ("math", "1000000000000", "10^12", "12"),
         ("math", "2,500", "5,000/2", "500"),
+        ("math", "2", "1/2^-2 is 4^0.5", "10^1000000000"),
         ("choice", "B", "Answer: B. Option A is wrong.", "Answer: A. Option B is wrong."),
         ("choice", "B", "The answer is option b.", "The answer is a big B"),
     ],

@@ -25,7 +25,8 @@ from slipstream.rollout import Completion
 MARKER = "####"
 NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 FACTOR = rf"{NUMBER.pattern}(?:[eE][+-]?\d{{1,3}}(?!\w))?"
-ARITHMETIC = re.compile(rf"(?<![/^]){FACTOR}(?: ?(?:/|\^) ?\{{?{FACTOR}\}}?)*")
+EXPONENT = r"\{?-?\d{1,4}(?:\.\d+)?(?![\w^]|,\d)\}?"  # short, since math-verify computes the power
+ARITHMETIC = re.compile(rf"(?<![/^]){FACTOR}(?: ?/ ?{FACTOR}| ?\^ ?{EXPONENT})*")
 VERB = r"(?i:\s+is|\s*:|\s*=)?[\s:*]*"
 STATED = rf"(?:(?i:answer){VERB}(?i:(?:option|choice)\s+)?|\\boxed\{{(?:\\text\{{)?|{MARKER}\s*)"
 OFFERED = rf"(?i:choice|option){VERB}"
