@@ -136,6 +136,7 @@ CORPUS = {
     "eval": "the following arguments are required: CONFIG|RUN_DIR|MODEL",
     "eval gone": "gone does not exist here; of a model, name an environment, too: --environment NAME",
     "eval MODEL": "is no run's directory; of a model, name an environment, too",
+    "config --environment.dataset x --environment.rewrad math": "environment.rewrad (did you mean environment.reward?)",
     "data run.toml --tasks -1": "--tasks -1: give 0 or more",
     "eval nothing --environment addition": "has no config.json; give a directory that a model was saved to",
     "eval gone.toml": "gone.toml: No such file or directory; give the path of a TOML file",

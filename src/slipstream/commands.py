@@ -241,5 +241,6 @@ def compare(options: argparse.Namespace, flags: list[str]) -> None:
 
 def config(options: argparse.Namespace, flags: list[str]) -> None:
     if options.config is None:  # placeholders for options without a default
-        flags = ["--model.path=MODEL", "--environment.name=ENVIRONMENT", *flags]
+        named = any(flag.startswith("--environment.dataset=") for flag in flags)
+        flags = ["--model.path=MODEL", *([] if named else ["--environment.name=ENVIRONMENT"]), *flags]
     print(dump(load_config(options.config, flags)))

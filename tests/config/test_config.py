@@ -61,8 +61,33 @@ def test_integers_are_valid_floats(file: Path) -> None:
 
 
 def test_values_are_joined_to_their_flags() -> None:
-    given = ["train", "--resume", "runs/x", "--loop.steps", "200", "--quiet", "--a.b", "-1", "--c.d=3", "e", "--f.g"]
-    joined = ["train", "--resume", "runs/x", "--loop.steps=200", "--quiet", "--a.b=-1", "--c.d=3", "e", "--f.g"]
+    given = [
+        "train",
+        "--resume",
+        "runs/x",
+        "--loop.steps",
+        "200",
+        "--quiet",
+        "--a.b",
+        "-1",
+        "--c.d=3",
+        "e",
+        "--environments",
+        "[]",
+        "--f.g",
+    ]
+    joined = [
+        "train",
+        "--resume",
+        "runs/x",
+        "--loop.steps=200",
+        "--quiet",
+        "--a.b=-1",
+        "--c.d=3",
+        "e",
+        "--environments=[]",
+        "--f.g",
+    ]
     assert join_flags(given) == joined == join_flags(joined)
 
 

@@ -202,7 +202,7 @@ def join_flags(arguments: Sequence[str]) -> list[str]:
     """The arguments with every `--a.b v` written as `--a.b=v`, so that argparse does not read `v` as a positional."""
     joined: list[str] = []
     for argument in arguments:
-        needs_value = joined and joined[-1].startswith("--") and "." in joined[-1] and "=" not in joined[-1]
+        needs_value = joined and re.fullmatch(r"--([^=]*\.[^=]*|environments)", joined[-1])
         if needs_value and not argument.startswith("--"):
             joined[-1] += f"={argument}"
         else:
