@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from slipstream import cli, load_run
+from slipstream import cli, commands, load_run
 from slipstream.observe.page import data as page_data
 from slipstream.observe.page.data import run_data
 from slipstream.runtime.run_directory import lock, write_atomically
@@ -251,7 +251,7 @@ def test_a_wrong_argument_is_one_line(
             assert cli.main(["watch", *arguments]) == 2
             output = capfd.readouterr()
             assert message in output.err and output.err.count("\n") == 1 and not output.out
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
     assert cli.main(["watch", run]) == 2
     assert "slipstream watch needs aiohttp: pip install 'slipstream-rl[watch]'" in capfd.readouterr().err
 

@@ -225,13 +225,15 @@ def _command(request: Mapping[str, Any]) -> list[str]:
     argv += [f"--unshare-{name}" for name in ("pid", "net", "ipc", "uts", "cgroup-try")]
     argv += ["--cap-add", "ALL"] if request["uid"] else ["--unshare-user"]  # root changes its user in `sandbox_init`
     parents = {str(parent) for path in request["readable"] for parent in Path(path).parents}
-    argv += [word for parent in sorted(parents - {"/"}) for word in ("--dir", parent)]  # else closed to others
+    own = ["--perms", "0777", "--size", str(request["disk"]), "--tmpfs"]
+    argv += [*own, "/tmp"] if "/tmp" in parents else []
+    argv += [word for parent in sorted(parents - {"/", "/tmp"}) for word in ("--dir", parent)]  # else closed to others
     for path, source in request["readable"].items():
         is_link = Path(path).is_symlink()
         argv += ["--symlink" if is_link else "--ro-bind", str(Path(path).readlink()) if is_link else source, path]
     argv += ["--dev", "/dev", "--proc", "/proc"]
     for path in (SCRATCH, "/dev/shm"):
-        argv += ["--perms", "0777", "--size", str(request["disk"]), "--tmpfs", path]
+        argv += [*own, path]
     argv += ["--symlink", SCRATCH, "/tmp"] if "/tmp" not in parents else []
     return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", *init]
 

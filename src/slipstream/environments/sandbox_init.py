@@ -83,6 +83,10 @@ def enter_namespaces(request: dict[str, Any]) -> None:
     os.mkdir("/tmp/old")
     check(libc.syscall(PIVOT_ROOT[column()], b"/tmp", b"/tmp/old"))
     os.chdir("/")
+    own = f"mode=777,size={request['disk']}"
+    if any(path.startswith("/tmp/") for path in request["readable"]):  # else it is a link to the scratch directory
+        os.mkdir("/tmp")
+        mount("none", "/tmp", "tmpfs", NO_SUID | NO_DEV, own)
     for path, source in request["readable"].items():
         bind(path, source)
         if not os.path.islink(path):
@@ -94,7 +98,7 @@ def enter_namespaces(request: dict[str, Any]) -> None:
             os.symlink(request["scratch"], path)
     for path, kind, flags, options in (
         ("/proc", "proc", NO_SUID | NO_DEV | NO_EXEC, None),
-        (request["scratch"], "tmpfs", NO_SUID | NO_DEV, f"mode=777,size={request['disk']}"),
+        (request["scratch"], "tmpfs", NO_SUID | NO_DEV, own),
     ):
         os.mkdir(path)
         mount("none", path, kind, flags, options)
