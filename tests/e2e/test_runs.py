@@ -618,7 +618,7 @@ def test_an_agent_is_trained_with_vllm_behind_its_url(tmp_path: Path) -> None:
             ],
             "the prompts of all training tasks leave no room in the context of 16 tokens; shorten them",
         ),
-        (["eval", "MODEL"], "name an environment: --environment NAME"),
+        (["eval", "MODEL"], "of a model, name an environment, too: --environment NAME"),
         (["generate", "gone", "--prompt", "x"], "model.path = 'gone'"),
         (["generate", "MODEL", "--prompt", "x", "--temperature", "-1"], "evaluation.temperature = -1: it must be"),
         (["generate", "MODEL", "--prompt", "x", "--max-tokens", "0"], "sampling.max_tokens = 0: it must be"),
