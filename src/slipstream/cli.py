@@ -97,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--auto-resume", action="store_true", help=again)
     train.add_argument("--quiet", action="store_true", help="print warnings and the final report only")
 
+    _add_evaluation(into)
     _add_policy_commands(into)
     _add_lag_study(into)
     _add_views(into)
@@ -122,9 +123,7 @@ def _add(into: Subparsers, name: str, command: Command, meaning: str, epilog: st
     return added
 
 
-def _add_policy_commands(into: Subparsers) -> None:
-    """Commands on a model or the policy of a run."""
-    embedded = "The embedded engine samples, for any generator.engine."
+def _add_evaluation(into: Subparsers) -> None:
     options = "The engine of the configuration samples. Also: --section.option VALUE, see `config`."
     evaluate = _add(into, "eval", commands.evaluate, "evaluate a policy on held-out tasks", epilog=options)
     target = "configuration, run directory, model directory, or Hub name"
@@ -146,6 +145,10 @@ def _add_policy_commands(into: Subparsers) -> None:
     printed.add_argument("--json", action="store_true", help="print the whole result as JSON")
     printed.add_argument("--markdown", action="store_true", help="print the scores as a Markdown table")
 
+
+def _add_policy_commands(into: Subparsers) -> None:
+    """Other commands on a model or the policy of a run."""
+    embedded = "The embedded engine samples, for any generator.engine."
     generate = _add(into, "generate", commands.generate, "complete a prompt", epilog=embedded)
     generate.add_argument("target", metavar="MODEL|RUN_DIR", help="model directory, run directory, or Hub name")
     generate.add_argument("--prompt", action="append", required=True, help="text to complete; may be given repeatedly")
