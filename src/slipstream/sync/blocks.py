@@ -68,11 +68,16 @@ class Block:
         return torch.diff(torch.cat([sums.new_zeros(1), sums])[ends], prepend=sums.new_zeros(1))
 
 
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a parameter of this shape."""
+    return shape[0] if shape else 1, prod(shape[1:])
+
+
 def divide(shapes: Mapping[str, Sequence[int]], size: int) -> list[Block]:
     """Blocks of at most `size` words or one row, in the order of the parameters."""
     blocks, segments = list[Block](), list[Segment]()
     for number, (name, shape) in enumerate(shapes.items()):
-        rows, columns = shape[0] if shape else 1, prod(shape[1:])
+        rows, columns = matrix_shape(shape)
         step = max(1, size // max(columns, 1))
         for row in range(0, rows, step):
             stop = min(row + step, rows)
@@ -103,7 +108,7 @@ def gather(blocks: Sequence[Block], parameters: Mapping[str, Tensor], dtype: tor
             if segment.name != name:
                 name = segment.name
                 matrix = parameters[name].detach()
-                matrix = matrix.reshape(len(matrix) if matrix.dim() else 1, segment.columns)
+                matrix = matrix.reshape(matrix_shape(matrix.shape))
             if gathered is None:
                 gathered = torch.empty(block.length, dtype=dtype, device=matrix.device)
             segment.of(gathered).copy_(matrix[segment.row : segment.stop])

@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.errors import InvalidInput
 from slipstream.sync import arrays
 from slipstream.sync.arrays import Array
-from slipstream.sync.blocks import Block, Segment, factors, words
+from slipstream.sync.blocks import Block, Segment, factors, matrix_shape, words
 from slipstream.sync.checksum import checksum
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class Part:
 
     def __init__(self, shard: ParameterShard) -> None:
         inner = prod(shard.shape[2:])
-        self.all_rows, self.all_columns = shard.shape[0] if shard.shape else 1, prod(shard.shape[1:])
+        self.all_rows, self.all_columns = matrix_shape(shard.shape)
         row, column = (*shard.index, *(slice(None),) * (2 - len(shard.index)))[:2]
         self.start, self.stop, _ = row.indices(self.all_rows)
         first, last, _ = column.indices(shard.shape[1] if len(shard.shape) > 1 else 1)

@@ -7,7 +7,6 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -79,9 +78,8 @@ class Coder:
     @torch.no_grad()
     def _code(self) -> None:
         own: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        context: AbstractContextManager[Any] = torch.cuda.stream(own) if own else nullcontext()
         entries, size, coded = [PLAIN], 0, True
-        with context:
+        with torch.cuda.stream(own):  # None changes nothing
             while isinstance(changed := self._blocks.get(), _Changed):
                 try:
                     for entry in self._entries(changed, own) if coded else ():
