@@ -31,7 +31,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Peer:
-    """One end of the connection. `objects` are those of its own that the other end refers to by number."""
+    """One end of the connection. The other end refers to `objects` of this one by number."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -41,7 +41,7 @@ class Peer:
         self.sink.write(json.dumps(message) + "\n")
 
     def pack(self, value: Any) -> Any:
-        """A value as JSON; what is not plain data as the number of an object."""
+        """Plain data as JSON, and any other object as a number."""
         if type(value) is Remote:
             return {"object": object.__getattribute__(value, "_remote")[0]}
         if isinstance(value, types.ModuleType):
@@ -99,7 +99,7 @@ class Tests(Peer):
         raise TypeError(f"tests can't pass a {type(value).__name__} to the solution")
 
     def ask(self, operation: str, number: int, *arguments: Any, **named: Any) -> Any:
-        """The result of an operation on an object of the solution. Raises what it raises, as a built-in exception."""
+        """The result of an operation on an object of the solution. Its exceptions are raised as built-in ones."""
         self.send([operation, number, self.pack(arguments), self.pack(named)])
         line = self.source.readline()
         if not line:
