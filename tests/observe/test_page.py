@@ -15,13 +15,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream import cli, load_run
 from slipstream.controller.finish import write_page
 from slipstream.observe.health import WHILE_RUNNING
 from slipstream.observe.page import data, render, write_report
 from slipstream.observe.page.data import page_data, run_data
-from slipstream.observe.page.render import pack
+from slipstream.observe.page.render import json_pieces, pack
 from slipstream.observe.page.rollouts import TokenTexts, spread, step_texts
 from slipstream.observe.recorder import SCHEMA
 from slipstream.observe.score import compare_scores, wilson
@@ -214,6 +216,22 @@ def test_a_run_without_a_step(tmp_path: Path) -> None:
     data = page_data([load_run(tmp_path)])["runs"][0]
     assert data["rollouts"] == [] and data["score"] is None and data["facts"][0][1] == "– → –"
     assert "no step is recorded" in data["problems"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+)
+
+
+@given(JSON)
+def test_json_in_pieces_is_json(data: Any) -> None:
+    assert json.loads("".join(json_pieces(data))) == json.loads(json.dumps(data))
+
+
+def test_no_piece_of_json_holds_the_columns_of_two_steps() -> None:
+    steps = [{"step": [step] * 100, "reward": [0.5] * 100} for step in range(3)]
+    assert max(map(len, json_pieces({"runs": [{"rollouts": steps}]}))) <= len(json.dumps([0.5] * 100))
 
 
 def test_numbers_that_are_not_finite_are_null() -> None:

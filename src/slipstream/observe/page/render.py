@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,24 @@ def render(data: dict[str, Any], texts: Sequence[tuple[str, str]] = (), *, live:
 
 def pack(data: Any) -> str:
     """JSON, compressed, in base64, which holds no character that HTML interprets."""
-    text = strict_json(data, separators=(",", ":"))
+    text = "".join(json_pieces(data))
     return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+
+
+def json_pieces(data: Any) -> Iterator[str]:
+    """Compact JSON in pieces: one call of the encoder holds the interpreter lock until it returns."""
+    if isinstance(data, dict) and data:
+        for start, (key, value) in zip(chain("{", repeat(",")), data.items(), strict=False):
+            yield f"{start}{strict_json(str(key))}:"
+            yield from json_pieces(value)
+        yield "}"
+    elif isinstance(data, list) and data and isinstance(data[0], dict | list):
+        for start, value in zip(chain("[", repeat(",")), data, strict=False):
+            yield start
+            yield from json_pieces(value)
+        yield "]"
+    else:
+        yield strict_json(data, separators=(",", ":"))
 
 
 def _hashes(parts: Sequence[str]) -> str:
