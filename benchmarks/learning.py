@@ -1,0 +1,140 @@
+"""Learning of a pretrained model at lag 0 and 4: held-out accuracy before and after, and wall time.
+
+    python benchmarks/learning.py models/SmolLM2-135M-Instruct [--tasks sums comparisons] [--lags 0 4] [--seeds 0 1 2]
+        [--gpus 0 1] [--jobs 6] [--json FILE] [--section.option value ...]
+
+Two tasks that SmolLM2-135M-Instruct solves about half the time: sums of two one-digit numbers, asked in four ways, and
+whether one two-digit number is larger than another, answered by yes or no. Held out are 25 of 100 pairs of digits, and
+200 of 1,000 comparisons. Each run is a process of its own, with generator and trainer on one GPU, and the embedded
+engine. `--jobs` runs share the GPUs, which lengthens wall times: compare those of one invocation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from work import at_least_one, conditions
+
+import slipstream
+
+PHRASES = ("What is {a} + {b}?", "Add {a} and {b}.", "{a} plus {b} is", "Calculate {a} + {b}.")
+FLAGS = {
+    "environment.prompt": "prompt", "environment.answer": "answer", "sampling.max_tokens": 32, "loop.steps": 80,
+    "loop.groups_per_step": 16, "loop.group_size": 8, "generator.max_num_seqs": 256, "trainer.learning_rate": 1e-5,
+    "trainer.warmup_steps": 5, "evaluation.tasks": 200, "evaluation.every": 20, "checkpoint.every": 1000,
+}  # fmt: skip
+BARS = {"gain": 0.25, "lag_difference": 0.03}  # of held-out accuracy: at least, at most
+
+
+def sums() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    pairs = list(itertools.product(range(10), repeat=2))
+    random.Random(0).shuffle(pairs)
+    asked = [[{"prompt": p.format(a=a, b=b), "answer": str(a + b)} for p in PHRASES] for a, b in pairs]
+    return sum(asked[25:], []), sum(asked[:25], [])
+
+
+def comparisons() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    draw = random.Random(0)
+    pairs = draw.sample(list(itertools.permutations(range(10, 100), 2)), 1000)
+    tasks = [
+        {"prompt": f"Is {a} larger than {b}? Answer yes or no.", "answer": "yes" if a > b else "no"} for a, b in pairs
+    ]
+    return tasks[200:], tasks[:200]
+
+
+YES_OR_NO = "{ exact = { extract = '(?i)\\b(yes|no)\\b', ignore_case = true } }"
+TASKS = {"sums": (sums, '"math"'), "comparisons": (comparisons, YES_OR_NO)}
+
+
+def write_tasks(name: str, directory: Path) -> Path:
+    """Write the dataset and a configuration that names it; return the configuration's path."""
+    make, reward = TASKS[name]
+    for part, tasks in zip(("train", "test"), make(), strict=True):
+        (directory / f"{name}_{part}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    lines = [
+        "[environment]",
+        f'dataset = "{directory}/{name}_train.jsonl"',
+        f'test = "{directory}/{name}_test.jsonl"',
+        f"reward = {reward}",
+    ]
+    (config := directory / f"{name}.toml").write_text("\n".join(lines) + "\n")
+    return config
+
+
+def measure(run: Path, command: list[str | Path], gpus: Queue[str]) -> dict[str, float]:
+    """Held-out accuracy before and after, and seconds of the run."""
+    gpu = gpus.get()
+    try:
+        began = time.perf_counter()
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
+        with run.with_suffix(".log").open("w") as log:
+            status = subprocess.run(command, env=environment, check=False, stdout=log, stderr=log).returncode
+        if status:
+            raise SystemExit(run.with_suffix(".log").read_text()[-2000:])
+        seconds = time.perf_counter() - began
+    finally:
+        gpus.put(gpu)
+    loaded = slipstream.load_run(run)
+    accuracies = [evaluation["eval/score"] for evaluation in loaded.evaluations]
+    return {"before": accuracies[0], "after": accuracies[-1], "seconds": round(seconds, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--lags", nargs="+", type=int, default=[0, 4])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--gpus", nargs="+", default=[""], help="numbers of the GPUs to use; none on a CPU")
+    parser.add_argument("--jobs", type=at_least_one, default=1, help="runs at a time")
+    parser.add_argument("--json", type=Path)
+    options, flags = parser.parse_known_args()
+    gpus: Queue[str] = Queue()
+    for _, gpu in zip(range(options.jobs), itertools.cycle(options.gpus), strict=False):
+        gpus.put(gpu)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
+        waiting = {}
+        for name in options.tasks:
+            config = write_tasks(name, Path(temporary))
+            for seed, lag in itertools.product(options.seeds, options.lags):
+                run = Path(temporary) / f"{name}_lag{lag}_seed{seed}"
+                fixed = {"model.path": options.model, "run.dir": run, "loop.max_lag": lag, "loop.seed": seed} | FLAGS
+                command = [sys.executable, "-m", "slipstream", "train", config]
+                command += [f"--{option}={value}" for option, value in fixed.items()] + flags
+                waiting[name, lag, seed] = pool.submit(measure, run, command, gpus)
+        runs = []
+        for (name, lag, seed), future in waiting.items():
+            runs.append({"task": name, "max_lag": lag, "seed": seed, **future.result()})
+            print(json.dumps(runs[-1]), flush=True)
+    summary = summarize(runs)
+    print(json.dumps(summary, indent=1))
+    if options.json:
+        record = {**conditions(), "flags": FLAGS, "bars": BARS, "summary": summary, "runs": runs}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Means over seeds for each task and lag."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, lag in dict.fromkeys((run["task"], run["max_lag"]) for run in runs):
+        same = [run for run in runs if (run["task"], run["max_lag"]) == (name, lag)]
+        means = {key: round(statistics.mean(run[key] for run in same), 4) for key in ("before", "after", "seconds")}
+        found.setdefault(name, {})[f"lag {lag}"] = means | {"gain": round(means["after"] - means["before"], 4)}
+    return found
+
+
+if __name__ == "__main__":
+    main()
