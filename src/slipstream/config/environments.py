@@ -55,7 +55,8 @@ class EnvironmentConfig(Section):
 
     name: str = Field(
         description='"dataset" (environment.dataset = "FILE or HUB NAME" means it, too), "gsm8k", "code", '
-        '"addition", "reasoning-gym:TASK", "verifiers:ENV", or your own as "module:thing" or "path/to/file.py:thing".',
+        '"addition", "reasoning-gym:TASK", "verifiers:ENV", "openenv:URL", or your own as "module:thing" or '
+        '"path/to/file.py:thing".',
     )
     label: str = option("", "Name in metrics, and in task ids if there are several; empty: the end of the name.")
     weight: float = option(1.0, "Share of the groups, relative to the weights of the other environments.", gt=0)
@@ -112,5 +113,5 @@ class EnvironmentConfig(Section):
         """The options of this entry of `[[environments]]`, with those of `[environment]` for options that it lacks."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         end = str(self.options.get("dataset")) if self.name == "dataset" else self.name.rpartition(":")[2] or self.name
-        label = self.label or re.sub(r"[^\w.-]+", "_", end.rpartition("/")[2])
+        label = self.label or re.sub(r"[^\w.-]+", "_", end.rstrip("/").rpartition("/")[2])
         return shared.model_copy(update={**given, "label": label})

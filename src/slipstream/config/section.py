@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slipstream.errors import InvalidInput
 
@@ -26,3 +27,17 @@ def option(default: Any, description: str, **bounds: Any) -> Any:
     if type(default) is int:
         bounds.setdefault("le", MAX_INT)
     return Field(default, description=description, validate_default=True, **bounds)
+
+
+Options = TypeVar("Options", bound=Section)
+
+
+def parse_options(section: str, kind: type[Options], options: Mapping[str, Any]) -> Options:
+    """The options of SECTION.options. Raises `ConfigError` that names the first invalid one."""
+    try:
+        return kind.model_validate(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join((section, "options", *map(str, first["loc"])))
+        problem = " is not set" if first["type"] == "missing" else f" = {first['input']!r:.60}: {first['msg']}"
+        raise ConfigError(f"{name}{problem}; the options are {', '.join(kind.model_fields)}") from None

@@ -26,6 +26,7 @@ from slipstream.environments.concurrency import Episode, EpisodeSlots
 from slipstream.environments.conversation import ConversationLimits
 from slipstream.environments.reward_workers import CURRENT_EPISODE, EpisodeContext, RewardErrorCounter, ScoringError
 from slipstream.environments.rollout_checks import InvalidRollout
+from slipstream.environments.tools import ServerFailed
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Rollout
 from slipstream.runtime.closing import abandon, gather_all
@@ -192,7 +193,7 @@ def _as_rollout_failed(error: BaseException, task: Task, policy: Policy) -> Roll
             return error
         case InvalidRollout():
             reason = f"invalid rollout: {error.field}"
-        case GenerationError():
+        case GenerationError() | ServerFailed():
             reason = type(error).__name__
         case InvalidReward():
             reason = "reward is no number"

@@ -20,6 +20,7 @@ from slipstream.environments.text_limits import is_encodable
 from slipstream.environments.worker_environment import Wave, WorkerEnvironment
 
 LIBRARIES = {  # their environments are named "library:environment"
+    "openenv": "slipstream.environments.openenv:OpenEnv",
     "reasoning-gym": "slipstream.environments.reasoning_gym:ReasoningGym",
     "verifiers": "slipstream.environments.verifiers:Verifiers",
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.config.schema import ConfigError
 from slipstream.environments.episode import first_error
-from slipstream.environments.tools import ToolServerFailed
+from slipstream.environments.tools import ServerFailed
 
 _schemas: dict[str, list[Any]] = {}  # of each server, as first listed in this process
 
@@ -26,7 +26,7 @@ class ServerTool:
         self._client, self._server, self._seconds = client, server, seconds
 
     async def __call__(self, **arguments: Any) -> str:
-        """The text of the result. Raises `RuntimeError` for an error of the tool, `ToolServerFailed` for others."""
+        """The text of the result. Raises `RuntimeError` for an error of the tool, `ServerFailed` for others."""
         try:
             async with asyncio.timeout(self._seconds):
                 result = await self._client.call_tool(self.__name__, arguments)
@@ -42,7 +42,7 @@ class ServerTool:
 async def mcp_tools(*servers: str | Sequence[str], seconds: float = 9.0) -> AsyncIterator[list[ServerTool]]:
     """The tools of MCP servers, each a URL or a command, for `Policy.conversation`; `seconds` limits each request.
 
-    Raises `ToolServerFailed` for a server that can't be reached, or whose tools changed since this process first listed
+    Raises `ServerFailed` for a server that can't be reached, or whose tools changed since this process first listed
     them, and `ConfigError` without the `mcp` package.
     """
     try:
@@ -71,14 +71,14 @@ async def mcp_tools(*servers: str | Sequence[str], seconds: float = 9.0) -> Asyn
 
 
 def _validate_unchanged(server: str, schemas: list[Any]) -> None:
-    """Raise `ToolServerFailed` if the tools differ from those that this process first listed."""
+    """Raise `ServerFailed` if the tools differ from those that this process first listed."""
     if schemas != _schemas.setdefault(server, schemas):
         pairs = itertools.zip_longest(schemas, _schemas[server])
         changed = next(new or old for new, old in pairs if new != old)
-        raise ToolServerFailed(f"the MCP server {server} changed its tool {changed[0]} during the run")
+        raise ServerFailed(f"the MCP server {server} changed its tool {changed[0]} during the run")
 
 
-def _failed(server: str, what: str, error: BaseException, seconds: float) -> ToolServerFailed:
+def _failed(server: str, what: str, error: BaseException, seconds: float) -> ServerFailed:
     error = first_error(error)
     why = f"no answer for {seconds:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
-    return ToolServerFailed(f"the MCP server {server} failed {what}: {why}")
+    return ServerFailed(f"the MCP server {server} failed {what}: {why}")

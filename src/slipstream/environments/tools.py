@@ -24,8 +24,8 @@ Tool = Callable[..., Any]
 MAX_RESULT = 4000  # characters; longer results are cut in the middle
 
 
-class ToolServerFailed(UserError):
-    """A server of tools did not answer as it should; the rollout fails."""
+class ServerFailed(UserError):
+    """A server of tools or of the environment did not answer as it should; the rollout fails."""
 
 
 class Call(NamedTuple):
@@ -124,7 +124,7 @@ class Tools:
         try:
             async with asyncio.timeout(self._timeout) as clock:
                 result = await self._call(call.name, arguments)
-        except ToolServerFailed:
+        except ServerFailed:
             raise
         except TimeoutError as error:
             what = f"took longer than {self._timeout:g} s" if clock.expired() else str(error)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, StrictInt, ValidationError
 
-from slipstream.config.section import ConfigError, Section
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError, ZeroReward
 from slipstream.rollout import Completion, Rollout, StepReward
 
 ENVIRONMENT, SCORE = "environment", "score"  # parts of every rollout
-Options = TypeVar("Options", bound=Section)
 
 
 class Scorer(Protocol):
@@ -119,14 +117,3 @@ def _token_steps(rewards: TokenRewards, length: int) -> list[StepReward]:
 def invalid_answer(problem: str) -> ScoringError:
     """The failure of a rollout whose scorer returned an invalid answer."""
     return ScoringError("scorer's answer", problem)
-
-
-def parse_options(kind: type[Options], options: Mapping[str, Any]) -> Options:
-    """`scoring.options` of a scorer. Raises `ConfigError` that names the first invalid option."""
-    try:
-        return kind.model_validate(options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(("scoring", "options", *map(str, first["loc"])))
-        problem = " is not set" if first["type"] == "missing" else f" = {first['input']!r:.60}: {first['msg']}"
-        raise ConfigError(f"{name}{problem}; the options are {', '.join(kind.model_fields)}") from None

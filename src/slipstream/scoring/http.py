@@ -14,11 +14,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from slipstream.config.section import ConfigError, Section
+from slipstream.config.section import ConfigError, Section, parse_options
 from slipstream.environments.base import ChatTokenizer, Task
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Rollout
-from slipstream.scoring.base import parse_options
 
 MAX_PAUSE_S = 30.0  # between two attempts, also if Retry-After is longer
 MAX_ANSWER = 2**20  # bytes
@@ -52,7 +51,7 @@ class Judge:
     """
 
     def __init__(self, options: Mapping[str, Any], tokenizer: ChatTokenizer) -> None:
-        taken = parse_options(JudgeOptions, options)
+        taken = parse_options("scoring", JudgeOptions, options)
         self._url, self._attempts = taken.url, taken.retries + 1
         self._timeout, self._backoff = taken.timeout, taken.backoff
         parts = urlsplit(self._url)

@@ -18,14 +18,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from slipstream.config.schema import ConfigError, RuntimeConfig
-from slipstream.config.section import Section
+from slipstream.config.section import Section, parse_options
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout
 from slipstream.runtime.runtime import current_runtime
 from slipstream.runtime.worker import Worker, WorkerError, handle
 from slipstream.runtime.worker_process import WorkerProcess
-from slipstream.scoring.base import parse_options
 from slipstream.scoring.batching import Batched
 from slipstream.scoring.process import ScoringProcess
 
@@ -55,7 +54,7 @@ class RewardModel(ScoringProcess):
     """The controller's handle of the worker. Raises `ConfigError` for invalid options, or a model that can't score."""
 
     def __init__(self, options: Mapping[str, Any], policy: str, log: Path | None, limits: RuntimeConfig) -> None:
-        self._options, self._policy = parse_options(RewardModelOptions, options), policy
+        self._options, self._policy = parse_options("scoring", RewardModelOptions, options), policy
         _validate_model(self._options.path, policy)
         launcher = current_runtime().service(self._options.device)
         super().__init__(lambda: WorkerProcess("reward model", log, launcher, limits=limits), limits.max_restarts)

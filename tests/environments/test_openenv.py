@@ -1,0 +1,207 @@
+"""Servers of OpenEnv's package, and servers that misbehave: a counted failure of one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp.web
+import pytest
+
+from slipstream.config.environments import EnvironmentConfig
+from slipstream.config.schema import ConfigError
+from slipstream.environments.base import ChatTokenizer, Policy
+from slipstream.environments.conversation import ConversationLimits
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
+from slipstream.environments.load import load_environment
+from slipstream.rollout import Rollout, Sampling
+from tests.environments.test_conversation import CHATML, Letters, chat_tokenizer
+
+PYTHON = Path(sys.prefix) / "openenv/bin/python"  # `make test` installs the package there
+SERVERS = "tests.environments.openenv_sums"
+
+
+def play(environment: Any, *said: str, task: int = 0, turns: int = 0) -> tuple[Rollout, list[str]]:
+    """An episode of a task, and what the policy read before each reply."""
+    tokenizer = chat_tokenizer(CHATML)
+    generator = Letters(tokenizer, *said)
+
+    async def main() -> Rollout:
+        policy = Policy(generator, ChatTokenizer(tokenizer), Sampling(), "0", limits=ConversationLimits(turns))
+        [rollout] = await run_episode(environment, environment.train[task], policy, EpisodeOptions(30.0))
+        return rollout
+
+    return asyncio.run(main()), [tokenizer.decode(ids) for ids in generator.prompts]
+
+
+def loaded(name: str, **options: Any) -> Any:
+    return load_environment(EnvironmentConfig(name=f"openenv:{name}", options=options))
+
+
+@contextlib.contextmanager
+def served(app: str, **options: Any) -> Iterator[Any]:
+    """The environment of an app of `openenv_sums`, which is ended afterwards."""
+    if not PYTHON.exists():
+        pytest.skip("openenv is not installed")
+    environment = loaded(f"{SERVERS}:{app}", python=str(PYTHON), **options)
+    try:
+        yield environment
+    finally:
+        asyncio.run(environment.close())
+        with pytest.raises(ConfigError, match="no OpenEnv server answers"):
+            loaded(environment._url)
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_replies_are_actions_and_rewards_are_of_the_server() -> None:
+    with served("guess", seed=40, test=3, train=9, prompt="Guess!") as environment:
+        assert [t.data["seed"] for t in environment.test] == [40, 41, 42] and len(environment.train) == 9
+        rollout, prompts = play(environment, "1", "<think>2</think>43", task=0)
+        assert rollout.reward == 1.25 and rollout.metrics["done"] == 1 and rollout.metrics["steps"] == 2
+        assert [step.reward for turn in rollout.steps for step in turn] == [0.25, 1.0]
+        assert "Guess!\n\nWhich number?" in prompts[0] and prompts[1].startswith(prompts[0]) and "\nno<" in prompts[1]
+        rollout, _ = play(environment, "1", "2", turns=2)
+        assert rollout.reward == 0.5 and rollout.metrics["done"] == 0 and rollout.metrics["ended/turns"] == 1
+        with pytest.raises(RolloutFailed, match="failed to step: out of paper") as failed:
+            play(environment, "crash")
+        assert failed.value.reason == "ServerFailed"
+        _fill_and_free(environment)
+
+
+def _fill_and_free(environment: Any) -> None:
+    """Four episodes with two sessions: the others wait."""
+
+    async def main() -> None:
+        async def one(number: int) -> float:
+            tokenizer = chat_tokenizer(CHATML)
+            policy = Policy(Letters(tokenizer, "43", seconds=0.3), ChatTokenizer(tokenizer), Sampling(), str(number))
+            [rollout] = await run_episode(environment, environment.train[0], policy, EpisodeOptions(30.0))
+            return rollout.reward
+
+        assert await asyncio.gather(*map(one, range(4))) == [1.0] * 4
+
+    asyncio.run(main())
+
+
+def test_mcp_tools_are_tools_of_the_conversation() -> None:
+    with served("calculator") as environment:
+        assert [t.id for t in environment.train] == [f"train/{i}" for i in range(5)] and len(environment.test) == 2
+        said = (call("add", a="x", b=1), call("add", a=3, b=1), call("submit", answer=4))
+        rollout, prompts = play(environment, *said, task=3)
+        assert rollout.reward == 1.0 and rollout.metrics["tool_calls"] == 3 and rollout.metrics["tool_errors"] == 1
+        assert "add submit" in prompts[0] and "3+1?" in prompts[0]
+        assert "validation error" in prompts[1] and "tool\n4<" in prompts[2]
+        assert play(environment, call("submit", answer=9))[0].reward == 0.0
+        assert play(environment, "I don't know")[0].reward == 0.0
+
+
+def test_a_package_that_can_not_be_served_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no OpenEnv server answers .*No module named 'nothing'"):
+        loaded("nothing.here:app")
+    with pytest.raises(ConfigError, match=r"environment.options.seconds = -1: .*; the options are train, test"):
+        loaded("http://127.0.0.1:1", seconds=-1)
+
+
+ANSWER = {"observation": {"hint": "go"}, "reward": 1.0, "done": True}
+SCHEMA = {"action": {"properties": {"number": {"type": "string"}}, "required": ["number"]}}
+
+
+@contextlib.contextmanager
+def misbehaving(answers: dict[str, Any]) -> Iterator[str]:
+    """The URL of a server. `answers` by message: JSON, a status, or None to hang; they may change while it runs."""
+
+    async def answer(request: aiohttp.web.Request) -> aiohttp.web.StreamResponse:
+        if request.path == "/ws":
+            socket = aiohttp.web.WebSocketResponse()
+            await socket.prepare(request)
+            async for message in socket:
+                kind = message.json()["type"]
+                if answers[kind] is None:
+                    continue
+                if isinstance(answers[kind], int):
+                    break
+                is_error = "code" in answers[kind]
+                await socket.send_json({"type": "error" if is_error else "observation", "data": answers[kind]})
+            return socket
+        found = answers.get(request.path[1:], 404)
+        if isinstance(found, int):
+            return aiohttp.web.Response(status=found, text="broken")
+        return aiohttp.web.json_response(found)
+
+    loop, started, ports = asyncio.new_event_loop(), threading.Event(), []
+
+    async def start() -> None:
+        app = aiohttp.web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = aiohttp.web.AppRunner(app)
+        await runner.setup()
+        await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+        ports.append(runner.addresses[0][1])
+        started.set()
+
+    def serve() -> None:
+        loop.run_until_complete(start())
+        loop.run_forever()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    started.wait()
+    try:
+        yield f"http://127.0.0.1:{ports[0]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+@pytest.mark.parametrize("transport", ["websocket", "http"])
+@pytest.mark.parametrize(
+    ("changes", "reason", "message"),
+    [
+        ({"step": None}, "ServerFailed", "failed to step: no answer for 0.5 s"),
+        ({"reset": 500}, "ServerFailed", "failed to reset: (it closed the connection|HTTP 500: broken)"),
+        ({"step": {**ANSWER, "reward": "high"}}, "reward is no number", "'high', of type str"),
+        ({"step": {**ANSWER, "reward": float("nan")}}, "reward is nan", "finite"),
+        ({"step": {"reward": 1.0}}, "ServerFailed", "the answer has no observation"),
+        ({"step": [1]}, "ServerFailed", r"the answer is \[1\], not an object"),
+        ({"reset": {"observation": {}}}, "ServerFailed", "no field 'hint' among"),
+    ],
+)
+def test_a_server_that_misbehaves_fails_the_rollout(
+    changes: dict[str, Any], reason: str, message: str, transport: str
+) -> None:
+    if transport == "http" and changes == {"step": None}:
+        changes, message = {"step": 503}, "HTTP 503"
+    with misbehaving(answers := {"schema": SCHEMA, "reset": ANSWER | {"done": False}, "step": ANSWER}) as url:
+        environment = loaded(url, observation="hint", seconds=0.5, transport=transport)
+        assert play(environment, "1")[0].reward == 1.0
+        answers.update(changes)
+        with pytest.raises(RolloutFailed, match=message) as failed:
+            play(environment, "1")
+        assert failed.value.reason == reason
+
+
+def test_an_invalid_action_is_told_to_the_policy_unless_the_schema_has_changed() -> None:
+    refused = {"code": "VALIDATION_ERROR", "errors": [{"loc": ["number"], "msg": "Input should be 'a' or 'b'"}]}
+    with misbehaving(answers := {"schema": SCHEMA, "reset": ANSWER | {"done": False}, "step": refused}) as url:
+        environment = loaded(url)
+        rollout, prompts = play(environment, "1", "2", turns=2)
+        assert rollout.reward == 0.0 and "error: number: Input should be 'a' or 'b'" in prompts[1]
+        answers["schema"] = {"action": {"properties": {"word": {"type": "string"}}}}
+        with pytest.raises(RolloutFailed, match="it has changed the schema of its actions during the run"):
+            play(environment, "1")
+
+
+@pytest.mark.parametrize("changes", [{"schema": 500}, {"schema": [1]}, {"schema": {}}, {"list_environments": {}}])
+def test_a_server_that_does_not_answer_as_openenv_does_is_one_line(changes: dict[str, Any]) -> None:
+    with misbehaving({"schema": SCHEMA} | changes) as url, pytest.raises(ConfigError) as raised:
+        loaded(url)
+    assert "no OpenEnv server answers as it should there" in str(raised.value) and "\n" not in str(raised.value)
