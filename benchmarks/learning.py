@@ -43,7 +43,7 @@ def sums() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     pairs = list(itertools.product(range(10), repeat=2))
     random.Random(0).shuffle(pairs)
     asked = [[{"prompt": p.format(a=a, b=b), "answer": str(a + b)} for p in PHRASES] for a, b in pairs]
-    return sum(asked[25:], []), sum(asked[:25], [])
+    return [row for rows in asked[25:] for row in rows], [row for rows in asked[:25] for row in rows]
 
 
 def comparisons() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
