@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import slipstream
 from slipstream.controller.evaluation import evaluate
-from slipstream.environments.base import ChatTokenizer
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.load import load_environments
 from slipstream.generators.torch.engine import Engine
 from slipstream.generators.torch.generator import TorchGenerator

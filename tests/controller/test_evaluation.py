@@ -19,7 +19,8 @@ from slipstream.controller.evaluation_record import all_failed, describe_failure
 from slipstream.controller.finish import close, stop_generation
 from slipstream.controller.run_context import RunContext
 from slipstream.environments import load
-from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.episode import EpisodeOptions, run_episode
 from slipstream.environments.load import LoadedEnvironment, close_environment

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config.schema import ConfigError
-from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import EpisodeOptions, run_episode

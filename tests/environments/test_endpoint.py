@@ -20,7 +20,8 @@ from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
 from slipstream.controller.evaluation import evaluate
-from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.load import LoadedEnvironment

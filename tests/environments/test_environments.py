@@ -15,7 +15,8 @@ from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
 from slipstream.environments.addition import Addition, target
-from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.episode import EpisodeOptions, episode_limits, run_episode
 from slipstream.environments.gsm8k import Gsm8k
 from slipstream.environments.load import load_environment

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from slipstream.config.plugins import Interrupts
-from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.episode import (
     EpisodeOptions,

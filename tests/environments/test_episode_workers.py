@@ -15,7 +15,8 @@ import pytest
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
 from slipstream.environments import worker_environment
-from slipstream.environments.base import ChatTokenizer, Policy
+from slipstream.environments.base import Policy
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.load import load_environments
 from slipstream.environments.reward_workers import RewardErrorCounter, ScoringError

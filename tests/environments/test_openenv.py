@@ -16,7 +16,8 @@ import pytest
 
 from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.schema import ConfigError
-from slipstream.environments.base import ChatTokenizer, Policy
+from slipstream.environments.base import Policy
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.conversation import ConversationLimits
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.load import load_environment

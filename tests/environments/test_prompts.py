@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.base import Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.prompts import describe, find_overlong_prompts
 from tests.conftest import build_tokenizer
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.rollout_checks import copy_arrays
 from slipstream.generators.torch.engine import Engine

@@ -12,7 +12,8 @@ import pytest
 
 from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.schema import ConfigError
-from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.conversation import Conversation
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.load import load_environment

@@ -13,7 +13,8 @@ import pytest
 
 from slipstream.config.loading import load_config
 from slipstream.controller.launch import ColocatedScheduler
-from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.conversation import ConversationLimits
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, episode_slots, run_episode

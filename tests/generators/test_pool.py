@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.environments.base import ChatTokenizer, Policy
+from slipstream.environments.base import Policy
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.generators.pool import SESSION_SLACK, EngineReplica, GeneratorPool
 from slipstream.rollout import Completion, Sampling, VersionSpan

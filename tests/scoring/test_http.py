@@ -13,7 +13,8 @@ import pytest
 from aiohttp import web
 
 from slipstream.config.schema import ConfigError
-from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.base import Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Completion, Rollout, VersionSpan
 from slipstream.scoring.http import Judge

@@ -13,7 +13,8 @@ import pytest
 from slipstream.config.loading import load_config
 from slipstream.config.plugins import Interrupts
 from slipstream.config.schema import ConfigError, ScoringConfig
-from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.base import Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Rollout

@@ -21,7 +21,8 @@ from slipstream.config.schema import Config
 from slipstream.controller.evaluation_record import Outcome, PlayedTask, all_failed, describe_failures, summarize
 from slipstream.controller.publishing import wait_published
 from slipstream.controller.run_context import RunContext
-from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import (

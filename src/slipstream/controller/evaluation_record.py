@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.base import Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.episode import RolloutFailed
 from slipstream.environments.load import LoadedEnvironment
 from slipstream.observe.estimates import Estimate, estimate_mean, pass_at_k

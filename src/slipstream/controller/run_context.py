@@ -9,7 +9,7 @@ from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster
 from slipstream.controller.run_environment import RunEnvironment, training_sampling
 from slipstream.controller.trackers import TrackerProcess
-from slipstream.environments.base import ChatTokenizer
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.load import load_environments, takes_reward_workers

@@ -8,38 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import hashlib
 import inspect
 import itertools
 import math
 import secrets
 import time
-from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import index
-from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config.schema import ConfigError
+from slipstream.environments.chat_tokenizer import ChatTokenizer, Prompt
 from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
 from slipstream.environments.rollout_checks import copy_arrays, validate_rollouts
-from slipstream.environments.text_limits import MAX_INLINE, PromptLimits, count_characters, is_encodable, run_in_thread
+from slipstream.environments.text_limits import run_in_thread
 from slipstream.environments.tools import Tool, ToolCallParser, Tools, hermes, plain
 from slipstream.errors import UserError
-from slipstream.generators.base import GenerationError, Generator
+from slipstream.generators.base import Generator
 from slipstream.generators.pausable_clock import Clock
-from slipstream.rollout import Completion, Rollout, Sampling, int32_array, turn_rewards_to_steps
+from slipstream.rollout import Completion, Rollout, Sampling, turn_rewards_to_steps
 
 if TYPE_CHECKING:
     from slipstream.environments.endpoint import Endpoint
 
-Message = Mapping[str, Any]
 DECODED = 128  # characters to encode that take as long as one token to decode
 OPTIONS = tuple(field.name for field in dataclasses.fields(Sampling))  # of `Policy.sample`
-REPLY = "THE-REPLY"  # placeholder for the text of a reply
-Prompt = str | Sequence[Message] | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,149 +82,6 @@ def as_reward(value: Any) -> float:
         return float(value)
     except Exception as error:  # a tensor of several elements, an integer beyond all floats
         raise InvalidReward(f"the reward is {value!r:.80}: {error}: return a number") from None
-
-
-def _invalid_prompt_error(prompt: Any) -> GenerationError:
-    wanted = 'give text, token ids, or messages such as {"role": "user", "content": "text"}'
-    return GenerationError(f"the prompt is {prompt!r:.80}, of type {type(prompt).__name__}: {wanted}")
-
-
-class ChatTokenizer:
-    """Encodes prompts and decodes completions. A cache encodes the text of a group's prompt once.
-
-    `context` bounds prompts, in tokens; 0: no bound. Methods that encode raise `ContextFull` for longer prompts, and
-    `GenerationError` for text with half of a surrogate pair.
-    """
-
-    def __init__(self, tokenizer: Any, context: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self.limits = PromptLimits(tokenizer, context)
-        self._end_tokens: set[int | None] | None = None
-        self.encode_text = functools.lru_cache(maxsize=256)(self._encode_text)
-
-    def __reduce__(self) -> tuple[type[ChatTokenizer], tuple[Any, int]]:
-        return ChatTokenizer, (self._tokenizer, self.limits.context)
-
-    def size(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> int:
-        """Characters of text and messages, or the number of token ids. Raises `ContextFull` if it is too large."""
-        if not isinstance(prompt, str):
-            if isinstance(prompt, Mapping) or not (hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")):
-                raise _invalid_prompt_error(prompt)
-            is_ids = not len(prompt) or isinstance(prompt[0], SupportsIndex)
-            self.limits.validate_tokens(f"{len(prompt)} {'tokens' if is_ids else 'messages'}", len(prompt))
-            if is_ids:
-                return len(prompt)
-        size = count_characters(prompt) + count_characters(tools or ())
-        self.limits.validate_size(size)
-        return size
-
-    def encode(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> array[int]:
-        """Token ids of a prompt, with the chat template applied where the tokenizer has one; `tools` need one.
-
-        Raises `GenerationError` for an invalid prompt, `ValueError` for tools without a template.
-        """
-        self.size(prompt, tools)
-        if isinstance(prompt, str):
-            return self.encode_text(prompt)
-        if not len(prompt) or isinstance(prompt[0], SupportsIndex):
-            return int32_array(index(token) for token in prompt)  # type: ignore[arg-type]
-        if self._tokenizer.chat_template:
-            return self._chat(prompt, tools)
-        if tools:
-            raise ValueError("tools need a chat template, and the tokenizer has none")
-        try:
-            return self.encode_text("\n\n".join(m["content"] for m in prompt))  # type: ignore[index]
-        except (LookupError, TypeError):
-            raise _invalid_prompt_error(prompt) from None
-
-    def encode_raw(self, prompt: str | Sequence[int]) -> array[int]:
-        """Token ids of a text without chat template; given ids are returned. Raises `ValueError` for unknown ids."""
-        self.size(prompt)
-        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
-        count = len(self._tokenizer)
-        if wrong := [i for i in token_ids if not 0 <= i < count]:
-            raise ValueError(f"{wrong[0]} is no token's id; there are {count}")
-        return int32_array(token_ids)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
-
-    def encode_continuation(self, text: str) -> array[int]:
-        """Token ids of text that continues a sequence: no template, no special tokens."""
-        return self._tokenize(text, add_special_tokens=False)
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
-        """The chat template's text for these messages, up to the next reply. Raises `GenerationError`."""
-        self.size(messages, tools)
-        return str(self._apply_template(messages, tools, tokenize=False))
-
-    def _apply_template(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> Any:
-        """The template's text or token ids. Raises `GenerationError` for any exception inside the template."""
-        options |= {"tools": tools or None, "add_generation_prompt": True}
-        try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise GenerationError(f"the tokenizer's chat template can't render the messages ({reason})") from None
-
-    def render_after_reply(self, messages: Sequence[Message]) -> str:
-        """The chat template's text between a reply and the next one, if these messages are in between."""
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}]
-        return self.render([*before, *messages]).partition(REPLY)[2]
-
-    def decode_reply(self, token_ids: Sequence[int]) -> str:
-        """The text of a reply with special tokens, but without its end-of-turn token."""
-        if self._end_tokens is None:
-            self._end_tokens = {self._tokenizer.eos_token_id}
-            if self.has_chat_template:
-                after = self.encode_continuation(self.render_after_reply([{"role": "user", "content": "."}]))
-                self._end_tokens |= {*after[:1]}
-        text_ids = token_ids[:-1] if token_ids and token_ids[-1] in self._end_tokens else token_ids
-        return self._decode(text_ids, skip_special_tokens=False)
-
-    def decode_token(self, token_id: int) -> str:
-        """One token as text, also a special one."""
-        return str(self._tokenizer.decode([token_id]))
-
-    def decode(self, token_ids: Sequence[int], stop_strings: Sequence[str] = ()) -> str:
-        """Text of a completion, cut before the first stop string; special tokens are left out."""
-        text = self._decode(token_ids, skip_special_tokens=True)
-        cuts = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
-        return text[: min(cuts)] if cuts else text
-
-    def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text of token ids, without removing spaces before punctuation."""
-        if self._has_decode_batch:
-            # The same text without the GIL, which `decode` holds for 1.4 ms with 8,192 tokens.
-            return str(self._tokenizer.backend_tokenizer.decode_batch([list(token_ids)], skip_special_tokens)[0])
-        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(token_ids, **options))
-
-    @functools.cached_property
-    def _has_decode_batch(self) -> bool:
-        """Whether the `tokenizers` library alone decodes: the tokenizer's class overrides neither of its methods."""
-        from transformers import PreTrainedTokenizerFast as Fast
-
-        kind = type(self._tokenizer)
-        return issubclass(kind, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
-
-    def _encode_text(self, text: str) -> array[int]:
-        if self._tokenizer.chat_template:
-            return self._chat([{"role": "user", "content": text}])
-        return self._tokenize(text)
-
-    def _tokenize(self, text: str, **options: Any) -> array[int]:
-        """Encode text without a chat template. Raises `ContextFull`, or `GenerationError` for half a surrogate pair."""
-        self.limits.validate_text(text)
-        if not is_encodable(text):
-            raise GenerationError("the prompt holds half of a surrogate pair, which is no text; remove it")
-        return int32_array(self._tokenizer.encode(text, **options))
-
-    def _chat(self, messages: Any, tools: Sequence[Any] | None = None) -> array[int]:
-        if self.size(messages, tools) > MAX_INLINE:
-            self.limits.validate_text(self.render(messages, tools))
-        return int32_array(self._apply_template(messages, tools, tokenize=True, return_dict=False))
 
 
 class Policy:

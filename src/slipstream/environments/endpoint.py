@@ -17,7 +17,8 @@ from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.config.schema import ConfigError
-from slipstream.environments.base import ChatTokenizer, Policy
+from slipstream.environments.base import Policy
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.openai_api import JSON, ROUTES, RequestError, SamplingRequest, answer_text, parse_request
 from slipstream.environments.text_limits import run_in_thread
 from slipstream.generators.base import GenerationError

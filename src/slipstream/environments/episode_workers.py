@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slipstream.config.environments import EnvironmentConfig
-from slipstream.environments.base import ChatTokenizer, Policy, Task
+from slipstream.environments.base import Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.conversation import ConversationLimits
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import EpisodeOptions, EventLoopWatchdog, RolloutFailed, blocked_limit, run_episode

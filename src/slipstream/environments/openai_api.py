@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from slipstream.environments.base import ChatTokenizer
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.tools import hermes, text_outside_calls
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion

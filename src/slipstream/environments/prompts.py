@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.base import Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.generators.base import ContextFull
 
 MAX_EXACT_BYTES = 2**20  # longer prompts are bounded instead of tokenized

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.schema import ConfigError
-from slipstream.environments.base import ChatTokenizer, Environment, Policy, Task
+from slipstream.environments.base import Environment, Policy, Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.episode import RolloutFailed
 from slipstream.environments.episode_workers import EpisodeResult, EpisodeSettings, EpisodeWorker, Request
 from slipstream.environments.reward_workers import (

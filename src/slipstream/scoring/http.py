@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from slipstream.config.section import ConfigError, Section, parse_options
-from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.base import Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Rollout
 

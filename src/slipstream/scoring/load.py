@@ -8,7 +8,8 @@ from typing import Any
 
 from slipstream.config.plugins import construct, load_option, option_code
 from slipstream.config.schema import Config, ConfigError
-from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.base import Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.reward_workers import RewardFunction
 from slipstream.rollout import Rollout
 from slipstream.scoring.base import Scorer

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
-from slipstream.environments.base import ChatTokenizer, Task
+from slipstream.environments.base import Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.load import close_environment, load_environments
 from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.model.inspection import max_model_len

@@ -25,7 +25,7 @@ from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.evaluation import evaluate, held_out_tasks
 from slipstream.controller.evaluation_record import PlayedTask, all_failed, describe_failures
 from slipstream.controller.launch import start_generators
-from slipstream.environments.base import ChatTokenizer
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.load import LoadedEnvironment, close_environment, load_environments
