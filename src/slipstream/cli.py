@@ -99,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
 
     _add_evaluation(into)
     _add_policy_commands(into)
+    _add_plan(into)
     _add_lag_study(into)
     _add_views(into)
     _add_controls(into)
@@ -176,6 +177,41 @@ def _add_policy_commands(into: Subparsers) -> None:
     verify.add_argument("--prompts", type=int, default=16, metavar="N", help="number of prompts (default: 16)")
     verify.add_argument("--tokens", type=int, metavar="N", help="tokens per completion (default: as many as needed)")
     verify.add_argument("--after", type=int, default=16, metavar="N", help="tokens before the switch (default: 16)")
+
+
+def _add_plan(into: Subparsers) -> None:
+    options = "With CONFIG.toml also: --section.option VALUE, see `config`."
+    plan = _add(into, "plan", commands.plan, "rank the splits of GPUs between trainer and engines", epilog=options)
+    plan.add_argument("config", nargs="?", metavar="CONFIG.toml", help="configuration of the run")
+    plan.add_argument("--model", metavar="MODEL", help="size such as 7B, model directory, or Hub name")
+    plan.add_argument("--gpu", default="h100", metavar="KIND", help="kind of GPU (default: h100)")
+    plan.add_argument("--gpus", metavar="N,N", help="numbers of GPUs (default: 8)")
+    plan.add_argument("--max-lag", metavar="N,N", help="values of loop.max_lag (default: 0 and the run's, or 1)")
+    plan.add_argument(
+        "--lengths", type=Path, metavar="FILE", help="completion lengths: a number a line, or a JSON list"
+    )
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write all splits with their figures, best first")
+    numbers: tuple[tuple[str, type, float | None, str], ...] = (
+        ("--per-node", int, 8, "GPUs of one host (default: 8)"),
+        ("--network", float, 400.0, "Gbit/s between hosts (default: 400)"),
+        ("--rollouts", int, None, "rollouts of a step (default: the run's, or 512)"),
+        ("--group-size", int, None, "rollouts per task (default: the run's, or 8)"),
+        ("--steps", int, None, "optimizer steps (default: the run's, or 100)"),
+        ("--prompt", int, None, "tokens of a prompt (default: 512)"),
+        ("--completion", int, None, "mean tokens of a completion (default: its limit)"),
+        ("--spread", float, 0.0, "deviation of the logarithm of the lengths (default: 0, equal lengths)"),
+        ("--max-tokens", int, None, "longest completion (default: sampling.max_tokens, or four times the mean)"),
+        ("--turns", int, 1, "turns of an episode, which share its tokens (default: 1)"),
+        ("--tool-seconds", float, 0.0, "mean time of a tool after each turn but the last (default: 0)"),
+        ("--tool-tokens", int, 0, "tokens that a tool adds (default: 0)"),
+        ("--scoring-seconds", float, 0.0, "mean time to score a rollout (default: 0)"),
+        ("--lora-rank", int, None, "rank of adapters (default: the run's, or 0: full fine-tuning)"),
+        ("--engine-rate", float, 0.0, "measured tokens/s of one engine, instead of the roofline"),
+        ("--price", float, 0.0, "price of a GPU hour"),
+        ("--seed", int, 0, "seed of the simulation (default: 0)"),
+    )
+    for flag, kind, default, meaning in numbers:
+        plan.add_argument(flag, type=kind, default=default, metavar="N", help=meaning)
 
 
 def _add_lag_study(into: Subparsers) -> None:

@@ -143,6 +143,12 @@ def verify(options: argparse.Namespace, flags: list[str]) -> int:
     return 0 if found.exact else 1
 
 
+def plan(options: argparse.Namespace, flags: list[str]) -> None:
+    from slipstream.tools.plan import plan
+
+    plan(options, flags)
+
+
 def study_lag(options: argparse.Namespace, flags: list[str]) -> int:
     if bool(options.config) == options.draw:
         raise ConfigError("study lag needs a CONFIG.toml, or --draw, and not both")

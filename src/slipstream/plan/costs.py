@@ -1,0 +1,222 @@
+"""What a split's parts cost by rooflines: a decode step, a prefill, an optimizer step, a publish, and memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cache
+
+from slipstream.plan.hardware import GIB, Cluster, Rates
+from slipstream.plan.shapes import BF16, Shape
+from slipstream.plan.workload import Workload
+
+FP32 = 4
+ADAM_STATE = 4 * FP32  # masters, gradients and two moments of a trained parameter
+ENGINE_OVERHEAD = 2.5 * GIB  # context, CUDA graphs and activations of an engine
+TRAINER_OVERHEAD = 3.5 * GIB  # context, chunks of logits, allocator
+PCIE = 25e9  # bytes/s between a GPU and pageable host memory
+# Kept activations, relative to the outputs of matrix products; trainer_h200.json
+KEPT = {"none": 1.5, "selective": 1.0, "full": 0.27}
+RECOMPUTED = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
+ADAPTER_ACTIVATIONS = 1.6  # inputs of adapters are kept, too
+EXPOSED = 0.5  # share of the traffic of weights and gradients that computation does not hide
+DEFAULT_MICROBATCH = 16384
+CHANGED_BYTES = 3.0  # of a changed element in a delta: its position and its value, coded
+SLOW_NETWORK = 1.25e9  # bytes/s; below, `sync.link = "auto"` means delta
+
+
+@dataclass(frozen=True)
+class EngineCost:
+    """Times of an engine of `tp` GPUs. A decode step of `n` sequences with `k` tokens takes fixed(n) + k * each."""
+
+    shape: Shape
+    cluster: Cluster
+    rates: Rates
+    tp: int
+    _fixed: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def each(self) -> float:
+        """Seconds to read keys and values of one token of context."""
+        if self.rates.engine_tokens_per_s or self.rates.decode_fixed_s:
+            return 0.0
+        return self._key_seconds
+
+    @property
+    def _key_seconds(self) -> float:
+        split = min(self.tp, self.shape.kv_heads)
+        return self.shape.kv_bytes / split / (self.cluster.gpu.bandwidth * self.rates.bandwidth)
+
+    def fixed(self, sequences: int) -> float:
+        """Seconds of a decode step without its context."""
+        if sequences not in self._fixed:
+            self._fixed[sequences] = self._compute_fixed(sequences)
+        return self._fixed[sequences]
+
+    def _compute_fixed(self, sequences: int) -> float:
+        rates = self.rates
+        if rates.engine_tokens_per_s:
+            return sequences / rates.engine_tokens_per_s
+        if rates.decode_fixed_s:
+            tp, context = rates.decode_reference
+            same = EngineCost(self.shape, self.cluster, Rates(), tp)
+            here = EngineCost(self.shape, self.cluster, Rates(), self.tp)
+            ratio = here.step(sequences, sequences * context) / same.step(sequences, sequences * context)
+            return (rates.decode_fixed_s + rates.decode_sequence_s * sequences) * ratio
+        host = rates.host_step_s + rates.host_pair_s * sequences**2
+        return self._matrices(sequences) + self._all_reduces(sequences) + host
+
+    def _matrices(self, sequences: int) -> float:
+        """The larger of reading the weights and of multiplying by them."""
+        gpu, rates, shape = self.cluster.gpu, self.rates, self.shape
+        reading = shape.decode_bytes(sequences) / self.tp / (gpu.bandwidth * rates.bandwidth)
+        operations = shape.forward_operations(sequences, 0)
+        return max(reading, operations / self.tp / (gpu.operations * rates.prefill))
+
+    def _all_reduces(self, tokens: float) -> float:
+        """Two in each layer."""
+        if self.tp == 1:
+            return 0.0
+        size = tokens * self.shape.hidden * BF16 * 2 * (self.tp - 1) / self.tp
+        return 2 * self.shape.layers * (self.rates.all_reduce_s + size / (self.cluster.gpu.link * self.rates.link))
+
+    def step(self, sequences: float, tokens: float) -> float:
+        """Seconds of a decode step."""
+        return self.fixed(max(1, round(sequences))) + self.each * tokens
+
+    def prefill(self, tokens: float, context: float = 0.0) -> float:
+        """Seconds to compute the keys and values of `tokens` tokens after `context` others."""
+        if not tokens or self.rates.engine_tokens_per_s:
+            return 0.0
+        gpu = self.cluster.gpu
+        operations = self.shape.forward_operations(tokens, context + tokens / 2, predicted=1)
+        return operations / self.tp / (gpu.operations * self.rates.prefill) + self._all_reduces(tokens)
+
+
+@dataclass(frozen=True)
+class TrainerCost:
+    """Times and memory of a trainer with `ranks` ranks."""
+
+    shape: Shape
+    cluster: Cluster
+    rates: Rates
+    work: Workload
+    ranks: int = 1
+    parallel: str = "fsdp"
+    context_parallel: int = 1
+    checkpointing: str = "selective"
+    microbatch: int = DEFAULT_MICROBATCH
+    own_copy: bool = True  # of the weights in bfloat16; false where it computes on the engine's
+
+    @property
+    def trained(self) -> int:
+        rank = self.work.lora_rank
+        return self.shape.lora_parameters(rank) if rank else self.shape.parameters
+
+    @property
+    def link(self) -> float:
+        """Bytes/s between ranks, those of the slowest pair."""
+        spans = self.ranks > self.cluster.per_node
+        return (self.cluster.network if spans else self.cluster.gpu.link) * self.rates.link
+
+    def step(self, sampled: float, packed: float) -> float:
+        """Seconds of an optimizer step on `sampled` tokens to train on, `packed` tokens in all."""
+        rates = self.rates
+        if rates.train_token_s:
+            return rates.train_fixed_s + rates.train_token_s * packed / self.ranks
+        operations = self.shape.forward_operations(packed, self.work.context, sampled)
+        backward = 1 if self.work.lora_rank else 2  # no gradients of frozen weights
+        operations *= RECOMPUTED[self.checkpointing] + backward
+        reached = rates.train * (1 - math.exp(-self.shape.hidden / rates.narrow))
+        reached *= rates.experts if self.shape.experts > 1 else 1.0
+        compute = operations / (self.ranks * self.cluster.gpu.operations * reached)
+        update = 2 * ADAM_STATE * self.trained / self._shards / (self.cluster.gpu.bandwidth * rates.bandwidth)
+        return compute + self._traffic(packed) + update
+
+    @property
+    def _shards(self) -> int:
+        return 1 if self.parallel == "ddp" else self.ranks
+
+    def _traffic(self, packed: float) -> float:
+        """Seconds in which ranks wait for each other's weights, gradients or activations."""
+        if self.ranks == 1:
+            return 0.0
+        part = (self.ranks - 1) / self.ranks
+        share = self.ranks // self.context_parallel
+        passes = math.ceil(packed / share / (self.microbatch * self.context_parallel))
+        if self.parallel == "ddp":
+            size = 2 * FP32 * self.trained * part
+        elif self.parallel == "tensor":
+            size = 8 * self.shape.layers * self.shape.hidden * BF16 * packed * part
+        else:  # weights for both passes, and gradients in float32
+            size = passes * (2 * BF16 * self.shape.parameters + FP32 * self.trained) * part
+        keys = packed / share * self.shape.kv_bytes * 3 if self.context_parallel > 1 else 0.0
+        return (size * EXPOSED + keys) / self.link
+
+    def memory(self) -> dict[str, float]:
+        """Bytes of one GPU by part."""
+        shape, frozen = self.shape, bool(self.work.lora_rank)
+        weights = shape.weight_bytes / self._shards if frozen or self.parallel == "tensor" else 0.0
+        if not frozen and self.own_copy and (self.ranks == 1 or self.parallel == "ddp"):
+            weights = shape.weight_bytes
+        if self.ranks > 1 and self.parallel == "fsdp":  # two gathered layers, and the embeddings
+            weights += 2 * shape.weight_bytes / shape.layers + 2 * BF16 * shape.embedding
+        return {
+            "weights": weights if self.own_copy else 0.0,
+            "optimizer": ADAM_STATE * self.trained / self._shards,
+            "activations": self._activations() * self.rates.activations,
+            "overhead": TRAINER_OVERHEAD,
+        }
+
+    def _activations(self) -> float:
+        """Outputs of the matrix products of each layer, of one micro-batch."""
+        shape = self.shape
+        mlp = 2 * shape.active * shape.expert_intermediate if shape.experts > 1 else 2 * shape.intermediate
+        width = shape.head_dim * (shape.heads + 2 * shape.kv_heads) + 2 * shape.hidden + mlp
+        split = self.ranks if self.parallel == "tensor" else 1
+        kept = KEPT[self.checkpointing] * (ADAPTER_ACTIVATIONS if self.work.lora_rank else 1)
+        return self.microbatch * shape.layers * width * BF16 * kept / split
+
+
+@dataclass(frozen=True)
+class PublishCost:
+    """Seconds of a publish: until engines hold the weights, those that the trainer waits, and each engine's pause."""
+
+    link: str
+    transfer: float
+    hold: float
+    pause: float
+    staging: float  # bytes on each GPU of an engine
+
+
+def publish_cost(
+    shape: Shape, cluster: Cluster, rates: Rates, work: Workload, placement: str, tp: int, gpus: int
+) -> PublishCost:
+    """The cost of a publish to engines on `gpus` GPUs in all, trainer included."""
+    size = BF16 * (shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.parameters)
+    swap = 1e-3 + 2 * size / tp / (cluster.gpu.bandwidth * rates.bandwidth)
+    if placement == "colocated":  # the trainer's state moves to host memory and back, engines load from there
+        moved = (ADAM_STATE / BF16 * size + 2 * size) / PCIE
+        return PublishCost("shared", size / PCIE, moved + size / PCIE, size / PCIE, 0.0)
+    if placement == "single_copy":
+        return PublishCost("single_copy", swap, swap, swap, 0.0)
+    spans = gpus > cluster.per_node
+    speed = cluster.network if spans else cluster.gpu.link
+    if work.lora_rank:
+        return PublishCost("lora", size / PCIE + 0.05, size / PCIE, 0.02, size / tp)
+    if spans and cluster.network < SLOW_NETWORK:
+        changed = CHANGED_BYTES * changed_fraction(work.learning_rate) * shape.parameters
+        return PublishCost("delta", min(size, changed) / speed, 2 * size / cluster.gpu.bandwidth, swap, 0.0)
+    sent = size / (speed * rates.link)
+    return PublishCost("nccl", sent, sent, swap, size / tp)
+
+
+@cache
+def changed_fraction(learning_rate: float) -> float:
+    """Share of changed elements, by `sync.prediction`, for normal weights of standard deviation 0.02."""
+    import torch
+
+    from slipstream.sync.prediction import count_exponents, expected_changed_fraction
+
+    weights = torch.randn(2**20, generator=torch.Generator().manual_seed(0)) * 0.02
+    return expected_changed_fraction(count_exponents([weights]), learning_rate)

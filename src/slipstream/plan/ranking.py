@@ -1,0 +1,94 @@
+"""Rank the splits of a cluster: all by formula, the best by a simulation of the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from slipstream.config.schema import ConfigError
+from slipstream.plan.simulator import Simulation
+from slipstream.plan.splits import Plan, Problem, evaluate, splits, tensor_parallel_sizes
+
+SIMULATED = 6  # best splits by formula
+STEPS, WARM_UP = 24, 8  # simulated steps, and those that are left out of the figures
+MAX_SIMULATED_ROLLOUTS = 60_000  # of one simulation; fewer steps if they have more
+
+
+def plan(problem: Problem, lags: tuple[int, ...], simulated: int = SIMULATED) -> list[Plan]:
+    """All splits, best first. Figures of the best by formula, and of the best synchronous one, are simulated."""
+    plans = rank(problem, lags)
+    fitting = distinct([plan for plan in plans if not plan.missing])
+    chosen = fitting[:simulated] + [plan for plan in fitting[simulated:] if plan.split.max_lag == 0][:1]
+    for found in chosen:
+        simulate(found)
+    rest = [plan for plan in plans if plan not in chosen]
+    return sorted(chosen, key=lambda plan: -plan.tokens_per_s) + rest
+
+
+def rank(problem: Problem, lags: tuple[int, ...]) -> list[Plan]:
+    """All splits: those that fit by trained tokens/s, then the others by what they lack.
+
+    Raises `ConfigError` if sequences exceed the model's context, or if the model fits nowhere.
+    """
+    work, shape, cluster = problem.work, problem.shape, problem.cluster
+    if work.longest > shape.context:
+        raise ConfigError(
+            f"prompt and completion have up to {work.longest:,} tokens together, and {shape.name} has a context of "
+            f"{shape.context:,}; lower --prompt, --completion, --spread or --max-tokens"
+        )
+    plans = [evaluate(problem, split) for split in splits(problem, lags)]
+    fitting = [plan for plan in plans if not plan.missing]
+    if not fitting:
+        sizes = ", ".join(map(str, tensor_parallel_sizes(shape)))
+        if not plans:
+            raise ConfigError(
+                f"{shape.name} has no split on {cluster.gpus} x {cluster.gpu.name}: {shape.heads} heads, "
+                f"{shape.kv_heads} key/value heads and {shape.intermediate} columns divide by {sizes or 'nothing'}"
+            )
+        nearest = min(plans, key=lambda plan: plan.missing_bytes)
+        raise ConfigError(
+            f"{shape.name} fits on no split of {cluster.gpus} x {cluster.gpu.name}: in the nearest ({nearest.split}) "
+            f"{nearest.missing}; use more GPUs, a kind with more memory, --lora-rank, or shorter completions"
+        )
+    fitting.sort(key=lambda plan: -plan.tokens_per_s)
+    return fitting + sorted((plan for plan in plans if plan.missing), key=lambda plan: plan.missing_bytes)
+
+
+def distinct(plans: list[Plan]) -> list[Plan]:
+    """The first plan of each placement and lag: the best kind of parallelism of the trainer."""
+    seen: dict[tuple[object, ...], Plan] = {}
+    for found in plans:
+        split = found.split
+        seen.setdefault((split.placement, split.ranks, split.engines, split.tp, split.max_lag), found)
+    return list(seen.values())
+
+
+def simulate(plan: Plan, steps: int = 0) -> None:
+    """Replace the figures of a plan by those of a simulation."""
+    work = plan.problem.work
+    steps = steps or max(6, min(STEPS, MAX_SIMULATED_ROLLOUTS // work.rollouts))
+    simulation = Simulation(plan.scenario(steps))
+    records = simulation.run()
+    warm = min(WARM_UP, steps // 3)
+    before, timed = records[warm - 1], records[warm:]
+    seconds = timed[-1].end - before.end
+    lags = sum((record.lags for record in timed), Counter[int]())
+    tokens = sum(lags.values())
+    plan.step_s, plan.tokens_per_s = seconds / len(timed), tokens / seconds
+    plan.trainer_busy = sum(record.end - record.start for record in timed) / seconds
+    plan.engines_busy = (timed[-1].engine_busy - before.engine_busy) / seconds / plan.split.engines
+    plan.lag_mean = sum(lag * count for lag, count in lags.items()) / tokens
+    plan.lag_p99 = float(quantile(lags, 0.99))
+    counts = simulation.state.ledger.counts
+    plan.stale = counts.dropped_stale / max(1, counts.generated)
+    plan.preemptions = sum(engine.preemptions for engine in simulation.engines) / max(1, counts.generated)
+    plan.source, plan.records = "simulation", records
+
+
+def quantile(counts: Counter[int], share: float) -> int:
+    """The smallest value that at least this share of the counted ones does not exceed."""
+    left = share * sum(counts.values())
+    for value in sorted(counts):
+        left -= counts[value]
+        if left <= 0:
+            return value
+    return max(counts)

@@ -1,0 +1,262 @@
+"""Splits of GPUs between trainer and engines: which there are, whether they fit, and how fast they are by formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from slipstream.plan.costs import ENGINE_OVERHEAD, EngineCost, PublishCost, TrainerCost, publish_cost
+from slipstream.plan.hardware import GIB, Cluster, Rates
+from slipstream.plan.shapes import Shape
+from slipstream.plan.simulator import Scenario, StepRecord
+from slipstream.plan.workload import Workload
+
+UTILIZATION = 0.85  # of a GPU's memory for an engine with its own
+HEADROOM = 1.0 * GIB  # that stays free on every GPU
+MAX_SLOTS = 256  # more sequences make a host slower than a GPU gains, see `Rates.host_pair_s`
+MICROBATCHES = (("selective", 16384), ("selective", 8192), ("full", 16384), ("full", 8192), ("full", 4096))
+SHARED_SLOWDOWN = 1.7  # of each side on shared GPUs: decoding reads memory while training multiplies
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is planned."""
+
+    shape: Shape
+    cluster: Cluster
+    work: Workload
+    rates: Rates
+    seed: int = 0
+    slots: int = 0  # 0: chosen
+
+
+@dataclass(frozen=True)
+class Split:
+    """A placement of trainer ranks and engines of `tp` GPUs, and the lag that it is run with."""
+
+    placement: str
+    ranks: int
+    parallel: str
+    context_parallel: int
+    engines: int
+    tp: int
+    max_lag: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in use."""
+        engines = self.engines * self.tp
+        return max(self.ranks, engines) if self.placement != "disaggregated" else self.ranks + engines
+
+    def __str__(self) -> str:
+        kind = f" {self.parallel}" if self.ranks > 1 else ""
+        kind += f" cp{self.context_parallel}" if self.context_parallel > 1 else ""
+        engines = f"{self.engines} x tp{self.tp}" if self.tp > 1 else f"{self.engines}"
+        where = "" if self.placement == "disaggregated" else f", {self.placement.replace('_', ' ')}"
+        return f"trainer {self.ranks}{kind}, engines {engines}{where}"
+
+
+@dataclass
+class Plan:
+    """A split with its costs and figures. `missing` says what does not fit and by how much; "" if all fits."""
+
+    split: Split
+    problem: Problem
+    engine: EngineCost
+    trainer: TrainerCost
+    publish: PublishCost
+    slots: int
+    kv_tokens: float
+    memory: dict[str, dict[str, float]]  # bytes by part, of a GPU of each role
+    missing: str = ""
+    missing_bytes: float = 0.0
+    step_s: float = math.inf
+    tokens_per_s: float = 0.0
+    trainer_busy: float = 0.0
+    engines_busy: float = 0.0
+    lag_mean: float = 0.0
+    lag_p99: float = 0.0
+    stale: float = 0.0
+    preemptions: float = 0.0
+    in_flight: float = 0.0  # rollouts, mean
+    source: str = "formula"
+    records: list[StepRecord] = field(default_factory=list)  # of the simulation
+
+    @property
+    def run_s(self) -> float:
+        return self.step_s * self.problem.work.steps
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.run_s * self.problem.cluster.gpus / 3600
+
+    def scenario(self, steps: int) -> Scenario:
+        """The simulation of this plan, of `steps` steps."""
+        return Scenario(
+            replace(self.problem.work, steps=steps), self.engine, self.trainer, self.publish, self.split.engines,
+            self.slots, self.kv_tokens, self.split.max_lag, self.split.placement,
+            in_flight="recompute" if self.split.placement == "colocated" else "continue",
+            shared_slowdown=SHARED_SLOWDOWN, step_overhead_s=self.problem.rates.step_overhead_s,
+            seed=self.problem.seed,
+        )  # fmt: skip
+
+
+def splits(problem: Problem, lags: tuple[int, ...]) -> Iterator[Split]:
+    """All splits of the cluster that Slipstream can run."""
+    shape, gpus = problem.shape, problem.cluster.gpus
+    sizes = [tp for tp in tensor_parallel_sizes(shape) if tp <= min(gpus, problem.cluster.per_node)]
+    for lag in lags:
+        for tp in sizes:
+            if gpus >= tp:
+                yield Split("colocated", 1, "fsdp", 1, gpus // tp, tp, lag)
+            if lag and gpus == tp and not problem.work.lora_rank and problem.work.every == 1:
+                yield Split("single_copy", tp, "tensor" if tp > 1 else "fsdp", 1, 1, tp, lag)
+            for ranks in range(1, gpus - tp + 1):
+                engines = (gpus - ranks) // tp
+                if ranks + engines * tp < gpus and 1 in sizes and tp > 1 and (gpus - ranks) % tp:
+                    continue  # idle GPUs
+                for parallel, context in parallelisms(problem, ranks):
+                    yield Split("disaggregated", ranks, parallel, context, engines, tp, lag)
+
+
+def parallelisms(problem: Problem, ranks: int) -> Iterator[tuple[str, int]]:
+    """Kinds of parallelism of the trainer, with its context parallel size."""
+    yield "fsdp", 1
+    if ranks == 1:
+        return
+    yield "ddp", 1
+    for context in (2, 4, 8):
+        if ranks % context == 0 and problem.work.longest > 8192 * context:
+            yield "fsdp", context
+    divides = ranks in tensor_parallel_sizes(problem.shape) and ranks <= problem.cluster.per_node
+    if divides and not problem.work.lora_rank and problem.shape.experts == 1:
+        yield "tensor", 1
+
+
+def tensor_parallel_sizes(shape: Shape) -> list[int]:
+    """Numbers of GPUs over which heads and widths divide evenly: key/value heads are split or copied."""
+    sizes = shape.heads, shape.intermediate, shape.vocabulary
+    return [
+        tp for tp in (1, 2, 4, 8, 16)
+        if not any(size % tp for size in sizes) and not (shape.kv_heads % tp and tp % shape.kv_heads)
+    ]  # fmt: skip
+
+
+def evaluate(problem: Problem, split: Split) -> Plan:
+    """The figures of a split by formula."""
+    engine = EngineCost(problem.shape, problem.cluster, problem.rates, split.tp)
+    publish = publish_cost(
+        problem.shape, problem.cluster, problem.rates, problem.work, split.placement, split.tp, split.gpus
+    )
+    trainer = choose_microbatch(problem, split)
+    plan = Plan(split, problem, engine, trainer, publish, 0, 0.0, {})
+    place_memory(plan)
+    if not plan.missing:
+        choose_slots(plan)
+        estimate(plan)
+    return plan
+
+
+def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
+    """The first micro-batch and kind of checkpointing that fit, else the smallest."""
+    least = math.ceil(problem.work.longest / split.context_parallel)
+    free = problem.cluster.gpu.memory - HEADROOM
+    if split.placement == "single_copy":  # leaves keys and values of some sequences to the engine
+        free -= (
+            ENGINE_OVERHEAD
+            + problem.shape.weight_bytes / split.tp
+            + 8 * problem.work.longest * (problem.shape.kv_bytes / min(split.tp, problem.shape.kv_heads))
+        )
+    cost = None
+    for checkpointing, tokens in MICROBATCHES:
+        if cost is not None and cost.microbatch == max(tokens, least) and cost.checkpointing == checkpointing:
+            continue
+        cost = TrainerCost(
+            problem.shape, problem.cluster, problem.rates, problem.work, split.ranks, split.parallel,
+            split.context_parallel, checkpointing, max(tokens, least), split.placement != "single_copy",
+        )  # fmt: skip
+        if sum(cost.memory().values()) <= free:
+            break
+    assert cost
+    return cost
+
+
+def place_memory(plan: Plan) -> None:
+    """Set the memory of each role, the tokens in an engine's cache, and what does not fit."""
+    split, problem = plan.split, plan.problem
+    total, longest = problem.cluster.gpu.memory, problem.work.longest
+    key_bytes = problem.shape.kv_bytes / min(split.tp, problem.shape.kv_heads)
+    trainer = plan.trainer.memory()
+    weights = problem.shape.weight_bytes / split.tp
+    beside = plan.publish.staging + (sum(trainer.values()) if split.placement == "single_copy" else 0)
+    share = total - HEADROOM - beside if beside else UTILIZATION * total
+    usable = max(0.0, min(UTILIZATION * total, share) - weights - ENGINE_OVERHEAD)
+    plan.kv_tokens = usable / key_bytes
+    engine = {"weights": weights, "keys and values": usable, "staging": plan.publish.staging}
+    engine["overhead"] = ENGINE_OVERHEAD
+    short = {"an engine": longest * key_bytes - usable if usable < longest * key_bytes else 0.0}
+    if split.placement == "single_copy":
+        plan.memory = {"trainer and engine": engine | {n: v for n, v in trainer.items() if n != "overhead" and v}}
+        plan.memory["trainer and engine"]["overhead"] += trainer["overhead"]
+        short["the trainer with its engine"] = sum(plan.memory["trainer and engine"].values()) - (total - HEADROOM)
+    else:
+        plan.memory = {"trainer": trainer, "engine": engine}
+        short["the trainer"] = sum(trainer.values()) - (total - HEADROOM)
+    over = weights + ENGINE_OVERHEAD + plan.publish.staging + longest * key_bytes - (total - HEADROOM)
+    if short["an engine"] > 0:
+        short["an engine"] = max(short["an engine"], over)
+    who, lacks = max(short.items(), key=lambda item: item[1])
+    if lacks > 0:
+        plan.missing_bytes = lacks
+        plan.missing = f"{who} lacks {lacks / GIB:,.1f} GiB on each GPU"
+
+
+def choose_slots(plan: Plan) -> None:
+    """Sequences of one engine: those that the gate lets in flight, as far as keys and values have space."""
+    work, split = plan.problem.work, plan.split
+    wanted = max(1, split.max_lag + 1) * work.rollouts / split.engines
+    mean = work.read + 0.75 * work.completion.typical  # lower would preempt sequences, higher would leave space
+    most = min(wanted, plan.problem.slots or MAX_SLOTS, max(1.0, plan.kv_tokens / mean))
+    plan.slots = plan.problem.slots or (max(8, math.ceil(most / 8) * 8) if most >= 8 else max(1, int(most)))
+
+
+def engine_rate(plan: Plan, sequences: float) -> float:
+    """Sampled tokens/s of one engine that decodes `sequences`, prefills included."""
+    work, cost = plan.problem.work, plan.engine
+    sequences = max(1.0, min(sequences, plan.slots, plan.kv_tokens / work.context))
+    decode = cost.step(sequences, sequences * work.context) / sequences
+    prompts = cost.prefill(work.prompt.typical) / work.group_size + (work.turns - 1) * cost.prefill(work.tool_tokens)
+    return 1 / (decode + prompts / work.completion.typical)
+
+
+def estimate(plan: Plan) -> None:
+    """Set step time, rates, busy shares and lag by formula (Little's law for the lag)."""
+    work, split, overhead = plan.problem.work, plan.split, plan.problem.rates.step_overhead_s
+    train = plan.trainer.step(work.sampled, work.packed)
+    rollouts = work.rollouts * (1 if split.max_lag == 0 else split.max_lag + 0.5)
+    sequences = min(rollouts / split.engines, plan.slots)
+    generate = work.sampled / (split.engines * engine_rate(plan, sequences))
+    alone = plan.engine.step(8, 8 * work.context)  # of the last sequences of a wave
+    tail = max(0.0, work.completion.largest_of(work.rollouts) - work.completion.typical) * alone
+    outside = (work.turns - 1) * work.tool.mean + work.scoring.mean
+    publish = plan.publish.hold + overhead
+    if split.max_lag == 0:
+        generate += tail + outside
+        step = generate + train + publish + plan.publish.pause
+    elif split.placement == "colocated":
+        step = generate + train + publish + plan.publish.pause
+    elif split.placement == "single_copy":
+        step = max((generate + train) * SHARED_SLOWDOWN / 2, generate, train) + publish
+        generate = min(generate * SHARED_SLOWDOWN, step)
+        train *= SHARED_SLOWDOWN
+    else:
+        # a group in flight takes the time of its longest rollout, and the gate bounds the groups in flight
+        latency = work.completion.largest_of(work.group_size) * plan.engine.step(sequences, sequences * work.context)
+        waves = split.max_lag + (0.5 if work.completion.spread or work.completion.samples else 1.0)
+        step = max(generate, train + publish, (latency + outside) / waves)
+    plan.step_s, plan.tokens_per_s = step, work.sampled / step
+    plan.trainer_busy, plan.engines_busy = min(1.0, train / step), min(1.0, generate / step)
+    plan.in_flight = min(rollouts, plan.slots * split.engines)
+    plan.lag_mean = max(0.0, min(split.max_lag, rollouts / work.rollouts - 0.5)) if split.max_lag else 0.0
+    plan.lag_p99 = float(split.max_lag)

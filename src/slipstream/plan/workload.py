@@ -1,0 +1,148 @@
+"""What a run asks of its engines and its trainer: groups, lengths, turns, and the times of environments and scorers."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist, fmean
+
+from slipstream.config.schema import ConfigError
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Numbers of tokens: log-normal with this mean and `spread`, the deviation of the logarithm, cut at `most`.
+
+    Without a spread all are equal to the mean. `samples` are drawn from instead, if there are any.
+    """
+
+    mean: float
+    spread: float = 0.0
+    most: int = 0
+    samples: tuple[int, ...] = ()
+
+    def draw(self, rng: random.Random) -> int:
+        if self.samples:
+            return max(1, rng.choice(self.samples))
+        value = self.mean
+        if self.spread:
+            value = rng.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
+        return max(1, min(round(value), self.longest))
+
+    @property
+    def longest(self) -> int:
+        return max(self.samples) if self.samples else self.most or round(self.mean * 4 if self.spread else self.mean)
+
+    @property
+    def typical(self) -> float:
+        """Mean length, after the cut."""
+        return self._moment(1)
+
+    @property
+    def square(self) -> float:
+        """Mean of the squared length, after the cut."""
+        return self._moment(2)
+
+    def largest_of(self, count: int) -> float:
+        """Expected largest of `count` lengths (Blom 1958: the quantile of a normal's largest order statistic)."""
+        share = (count - 0.375) / (count + 0.25)
+        if self.samples:
+            return float(sorted(self.samples)[int(len(self.samples) * share)])
+        if not self.spread:
+            return self.mean
+        quantile = NormalDist().inv_cdf(share)
+        return min(self.mean * math.exp(self.spread * quantile - self.spread**2 / 2), self.longest)
+
+    def _moment(self, power: int) -> float:
+        if self.samples:
+            return fmean(length**power for length in self.samples)
+        if not self.spread:
+            return float(min(self.mean, self.longest) ** power)
+        # E[min(X, m)^p] of a log-normal X
+        mu, m, normal = math.log(self.mean) - self.spread**2 / 2, self.longest, NormalDist()
+        z = (math.log(m) - mu) / self.spread
+        below = math.exp(power * mu + (power * self.spread) ** 2 / 2) * normal.cdf(z - power * self.spread)
+        return below + float(m**power) * (1 - normal.cdf(z))
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Seconds: log-normal with this mean and `spread`, the deviation of the logarithm; 0: none."""
+
+    mean: float = 0.0
+    spread: float = 0.0
+
+    def draw(self, rng: random.Random) -> float:
+        if not self.mean or not self.spread:
+            return self.mean
+        return rng.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run: `steps` of `groups` groups of `group_size` rollouts, published after every `every` steps.
+
+    A rollout samples `completion` tokens in `turns` turns. After each turn but the last a tool works for `tool` and
+    adds `tool_tokens`. Then scorers work for `scoring`, `scorers` at once.
+    """
+
+    prompt: Lengths
+    completion: Lengths
+    groups: int = 64
+    group_size: int = 8
+    steps: int = 100
+    every: int = 1
+    turns: int = 1
+    tool: Delay = Delay()
+    tool_tokens: int = 0
+    scoring: Delay = Delay()
+    scorers: int = 64
+    lora_rank: int = 0
+    learning_rate: float = 1e-5
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of a step."""
+        return self.groups * self.group_size
+
+    @property
+    def sampled(self) -> float:
+        """Mean number of tokens that a step trains on."""
+        return self.rollouts * self.completion.typical
+
+    @property
+    def read(self) -> float:
+        """Tokens of one rollout that the engine did not sample."""
+        return self.prompt.typical + (self.turns - 1) * self.tool_tokens
+
+    @property
+    def packed(self) -> float:
+        """Mean number of tokens in the trainer's passes of a step: rollouts of a group share their prompt."""
+        tools = self.rollouts * (self.turns - 1) * self.tool_tokens
+        return self.groups * self.prompt.typical + self.sampled + tools
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+        return self.prompt.longest + self.completion.longest + (self.turns - 1) * self.tool_tokens
+
+    @property
+    def context(self) -> float:
+        """Mean number of keys that a sampled token attends to."""
+        return self.read + self.completion.square / (2 * self.completion.typical)
+
+
+def read_lengths(path: Path) -> Lengths:
+    """Lengths from a file: a JSON list, or a number a line. Raises `ConfigError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+        samples = tuple(int(number) for number in found)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--lengths {path}: {error}; give a file with one number of tokens a line") from None
+    if len(samples) < 2 or min(samples) < 1:
+        raise ConfigError(f"--lengths {path}: it needs two numbers or more, each 1 or more")
+    return Lengths(fmean(samples), samples=samples)

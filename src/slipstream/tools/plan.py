@@ -1,0 +1,115 @@
+"""`slipstream plan`: rank the splits of a cluster's GPUs for a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+from rich.console import Console
+
+from slipstream.config.loading import load_config
+from slipstream.config.schema import Config, ConfigError
+from slipstream.plan.hardware import Cluster, Rates, find_gpu
+from slipstream.plan.ranking import plan as rank_plans
+from slipstream.plan.shapes import find_shape
+from slipstream.plan.splits import Plan, Problem
+from slipstream.plan.workload import Delay, Lengths, Workload, read_lengths
+from slipstream.tools.plan_report import as_json, print_plan, print_sweep
+
+DEFAULT_PROMPT, DEFAULT_ROLLOUTS, DEFAULT_STEPS = 512, 512, 100
+
+
+def plan(options: argparse.Namespace, flags: list[str]) -> None:
+    """Rank the splits, print them, and write them to the files that `options` name. Raises `ConfigError`."""
+    config = load_config(options.config, flags) if options.config else None
+    if config is None and not options.model:
+        raise ConfigError("plan needs a CONFIG.toml, or --model and --gpus")
+    if config is None and flags:
+        raise ConfigError(f"{flags[0]} is an option of a configuration; give a CONFIG.toml, too")
+    counts = parse_counts("--gpus", options.gpus or "8", 1)
+    lags = parse_counts("--max-lag", options.max_lag, 0) if options.max_lag else default_lags(config)
+    ranked = {count: rank_plans(problem(options, config, count), lags) for count in counts}
+    console = Console(width=None if Console().is_terminal else 160, highlight=False)
+    if len(counts) > 1 or (options.max_lag and len(lags) > 1):
+        print_sweep(ranked, options.price, console)
+    best = max(ranked.values(), key=lambda plans: plans[0].tokens_per_s)
+    print_plan(best, options.price, console)
+    if options.json:
+        write(options.json, "--json", json.dumps(_json(ranked, options.price), indent=1))
+
+
+def _json(ranked: dict[int, list[Plan]], price: float) -> dict[str, object]:
+    """All splits: of one number of GPUs best first, of several by trained tokens/s."""
+    plans = sorted((p for found in ranked.values() for p in found), key=lambda p: (bool(p.missing), -p.tokens_per_s))
+    if len(ranked) == 1:
+        (plans,) = ranked.values()
+    shape, work = plans[0].problem.shape, plans[0].problem.work
+    run = {
+        "model": shape.name, "parameters": shape.parameters, "gpu": plans[0].problem.cluster.gpu.name,
+        "rollouts": work.rollouts, "prompt": work.prompt.typical, "completion": work.completion.typical,
+        "steps": work.steps,
+    }  # fmt: skip
+    return {"run": run, "splits": [as_json(plan, price) for plan in plans]}
+
+
+def write(path: Path, option: str, text: str) -> None:
+    """Write a file that an option names. Raises `ConfigError`."""
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}; choose another file") from None
+
+
+def parse_counts(option: str, text: str, least: int) -> tuple[int, ...]:
+    """Whole numbers separated by commas. Raises `ConfigError`."""
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < least:
+        raise ConfigError(f"{option} {text} must be whole numbers from {least} on, such as {least},{2 * least + 1}")
+    return found
+
+
+def default_lags(config: Config | None) -> tuple[int, ...]:
+    """The run's lag, by default 1, and a synchronous run to compare with."""
+    return tuple(dict.fromkeys((0, config.loop.max_lag if config else 1)))
+
+
+def problem(options: argparse.Namespace, config: Config | None, gpus: int) -> Problem:
+    """What to plan, from the command's options over those of the configuration. Raises `ConfigError`."""
+    for name in ("rollouts", "group_size", "prompt", "completion", "max_tokens", "steps", "per_node", "turns"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be 1 or more")
+    for name in ("spread", "tool_seconds", "tool_tokens", "scoring_seconds", "lora_rank", "engine_rate", "price"):
+        if not 0 <= (getattr(options, name) or 0) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be a number from 0 on")
+    shape = find_shape(options.model or (config.model.path if config else ""))
+    cluster = Cluster(find_gpu(options.gpu), gpus, options.per_node, options.network * 1e9 / 8)
+    rates = Rates(engine_tokens_per_s=options.engine_rate) if options.engine_rate else Rates()
+    return Problem(shape, cluster, workload(options, config), rates, seed=options.seed)
+
+
+def workload(options: argparse.Namespace, config: Config | None) -> Workload:
+    """The work of a run. Completions reach `sampling.max_tokens` unless `--completion` or `--lengths` is given."""
+    loop, most = config.loop if config else None, options.max_tokens or (config.longest_completion if config else 0)
+    completion = Lengths(options.completion or most or 2048, options.spread, most)
+    if options.lengths:
+        completion = read_lengths(options.lengths)
+    elif most and completion.mean > most:
+        raise ConfigError(f"--completion {options.completion} exceeds the limit of {most} tokens; raise --max-tokens")
+    size = options.group_size or (loop.group_size if loop else 8)
+    rollouts = options.rollouts or (loop.groups_per_step * size if loop else DEFAULT_ROLLOUTS)
+    if rollouts % size:
+        raise ConfigError(f"--rollouts {rollouts} is no multiple of the group size {size}; change one, or --group-size")
+    return Workload(
+        Lengths(options.prompt or DEFAULT_PROMPT), completion, rollouts // size, size,
+        options.steps or (loop.steps if loop else DEFAULT_STEPS), config.sync.every if config else 1,
+        options.turns, Delay(options.tool_seconds, 1.0 if options.tool_seconds else 0.0), options.tool_tokens,
+        Delay(options.scoring_seconds, 1.0 if options.scoring_seconds else 0.0),
+        config.scoring.concurrency if config else 64,
+        options.lora_rank if options.lora_rank is not None else (config.lora.rank if config else 0),
+        config.trainer.learning_rate if config else 1e-5,
+    )  # fmt: skip

@@ -1,0 +1,184 @@
+"""A ranked plan as text, JSON, and a configuration to start with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.config.loading import validate
+from slipstream.config.toml import to_toml
+from slipstream.observe.formatting import duration, number
+from slipstream.plan.hardware import GIB
+from slipstream.plan.ranking import distinct
+from slipstream.plan.splits import HEADROOM, Plan
+
+SHOWN, UNFIT = 10, 3  # rows of the table
+
+
+def as_json(plan: Plan, price: float) -> dict[str, Any]:
+    """A split with its placement and figures. Memory is in GiB of one GPU of each role."""
+    split, work = plan.split, plan.problem.work
+    placement = {
+        "placement": split.placement, "trainer_ranks": split.ranks, "parallel": split.parallel,
+        "context_parallel": split.context_parallel, "engines": split.engines, "tensor_parallel": split.tp,
+        "max_lag": split.max_lag, "link": plan.publish.link, "gpus": plan.problem.cluster.gpus,
+    }  # fmt: skip
+    memory = {role: {part: b / GIB for part, b in parts.items()} for role, parts in plan.memory.items()}
+    if plan.missing:
+        return placement | {"fits": False, "missing": plan.missing, "memory_gib": memory}
+    return placement | {
+        "fits": True, "source": plan.source, "trained_tokens_per_s": plan.tokens_per_s, "step_s": plan.step_s,
+        "run_s": plan.run_s, "trainer_busy": plan.trainer_busy, "engines_busy": plan.engines_busy,
+        "lag_mean": plan.lag_mean, "lag_p99": plan.lag_p99, "stale": plan.stale, "preemptions": plan.preemptions,
+        "pause_s": plan.publish.pause, "transfer_s": plan.publish.transfer, "trainer_held_s": plan.publish.hold,
+        "memory_gib": memory, "slots": plan.slots, "kv_tokens": round(plan.kv_tokens),
+        "buffer_groups": (split.max_lag + 1) * work.groups * work.every,
+        "tokens_per_microbatch": plan.trainer.microbatch, "activation_checkpointing": plan.trainer.checkpointing,
+        "gpu_hours": plan.gpu_hours, "cost": plan.gpu_hours * price if price else None,
+    }  # fmt: skip
+
+
+def print_plan(plans: list[Plan], price: float, console: Console) -> None:
+    """Print what was planned, the best splits, what does not fit, the reason, and a configuration."""
+    best = plans[0]
+    work, cluster = best.problem.work, best.problem.cluster
+    shape, lengths = best.problem.shape, f"{work.prompt.typical:,.0f} + {work.completion.typical:,.0f} tokens"
+    console.print(
+        f"{shape.name} ({shape.parameters / 1e9:.3g} B) on {cluster.gpus} x {cluster.gpu.name}: {work.steps} steps of "
+        f"{work.rollouts} rollouts of {lengths}"
+    )
+    fitting = distinct([plan for plan in plans if not plan.missing])
+    console.print(_table(fitting[:SHOWN], price))
+    if fitting[0].source == "simulation":
+        console.print("~ by formula; the other rows by a simulation of the run's own scheduling.")
+    console.print(_memory_table(best))
+    for plan in [plan for plan in plans if plan.missing][:UNFIT]:
+        console.print(f"Does not fit: {plan.split}: {plan.missing}.")
+    console.print(f"\n{explain(fitting)}\n")
+    console.print(to_config(best), markup=False, highlight=False)
+
+
+def _table(plans: list[Plan], price: float) -> Table:
+    names = ["", "split", "max_lag", "tokens/s", "step", "run", "trainer", "engines", "lag", "p99", "stale", "pause",
+             "slots", "GPU-hours", *(["cost"] if price else [])]  # fmt: skip
+    table = Table(*names)
+    for place, plan in enumerate(plans, 1):
+        mark = "" if plan.source == "simulation" else "~"
+        table.add_row(
+            f"{place}", f"{plan.split}", f"{plan.split.max_lag}", f"{mark}{number(plan.tokens_per_s)}",
+            f"{plan.step_s:,.1f} s", duration(plan.run_s), f"{plan.trainer_busy:.0%}", f"{plan.engines_busy:.0%}",
+            f"{plan.lag_mean:.1f}", f"{plan.lag_p99:.0f}", f"{plan.stale:.1%}", f"{1000 * plan.publish.pause:,.0f} ms",
+            f"{plan.slots}", number(plan.gpu_hours), *([number(plan.gpu_hours * price)] if price else []),
+        )  # fmt: skip
+    return table
+
+
+def print_sweep(ranked: dict[int, list[Plan]], price: float, console: Console) -> None:
+    """Print the best split of each number of GPUs and each lag."""
+    best: dict[tuple[int, int], Plan] = {}
+    for gpus, plans in ranked.items():
+        for plan in sorted(
+            (p for p in plans if not p.missing), key=lambda p: (p.source != "simulation", -p.tokens_per_s)
+        ):
+            best.setdefault((gpus, plan.split.max_lag), plan)
+    table = Table("GPUs", "max_lag", "split", "tokens/s", "tokens/s/GPU", "step", "run", "lag", "stale", "GPU-hours")
+    for (gpus, lag), plan in sorted(best.items()):
+        mark = "" if plan.source == "simulation" else "~"
+        table.add_row(
+            f"{gpus}", f"{lag}", f"{plan.split}", f"{mark}{number(plan.tokens_per_s)}",
+            number(plan.tokens_per_s / gpus), f"{plan.step_s:,.1f} s", duration(plan.run_s), f"{plan.lag_mean:.1f}",
+            f"{plan.stale:.1%}", number(plan.gpu_hours),
+        )  # fmt: skip
+    console.print(table)
+
+
+def _memory_table(plan: Plan) -> Table:
+    parts = list(dict.fromkeys(part for role in plan.memory.values() for part in role))
+    table = Table("GiB of each GPU", *parts, "free")
+    total = plan.problem.cluster.gpu.memory
+    for role, sizes in plan.memory.items():
+        free = total - sum(sizes.values())
+        shown = [f"{sizes[part] / GIB:,.1f}" if part in sizes else "" for part in parts]
+        table.add_row(role, *shown, f"{free / GIB:,.1f}")
+    return table
+
+
+def explain(plans: list[Plan]) -> str:
+    """Why the first split is the first, in two sentences."""
+    best = plans[0]
+    slower = "engines are" if best.engines_busy >= best.trainer_busy else "trainer is"
+    first = (
+        f"{best.split} with max_lag = {best.split.max_lag} trains {number(best.tokens_per_s)} tokens/s: its {slower} "
+        f"the slower side, with the trainer busy {best.trainer_busy:.0%} of the time and the engines "
+        f"{best.engines_busy:.0%}."
+    )
+    other = next((plan for plan in plans[1:] if _differs(plan, best)), None)
+    if other is None:
+        return f"{first} No other split fits."
+    gain = best.tokens_per_s / other.tokens_per_s
+    side = "engines are" if other.engines_busy >= other.trainer_busy else "trainer is"
+    ratio = f"{gain - 1:.0%} more" if gain >= 1.005 else "as many"
+    second = (
+        f"That is {ratio} than the next, {other.split} with max_lag = {other.split.max_lag}, whose {side} the slower "
+        f"side (trainer busy {other.trainer_busy:.0%}, engines {other.engines_busy:.0%})."
+    )
+    return f"{first} {second}"
+
+
+def _differs(one: Plan, other: Plan) -> bool:
+    a, b = one.split, other.split
+    return (a.placement, a.ranks, a.engines, a.tp) != (b.placement, b.ranks, b.engines, b.tp)
+
+
+def options(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The options of the configuration that this plan sets, by section."""
+    split, work, total = plan.split, plan.problem.work, plan.problem.cluster.gpu.memory
+    engine = sum(plan.memory.get("engine", {}).get(part, 0.0) for part in ("weights", "keys and values", "overhead"))
+    if split.placement == "single_copy":
+        parts = plan.memory["trainer and engine"]
+        engine = parts["weights"] + parts["keys and values"] + parts["overhead"] / 2
+    share = math.floor(100 * engine / (total - HEADROOM / 4)) / 100
+    generator = {
+        "engine": "vllm", "replicas": split.engines, "tensor_parallel_size": split.tp, "max_num_seqs": plan.slots,
+        "max_model_len": work.longest, "gpu_memory_utilization": share,
+    }  # fmt: skip
+    trainer: dict[str, Any] = {"ranks": split.ranks}
+    if split.ranks > 1:
+        trainer |= {"parallel": split.parallel, "context_parallel": split.context_parallel}
+    trainer |= {
+        "tokens_per_microbatch": plan.trainer.microbatch,
+        "activation_checkpointing": plan.trainer.checkpointing,
+    }
+    sync: dict[str, Any] = {
+        "link": "auto" if split.placement == "colocated" else plan.publish.link,
+        "every": work.every,
+    }
+    if split.placement == "colocated":
+        sync |= {"placement": "colocated", "in_flight": "recompute"}
+    loop = {
+        "steps": work.steps,
+        "groups_per_step": work.groups,
+        "group_size": work.group_size,
+        "max_lag": split.max_lag,
+    }
+    sections: dict[str, dict[str, Any]] = {
+        "loop": loop,
+        "sampling": {"max_tokens": work.completion.longest},
+        "generator": generator,
+    }
+    if work.lora_rank:
+        sections["lora"] = {"rank": work.lora_rank}
+    return sections | {"trainer": trainer, "sync": sync}
+
+
+def to_config(plan: Plan) -> str:
+    """The options as TOML. Raises `ConfigError` if no run can have them."""
+    sections = options(plan)
+    validate({"model": {"path": "model"}, "environment": {"name": "addition"}} | sections)
+    lines = [f'[model]\npath = "{plan.problem.shape.name}"  # a directory or a Hub name\n']
+    for name, values in sections.items():
+        lines.append(f"[{name}]\n" + "".join(f"{key} = {to_toml(value)}\n" for key, value in values.items()))
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+"""Ranked splits: what fits, which is first, and that formula and simulation agree."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from slipstream.config.schema import ConfigError
+from slipstream.plan.hardware import GIB
+from slipstream.plan.ranking import plan, rank, simulate
+from slipstream.plan.splits import Split, evaluate
+from slipstream.plan.workload import Lengths
+from tests.plan.cases import problem, work
+
+
+def test_the_first_split_is_the_fastest_and_fits() -> None:
+    plans = plan(problem(), (0, 1), simulated=3)
+    fitting = [found for found in plans if not found.missing]
+    assert plans[0].source == "simulation" and plans[0].split.max_lag == 1
+    assert plans[0].tokens_per_s == max(found.tokens_per_s for found in plans if found.source == "simulation")
+    for found in fitting:
+        assert found.split.gpus <= 8
+        assert all(sum(parts.values()) <= 79.2 * GIB for parts in found.memory.values())
+    synchronous = [found for found in fitting if found.split.max_lag == 0 and found.source == "simulation"]
+    assert synchronous and synchronous[0].tokens_per_s < plans[0].tokens_per_s
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    whole = evaluate(problem(), Split("disaggregated", 1, "fsdp", 1, 7, 1, 1))
+    needed = sum(whole.memory["trainer"].values())
+    assert needed > 16 * 7.6e9
+    assert whole.missing == f"the trainer lacks {needed / GIB - 79.2 + 1:.1f} GiB on each GPU"
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("spread", [0.0, 0.6])
+def test_the_formula_agrees_with_the_simulation(lag: int, spread: float) -> None:
+    lengths = Lengths(2048, spread, 8192)
+    found = evaluate(
+        problem(work=work(lengths, groups=64, group_size=8)), Split("disaggregated", 4, "fsdp", 1, 4, 1, lag)
+    )
+    formula = found.tokens_per_s
+    simulate(found)
+    assert found.tokens_per_s == pytest.approx(formula, rel=0.25)
+    assert found.lag_mean <= lag
+
+
+def test_more_engines_help_where_generation_is_slower() -> None:
+    few, more = (evaluate(problem(gpus=4 + n), Split("disaggregated", 4, "fsdp", 1, n, 1, 1)) for n in (1, 2))
+    assert few.trainer_busy < 0.5
+    assert more.tokens_per_s > 1.5 * few.tokens_per_s
+
+
+def test_a_model_that_fits_nowhere_and_lengths_over_the_context_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"405B fits on no split of 8 x h100: .* lacks [\d,.]+ GiB"):
+        rank(problem("405B"), (1,))
+    with pytest.raises(ConfigError, match="context of 131,072"):
+        rank(problem(work=work(Lengths(131072))), (1,))
+
+
+def test_a_thousand_splits_are_ranked_in_seconds() -> None:
+    began = time.process_time()
+    plans = rank(problem("8B", gpus=64), (0, 1, 2, 4, 8))
+    assert len(plans) > 1000
+    assert time.process_time() - began < 5

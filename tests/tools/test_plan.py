@@ -1,0 +1,79 @@
+"""The command `slipstream plan`: its table, JSON and configuration, and one line for each wrong argument."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from slipstream import cli
+from slipstream.config.loading import validate
+
+SMALL = ["--rollouts", "64", "--completion", "256", "--prompt", "64"]
+
+
+def test_plan_prints_a_ranking_and_a_configuration_that_is_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    assert cli.main(["plan", "--model", "1.7B", "--gpus", "4", *SMALL, "--price", "2", "--json", str(file)]) == 0
+    shown = capsys.readouterr().out
+    written = json.loads(file.read_text())
+    first = written["splits"][0]
+    assert first["fits"] and first["trainer_ranks"] + first["engines"] * first["tensor_parallel"] <= 4
+    rates = [s["trained_tokens_per_s"] for s in written["splits"] if s.get("source") == "simulation"]
+    assert rates == sorted(rates, reverse=True)
+    assert first["cost"] == pytest.approx(2 * first["gpu_hours"])
+    assert f"{first['trained_tokens_per_s']:,.0f}" in shown
+    values = tomllib.loads(shown[shown.index("[model]") :])
+    config = validate(values | {"environment": {"name": "addition"}})
+    assert config.generator.replicas == first["engines"]
+    assert config.trainer.ranks == first["trainer_ranks"]
+
+
+def test_plan_reads_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, file = tmp_path / "run.toml", tmp_path / "plan.json"
+    config.write_text(
+        '[model]\npath = "0.6B"\n[environment]\nname = "addition"\n'
+        "[loop]\nsteps = 7\ngroups_per_step = 4\ngroup_size = 2\nmax_lag = 3\n[sampling]\nmax_tokens = 100\n"
+    )
+    assert cli.main(["plan", str(config), "--gpus", "2", "--loop.steps", "9", "--json", str(file)]) == 0
+    run = json.loads(file.read_text())["run"]
+    assert (run["rollouts"], run["completion"], run["steps"]) == (8, 100, 9)
+    assert "max_lag = 3" in capsys.readouterr().out
+
+
+def test_a_sweep_shows_each_number_of_gpus_and_each_lag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", "0.6B", "--gpus", "2,4", "--max-lag", "0,2", *SMALL]) == 0
+    shown = capsys.readouterr().out
+    table = shown[: shown.index("steps of")]
+    rows = [tuple(line.split("│")[1:3]) for line in table.splitlines() if "│" in line]
+    assert [(int(gpus), int(lag)) for gpus, lag in rows] == [(2, 0), (2, 2), (4, 0), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", "plan needs a CONFIG.toml"),
+        ("--model 7C", "--model 7C: no directory"),
+        ("--model 7B --gpu h1000", "did you mean h100?"),
+        ("--model 7B --gpus 0", "--gpus 0 must be whole numbers from 1 on"),
+        ("--model 7B --max-lag=-1", "--max-lag -1 must be whole numbers from 0 on"),
+        ("--model 7B --completion 200000", "has a context of 131,072"),
+        ("--model 7B --rollouts 7", "--rollouts 7 is no multiple of the group size 8"),
+        ("--model 405B", "405B fits on no split of 8 x h100"),
+        ("--model 7B --spread nan", "--spread nan must be a number from 0 on"),
+        ("--model 7B --lengths missing.txt", "--lengths missing.txt"),
+        ("--model 7B --loop.steps 3", "--loop.steps=3 is an option of a configuration"),
+        ("--model 7B --completion 100 --max-tokens 50", "--completion 100 exceeds the limit of 50 tokens"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    arguments: str, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
