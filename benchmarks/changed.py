@@ -23,7 +23,8 @@ from work import conditions
 
 import slipstream
 from slipstream.config.schema import Config
-from slipstream.rollout import Batch, StepStats
+from slipstream.rollout import Batch
+from slipstream.step_stats import StepStats
 from slipstream.sync.delta import DeltaSender
 from slipstream.sync.prediction import count_exponents, expected_changed_fraction
 from slipstream.trainers.trainer_worker import PytorchTrainerWorker

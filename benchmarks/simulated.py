@@ -12,8 +12,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from slipstream.rollout import Completion, StepStats, VersionSpan
+from slipstream.rollout import Completion, VersionSpan
 from slipstream.runtime.worker import Worker
+from slipstream.step_stats import StepStats
 
 VOCABULARY = 4096
 NICE = 19

@@ -31,11 +31,12 @@ from slipstream.controller.stalls import end_if_stalled
 from slipstream.environments.episode import EventLoopWatchdog, blocked_limit, first_error
 from slipstream.errors import RunError
 from slipstream.objective import build_batch
-from slipstream.rollout import Batch, StepStats
+from slipstream.rollout import Batch
 from slipstream.runtime.closing import closing, run_bounded
 from slipstream.runtime.memory import raise_gc_thresholds
 from slipstream.runtime.run_directory import RunDirectory
 from slipstream.runtime.runtime import open_runtime
+from slipstream.step_stats import StepStats
 
 SWITCH_INTERVAL_S = 0.0005  # short, so that the event loop gets the interpreter from threads that record or send
 

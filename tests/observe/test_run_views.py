@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from slipstream import cli, load_run
-from slipstream.config.schema import AlgorithmConfig
+from slipstream.config.algorithm import AlgorithmConfig
 from slipstream.observe.figures import count
 from slipstream.observe.formatting import shorten
 from slipstream.observe.notebook import smooth, sparkline_svg

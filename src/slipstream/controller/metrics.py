@@ -1,6 +1,6 @@
 """The metrics of a step, as written to `metrics.jsonl` and shown in the terminal.
 
-Names are defined here, in `observe/run_totals.py` or in `rollout.StepStats`; `docs/metrics.md` has unit and meaning.
+Names are defined here, in `observe/run_totals.py` or in `step_stats.StepStats`; `docs/metrics.md` has unit and meaning.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from slipstream.controller.run_context import RunContext
 from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.observe.events import TRAINER
 from slipstream.observe.progress import EngineState, PoolState
-from slipstream.rollout import Batch, StepStats
+from slipstream.rollout import Batch
 from slipstream.runtime.memory import unshared_bytes
 from slipstream.runtime.worker_process import alive_workers
 from slipstream.scoring.stage import Interval
+from slipstream.step_stats import StepStats
 from slipstream.sync.link import PublishStats
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from slipstream.rollout import Batch, Completion, StepStats
+from slipstream.rollout import Batch, Completion
 from slipstream.runtime.worker import large_arguments
+from slipstream.step_stats import StepStats
 from slipstream.sync.link import ConnectionInfo, PublishHandle
 
 

@@ -31,7 +31,8 @@ from slipstream.model.packing import MicroBatch, forward_length, group_by_prefix
 from slipstream.model.paths import validate_adapter
 from slipstream.model.policy import PackedPolicy
 from slipstream.objective import load_objective
-from slipstream.rollout import Batch, Completion, Sample, StepStats, build_samples
+from slipstream.rollout import Batch, Completion, Sample, build_samples
+from slipstream.step_stats import StepStats
 from slipstream.sync.sharded_weights import local_part
 from slipstream.trainers import checkpoint
 from slipstream.trainers.activation_checkpointing import prepare_layers

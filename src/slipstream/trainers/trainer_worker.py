@@ -12,9 +12,10 @@ import torch
 
 from slipstream.config.schema import Config
 from slipstream.model.device import dtype_of
-from slipstream.rollout import Batch, Completion, StepStats
+from slipstream.rollout import Batch, Completion
 from slipstream.runtime.placement import threads
 from slipstream.runtime.worker import Worker
+from slipstream.step_stats import StepStats
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, call_link, find_link, shapes_of
 from slipstream.sync.sharded_weights import GatheredParameters

@@ -1,0 +1,45 @@
+"""The statistics of one optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Statistics of one optimizer step over all ranks, with their names in `metrics.jsonl`.
+
+    Means are over the completion tokens that were trained on. `seconds` is the duration of the whole step.
+    `skipped_steps` counts the run's steps without an update because loss or gradient was not finite. `packed_tokens` is
+    the number of tokens in the forward pass, `tflops` the model's arithmetic in 10^12 operations/s,
+    `matmul_utilisation` its share of the device's matrix-product rate, and `max_memory_gb` the peak memory.
+
+    None without experts, means over layers: `expert_max_load` is the share of tokens at the busiest expert,
+    `expert_load_entropy` the entropy of the load over that of an even load, `expert_idle_fraction` the share of experts
+    without a token, `expert_changed_fraction` the share of replayed choices that differ from the router's current
+    choice.
+    """
+
+    step: int
+    loss: float = field(metadata={"metric": "train/loss"})
+    grad_norm: float = field(metadata={"metric": "train/grad_norm"})
+    learning_rate: float = field(metadata={"metric": "train/learning_rate"})
+    entropy: float = field(metadata={"metric": "policy/entropy"})
+    kl: float = field(metadata={"metric": "policy/kl"})
+    mismatch_kl: float = field(metadata={"metric": "policy/mismatch_kl"})
+    ratio_mean: float = field(metadata={"metric": "policy/ratio_mean"})
+    ratio_max: float = field(metadata={"metric": "policy/ratio_max"})
+    effective_sample_size: float = field(metadata={"metric": "policy/effective_sample_size"})
+    clip_fraction: float = field(metadata={"metric": "policy/clip_fraction"})
+    masked_fraction: float = field(metadata={"metric": "policy/masked_fraction"})
+    tokens: int = field(metadata={"metric": "train/tokens"})
+    skipped_steps: int = field(metadata={"metric": "train/skipped_steps"})
+    seconds: float = field(metadata={"metric": "time/step_s"})
+    packed_tokens: int = field(metadata={"metric": "train/packed_tokens"})
+    tflops: float = field(metadata={"metric": "train/tflops"})
+    matmul_utilisation: float | None = field(metadata={"metric": "train/matmul_utilisation"})
+    max_memory_gb: float = field(metadata={"metric": "train/max_memory_gb"})
+    expert_max_load: float | None = field(metadata={"metric": "experts/max_load"})
+    expert_load_entropy: float | None = field(metadata={"metric": "experts/load_entropy"})
+    expert_idle_fraction: float | None = field(metadata={"metric": "experts/idle_fraction"})
+    expert_changed_fraction: float | None = field(metadata={"metric": "experts/changed_fraction"})
