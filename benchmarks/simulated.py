@@ -93,7 +93,8 @@ class Student(Worker):
 
     async def step(self, batch: Any) -> StepStats:
         self._steps += 1
-        numbers = dict.fromkeys(StepStats.__slots__, 0.0) | {"step": self._steps, "tokens": batch.tokens}
+        numbers: dict[str, Any] = dict.fromkeys(StepStats.__slots__, 0.0)
+        numbers |= {"step": self._steps, "tokens": batch.tokens, "policies": {}}
         return StepStats(**numbers)
 
     async def save(self, path: Path, *_: Any) -> None:

@@ -51,6 +51,7 @@ class Objective:
     loss: partial[Tensor]
     corrections: tuple[partial[Tensor], ...]
     aggregation: partial[Tensor]
+    policies: Mapping[str, tuple[Objective, Config]] = dataclasses.field(default_factory=dict)  # of several, by name
 
     @property
     def linear(self) -> bool:
@@ -71,7 +72,7 @@ def load_objective(config: Config) -> Objective:
             )
     advantage = _resolve("algorithm.advantage", options.advantage, ADVANTAGES)
     denominator = _resolve("algorithm.aggregation", options.aggregation, AGGREGATIONS)
-    objective = Objective(advantage, loss, chosen, denominator)
+    objective = Objective(advantage, loss, chosen, denominator, _of_policies(config))
     _check_on_policy(objective, config)
     if options.filter_zero_advantage and _loss_gradient(objective.loss, _on_policy_tokens(config, [0.0, 0.0])).any():
         raise ConfigError(
@@ -81,10 +82,26 @@ def load_objective(config: Config) -> Objective:
     return objective
 
 
+def _of_policies(config: Config) -> dict[str, tuple[Objective, Config]]:
+    """Objective and configuration of each of `[[policies]]`. Raises `ConfigError`."""
+    found = {}
+    for name, own in config.each_policy.items():
+        try:
+            found[name] = load_objective(own), own
+        except ConfigError as error:
+            raise ConfigError(f'policy "{name}": {error}') from None
+    return found
+
+
 def build_batch(
     objective: Objective, config: Config, groups: Sequence[Group], version: int, *, strict: bool = True
 ) -> Batch:
-    """The batch of a step on `version`, with the configured advantages; `strict` and errors as in `make_batch`."""
+    """The batch of a step on `version`, with the configured advantages; `strict` and errors as in `make_batch`.
+
+    In a run of several policies, each has its own advantages, over its own rollouts.
+    """
+    if objective.policies:
+        return _build_batch_of_policies(objective, groups, version, strict)
     options = config.algorithm
     longest = {each.label: config.sampling_of(each).max_tokens for each in config.each_environment}
 
@@ -109,6 +126,17 @@ def build_batch(
         version=version,
         strict=strict,
     )
+
+
+def _build_batch_of_policies(objective: Objective, groups: Sequence[Group], version: int, strict: bool) -> Batch:
+    """The batch whose advantages are computed for each policy over its own rollouts. Raises as `make_batch`."""
+    whole = Batch(tuple(groups), tuple((0.0,) * len(group.rollouts) for group in groups), version)
+    advantages = {}  # of each policy's rollouts, in their order
+    for name, (own, config) in objective.policies.items():
+        batch = build_batch(own, config, whole.of_policy(name).groups, version, strict=strict)
+        advantages[name] = iter([advantage for group in batch.advantages for advantage in group])
+    each = tuple(tuple(next(advantages[rollout.policy]) for rollout in group.rollouts) for group in groups)
+    return dataclasses.replace(whole, advantages=each)
 
 
 def has_signal(objective: Objective, config: Config, group: Group, *, strict: bool = False) -> bool:

@@ -58,7 +58,7 @@ class Sampling:
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token. `seed` makes the completion a function of the
     weights and the prompt alone. `record_sampling_mask` records the tokens that top-k/top-p kept, `record_routing` the
     experts that the routers chose; training replays both. With `ignore_eos` only `stop_tokens` and `stop_strings` end a
-    completion early, not the model's end-of-sequence tokens.
+    completion early, not the model's end-of-sequence tokens. `policy` names one of several policies.
     """
 
     temperature: float = 1.0
@@ -71,6 +71,7 @@ class Sampling:
     record_sampling_mask: bool = False
     record_routing: bool = False
     ignore_eos: bool = False
+    policy: str = ""
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (
@@ -122,7 +123,8 @@ class Completion:
     `finish_reason` is "stop" (a stop token, kept as the last token, or a stop string) or "length".
     `sampling_mask[i]` holds the ids that top-k/top-p kept at position i; `experts` is an integer array
     [prompt + completion - 1, layers, experts per token]. Both are None unless `Sampling` asks for them.
-    A run's pool sets `engine`, the engine's track in `events.jsonl`, and when it had the request, on that file's clock.
+    `policy` is that of `Sampling`. A run's pool sets `engine`, the engine's track in `events.jsonl`, and when it had
+    the request, on that file's clock.
     """
 
     prompt_ids: array[int]
@@ -137,6 +139,7 @@ class Completion:
     engine: str = field(default="", compare=False)
     started_s: float | None = field(default=None, compare=False)
     ended_s: float | None = field(default=None, compare=False)
+    policy: str = ""
 
     def __post_init__(self) -> None:
         for name, pack in (("prompt_ids", int32_array), ("token_ids", int32_array), ("logprobs", float32_array)):
@@ -191,7 +194,8 @@ class Rollout:
     the sampled tokens' log-probabilities under a teacher: one entry for each completion, or ().
 
     An episode of several roles, such as proposer and solver, has one rollout for each role, with its own reward.
-    Advantages compare rollouts of the same `role` in a group.
+    Advantages compare rollouts of the same `role` in a group. In a run of several policies, the role begins with the
+    policy's name: "NAME", or "NAME:ROLE".
     """
 
     completions: tuple[Completion, ...]
@@ -212,6 +216,11 @@ class Rollout:
     @property
     def oldest_version(self) -> int:
         return min(c.versions[0] for c in self.completions)
+
+    @property
+    def policy(self) -> str:
+        """The policy that sampled all completions."""
+        return self.completions[0].policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +296,15 @@ class Batch:
             any(abs(a) > ROUNDING for each in group for a in ((each,) if isinstance(each, int | float) else each))
             for group in self.advantages
         ]
+
+    def of_policy(self, name: str) -> Batch:
+        """The rollouts of one policy with their advantages, without groups that have none."""
+        groups, advantages = [], []
+        for group, values in zip(self.groups, self.advantages, strict=True):
+            if own := [i for i, rollout in enumerate(group.rollouts) if rollout.policy == name]:
+                groups.append(replace(group, rollouts=tuple(group.rollouts[i] for i in own)))
+                advantages.append(tuple(values[i] for i in own))
+        return Batch(tuple(groups), tuple(advantages), self.version)
 
     def samples(self) -> list[Sample]:
         """Every sequence to train on, in the order of groups, rollouts and turns."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+SUMS = ("tokens", "skipped_steps", "seconds", "packed_tokens")  # of several policies; other values are means
+MAXIMA = ("step", "grad_norm", "ratio_max", "max_memory_gb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +22,7 @@ class StepStats:
     None without experts, means over layers: `expert_max_load` is the share of tokens at the busiest expert,
     `expert_load_entropy` the entropy of the load over that of an even load, `expert_idle_fraction` the share of experts
     without a token, `expert_changed_fraction` the share of replayed choices that differ from the router's current
-    choice.
+    choice. `policies` are the statistics of each of several policies that has taken a step.
     """
 
     step: int
@@ -43,3 +48,21 @@ class StepStats:
     expert_load_entropy: float | None = field(metadata={"metric": "experts/load_entropy"})
     expert_idle_fraction: float | None = field(metadata={"metric": "experts/idle_fraction"})
     expert_changed_fraction: float | None = field(metadata={"metric": "experts/changed_fraction"})
+    policies: Mapping[str, StepStats] = field(default_factory=dict)
+
+
+def merge(policies: Mapping[str, StepStats]) -> StepStats:
+    """The statistics of a step of several policies: sums, maxima, and means over their tokens."""
+    each, merged = list(policies.values()), dict[str, Any]()
+    tokens = sum(stats.tokens for stats in each)
+    for name in (one.name for one in fields(StepStats) if one.name != "policies"):
+        values = [getattr(stats, name) for stats in each]
+        if name in SUMS:
+            merged[name] = sum(values)
+        elif name in MAXIMA:
+            merged[name] = max(values)
+        elif None in values:
+            merged[name] = None
+        else:
+            merged[name] = sum(v * stats.tokens for v, stats in zip(values, each, strict=True)) / max(1, tokens)
+    return StepStats(**merged, policies=policies)

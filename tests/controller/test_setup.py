@@ -43,7 +43,7 @@ def probed(prompts: list[str]) -> tuple[list[Completion], Prompts]:
     environment = SimpleNamespace(environment=SimpleNamespace(train=train), long_prompts={})
     run: Any = SimpleNamespace(environments=[environment])
     policy: Any = Prompts()
-    return asyncio.run(sample_probes(run, policy)), policy
+    return asyncio.run(sample_probes(run, [policy])), policy
 
 
 def test_the_probe_leaves_out_prompts_that_fail() -> None:

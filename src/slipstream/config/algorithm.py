@@ -1,10 +1,10 @@
-"""Options of the objective."""
+"""Options of the objective, and of several policies, which may differ in it."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from slipstream.config.section import Section, option
 
@@ -55,3 +55,11 @@ class AlgorithmConfig(Section):
         if isinstance(value, str):
             return {"name": value}
         return cls.model_fields[info.field_name or ""].default | value if isinstance(value, dict) else value
+
+
+class PolicyConfig(Section):
+    """One of several policies: an adapter of its own, with its own objective."""
+
+    name: str = Field(description='Name by which episodes ask the policy: policy["NAME"].')
+    learning_rate: float = option(0.0, "Peak learning rate of AdamW; 0: trainer.learning_rate.", ge=0)
+    algorithm: AlgorithmConfig = option(AlgorithmConfig(), "Options of [algorithm] that differ for this policy.")

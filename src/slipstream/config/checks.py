@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from slipstream.config import engine_args
 from slipstream.config.environment_checks import environment_faults, sampling_faults
+from slipstream.config.policy_checks import policy_faults
 from slipstream.config.schema import DEVICE, NO_DEVICE, SECTIONS, Config, TeacherConfig
 from slipstream.config.toml import is_writable, to_toml
 
@@ -34,6 +35,9 @@ def faults(config: Config) -> Iterator[str]:
             yield re.sub(r"\{(=?)([\w.]+)\}", lambda found: _shown(config, *found.groups()), message)
     yield from _idle_options(config)
     yield from engine_args.faults(config)
+    yield from policy_faults(config)
+    for index, own in enumerate(config.each_policy.values()):
+        yield from (f"policies.{index}: {fault}" for fault in faults(own))
     yield from _tracker_faults(config.observe.trackers)
 
 
@@ -55,6 +59,7 @@ def _unwritable_values(config: Config) -> Iterator[str]:
     """Values of free-form tables, such as dates, that the run's config.toml can't hold."""
     sections = [(name, getattr(config, name)) for name in SECTIONS]
     sections += [(f"environments.{index}", entry) for index, entry in enumerate(config.environments)]
+    sections += [(f"policies.{index}.algorithm", entry.algorithm) for index, entry in enumerate(config.policies)]
     tables = {f"{s}.{n}": v for s, section in sections for n, v in section if isinstance(v, dict)}
     tables |= {f"algorithm.corrections.{i}": table for i, table in enumerate(config.algorithm.corrections)}
     for table, values in tables.items():

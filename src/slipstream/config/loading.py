@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from slipstream.config import checks
 from slipstream.config.adapter import with_adapter_options
+from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
 from slipstream.config.environments import BUILT_IN, DATASET_OPTIONS, CurriculumConfig, SamplingConfig
 from slipstream.config.schema import NO_DEVICE, SECTIONS, Config, ConfigError, LoraConfig
 from slipstream.config.section import Section
@@ -42,11 +43,14 @@ RENAMED = {  # options of earlier versions: the new name in the same section
     "sync.keep": "keep_versions", "sync.interruption": "in_flight",
 }  # fmt: skip
 
-NESTED: dict[str, type[Section]] = {
-    "sampling": SamplingConfig,
-    "curriculum": CurriculumConfig,
-}  # tables in the section of an environment
-ENTRY = re.compile(r"environments\.(\d{1,9})\.")  # before the name of an option of one of [[environments]]
+NESTED: dict[str, type[Section]] = {  # entries of lists, and tables in them
+    "environment.sampling": SamplingConfig,
+    "environment.curriculum": CurriculumConfig,
+    "policy": PolicyConfig,
+    "policy.algorithm": AlgorithmConfig,
+}
+LISTS = {"environments": "environment", "policies": "policy"}  # and what their entries are
+ENTRY = re.compile(rf"({'|'.join(LISTS)})\.(\d{{1,9}})\.")  # before the name of an option of one of [[environments]]
 
 
 def load_config(path: str | Path | None = None, flags: Sequence[str] = ()) -> Config:
@@ -90,6 +94,7 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
             raise ConfigError(f"{target} {found}; of a model, name an environment, too: --environment NAME")
         return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
     trained = load_config(run)
+    _refuse_policies(target, trained)
     changes = [f"--model.path={policy_of(target)}", "--generator.servers=[]"]
     if trained.lora.rank:  # the saved policy holds the run's adapters
         defaults = {name: option.default for name, option in LoraConfig.model_fields.items()}
@@ -115,6 +120,13 @@ def _select_environment(target: str, config: Config, environment: str) -> list[s
         )
     changes = [f"--environment.name={environment}", "--environment.options={}", "--environments=[]"]
     return [*changes, "--algorithm.process_reward_coef=0"]
+
+
+def _refuse_policies(target: str, config: Config) -> None:
+    """Raise `ConfigError` for a run of several policies, each of which is an adapter in its `policy` directory."""
+    if config.policies:
+        found = ", ".join(f"{target}/policy/{policy.name}" for policy in config.policies)
+        raise ConfigError(f"{target} has several policies, which a run alone can play; each is an adapter: {found}")
 
 
 def with_policy(config: Config, target: str) -> Config:
@@ -202,7 +214,7 @@ def join_flags(arguments: Sequence[str]) -> list[str]:
     """The arguments with every `--a.b v` written as `--a.b=v`, so that argparse does not read `v` as a positional."""
     joined: list[str] = []
     for argument in arguments:
-        needs_value = joined and re.fullmatch(r"--([^=]*\.[^=]*|environments)", joined[-1])
+        needs_value = joined and re.fullmatch(rf"--([^=]*\.[^=]*|{'|'.join(LISTS)})", joined[-1])
         if needs_value and not argument.startswith("--"):
             joined[-1] += f"={argument}"
         else:
@@ -221,7 +233,7 @@ def parse_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if not flag.startswith("--"):
             raise ConfigError(f"{flag!r} is not an option; options look like --section.option value")
         name, equals, text = flag[2:].partition("=")
-        if ("." not in name and name != "environments") or not all(name.split(".")):
+        if ("." not in name and name not in LISTS) or not all(name.split(".")):
             raise ConfigError(f"unknown option --{name}{suggest(name, option_names())}; see `slipstream config --help`")
         if not equals:
             raise ConfigError(f"--{name} has no value; give one: --{name} VALUE")
@@ -235,11 +247,10 @@ def as_flags(config: Config) -> list[str]:
 
 
 def flat_options(config: Config, *, exclude_unset: bool = False) -> dict[str, Any]:
-    """The values of options by dotted name, and the list "environments" if there is one."""
+    """The values of options by dotted name, and the lists of `LISTS` that are given."""
     sections = config.model_dump(exclude_unset=exclude_unset)
-    entries = sections.pop("environments", [])
-    options = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    return options | ({"environments": entries} if entries else {})
+    lists = {name: entries for name in LISTS if (entries := sections.pop(name, []))}
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()} | lists
 
 
 def option_names() -> list[str]:
@@ -255,17 +266,18 @@ def dump(config: Config) -> str:
         for key, info in section.model_fields.items():
             lines += [f"# {info.description}", f"{key} = {to_toml(getattr(getattr(config, name), key))}"]
         lines.append("")
-    for entry in config.environments:  # only what is given, since [environment] has the rest
-        given = entry.model_dump(exclude_unset=True).items()
-        lines += ["[[environments]]", *(f"{key} = {to_toml(value)}" for key, value in given), ""]
+    for name in LISTS:
+        for entry in getattr(config, name):  # only what is given, since [environment] or [algorithm] has the rest
+            given = entry.model_dump(exclude_unset=True).items()
+            lines += [f"[[{name}]]", *(f"{key} = {to_toml(value)}" for key, value in given), ""]
     return "\n".join(lines)
 
 
 def _set_option(values: dict[str, Any], name: str, value: Any) -> None:
     if entry := ENTRY.match(name):
-        entries, number = values.get("environments"), int(entry[1])
+        entries, number = values.get(entry[1]), int(entry[2])
         if not isinstance(entries, list) or len(entries) <= number or not isinstance(entries[number], dict):
-            raise ConfigError(f"--{name}: there is no entry {number} of [[environments]], which are counted from 0")
+            raise ConfigError(f"--{name}: there is no entry {number} of [[{entry[1]}]], which are counted from 0")
         values, name = entries[number], name[entry.end() :]
     *parents, last = name.split(".")
     for parent in parents:
@@ -278,7 +290,7 @@ def _set_option(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _flag_value(name: str, text: str) -> Any:
-    section, _, key = ENTRY.sub("environment.", name).partition(".")
+    section, _, key = _without_number(name).partition(".")
     option = SECTIONS[section].model_fields.get(key) if section in SECTIONS else None
     if option and option.annotation is str:
         return text
@@ -288,6 +300,11 @@ def _flag_value(name: str, text: str) -> Any:
         if text.startswith("{"):
             return json.loads(text)
     return text
+
+
+def _without_number(name: str) -> str:
+    """The name of an option of an entry of a list, such as "environment.timeout" of "environments.0.timeout"."""
+    return ENTRY.sub(lambda entry: f"{LISTS[entry[1]]}.", name)
 
 
 EXPECTED = {  # by pydantic's name of an error
@@ -312,11 +329,11 @@ def _explain(error: Any) -> str:
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         nested = [f"environment.{option}" for option in DATASET_OPTIONS]
-        nested += [f"environment.{key}.{n}" for key, section in NESTED.items() for n in section.model_fields]
-        known = [*option_names(), *nested] if "." in name else list(SECTIONS)
-        hint = suggest(ENTRY.sub("environment.", name), known)
+        nested += [f"{key}.{n}" for key, section in NESTED.items() for n in section.model_fields]
+        known = [*option_names(), *nested] if "." in name else [*SECTIONS, *LISTS]
+        hint = suggest(_without_number(name), known)
         if entry := ENTRY.match(name):
-            hint = hint.replace("environment.", entry[0])
+            hint = hint.replace(f"{LISTS[entry[1]]}.", entry[0])
         return f"unknown option {name}{hint}; `slipstream config` lists all"
     if error["type"] == "missing":
         if name in SECTIONS:

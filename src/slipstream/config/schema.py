@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from slipstream.config.algorithm import AlgorithmConfig
+from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
 from slipstream.config.environments import EnvironmentConfig, SamplingConfig
 from slipstream.config.section import ConfigError as ConfigError
 from slipstream.config.section import Section, option
@@ -270,6 +270,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     environment: EnvironmentConfig
     environments: list[EnvironmentConfig] = option([], "Several environments; empty: the one of [environment].")
+    policies: list[PolicyConfig] = option([], "Several policies, each an adapter over the model; empty: a single one.")
     scoring: ScoringConfig = ScoringConfig()
     teacher: TeacherConfig = TeacherConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -297,6 +298,21 @@ class Config(Section):
     def each_environment(self) -> list[EnvironmentConfig]:
         """All environments of the run, each with a label and with all its options."""
         return [entry.within(self.environment) for entry in self.environments or [self.environment]]
+
+    @property
+    def each_policy(self) -> dict[str, Config]:
+        """The configuration of each of `[[policies]]` by name, with its own objective and learning rate."""
+        found = {}
+        for policy in self.policies:
+            algorithm = {name: getattr(policy.algorithm, name) for name in policy.algorithm.model_fields_set}
+            rate = policy.learning_rate or self.trainer.learning_rate
+            changes: dict[str, Any] = {
+                "policies": [],
+                "algorithm": self.algorithm.model_copy(update=algorithm),
+                "trainer": self.trainer.model_copy(update={"learning_rate": rate}),
+            }
+            found[policy.name] = self.model_copy(update=changes)
+        return found
 
     def sampling_of(self, environment: EnvironmentConfig) -> SamplingConfig:
         """Sampling parameters of the training rollouts of one environment."""
@@ -332,5 +348,5 @@ class Config(Section):
 SECTIONS: dict[str, type[Section]] = {
     name: info.annotation  # type: ignore[misc]
     for name, info in Config.model_fields.items()
-    if name != "environments"
+    if name not in ("environments", "policies")
 }

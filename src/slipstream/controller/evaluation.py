@@ -142,7 +142,8 @@ class _Player:
             await throttle()
         seed = f"{self.config.loop.seed}/evaluation/{each.id_of(task)}" + f"/{sample}" * (sample > 0)
         sampling, limits = evaluation_sampling(self.config, each.options), episode_limits(each.options)
-        policy = Policy(self.generator, self.tokenizer, sampling, seed, self.endpoint, limits)
+        names = {policy.name: policy.name for policy in self.config.policies}
+        policy = Policy(self.generator, self.tokenizer, sampling, seed, self.endpoint, limits, names)
         try:
             return await run_episode(each.environment, task, policy, self.episodes[each.options.label])
         except RolloutFailed as failure:

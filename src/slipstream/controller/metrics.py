@@ -149,7 +149,12 @@ def memory_metrics() -> dict[str, float]:
 
 
 def trainer_metrics(stats: StepStats) -> dict[str, Any]:
-    """The trainer's statistics of a step."""
+    """The trainer's statistics of a step, and those of each of several policies."""
+    own = {f"policies/{policy}/{n}": value for policy, of in stats.policies.items() for n, value in _named(of).items()}
+    return _named(stats) | own | {"train/tokens_per_s": stats.tokens / max(stats.seconds, 1e-9)}
+
+
+def _named(stats: StepStats) -> dict[str, Any]:
+    """The statistics by the names of their metrics."""
     fields = [field for field in dataclasses.fields(StepStats) if field.metadata]
-    named = {field.metadata["metric"]: getattr(stats, field.name) for field in fields}
-    return named | {"train/tokens_per_s": stats.tokens / max(stats.seconds, 1e-9)}
+    return {field.metadata["metric"]: getattr(stats, field.name) for field in fields}

@@ -89,7 +89,8 @@ async def play_rollout(run: RunContext, task: Task, visit: Visit, member: str) -
     seed = f"{run.config.loop.seed}/{visit.id}/{visit.attempt}/{member}"
     played, began = run.environments[visit.environment], run.events.now()
     limits = episode_limits(played.options)
-    policy = Policy(run.cluster.generator, run.chat_tokenizer, played.sampling, seed, run.endpoint, limits)
+    generator = run.cluster.generator
+    policy = Policy(generator, run.chat_tokenizer, played.sampling, seed, run.endpoint, limits, run.policies)
     try:
         scoring = partial(score, run, visit) if run.scoring else None
         playing = EpisodeOptions(played.options.timeout, scoring, run.episode_slots, played.reward_errors)
@@ -161,11 +162,20 @@ def end_group(run: RunContext, visit: Visit, task: Task, played: Sequence[Outcom
 
 
 def take_groups(run: RunContext) -> list[Group]:
-    """The groups of the next step, as `LoopState.take_batch`. Records the stale groups that it drops."""
+    """The groups of the next step, as `LoopState.take_batch`. Records the stale groups that it drops.
+
+    Raises `RunError` for one of several policies that no episode of the first step has asked.
+    """
     dropped: list[int] = []
     groups = run.state.take_batch(dropped.append)
     if dropped:
         run.events.add("dropped", CONTROLLER, visit_ids=dropped)
+    asked = {rollout.policy for group in groups for rollout in group.rollouts}
+    if groups and run.state.step == 0 and (unasked := [name for name in run.policies if name not in asked]):
+        raise RunError(
+            f'no episode of the first step asked policy["{unasked[0]}"]: ask it in the environment, or remove it from '
+            "[[policies]]"
+        )
     return groups
 
 

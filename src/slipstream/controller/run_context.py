@@ -41,6 +41,7 @@ class RunContext:
     def __init__(self, config: Config, directory: RunDirectory, quiet: bool) -> None:
         self.config, self.directory = config, directory
         self.objective = load_objective(config)
+        self.policies = {policy.name: policy.name for policy in config.policies}  # as `Policy` takes them
         self.environments = [
             RunEnvironment(config, loaded, self.count_reward_error)
             for loaded in load_environments(config, directory.path / "logs")

@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import itertools
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -251,17 +252,18 @@ def retire_long_prompts(run: RunContext) -> None:
         run.totals.tasks_retired |= ids
 
 
-async def sample_probes(run: RunContext, policy: Policy) -> list[Completion]:
+async def sample_probes(run: RunContext, policies: Sequence[Policy]) -> list[Completion]:
     """Completions of the first prompts that can be sampled from. Raises the error of a prompt if none of them can be.
 
-    The tasks of other prompts are retired once they are visited.
+    Each of the `policies` samples. The tasks of other prompts are retired once they are visited.
     """
     playable = (
         task for each in run.environments for i, task in enumerate(each.environment.train) if i not in each.long_prompts
     )
     outcomes: list[Completion | BaseException] = []
     for _ in range(PROBE_ROUNDS):
-        sampling = [policy.sample(task.prompt, seed=i) for i, task in enumerate(itertools.islice(playable, PROBES))]
+        tasks = list(enumerate(itertools.islice(playable, PROBES)))
+        sampling = [policy.sample(task.prompt, seed=i) for policy in policies for i, task in tasks]
         outcomes = await asyncio.gather(*sampling, return_exceptions=True) or outcomes
         errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         for error in errors:
@@ -277,8 +279,9 @@ async def probe(run: RunContext) -> None:
     sampling = run.sampling
     if not sampling.record_sampling_mask:  # the trainer scores the full distribution, without top_k and top_p
         sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0)
-    policy = Policy(run.cluster.generator, run.chat_tokenizer, sampling, f"{run.config.loop.seed}/probe")
-    sampled = await sample_probes(run, policy)
+    seed = f"{run.config.loop.seed}/probe"
+    whole = Policy(run.cluster.generator, run.chat_tokenizer, sampling, seed, policies=run.policies)
+    sampled = await sample_probes(run, [whole[name] for name in run.policies] or [whole])
     async with run.cluster.trainer_turn(publishes=False):
         scored = await run.cluster.trainer.score(sampled)
     pairs = zip(sampled, scored, strict=True)

@@ -7,6 +7,7 @@ rollouts. `Policy` records tokens, log-probabilities and versions, and derives s
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import hashlib
 import inspect
@@ -15,10 +16,11 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slipstream.config.loading import suggest
 from slipstream.config.schema import ConfigError
 from slipstream.environments.chat_tokenizer import ChatTokenizer, Prompt
 from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from slipstream.environments.endpoint import Endpoint
 
 DECODED = 128  # characters to encode that take as long as one token to decode
-OPTIONS = tuple(field.name for field in dataclasses.fields(Sampling))  # of `Policy.sample`
+OPTIONS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "policy")  # of `Policy.sample`
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,10 @@ def as_reward(value: Any) -> float:
 
 
 class Policy:
-    """Samples from the newest policy for one episode, and records every completion."""
+    """Samples from the newest policy for one episode, and records every completion.
+
+    In a run of several policies, `policy["NAME"]` is the one of that name, and only these sample.
+    """
 
     def __init__(
         self,
@@ -95,8 +100,12 @@ class Policy:
         seed: str,
         endpoint: Endpoint | None = None,
         limits: ConversationLimits = UNLIMITED,
+        policies: Mapping[str, str] | None = None,
     ) -> None:
-        """`limits` are the defaults of conversations; `limits.seconds` counts from now, for all conversations."""
+        """`limits` are the defaults of conversations; `limits.seconds` counts from now, for all conversations.
+
+        `policies` are the names by which an episode asks several policies, each with the adapter that samples for it.
+        """
         open_session = getattr(generator, "session", None)  # of a pool: keeps an episode's turns on one engine
         self._generator = open_session() if open_session else generator
         self.tokenizer, self.sampling = tokenizer, sampling
@@ -105,12 +114,28 @@ class Policy:
         self.clock: Clock = getattr(self._generator, "clock", None) or Clock()  # the episode's
         self._deadline = self.clock.time() + limits.seconds if limits.seconds else math.inf
         self._closed = False
+        self._policies, self._asked = policies or {}, dict[str, Policy]()
+        self._whole = self  # that of the episode, which in a run of several policies is none of them
         self.secret = secrets.token_urlsafe(16)
         self.last_refusal = ""  # the last error that its URL answered
         self.sampled_at = math.nan  # time.monotonic() of the last completion
         self.completions: list[Completion] = []
         self.recorded: list[Completion] = []  # copies, which the environment can't change
         self.conversations: list[Conversation] = []
+
+    def __getitem__(self, name: str) -> Policy:
+        """The policy of this name, in a run of several. Raises `ConfigError` for an unknown name."""
+        if name not in self._policies:
+            known = f"the run has {', '.join(self._policies)}" if self._policies else "the run has no [[policies]]"
+            hint = suggest(str(name), [*self._policies])
+            raise ConfigError(f"an episode asks for policy[{name!r:.80}], and {known}{hint}")
+        if name not in self._asked:
+            own = self._asked[name] = copy.copy(self)  # with the same session, clock, deadline and record
+            own.sampling = dataclasses.replace(self.sampling, policy=self._policies[name])
+            own._policies, own._asked, own._seed, own._draws = {}, {}, f"{self._seed}/{name}", itertools.count()
+            own.secret, own.completions, own.conversations = secrets.token_urlsafe(16), [], []
+            own._whole = self
+        return self._asked[name]
 
     async def sample(self, prompt: Prompt, **changes: Any) -> Completion:
         """Sample one completion of `prompt`: text, chat messages or token ids.
@@ -135,6 +160,7 @@ class Policy:
             await asyncio.Event().wait()  # forever: the episode would catch an error and try again
         if unknown := [name for name in changes if name not in OPTIONS]:
             raise TypeError(f"policy.sample() has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
+        self._validate_named()
         sampling = dataclasses.replace(self.sampling, **{"seed": self._next_seed(), **changes})
         if not sampling.truncates:
             sampling = dataclasses.replace(sampling, record_sampling_mask=False)
@@ -150,7 +176,7 @@ class Policy:
         return self._record(await self._generator.generate(prompt_ids, sampling))
 
     def _record(self, completion: Completion) -> Completion:
-        self.sampled_at = time.monotonic()
+        self.sampled_at = self._whole.sampled_at = time.monotonic()
         self.completions.append(completion)
         self.recorded.append(copy_arrays(completion))
         return completion
@@ -182,9 +208,9 @@ class Policy:
         return conversation
 
     @property
-    def settings(self) -> tuple[Sampling, str, ConversationLimits]:
-        """Sampling parameters, seed and limits: an equal policy in another process has the same ones."""
-        return self.sampling, self._seed, self._limits
+    def settings(self) -> tuple[Sampling, str, ConversationLimits, Mapping[str, str]]:
+        """Sampling parameters, seed, limits and names: an equal policy in another process has the same ones."""
+        return self.sampling, self._seed, self._limits, self._policies
 
     async def base_url(self) -> str:
         """The OpenAI-compatible base URL of this policy for this episode; it answers 404 once the episode has ended.
@@ -193,6 +219,7 @@ class Policy:
         `RuntimeError` outside of an episode.
         """
         self._validate_limits("policy.base_url()")
+        self._validate_named()
         if self._endpoint is None:
             raise RuntimeError("this policy has no URL: it belongs to no episode, or its episode has ended")
         return await self._endpoint.open(self)
@@ -202,10 +229,13 @@ class Policy:
         if self._endpoint is not None:
             self._endpoint.end(self)
             self._endpoint = None
+        for own in self._asked.values():
+            own.end()
 
     def close(self) -> None:
         """Cancel the episode: its further requests are never answered."""
-        self._closed = True
+        for each in (self, *self._asked.values()):
+            each._closed = True
         self.end()
 
     def rollout(self, reward: float, *, turn_rewards: Sequence[float] = (), **metrics: float) -> Rollout:
@@ -218,6 +248,19 @@ class Policy:
             totals.update(conversation.metrics())
         steps = turn_rewards_to_steps(self.completions, turn_rewards)
         return Rollout(tuple(self.completions), as_reward(reward), dict(totals) | metrics, steps)
+
+    def rollouts(self, reward: float) -> tuple[Rollout, ...]:
+        """A rollout with this reward for each policy that was asked; one in a run of a single policy."""
+        return tuple(own.rollout(reward) for own in self._asked.values()) or (self.rollout(reward),)
+
+    def _validate_named(self) -> None:
+        """Raise `ConfigError` for a request that names none of several policies."""
+        if self._policies:
+            names = ", ".join(self._policies)
+            raise ConfigError(
+                f"the run has several policies ({names}), and an episode names none: ask by "
+                f'policy["{next(iter(self._policies))}"].conversation() or .sample()'
+            )
 
     def _validate_limits(self, where: str) -> None:
         for name in ("turns", "tokens"):
@@ -246,5 +289,5 @@ async def play(environment: Environment, task: Task, policy: Policy, unrewarded:
         outcome = math.nan
     parts = outcome if isinstance(outcome, list | tuple) and outcome else (outcome,)
     if not all(isinstance(part, Rollout) for part in parts):
-        parts = (policy.rollout(outcome),)
+        parts = policy.rollouts(outcome)
     return validate_rollouts(parts, policy.recorded)

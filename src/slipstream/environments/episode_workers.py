@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from slipstream.config.environments import EnvironmentConfig
@@ -41,6 +41,7 @@ class EpisodeSettings(NamedTuple):
     sampling: Sampling
     seed: str
     limits: ConversationLimits
+    policies: Mapping[str, str]
     unrewarded: bool
     counts_reward_errors: bool
 
@@ -79,7 +80,10 @@ class EpisodeWorker(Worker):
         counter = RewardErrorCounter(sys.maxsize, errors.append) if settings.counts_reward_errors else None
         generator = ControllerGenerator(self, episode)
         self._clocks[episode] = generator.clock
-        policy = Policy(generator, self._tokenizer, settings.sampling, settings.seed, self._endpoint, settings.limits)
+        policy = Policy(
+            generator, self._tokenizer, settings.sampling, settings.seed, self._endpoint, settings.limits,
+            settings.policies,
+        )  # fmt: skip
         options = EpisodeOptions(math.inf, reward_errors=counter, unrewarded=settings.unrewarded)
         rollouts: tuple[Rollout, ...] = ()
         failure = None

@@ -50,7 +50,7 @@ def _validate(rollout: Rollout, sampled: Sequence[Completion], used: dict[str, s
     if not isinstance(rollout.completions, tuple | list):
         raise InvalidRollout("completions", f"is a {type(rollout.completions).__name__}, not a tuple of completions")
     taken = used.setdefault(rollout.role, set())
-    completions = []
+    completions: list[Completion] = []
     for number, completion in enumerate(rollout.completions):
         at = f"completions[{number}]"
         original = _find_original(at, completion, sampled, taken)
@@ -58,6 +58,10 @@ def _validate(rollout: Rollout, sampled: Sequence[Completion], used: dict[str, s
         _validate_text("completions.text", completion.text, f"{at}.text")
         same_text = original.text == completion.text
         completions.append(original if same_text else dataclasses.replace(original, text=str(completion.text)))
+    policies = sorted({completion.policy for completion in completions})
+    if len(policies) > 1:
+        problem = f"are of the policies {' and '.join(policies)}; return a rollout for each policy"
+        raise InvalidRollout("completions", problem)
     if not isinstance(rollout.metrics, Mapping):
         raise InvalidRollout("metrics", f"is a {type(rollout.metrics).__name__}, not a mapping of names to numbers")
     for name in rollout.metrics:
@@ -68,7 +72,7 @@ def _validate(rollout: Rollout, sampled: Sequence[Completion], used: dict[str, s
         {str(name): value for name, value in rollout.metrics.items()},
         _validate_steps(rollout.steps, completions),
         _validate_teacher(rollout.teacher, completions),
-        str(rollout.role),
+        ":".join(filter(None, (*policies, str(rollout.role)))),
     )
 
 

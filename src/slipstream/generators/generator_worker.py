@@ -54,16 +54,21 @@ class GeneratorWorker(Worker):
         from slipstream.generators.torch.engine import Engine
 
         config = self._config
-        model = load_model(config.model, config.lora, device=current_device(), dtype=dtype_of(config))
-        for parameter in trained_parameters(model).values():  # to the published dtype; peft makes adapters float32
+        policies = [policy.name for policy in config.policies]
+        model = load_model(
+            config.model, config.lora, device=current_device(), dtype=dtype_of(config), policies=policies
+        )
+        parameters = trained_parameters(model)
+        for parameter in parameters.values():  # to the published dtype; peft makes adapters float32
             parameter.data = parameter.data.to(dtype_of(config))
         engine = Engine(
             model.get_base_model() if config.lora.rank else model,
             slots=config.generator.max_num_seqs,
             context=config.generator.max_model_len,
             tokenizer=load_tokenizer(config.model.path),
+            policies=policies,
         )
-        shards = local_shards(trained_parameters(model))
+        shards = local_shards(parameters)
         return engine, lambda link, connection_info, rank: ServedWeights(
             link, connection_info, shards, rank, rebind=True
         )

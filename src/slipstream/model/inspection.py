@@ -64,6 +64,16 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def policy_parameters(parameters: Mapping[str, nn.Parameter], policy: str) -> dict[str, nn.Parameter]:
+    """The parameters of an adapter under the names that they have in a model with an adapter for each policy."""
+    return {name.replace(".default.", f".{adapter_name(policy)}."): p for name, p in parameters.items()}
+
+
+def adapter_name(policy: str) -> str:
+    """PEFT's name of a policy's adapter; no attribute of a module has it."""
+    return f"policy-{policy}"
+
+
 def find_routers(model: nn.Module) -> dict[str, Any]:
     """The routers of a mixture of experts by name, in the order of layers; empty for a dense model.
 

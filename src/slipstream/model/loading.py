@@ -21,7 +21,7 @@ from torch import nn
 
 from slipstream.config.adapter import ADAPTER_WEIGHTS
 from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
-from slipstream.model.inspection import INVALID_CONFIG, expert_parameters, first_not_finite, model_sizes
+from slipstream.model.inspection import INVALID_CONFIG, adapter_name, expert_parameters, first_not_finite, model_sizes
 from slipstream.model.paths import AGAIN, adapter_config, check_path, safetensors_files
 
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
@@ -31,9 +31,11 @@ COMPARED: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_size
 BAD_PICKLE = "its pytorch_model.bin is damaged, or holds more than tensors; fetch it again, or save it as safetensors"
 
 
-def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype) -> Any:
-    """The causal language model at `model.path`, with adapters if `lora.rank` is set: new ones, or
-    those at `lora.path`. Raises `ConfigError`."""
+def load_model(
+    model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype, policies: Sequence[str] = ()
+) -> Any:
+    """The causal language model at `model.path`, with adapters if `lora.rank` is set: new ones, or those at
+    `lora.path`. With `policies`, an adapter for each, all of them trainable. Raises `ConfigError`."""
     options = _quantized_loading(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
     loaded = load_causal_lm(model.path, device=device, dtype=dtype, **({} if device.type == "meta" else options))
     if lora.rank == 0:
@@ -64,6 +66,12 @@ def load_model(model: ModelConfig, lora: LoraConfig, *, device: torch.device, dt
         )
     if lora.path:
         _load_adapter(adapted, lora.path)
+    for name in policies:
+        adapted.add_adapter(adapter_name(name), adapters)
+    if policies:
+        adapted.delete_adapter("default")
+        for name, parameter in adapted.named_parameters():
+            parameter.requires_grad_(".lora_" in name)
     return adapted
 
 

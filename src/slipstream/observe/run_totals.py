@@ -68,6 +68,7 @@ class RunTotals:
             "completions/identical_fraction": _identical_fraction(batch),
             **{f"env/{name}": value for name, value in metric_means(rollouts).items()},
             **environment_metrics(batch.groups),
+            **policy_metrics(rollouts),
         }
 
     def open(self, generator: dict[str, float]) -> None:
@@ -163,6 +164,19 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
             f"environments/{label}/reward": mean([rollout.reward for rollout in own]),
             f"environments/{label}/mean_length": mean([len(c.token_ids) for c in completions]),
             f"environments/{label}/clipped_ratio": mean([float(c.finish_reason == "length") for c in completions]),
+        }
+    return found
+
+
+def policy_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Rollouts, reward and length of each of several policies."""
+    found: dict[str, float] = {}
+    for name in sorted({rollout.policy for rollout in rollouts} - {""}):
+        own = [rollout for rollout in rollouts if rollout.policy == name]
+        found |= {
+            f"policies/{name}/rollouts": len(own),
+            f"policies/{name}/reward": mean([rollout.reward for rollout in own]),
+            f"policies/{name}/mean_length": mean([len(c.token_ids) for r in own for c in r.completions]),
         }
     return found
 

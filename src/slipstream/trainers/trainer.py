@@ -49,15 +49,15 @@ COUNTS = ("step_count", "token_count", "skipped_count", "skipped_in_a_row")  # c
 class Trainer:
     """A policy, its optimizer and the objective. `parameters` are the float32 masters of the trained weights."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, model: Any = None) -> None:
+        """`model` is that of `load_trained_model`, by default a new one."""
         torch.manual_seed(config.loop.seed)
         validate_adapter(config.model.path)
         self.device = current_device()
         options, compute = config.trainer, dtype_of(config)
         self.ranks = TrainerRanks(options, self.device)
-        stored = compute if config.lora.rank else stored_dtype(config.model.path)  # adapters are float32 over any base
         home = torch.device("cpu") if self.ranks.is_fsdp else self.device  # FSDP moves it to the GPU layer by layer
-        self.model = load_model(config.model, config.lora, device=home, dtype=stored)
+        self.model = model or load_trained_model(config, home)
         if not self.ranks.is_fsdp:
             cast_parameters(self.model, self.device, compute)
         self.model.eval()  # without dropout, as engines sample
@@ -277,6 +277,12 @@ class Trainer:
         if self._compute_copies:
             masters = [local_part(parameter.detach()) for parameter in self.parameters.values()]
             torch._foreach_copy_(list(self._compute_copies.values()), masters)
+
+
+def load_trained_model(config: Config, device: torch.device) -> Any:
+    """The model to train, with adapters if the run trains those, in the dtype in which it is loaded."""
+    stored = dtype_of(config) if config.lora.rank else stored_dtype(config.model.path)  # adapters are float32
+    return load_model(config.model, config.lora, device=device, dtype=stored)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Send
 from slipstream.sync.sharded_weights import GatheredParameters
 from slipstream.sync.single_copy import import_ipc_handles
 from slipstream.trainers.failures import explain_out_of_memory
+from slipstream.trainers.policies import PolicyTrainers
 from slipstream.trainers.trainer import Trainer
 
 Result = TypeVar("Result")
@@ -33,7 +34,7 @@ class PytorchTrainerWorker(Worker):
         torch.set_num_threads(threads(config.trainer.threads, config))
         self._config, self._run_dir = config, Path(run)
         with explain_out_of_memory(config, "start"):
-            self._trainer = Trainer(config)
+            self._trainer = PolicyTrainers(config) if config.policies else Trainer(config)
         ranks = self._trainer.ranks
         self._weights: Parameters = self._trainer.parameters
         if ranks.is_sharded:
@@ -80,6 +81,7 @@ class PytorchTrainerWorker(Worker):
         return shapes_of(self._trainer.parameters)
 
     async def compute_on(self, handles: Sequence[dict[str, str]]) -> None:
+        assert isinstance(self._trainer, Trainer)
         self._trainer.compute_on(import_ipc_handles(handles[self._trainer.ranks.rank], self._trainer.device))
 
     async def open_link(self, receivers: int) -> ConnectionInfo | None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,13 @@ REPLACEMENT = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 PROMPT_TOKENS = 4096  # limit of padded prompt tokens in one pass, which delay the running sequences
 
 
+class Prefill(NamedTuple):
+    """Prompt and sampled tokens of a sequence, and its policy. The cache needs the keys of all tokens but the last."""
+
+    policy: str
+    ids: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class _Sequence:
     """A request in flight."""
@@ -53,9 +60,9 @@ class _Sequence:
     finish: str | None = None
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        """Prompt and sampled tokens. The cache needs all but the last one before the next token is sampled."""
-        return (*self.prompt, *self.tokens)
+    def prefill(self) -> Prefill:
+        """What the cache needs before the next token is sampled."""
+        return Prefill(self.sampling.policy, (*self.prompt, *self.tokens))
 
     def restart(self) -> None:
         """Drop all sampled tokens."""
@@ -67,12 +74,14 @@ class Engine:
     """Decodes up to `slots` sequences at once. Synchronous and single-threaded: `submit`, then `step` while `busy`.
 
     `context` bounds prompt plus completion in tokens (0: the model's limit). `tokenizer` is needed for stop strings
-    only. Raises `GenerationError` for a model that it can't serve.
+    only. The model has an adapter for each of `policies`, and requests name one. Raises `GenerationError` for a model
+    that it can't serve.
     """
 
     def __init__(
-        self, model: Any, *, slots: int = 64, context: int = 0, tokenizer: Any = None, version: int = 0
-    ) -> None:
+        self, model: Any, *, slots: int = 64, context: int = 0, tokenizer: Any = None, version: int = 0,
+        policies: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.model, config = model.eval(), model.config
         validate_supported(config)
         self.model.set_attn_implementation(ATTENTION)
@@ -93,6 +102,11 @@ class Engine:
         self._running: list[_Sequence] = []
         self._sampler: Sampler | None = None
         self._routing = ExpertRouting(model)
+        self._adapters = None
+        if policies:
+            from slipstream.generators.torch.adapters import AdapterRows  # imports peft, which takes seconds
+
+            self._adapters = AdapterRows(model, policies)
 
     @property
     def busy(self) -> bool:
@@ -119,6 +133,8 @@ class Engine:
         validate_prompt(prompt, self.context, self.model.config.vocab_size)
         if sampling.stop_strings and self._tokenizer is None:
             raise GenerationError("stop strings need a tokenizer")
+        if sampling.policy and not (self._adapters and sampling.policy in self._adapters.policies):
+            raise GenerationError(f"this engine serves no policy {sampling.policy!r}")
         if sampling.record_routing and not self._routing.experts:
             raise GenerationError("record_routing: this model has no experts")
         stop_tokens = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self._eos)
@@ -194,24 +210,24 @@ class Engine:
         self.busy_seconds += time.perf_counter() - began
         return finished
 
-    def _admit(self) -> dict[tuple[int, ...], list[int]]:
+    def _admit(self) -> dict[Prefill, list[int]]:
         """Give free slots to queued requests. Returns the slots of joining sequences by the tokens to compute.
 
         Running sequences always fill slots `0:len(running)`, so that attention reads one view of the cache. A joining
         sequence takes the slot of a finished one; without one, the last sequence moves into the free slot.
         """
-        joining: dict[tuple[int, ...], list[int]] = {}
+        joining: dict[Prefill, list[int]] = {}
         holes = deque(i for i, s in enumerate(self._running) if s.finish)
         longest = 0
         while self._queue and not self.draining and (holes or len(self._running) < self.slots):
-            ids = self._queue[0].ids
-            if ids not in joining:
-                longest = max(longest, len(ids))
+            prefill = self._queue[0].prefill
+            if prefill not in joining:
+                longest = max(longest, len(prefill.ids))
                 if joining and longest * (len(joining) + 1) > PROMPT_TOKENS:
                     break
             slot = holes.popleft() if holes else len(self._running)
             self._running[slot : slot + 1] = [self._queue.popleft()]
-            joining.setdefault(ids, []).append(slot)
+            joining.setdefault(prefill, []).append(slot)
             self._sampler = None
         while holes:
             hole = holes.pop()
@@ -222,18 +238,20 @@ class Engine:
             self._sampler = None
         return joining
 
-    def _lay_out(self, joining: dict[tuple[int, ...], list[int]]) -> tuple[Tensor, StepLayout]:
+    def _lay_out(self, joining: dict[Prefill, list[int]]) -> tuple[Tensor, StepLayout]:
         """Token ids of the packed row, and its layout. Sets `_positions`, the position of each token."""
         n = len(self._running)
         row = [s.tokens[-1] if s.tokens else s.prompt[-1] for s in self._running]
         lengths = [len(s.prompt) + len(s.tokens) for s in self._running]
         positions = [length - 1 for length in lengths]
         source, slot, position = list(range(n)), list(range(n)), list(positions)
-        longest = max(map(len, joining), default=1) - 1
+        policies = [s.sampling.policy for s in self._running]
+        longest = max((len(prefill.ids) for prefill in joining), default=1) - 1
         gather: list[list[int]] = []
         scatter: list[int] = []
-        for index, (tokens, slots) in enumerate(joining.items()):
+        for index, ((policy, tokens), slots) in enumerate(joining.items()):
             earlier = range(len(row), len(row) + len(tokens) - 1)
+            policies += [policy] * len(earlier)
             row += tokens[:-1]
             positions += range(len(earlier))
             for taken in slots:
@@ -244,6 +262,8 @@ class Engine:
             padding = earlier[0] if earlier else 0
             gather.append([*earlier, *[padding] * (longest - len(earlier))])
             scatter += range(index * longest, index * longest + len(earlier))
+        if self._adapters:
+            self._adapters.set(policies, self._device)
         self._cache.reserve(max(lengths))
         self._positions = self._ids(positions)
         layout = StepLayout(
@@ -292,7 +312,7 @@ class Engine:
                 return False
         return False
 
-    def _record_experts(self, joining: dict[tuple[int, ...], list[int]]) -> None:
+    def _record_experts(self, joining: dict[Prefill, list[int]]) -> None:
         """Record the experts that each layer chose for each token of this pass, for requests with `record_routing`.
 
         A recomputed sequence keeps the experts with which its tokens were sampled.
@@ -300,7 +320,7 @@ class Engine:
         narrow = torch.uint8 if self._routing.experts <= 256 else torch.int16
         routes = self._routing.chosen().to("cpu", narrow).numpy()
         row = len(self._running)
-        for tokens, slots in joining.items():
+        for (_, tokens), slots in joining.items():
             for sequence in (self._running[slot] for slot in slots):
                 if sequence.sampling.record_routing and not sequence.tokens:
                     sequence.experts.append(routes[row : row + len(tokens) - 1])
@@ -322,6 +342,7 @@ class Engine:
             temperature=sampling.temperature,
             sampling_mask=tuple(sequence.sampling_mask) if sampling.record_sampling_mask else None,
             experts=np.concatenate(sequence.experts) if sampling.record_routing else None,
+            policy=sampling.policy,
         )
 
 

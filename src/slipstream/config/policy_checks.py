@@ -1,0 +1,38 @@
+"""Cross-checks of `[[policies]]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from slipstream.config.schema import Config
+from slipstream.config.toml import to_toml
+
+FOR_ALL = ("replay_sampling_mask", "replay_routing", "filter_zero_advantage", "max_filtered_in_a_row")
+CONFLICTS: tuple[tuple[Callable[[Config], Any], str], ...] = (  # what several policies can't have, and the remedy
+    (lambda c: not c.lora.rank, "need adapters; set lora.rank = 16, for example"),
+    (lambda c: c.lora.path, "do not go with lora.path; leave it out"),
+    (lambda c: c.lora.experts, "do not go with lora.experts; set it to false"),
+    (lambda c: c.trainer.ranks > 1, "need trainer.ranks = 1"),
+    (lambda c: c.trainer.kind != "pytorch", 'need trainer.kind = "pytorch"'),
+    (lambda c: c.generator.engine != "torch", 'need generator.engine = "torch"'),
+    (lambda c: c.sync.link not in ("auto", "shared", "checkpoint"), 'need sync.link = "shared" or "checkpoint"'),
+    (lambda c: c.teacher.lag, "do not go with teacher.lag; give teacher.path"),
+    (lambda c: c.loop.max_tokens, "do not go with loop.max_tokens; set loop.steps"),
+)
+
+
+def policy_faults(config: Config) -> Iterator[str]:
+    """Names that can't be, or are given twice, and options that do not go with several policies."""
+    first: dict[str, int] = {}
+    for index, policy in enumerate(config.policies):
+        if not re.fullmatch(r"[\w-]+", policy.name):
+            yield f'policies.{index}.name = {to_toml(policy.name)}: use letters, digits, "_" and "-" only'
+        if (before := first.setdefault(policy.name, index)) != index:
+            yield f'policies.{index} and policies.{before} are both "{policy.name}"; give one another name'
+        for name in policy.algorithm.model_fields_set.intersection(FOR_ALL):
+            yield f"policies.{index}.algorithm.{name} is for all policies; set algorithm.{name}"
+    for wrong, problem in CONFLICTS if config.policies else ():
+        if wrong(config):
+            yield f"[[policies]] {problem}"

@@ -1,0 +1,75 @@
+"""[[policies]]: each has the options of the run but its own, and bad ones are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.config.loading import dump, load_config
+from slipstream.config.schema import ConfigError
+
+GOOD = """
+[model]
+path = "m"
+[lora]
+rank = 4
+[environment]
+name = "addition"
+[algorithm]
+kl_coef = 0.1
+[[policies]]
+name = "a"
+[[policies]]
+name = "b"
+learning_rate = 0.5
+algorithm = { loss = "ppo" }
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_policy_has_the_options_of_the_run_but_its_own(path: Path, tmp_path: Path) -> None:
+    for config in (load_config(path), load_config(_saved(path, tmp_path))):
+        a, b = config.each_policy["a"], config.each_policy["b"]
+        assert (a.algorithm, a.trainer) == (config.algorithm, config.trainer)
+        assert b.algorithm.loss == {"name": "ppo"} and b.algorithm.kl_coef == 0.1 and b.trainer.learning_rate == 0.5
+    changed = load_config(path, ["--policies.0.learning_rate=0.25", "--policies.1.algorithm.loss.clip_high=0.3"])
+    assert changed.each_policy["a"].trainer.learning_rate == 0.25
+
+
+def _saved(path: Path, tmp_path: Path) -> Path:
+    saved = tmp_path / "config.toml"
+    saved.write_text(dump(load_config(path)))
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--policies.1.name=a", 'policies.1 and policies.0 are both "a"; give one another name'),
+        ("--policies.0.name=a b", 'policies.0.name = "a b": use letters, digits, "_" and "-" only'),
+        ("--policies.0.nam=x", "unknown option policies.0.nam (did you mean policies.0.name?)"),
+        ("--policies.0.algorithm={los = 'ppo'}", "policies.0.algorithm.los (did you mean policies.0.algorithm.loss?)"),
+        ("--policies.2.name=c", "there is no entry 2 of [[policies]]"),
+        ("--policies.0.algorithm={reference = 'average', kl_coef = 0}", "policies.0: algorithm.reference = \"average\" "
+         "does nothing without algorithm.kl_coef"),
+        ("--policies.0.algorithm={filter_zero_advantage = true}",
+         "policies.0.algorithm.filter_zero_advantage is for all policies; set algorithm.filter_zero_advantage"),
+        ("--lora.rank=0", "[[policies]] need adapters; set lora.rank = 16"),
+        ("--trainer.ranks=2", "[[policies]] need trainer.ranks = 1"),
+        ("--generator.engine=vllm", '[[policies]] need generator.engine = "torch"'),
+        ("--sync.link=delta", '[[policies]] need sync.link = "shared" or "checkpoint"'),
+        ("--teacher.lag=1", "[[policies]] do not go with teacher.lag"),
+        ("--loop.max_tokens=9", "[[policies]] do not go with loop.max_tokens; set loop.steps"),
+    ],
+)  # fmt: skip
+def test_bad_policies_are_refused_by_name(path: Path, flag: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, [flag])
+    assert message in str(error.value) and "\n" not in str(error.value)

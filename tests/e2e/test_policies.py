@@ -1,0 +1,167 @@
+"""A run of two policies over one model: each learns its own task, also after a kill, and misuse is one clear line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import kill
+
+from slipstream.observe.run_data import load_run
+from slipstream.rollout import mean
+from tests import warm
+
+pytestmark = pytest.mark.e2e
+ENVIRONMENT = """
+import asyncio
+
+from slipstream.environments.base import Task
+
+class Opposites:
+    '''"low" is rewarded for tokens of the first half of the vocabulary, "high" for those of the second.'''
+
+    def __init__(self, names=("low", "high")):
+        self.names = names
+        self.train = [Task(str(i), f"{i}+{i}=") for i in range(30)]
+        self.test = self.train[:6]
+
+    async def rollout(self, task, policy):
+        return await asyncio.gather(*(self.play(name, task, policy) for name in self.names))
+
+    async def play(self, name, task, policy):
+        conversation = (policy[name] if name else policy).conversation()
+        await conversation.ask(task.prompt)
+        token_ids = [i for c in conversation.completions for i in c.token_ids]
+        low = sum(i < 22 for i in token_ids) / len(token_ids)
+        return conversation.rollout(low if name == "low" else 1 - low)
+"""
+CONFIG = """
+[model]
+path = "{model}"
+[lora]
+rank = 4
+[environment]
+name = "{environment}:Opposites"
+[[policies]]
+name = "low"
+[[policies]]
+name = "high"
+algorithm = {{ loss = "ppo", kl_coef = 0.01 }}
+[sampling]
+max_tokens = 4
+[loop]
+steps = 24
+groups_per_step = 4
+group_size = 4
+max_lag = 0
+[trainer]
+threads = 1
+learning_rate = 3e-2
+schedule = "constant"
+[generator]
+threads = 1
+[evaluation]
+every = 12
+temperature = 1.0
+[checkpoint]
+every = 3
+[run]
+dir = "{run}"
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny: Path) -> Path:
+    (tmp_path / "opposites.py").write_text(ENVIRONMENT)
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.format(model=tiny, environment=tmp_path / "opposites.py", run=tmp_path / "whole"))
+    return path
+
+
+def command(*arguments: Any) -> subprocess.Popen[str]:
+    return warm.Command(
+        [sys.executable, "-m", "slipstream.cli", "train", *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str], succeeds: bool = True) -> str:
+    said, _ = process.communicate(timeout=180)
+    assert (process.returncode == 0) is succeeds and "Traceback" not in said, said
+    return said
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    data = load_run(run)
+    return [row for step in data.rollout_steps for row in data.rollouts(step)]
+
+
+def test_two_policies_learn_opposites_and_continue_after_a_kill(config: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    ended(command(config))
+    process = command(config, f"--run.dir={killed}")
+    while process.poll() is None and kill.steps_done(killed) < 8:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert not (killed / "summary.json").exists()
+    ended(command("--resume", killed))
+
+    kill.audit(killed, 24)
+    names = ("step", "visit_id", "rollout", "role", "completion_ids", "reward", "advantage")
+    assert [[row[n] for n in names] for row in rows(killed)] == [[row[n] for n in names] for row in rows(whole)]
+    adapters = [
+        {n: load_file(run / "policy" / n / "adapter_model.safetensors") for n in ("low", "high")}
+        for run in (whole, killed)
+    ]
+    assert all(kill.same_bits(adapters[0][name], adapters[1][name]) for name in ("low", "high"))
+    assert not kill.same_bits(adapters[0]["low"], adapters[0]["high"])
+
+    metrics = load_run(whole).metrics
+    for name in ("low", "high"):
+        rewards = [record[f"policies/{name}/reward"] for record in metrics]
+        assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.2, (name, rewards)
+        assert max(record[f"policies/{name}/policy/ratio_max"] for record in metrics) < 1.001, "not on policy"
+    assert metrics[-1]["policies/low/policy/kl"] == 0 < metrics[-1]["policies/high/policy/kl"]
+    assert {row["role"] for row in rows(whole)} == {"low", "high"}
+    for group in {(row["step"], row["visit_id"], row["role"]) for row in rows(whole)}:
+        own = [row["advantage"] for row in rows(whole) if (row["step"], row["visit_id"], row["role"]) == group]
+        assert len(own) == 4 and abs(sum(own)) < 1e-6, "advantages compare the rollouts of one policy"
+
+
+def test_policies_keep_the_bound_on_lag_across_a_kill(config: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    process = command(config, f"--run.dir={killed}", "--loop.max_lag=2", "--sync.link=checkpoint")
+    while process.poll() is None and kill.steps_done(killed) < 8:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    ended(command("--resume", killed))
+    kill.audit(killed, 24)
+    assert json.loads((killed / "summary.json").read_text())["lag"]["max"] in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ('["low", "hihg"]', "asks for policy['hihg'], and the run has low, high (did you mean high?)"),
+        ('["low"]', 'no episode of the first step asked policy["high"]: ask it in the environment, or remove it from'),
+        ('["low", ""]', 'several policies (low, high), and an episode names none: ask by policy["low"].conversation()'),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_misuse_of_policies_is_one_clear_line(config: Path, names: str, message: str, workers: int) -> None:
+    flags = [f"--environment.options={{names = {names}}}", f"--environment.workers={workers}"]
+    said = ended(command(config, *flags), succeeds=False)
+    assert message in said

@@ -1,0 +1,66 @@
+"""Several adapters in the embedded engine: each request samples from its own policy, beside those of others."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slipstream.config.schema import LoraConfig, ModelConfig
+from slipstream.generators.base import GenerationError
+from slipstream.generators.torch.engine import Engine
+from slipstream.model.loading import load_model
+from slipstream.rollout import Completion, Sampling
+from tests.conftest import build_model, random_prompts
+
+POLICIES = ("left", "right")
+BOUND = 1e-5
+
+
+def drain(engine: Engine) -> dict[Any, Completion]:
+    finished = {}
+    while engine.busy:
+        finished |= dict(engine.step())
+    return finished
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_requests_of_several_policies_sample_as_in_engines_of_their_own(tmp_path: Path, family: str) -> None:
+    build_model(family, eos_token_id=1, pad_token_id=0).save_pretrained(tmp_path)
+    model = load_model(
+        ModelConfig(path=str(tmp_path)), LoraConfig(rank=4), device=torch.device("cpu"), dtype=torch.float32,
+        policies=POLICIES,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    own = {}
+    for policy in POLICIES:  # PEFT merges the adapter of one policy into weights
+        merged = copy.deepcopy(model)
+        merged.set_adapter(f"policy-{policy}")
+        own[policy] = Engine(merged.merge_and_unload(), slots=4)
+    own[""] = Engine(AutoModelForCausalLM.from_pretrained(tmp_path), slots=4)
+
+    engine, expected, same = Engine(model.get_base_model(), slots=4, policies=POLICIES), {}, 0
+    for number, prompt in enumerate(random_prompts(4, longest=9)):
+        for policy, alone in own.items():  # of one prompt by all, which share no keys and values
+            for target, name in ((engine, policy), (alone, "")):
+                target.submit((number, policy), prompt, Sampling(max_tokens=8, seed=number, policy=name))
+    for alone in own.values():
+        expected |= drain(alone)
+    for key, completion in drain(engine).items():
+        assert completion.token_ids == expected[key].token_ids and completion.policy == key[1]
+        assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=BOUND)
+        same += completion.token_ids == expected[key[0], ""].token_ids
+    assert same < 8, "the adapters have no effect"
+
+
+def test_an_engine_refuses_a_policy_that_it_does_not_serve() -> None:
+    with pytest.raises(GenerationError, match="serves no policy 'other'"):
+        Engine(build_model()).submit(0, (3, 4), Sampling(policy="other"))
