@@ -34,10 +34,10 @@ from slipstream.generators.pool import EngineReplica, GeneratorPool
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
 from slipstream.runtime.worker_process import WorkerProcess
-from slipstream.sync.changes import RolledBack
 from slipstream.sync.nccl import NcclSender
 from slipstream.sync.nccl_direct import NcclDirectSender
 from slipstream.sync.shared import SharedSender
+from slipstream.sync.update import RolledBack
 from slipstream.trainers.base import TrainerWorker
 from tests import warm
 from tests.conftest import in_flight

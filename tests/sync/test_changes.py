@@ -14,15 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.sync import arrays
-from slipstream.sync import changes as coding
-from slipstream.sync.blocks import divide, gather, words
+from slipstream.sync import update as staging
+from slipstream.sync.blocks import Block, divide, gather, words
 from slipstream.sync.changes import (
     HEADER,
     Changes,
     Entry,
-    Part,
-    RolledBack,
-    Update,
     decode,
     encode,
     encode_rows,
@@ -32,16 +29,18 @@ from slipstream.sync.changes import (
 )
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import ParameterShard
+from slipstream.sync.update import Part, RolledBack, Tensors, Update
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 shapes = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5
 )  # of parameters
+shares = st.lists(st.sampled_from([0.1, 0.3, 0.9]), min_size=1, max_size=3)  # of elements that each version changes
 
 
 @pytest.fixture(autouse=True, params=["NumPy's arrays", "tensors"])
 def kind_of_array(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tensors are used on a GPU: here they are on the CPU."""
+    """Tensors are used on a GPU, and staged by blocks: here they are on the CPU."""
     with pytest.MonkeyPatch.context() as patched:
         if request.param == "tensors":
             patched.setattr(arrays, "as_array", lambda tensor: tensor)
@@ -118,7 +117,7 @@ def test_damaged_data_is_refused_or_harmless(
 @settings(max_examples=200, deadline=None)
 def test_a_damaged_frame_is_refused_and_changes_nothing(data: bytes, parameter: int, row: int, low: int) -> None:
     tensor = torch.zeros(7, 5, dtype=torch.bfloat16)
-    update = Update({"w": Part(ParameterShard(tensor, (7, 5)))}, divide({"w": (7, 5)}, 10), fresh=False)
+    update = Update(Tensors({"w": Part(ParameterShard(tensor, (7, 5)))}, divide({"w": (7, 5)}, 10)), fresh=False)
     for frame in (data, HEADER.pack(parameter, row, len(data), len(data) // 10, 0, low, 0) + data):
         try:
             update.add(memoryview(frame))
@@ -127,15 +126,25 @@ def test_a_damaged_frame_is_refused_and_changes_nothing(data: bytes, parameter: 
     assert not tensor.any()
 
 
-@given(sizes=shapes, seed=st.integers(0, 10**6), halves=st.booleans(), share=st.sampled_from([0.1, 0.3, 0.9]))
-@settings(max_examples=80, deadline=None)
+def coded(number: int, block: Block, old: Tensor, new: Tensor) -> list[bytes]:
+    """The entries of a block."""
+    changes = find_changes(old, new)
+    if changes is None:
+        return [entry for segment in block.segments for entry in encode_rows(segment, new.numpy())]
+    return [encode(number, block.length, changes.on_host(), 2)]
+
+
+@given(sizes=shapes, seed=st.integers(0, 10**6), halves=st.booleans(), shares=shares)
+@settings(max_examples=150, deadline=None)
 def test_shards_get_the_changes_of_their_slices(
-    sizes: list[tuple[int, ...]], seed: int, halves: bool, share: float
+    sizes: list[tuple[int, ...]], seed: int, halves: bool, shares: list[float]
 ) -> None:
-    """For any slices of the first two dimensions; the checksums rise by what the changed slices' checksums differ."""
+    """For any slices of the first two dimensions; the checksums rise by what the changed slices' checksums differ.
+
+    Of one version or several, in one stream.
+    """
     draw = np.random.default_rng(seed)
     old = {str(i): randomly(seed + i, shape, 2) for i, shape in enumerate(sizes)}
-    new = {name: change(tensor, seed, share) for name, tensor in old.items()}
     index = {}
     for name, tensor in old.items():
         bounds = [
@@ -146,16 +155,13 @@ def test_shards_get_the_changes_of_their_slices(
     served = {name: tensor[index[name]].contiguous().clone() for name, tensor in old.items()}
     blocks = divide({name: tensor.shape for name, tensor in old.items()}, 20)
     parts = {name: Part(ParameterShard(served[name], tuple(old[name].shape), index[name])) for name in old}
-    update = Update(parts, blocks, fresh=False)
-    both = (gather(blocks, tensors, torch.bfloat16) for tensors in (old, new))
-    for number, (block, one, other) in enumerate(zip(blocks, *both, strict=True)):
-        changes = find_changes(one, other)
-        if changes is None:
-            frames = [entry for segment in block.segments for entry in encode_rows(segment, other.numpy())]
-        else:
-            frames = [encode(number, block.length, changes.on_host(), 2)]
-        for data in frames:
-            update.add(memoryview(data))
+    update, new = Update(Tensors(parts, blocks), fresh=False, steps=len(shares)), old
+    for step, share in enumerate(shares):
+        last, new = new, {name: change(tensor, seed + step, share) for name, tensor in new.items()}
+        both = (gather(blocks, tensors, torch.bfloat16) for tensors in (last, new))
+        for number, (block, one, other) in enumerate(zip(blocks, *both, strict=True)):
+            for data in coded(number, block, one, other):
+                update.add(memoryview(data))
     before = {name: checksum(t, index[name]) if t.numel() else 0 for name, t in served.items()}
     sums = update.checksums(before)
     update.apply()
@@ -201,11 +207,11 @@ def test_an_update_that_can_not_be_read_back_is_undone(whole: bool, monkeypatch:
     old = randomly(4, (40,), 2)
     new, served = change(old, 5, 0.2), old.clone()
     (block,) = divide({"w": (40,)}, 100)
-    update = Update({"w": Part(ParameterShard(served, (40,)))}, [block], fresh=False)
+    update = Update(Tensors({"w": Part(ParameterShard(served, (40,)))}, [block]), fresh=False)
     rows = encode_rows(block.segments[0], words(new).numpy())
     data = next(rows) if whole else encode(0, 40, found(old, new), 2)
     update.add(memoryview(data))
-    kind = coding._Replaced if whole else coding._Changed
+    kind = staging._Replaced if whole else staging._Changed
     swap = kind.swap
 
     def fail(staged: Any) -> Any:

@@ -19,12 +19,12 @@ from torch import Tensor
 from slipstream.config.loading import load_config
 from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights
-from slipstream.sync import arrays, changes, coder, delta, frames
+from slipstream.sync import arrays, changes, coder, delta, frames, update
 from slipstream.sync.blocks import words
-from slipstream.sync.changes import RolledBack
 from slipstream.sync.checksum import checksum
 from slipstream.sync.delta import DeltaReceiver, DeltaSender
 from slipstream.sync.link import ParameterShard, PublishHandle
+from slipstream.sync.update import RolledBack
 
 SHAPES = {"embed": (300, 64), "norm": (64,), "experts": (4, 24, 16), "head": (130, 64)}
 HALF = {
@@ -203,7 +203,7 @@ def test_a_swap_that_is_rolled_back_leaves_the_old_version_and_the_next_one_arri
     before = {name: tensor.clone() for name, tensor in trainer.parameters.items()}
     handle = trainer.publish()
     with monkeypatch.context() as patched, pytest.raises(RolledBack):
-        patched.setattr(changes._Changed, "swap", lambda changed: (changed._old, changed._new))
+        patched.setattr(update._Changed, "swap", lambda changed: (changed._old, changed._new))
         engine.swap(handle)
     assert engine.serves(before)
     engine.swap(trainer.publish())

@@ -20,9 +20,9 @@ from slipstream.model.loading import load_model, load_tokenizer
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.placement import threads
 from slipstream.runtime.worker import Worker
-from slipstream.sync.changes import RolledBack
 from slipstream.sync.frames import Superseded
 from slipstream.sync.link import ConnectionInfo, PublishHandle
+from slipstream.sync.update import RolledBack
 
 if TYPE_CHECKING:
     from slipstream.generators.torch.engine import Engine as TorchEngine

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.sync.changes import Update
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import (
     ConnectionInfo,
@@ -26,6 +25,7 @@ from slipstream.sync.link import (
     find_link,
     validate_same_shapes,
 )
+from slipstream.sync.update import Update
 
 
 class DeviceTimer:

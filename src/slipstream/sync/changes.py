@@ -1,4 +1,4 @@
-"""Changed elements of a block between two versions: found on its device, coded on the host, applied by an engine.
+"""Changed elements of a block between two versions: found on its device, coded and decoded on the host.
 
 Blocks of words (`blocks`) are compared and coded in order. An entry has the indices of a block's changed words by Elias
 and Fano (low bits as they are, high bits in unary), and differences, of one bit each if they are 1 or -1 as usual at a
@@ -8,33 +8,21 @@ small learning rate; or it has all words of some rows of a parameter.
 from __future__ import annotations
 
 import struct
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from slipstream.errors import InvalidInput
 from slipstream.sync import arrays
 from slipstream.sync.arrays import Array
-from slipstream.sync.blocks import Block, Segment, factors, matrix_shape, words
-from slipstream.sync.checksum import checksum
-
-if TYPE_CHECKING:
-    from slipstream.sync.link import ParameterShard
+from slipstream.sync.blocks import Block, Segment
 
 DENSE = 0.4  # share of changed elements from which a block is sent whole without coding its changes
 PIECE = 2**18  # words that are compared at a time: they fit the cache
 LOW = {0: None, 8: np.uint8, 16: np.uint16}  # low bits of an index, and their type
 HEADER = struct.Struct("<IQQIIBB")
 WHOLE = 255  # in place of the low bits
-
-
-class RolledBack(InvalidInput):
-    """A swap failed, and the engine serves the version that it served before."""
 
 
 class Changes(NamedTuple):
@@ -199,181 +187,3 @@ def merge(first: Changes, second: Changes) -> Changes:
     differences = np.zeros(len(indices), second.differences.dtype)
     np.add.at(differences, places, np.concatenate([first.differences, second.differences]))
     return Changes(indices, differences)
-
-
-class Part:
-    """The words of an engine's tensor, which holds `rows` and `columns` of a parameter."""
-
-    def __init__(self, shard: ParameterShard) -> None:
-        inner = prod(shard.shape[2:])
-        self.all_rows, self.all_columns = matrix_shape(shard.shape)
-        row, column = (*shard.index, *(slice(None),) * (2 - len(shard.index)))[:2]
-        self.start, self.stop, _ = row.indices(self.all_rows)
-        first, last, _ = column.indices(shard.shape[1] if len(shard.shape) > 1 else 1)
-        self.column, self.columns = first * inner, (last - first) * inner
-        self.words, self.whole = words(shard.tensor), shard.tensor.numel() == prod(shard.shape)
-
-    def rows(self, row: int, stop: int) -> tuple[int, int]:
-        """Those of these rows that the tensor holds; first and end are equal if it holds none."""
-        low, high = max(row, self.start), min(stop, self.stop)
-        return low, max(low, high)
-
-    def words_of(self, low: int, high: int) -> Tensor:
-        """The words of rows that the tensor holds, as a flat view."""
-        return self.words[(low - self.start) * self.columns : (high - self.start) * self.columns]
-
-    def within(self, changes: Changes, row: int, low: int, high: int) -> Changes:
-        """The changes of a block from `row` on that fall into the rows from `low` to `high` of the tensor."""
-        width = self.all_columns
-        first, last = np.searchsorted(changes.indices, [(low - row) * width, (high - row) * width])
-        indices, differences = changes.indices[first:last] - (low - row) * width, changes.differences[first:last]
-        if self.columns == width:
-            return Changes(indices, differences)
-        rows = indices // width
-        columns = indices - rows * width - self.column
-        kept = (columns >= 0) & (columns < self.columns)
-        return Changes((rows * self.columns + columns)[kept], differences[kept])
-
-
-class _Changed:
-    """Changed words of a block, before and after: with words of 2 bytes 8 bytes per element, 12 on a GPU."""
-
-    def __init__(self, part: Part, low: int, high: int, changes: Changes) -> None:
-        self._served = arrays.as_array(part.words_of(low, high))
-        indices = arrays.like(self._served, changes.indices)
-        # A GPU's 64-bit indices need no conversion in the swap.
-        self._indices = indices if isinstance(indices, np.ndarray) else indices.long()
-        self._old = self._served[self._indices]
-        self._new = self._old + arrays.like(self._served, changes.differences)
-        weights = factors(arrays.cast(self._indices, "i8"), part.columns, low, part.column)
-        self.raised = ((arrays.cast(self._new, "i8") - self._old) * weights).sum()
-
-    def changes(self) -> Changes:
-        return Changes(arrays.cast(self._indices, "i4"), self._new - self._old).on_host()
-
-    def swap(self) -> tuple[Array, Array]:
-        """Write the new words. Returns what the tensor has then, and what it should have."""
-        self._served[self._indices] = self._new
-        return self._served[self._indices], self._new
-
-    def undo(self) -> None:
-        self._served[self._indices] = self._old
-
-
-class _Replaced:
-    """All words of a block."""
-
-    def __init__(self, part: Part, low: int, high: int) -> None:
-        self._part, self._low, self._served = part, low, part.words_of(low, high)
-        self._new, self.raised = torch.empty_like(self._served), 0
-
-    def write(self, row: int, values: Array, subtract_old: bool) -> None:
-        """Stage rows from `row` on. The checksum rises by that of the new words, maybe less that of the old ones."""
-        first = (row - self._low) * self._part.columns
-        old, new = (tensor[first : first + values.size].view(len(values), -1) for tensor in (self._served, self._new))
-        new.copy_(torch.tensor(values))
-        at = slice(row, None), slice(self._part.column, None)
-        self.raised += checksum(new, at) - (checksum(old, at) if subtract_old else 0)
-
-    def add(self, changes: Changes) -> None:
-        """Change staged words."""
-        new = arrays.as_array(self._new)
-        indices = arrays.like(new, changes.indices)
-        old, weights = (
-            new[indices],
-            factors(arrays.cast(indices, "i8"), self._part.columns, self._low, self._part.column),
-        )
-        new[indices] = old + arrays.like(new, changes.differences)
-        self.raised += int(((arrays.cast(new[indices], "i8") - old) * weights).sum())
-
-    def swap(self) -> tuple[Array, Array]:
-        """Exchange old and new words. Returns as `_Changed.swap`."""
-        old, new = self._served.clone(), self._new
-        self._served.copy_(new)
-        self._new = old
-        return arrays.as_array(self._served), arrays.as_array(new)
-
-    def undo(self) -> None:
-        self._served.copy_(self._new)
-
-
-class Update:
-    """A version for the tensors that an engine serves, staged by segments of blocks. `fresh`: it brings all weights."""
-
-    def __init__(self, parts: Mapping[str, Part], blocks: Sequence[Block], fresh: bool) -> None:
-        self._parts, self._blocks, self._fresh = parts, blocks, fresh
-        self._numbered = list(parts.values())
-        self._segments: list[list[Segment]] = [[] for _ in parts]
-        for segment in (segment for block in blocks for segment in block.segments):
-            self._segments[segment.parameter].append(segment)
-        self._staged: dict[Segment, _Changed | _Replaced] = {}
-        self._same: Any = True
-
-    def add(self, frame: memoryview) -> None:
-        """Stage the entries of a frame, and of them what the tensors hold. Raises `ValueError` for a wrong one."""
-        for entry, data in entries(frame):
-            (self._add_rows if entry.low == WHOLE else self._add_changes)(entry, data)
-
-    def _add_rows(self, entry: Entry, data: memoryview) -> None:
-        if entry.place >= len(self._numbered) or not entry.number:
-            raise ValueError("an entry of a parameter that does not exist")
-        part = self._numbered[entry.place]
-        segments = self._segments[entry.place]
-        segment = segments[bisect_right(segments, entry.row, key=lambda segment: segment.row) - 1]
-        if entry.row + entry.number > segment.stop:
-            raise ValueError("an entry with more rows than its block")
-        values = np.frombuffer(data, f"<i{part.words.element_size()}").reshape(entry.number, part.all_columns)
-        low, high = part.rows(segment.row, segment.stop)
-        first, last = part.rows(entry.row, entry.row + entry.number)
-        if first < last:
-            staged = self._staged.get(segment)
-            if not isinstance(staged, _Replaced) or entry.row == segment.row:
-                staged = self._staged[segment] = _Replaced(part, low, high)
-            values = values[first - entry.row : last - entry.row, part.column : part.column + part.columns]
-            staged.write(first, values, not self._fresh)
-
-    def _add_changes(self, entry: Entry, data: memoryview) -> None:
-        if entry.place >= len(self._blocks):
-            raise ValueError("an entry of a block that does not exist")
-        block = self._blocks[entry.place]
-        indices, differences = decode(entry, data, block.length, self._numbered[0].words.element_size())
-        ends = np.searchsorted(indices, [s.end for s in block.segments])
-        for segment, first, last in zip(block.segments, [0, *ends], ends, strict=False):
-            part = self._numbered[segment.parameter]
-            low, high = part.rows(segment.row, segment.stop)
-            if first < last and low < high:
-                changes = Changes(indices[first:last] - segment.start, differences[first:last])
-                self._stage(segment, part, low, high, part.within(changes, segment.row, low, high))
-
-    def _stage(self, segment: Segment, part: Part, low: int, high: int, changes: Changes) -> None:
-        staged = self._staged.get(segment)
-        if isinstance(staged, _Replaced):
-            staged.add(changes)
-        elif len(changes.indices):
-            self._staged[segment] = _Changed(part, low, high, merge(staged.changes(), changes) if staged else changes)
-
-    def checksums(self, before: Mapping[str, int]) -> dict[str, int]:
-        """The checksum of each tensor with the update, from those before it."""
-        sums = [0 if self._fresh else before[name] for name in self._parts]
-        changed = {segment: staged for segment, staged in self._staged.items() if isinstance(staged, _Changed)}
-        for segment, rise in zip(changed, arrays.to_ints([s.raised for s in changed.values()]), strict=True):
-            sums[segment.parameter] += rise
-        for segment, staged in self._staged.items():
-            sums[segment.parameter] += staged.raised if isinstance(staged, _Replaced) else 0
-        return {name: value % 2**64 for name, value in zip(self._parts, sums, strict=True)}
-
-    def apply(self) -> None:
-        """Write the new words, and start to compare what the tensors hold afterwards."""
-        pairs = [staged.swap() for staged in self._staged.values()]
-        if pairs and isinstance(pairs[0][0], Tensor):  # one comparison, since each operation on a GPU takes some us
-            has, expected = map(torch.cat, zip(*pairs, strict=True))
-            self._same = (has == expected).all()
-        else:
-            self._same = all((has == expected).all() for has, expected in pairs)
-
-    def confirm(self) -> None:
-        """Wait for the comparison. If a word differs, write the old ones and raise `RolledBack`."""
-        if not bool(self._same):
-            for staged in self._staged.values():
-                staged.undo()
-            raise RolledBack("a tensor had other values after the swap than were sent; it has the old ones again")

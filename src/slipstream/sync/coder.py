@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,17 +21,16 @@ FRAME = 2**16  # bytes from which entries make a frame
 
 
 class _Changed(NamedTuple):
-    """A changed block: `changes`, or None if its new words are sent; `ready` on a GPU when they are there."""
+    """A changed block: `changes`, or None if its new words are sent."""
 
     number: int
     block: Block
     words: Tensor
     changes: Changes | None
-    ready: Any
 
 
 class Coder:
-    """Adds the entries of changed blocks to `stream`, in the order of `add`, and ends it.
+    """Adds the entries of changed blocks to `stream`, in the order of `add`.
 
     `ended` is called in the thread with the trailer of the stream, and whether all was coded.
     """
@@ -40,11 +38,10 @@ class Coder:
     def __init__(self, stream: Stream, device: torch.device, ended: Callable[[dict[str, Any], bool], None]) -> None:
         self.changed = self.size = 0  # elements, and bytes of the entries; complete after `measure`
         self._stream, self._ended, self._device = stream, ended, device
-        self._blocks: queue.SimpleQueue[_Changed | dict[str, Any] | None] = queue.SimpleQueue()
+        self._blocks = deque[_Changed]()
         self._counted: list[tuple[Block, int, int]] = []  # changed words, and bytes of each word
         self._numbers: list[arrays.Array] = []  # of each: rises of checksums, and those of `count_small`
-        self._thread = threading.Thread(target=self._code, name="delta coder", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def add(self, number: int, block: Block, words: Tensor, changes: Changes | None) -> None:
         """Code a block. Without `changes` all its `words` are sent, and may not change until `join`."""
@@ -54,8 +51,7 @@ class Coder:
         else:
             self._counted.append((block, len(changes.indices), words.element_size()))
             self._numbers += [block.rises(*changes), *count_small(changes)]
-        ready = torch.cuda.current_stream(words.device).record_event() if words.device.type == "cuda" else None
-        self._blocks.put(_Changed(number, block, words, changes, ready))
+        self._blocks.append(_Changed(number, block, words, changes))
 
     def measure(self) -> Counter[str]:
         """Complete `changed` and `size`. Returns by how much the changes raise the checksum of each parameter."""
@@ -67,40 +63,45 @@ class Coder:
             self.size += HEADER.size + choose_coding(block.length, count, [next(numbers), next(numbers)], word).size
         return rises
 
-    def end(self, trailer: dict[str, Any] | None) -> None:
-        """No more blocks follow. Without a trailer the stream is left to the caller."""
-        self._blocks.put(trailer)
+    def start(self, trailer: dict[str, Any]) -> None:
+        """Start a thread that codes what was added, and ends the stream."""
+        ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        self._thread = threading.Thread(target=self._run, args=(trailer, ready), name="delta coder", daemon=True)
+        self._thread.start()
 
     def join(self) -> None:
         """Wait for the end of the thread."""
-        self._thread.join()
+        if self._thread:
+            self._thread.join()
 
     @torch.no_grad()
-    def _code(self) -> None:
-        own: Any = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        entries, size, coded = [PLAIN], 0, True
-        with torch.cuda.stream(own):  # None changes nothing
-            while isinstance(changed := self._blocks.get(), _Changed):
-                try:
-                    for entry in self._entries(changed, own) if coded else ():
-                        entries.append(entry)
-                        size += len(entry)
-                        if size >= FRAME:
-                            self._stream.add(b"".join(entries))
-                            entries, size = [PLAIN], 0
-                except Exception:  # such as a full GPU
-                    traceback.print_exc()
-                    coded = False
-        if changed is None:
-            return
-        if coded and size:
-            self._stream.add(b"".join(entries))
-        self._ended(changed, coded)
+    def _run(self, trailer: dict[str, Any], ready: Any) -> None:
+        own: Any = torch.cuda.Stream(self._device) if ready else None  # type: ignore[no-untyped-call]
+        coded = False
+        try:
+            with torch.cuda.stream(own):  # None changes nothing
+                if own:
+                    own.wait_event(ready)
+                self._code()
+            coded = True
+        except Exception:  # such as a full GPU
+            traceback.print_exc()
+        self._ended(trailer, coded)
 
-    def _entries(self, changed: _Changed, own: Any) -> Iterator[bytes]:
-        number, block, words, changes, ready = changed
-        if own:
-            own.wait_event(ready)
+    def _code(self) -> None:
+        entries, size = [PLAIN], 0
+        while self._blocks:
+            for entry in self._entries(self._blocks.popleft()):
+                entries.append(entry)
+                size += len(entry)
+                if size >= FRAME:
+                    self._stream.add(b"".join(entries))
+                    entries, size = [PLAIN], 0
+        if size:
+            self._stream.add(b"".join(entries))
+
+    def _entries(self, changed: _Changed) -> Iterator[bytes]:
+        number, block, words, changes = changed
         if changes is None:
             whole = arrays.on_host(words)
             yield from chain.from_iterable(encode_rows(segment, whole) for segment in block.segments)

@@ -1,8 +1,8 @@
 """The `delta` link: the elements that changed since the version that an engine has, over TCP.
 
 For engines that share no fast network with the trainer. The sender keeps the last version on its device, and compares
-the bits of the next one with it block by block. A thread (`coder`) codes the differences (`changes`) while engines
-receive and decode the blocks before; the trainer is free after the comparison. Each receiver says which version its
+the bits of the next one with it block by block. Then the trainer is free: a thread (`coder`) codes the differences
+(`changes`), while engines receive and stage those of the blocks before (`update`). Each receiver says which version its
 engine serves, and gets the changes since then, or all weights if it has none or one too old. Receivers with the same
 version form a chain: each passes frames on to the next while they come (`frames`), so the trainer sends one copy, and
 the rest of one to each receiver whose predecessor fails.
@@ -36,7 +36,7 @@ from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import address_towards, own_address
 from slipstream.sync import arrays
 from slipstream.sync.blocks import Block, divide, gather
-from slipstream.sync.changes import Changes, Part, Update, encode_rows, entries_of, find_changes
+from slipstream.sync.changes import Changes, encode_rows, entries_of, find_changes
 from slipstream.sync.checksum import checksum
 from slipstream.sync.coder import Coder
 from slipstream.sync.frames import (
@@ -62,8 +62,9 @@ from slipstream.sync.link import (
     Shapes,
     shapes_of,
 )
+from slipstream.sync.update import Part, Tensors, Update
 
-BLOCK = {"cpu": 2**20, "cuda": 2**26}  # words that are coded together
+BLOCK = {"cpu": 2**20, "cuda": 2**27}  # words that are coded together
 SLOW = 0.25  # of the median rate, or of `COMPRESSION`: no receiver waits for one below
 MIN_MEASURED = 2**20  # bytes of a stream that measures the rate of a network
 WINDOW = 2**26  # bytes of a version that a receiver holds for others
@@ -127,13 +128,11 @@ class DeltaSender(Sender):
             for name, rise in coder.measure().items():
                 self._sums[name] = (self._sums[name] + rise) % 2**64
         except BaseException as error:
-            coder.end(None)
-            coder.join()
             with self._lock:
                 self._forget(str(error) or type(error).__name__)
             raise
         sums = {name: str(value) for name, value in self._sums.items()}  # too large for msgpack
-        coder.end(sums)
+        coder.start(sums)
         return {"bytes": coder.size, "changed": coder.changed / self._total, "sums": sums}
 
     def close(self) -> None:
@@ -317,7 +316,7 @@ class DeltaReceiver(Receiver):
         for name, shard in shards.items():
             if not shard.tensor.is_contiguous() or shard.tensor.dtype != self._dtype:
                 raise InvalidInput(f'the engine stores {name} in another layout or dtype: use sync.link = "checkpoint"')
-        self._parts = {name: Part(shards[name]) for name in self._shapes}
+        self._tensors = Tensors({name: Part(shards[name]) for name in self._shapes}, self._blocks)
 
     @torch.no_grad()
     def prepare(self, handle: PublishHandle) -> Update:
@@ -351,7 +350,8 @@ class DeltaReceiver(Receiver):
         self._incoming = request, stream
         threading.Thread(target=self._fetch, args=(request, stream), name="delta", daemon=True).start()
         try:
-            update = Update(self._parts, self._blocks, fresh=stream.wait_header()["base"] is None)
+            base = stream.wait_header()["base"]
+            update = Update(self._tensors, base is None, 1 if base is None else handle["state"] - base)
             for frame in stream.take():
                 update.add(unpack(frame))
         except Refused as error:
@@ -376,7 +376,7 @@ class DeltaReceiver(Receiver):
 
     def _agree(self, sums: Mapping[str, int], published: Mapping[str, str]) -> bool:
         """Whether shards that are whole parameters will have the published checksums."""
-        return all(sums[name] == int(published[name]) for name, part in self._parts.items() if part.whole)
+        return all(sums[name] == int(published[name]) for name, part in self._tensors.parts.items() if part.whole)
 
 
 class Delta:

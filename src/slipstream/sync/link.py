@@ -29,7 +29,7 @@ from torch import Tensor
 from slipstream.config.plugins import SEE, load_option, option_code
 from slipstream.config.schema import Config, ConfigError
 from slipstream.errors import InvalidInput
-from slipstream.sync.changes import Update
+from slipstream.sync.update import Update
 
 ConnectionInfo = dict[str, Any]  # plain data by which a receiver connects; `shapes` by name are always in it
 PublishHandle = dict[str, Any]  # plain data that identifies a staged version; `version` is always in it

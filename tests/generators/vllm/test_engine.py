@@ -31,9 +31,9 @@ from slipstream.generators.vllm.worker_methods import TokenCounter, WorkerMethod
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.sync import nccl_direct
-from slipstream.sync.changes import RolledBack
 from slipstream.sync.frames import Superseded
 from slipstream.sync.nccl_direct import import_transfer, packed_options
+from slipstream.sync.update import RolledBack
 from tests.conftest import build_model, build_tokenizer, drawn_until, in_flight, save_model
 from tests.processes import changing, descendants
 

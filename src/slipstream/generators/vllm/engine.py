@@ -30,8 +30,8 @@ from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.model.inspection import end_of_sequence, generation_config
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.memory import raise_gc_thresholds
-from slipstream.sync.changes import RolledBack
 from slipstream.sync.link import ConnectionInfo
+from slipstream.sync.update import RolledBack
 
 SLEEP_LEVEL_KEEP_WEIGHTS = 1  # vLLM's sleep level that keeps weights in host memory
 

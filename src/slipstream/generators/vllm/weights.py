@@ -12,9 +12,9 @@ from slipstream.errors import UserError
 from slipstream.generators.vllm.compat import call_workers, call_workers_nowait, core_died
 from slipstream.generators.vllm.requests import TokenCounts, same_checksums, sum_checksums
 from slipstream.generators.vllm.worker_methods import WorkerMethods
-from slipstream.sync.changes import RolledBack
 from slipstream.sync.frames import Superseded
 from slipstream.sync.link import ConnectionInfo, PublishHandle
+from slipstream.sync.update import RolledBack
 
 R = TypeVar("R")
 POLL_INTERVAL_S = 0.002

@@ -24,11 +24,11 @@ from slipstream.generators.vllm.requests import LEASE_S, TokenCounts
 from slipstream.generators.vllm.weight_mapping import USE_RESTART, expert_tensor, map_parameters
 from slipstream.model.inspection import config_sizes, end_of_sequence, generation_config
 from slipstream.runtime.memory import raise_gc_thresholds
-from slipstream.sync.changes import RolledBack
 from slipstream.sync.frames import Superseded
 from slipstream.sync.link import ConnectionInfo, ParameterShard, PublishHandle
 from slipstream.sync.nccl_direct import NcclDirectReceiver
 from slipstream.sync.single_copy import export_ipc_handles
+from slipstream.sync.update import RolledBack
 
 UPDATE_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # environment variable of servers that load adapters
 MAX_FINISHED = 1 << 12  # finished requests remembered since the last swap; outputs of older ones are read by then
