@@ -56,9 +56,10 @@ class Sampling:
     """How to sample one completion. The defaults sample from the unmodified policy.
 
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 keep every token. `seed` makes the completion a function of the
-    weights and the prompt alone. `record_sampling_mask` records the tokens that top-k/top-p kept, `record_routing` the
-    experts that the routers chose; training replays both. With `ignore_eos` only `stop_tokens` and `stop_strings` end a
-    completion early, not the model's end-of-sequence tokens. `policy` names one of several policies.
+    weights and the prompt alone. `record_sampling_mask` records the tokens that top-k, top-p and `json_schema` (JSON
+    text; vLLM only) kept, `record_routing` the experts that routers chose; training replays both. With `ignore_eos`
+    only `stop_tokens` and `stop_strings` end a completion early, not the model's end-of-sequence tokens. `policy`
+    names one of several policies.
     """
 
     temperature: float = 1.0
@@ -72,6 +73,7 @@ class Sampling:
     record_routing: bool = False
     ignore_eos: bool = False
     policy: str = ""
+    json_schema: str = ""
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (
@@ -86,14 +88,15 @@ class Sampling:
              and all(isinstance(t, str) and 0 < len(t) <= MAX_STOP_CHARACTERS for t in self.stop_strings),
              f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters"),
             ("seed", isinstance(self.seed, int), "a whole number"),
+            ("json_schema", isinstance(self.json_schema, str), "JSON text"),
         ):  # fmt: skip
             if not valid:
                 raise ValueError(f"{name} = {_shown(getattr(self, name))} must be {wanted}")
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k or top-p may remove tokens."""
-        return bool(self.top_k) or self.top_p < 1
+        """Whether top-k, top-p or a JSON schema may remove tokens."""
+        return bool(self.top_k or self.json_schema) or self.top_p < 1
 
 
 def _number(value: object, most: float) -> bool:
@@ -121,7 +124,7 @@ class Completion:
     `logprobs[i]` is the natural-log probability of `token_ids[i]` under the distribution that sampled it
     (temperature, top-k and top-p applied; 0.0 for a greedy token). `spans` cover all tokens in order.
     `finish_reason` is "stop" (a stop token, kept as the last token, or a stop string) or "length".
-    `sampling_mask[i]` holds the ids that top-k/top-p kept at position i; `experts` is an integer array
+    `sampling_mask[i]` holds the ids that sampling kept at position i; `experts` is an integer array
     [prompt + completion - 1, layers, experts per token]. Both are None unless `Sampling` asks for them.
     `policy` is that of `Sampling`. A run's pool sets `engine`, the engine's track in `events.jsonl`, and when it had
     the request, on that file's clock.

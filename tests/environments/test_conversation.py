@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import json
+import pickle
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -12,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config.schema import ConfigError
+from slipstream.config.schema import ConfigError, ModelConfig
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
@@ -238,10 +242,9 @@ def test_the_endpoint_returns_tool_calls() -> None:
     tokenizer = chat_tokenizer(CHATML)
     chat = ChatTokenizer(tokenizer)
     endpoint = Endpoint(chat)
-    beside = [f"hm {call}", f"{call}\nso 42", f"{call} or {call}"]
-    it = Policy(
-        Letters(tokenizer, call, "42", *beside, f"{call}\n{call}\n"), chat, Sampling(max_tokens=200), "0", endpoint
-    )
+    beside = [f"{call}\nso 42", f"{call} or {call}"]
+    replies = (call, "42", *beside, f"{call}\n{call}\n", f"<think>hm</think>\n{call}")
+    it = Policy(Letters(tokenizer, *replies), chat, Sampling(max_tokens=200), "0", endpoint)
     tools = [{"type": "function", "function": {"name": "double"}}]
 
     async def episode() -> None:
@@ -265,11 +268,116 @@ def test_the_endpoint_returns_tool_calls() -> None:
                     assert choice["finish_reason"] == "stop"
                 both = (await ask())["message"]
                 assert [c["function"] for c in both["tool_calls"]] == [asked["function"]] * 2
+                reasoned = (await ask())["message"]
+                assert reasoned["content"] == "<think>hm</think>" and len(reasoned["tool_calls"]) == 1
         finally:
             await endpoint.close()
 
     run(episode)
     assert prompts(it)[1].endswith(f"{call}<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_forced_tool_call_is_sampled_by_its_json_schema() -> None:
+    aiohttp = pytest.importorskip("aiohttp")
+    tokenizer = chat_tokenizer(CHATML)
+    chat = ChatTokenizer(tokenizer)
+    call, endpoint = '{"name": "double", "arguments": {"n": 1}}', Endpoint(chat)
+    generator = Letters(tokenizer, call, call, '{"na…')
+    it, schemas = Policy(generator, chat, Sampling(), "0", endpoint), []
+    sample = generator.generate
+
+    async def generate(prompt: Any, sampling: Sampling) -> Completion:
+        schemas.append(json.loads(sampling.json_schema))
+        return await sample(prompt, sampling)
+
+    generator.generate = generate  # type: ignore[method-assign]
+    functions = [{"name": name, "parameters": {"type": "object"}} for name in ("double", "half")]
+    tools = [{"type": "function", "function": function} for function in functions]
+    named = {"type": "function", "function": {"name": "double"}}
+
+    async def episode() -> None:
+        try:
+            async with aiohttp.ClientSession() as client:
+                for choice in (named, "required", named):
+                    body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": choice}
+                    async with client.post(f"{await it.base_url()}/chat/completions", json=body) as response:
+                        answers.append((await response.json())["choices"][0])
+        finally:
+            await endpoint.close()
+
+    answers: list[Any] = []
+    run(episode)
+    for answer in answers[:2]:
+        assert answer["message"]["tool_calls"][0]["function"] == {"name": "double", "arguments": '{"n": 1}'}
+        assert answer["message"]["content"] is None and answer["finish_reason"] == "tool_calls"
+    assert answers[2]["message"] == {"role": "assistant", "content": '{"na'} and answers[2]["finish_reason"] == "length"
+    assert [s.get("properties", {}).get("name") for s in schemas] == [{"const": "double"}, None, {"const": "double"}]
+    assert [call["properties"]["name"]["const"] for call in schemas[1]["anyOf"]] == ["double", "half"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pythonic", "[double(number=21)]"),
+        ("qwen3_coder", "<tool_call><function=double><parameter=number>21</parameter></function></tool_call>"),
+    ],
+)
+def test_tool_calls_are_parsed_by_the_parsers_of_vllm(name: str, said: str) -> None:
+    pytest.importorskip("vllm")
+    tokenizer = chat_tokenizer(CHATML)
+    chat = ChatTokenizer(tokenizer, options=ModelConfig(path="-", tool_call_parser=name))
+    it = Policy(Letters(tokenizer, said, "so 42"), chat, Sampling(), "0")
+    asked = it.conversation(tools=[double])
+    assert run(lambda: asked.ask("twice 21?")) == "so 42" and asked.messages[-2]["content"] == "42"
+    assert chat.split_calls(it.completions[0], asked._tools.schemas) == ("", [Call("double", {"number": 21})])
+    assert chat.split_calls(it.completions[1], asked._tools.schemas) == ("so 42", [])
+
+
+def test_a_parser_of_tool_calls_that_can_not_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str) -> str:
+        with pytest.raises(ConfigError, match=f"model.tool_call_parser = '{name}' ") as raised:
+            ChatTokenizer(chat_tokenizer(CHATML), options=ModelConfig(path="-", tool_call_parser=name))
+        return str(raised.value)
+
+    if importlib.util.find_spec("vllm"):
+        assert "is unknown; there are apertus, " in refused("nothing")
+        assert "does not fit this model: Mistral parser could not locate the tool call token" in refused("mistral")
+    monkeypatch.setitem(sys.modules, "vllm.tool_parsers", None)
+    assert 'is one of vLLM\'s, which is not installed; use "hermes" or "plain"' in refused("pythonic")
+
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content and keep %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think></think>{% endif %}"
+)
+
+
+def test_arguments_of_the_chat_template_come_from_the_configuration_and_from_requests() -> None:
+    aiohttp = pytest.importorskip("aiohttp")
+    tokenizer = chat_tokenizer(THINKS)
+    chat = ChatTokenizer(tokenizer, options=ModelConfig(path="-", chat_template_kwargs={"enable_thinking": False}))
+    endpoint = Endpoint(pickle.loads(pickle.dumps(chat)))
+    it = Policy(Letters(tokenizer, "1", "2", "3"), chat, Sampling(), "0", endpoint)
+
+    async def episode() -> None:
+        await it.conversation().ask("a")
+        earlier = {"role": "assistant", "content": "b", "reasoning_content": "since c"}
+        try:
+            async with aiohttp.ClientSession() as client:
+                for extra in ({}, {"chat_template_kwargs": {"enable_thinking": True, "keep": True}}):
+                    body = {"messages": [earlier], **extra}
+                    async with client.post(f"{await it.base_url()}/chat/completions", json=body) as response:
+                        assert response.status == 200, await response.text()
+        finally:
+            await endpoint.close()
+
+    run(episode)
+    off, on = "<|im_start|>assistant\n<think></think>", "<|im_start|>assistant\n"
+    said = "<|im_start|>assistant\n{}b<|im_end|>\n"
+    assert prompts(it) == [
+        f"<|im_start|>user\na<|im_end|>\n{off}", said.format("") + off, said.format("<think>since c</think>") + on
+    ]  # fmt: skip
 
 
 def test_tool_calls_are_parsed() -> None:

@@ -226,8 +226,11 @@ def test_content_in_parts_and_tools_reach_the_template() -> None:
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice: tools has no function"),
+        ({"tool_choice": "any"}, "tool_choice"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is missing"),
+        ({"response_format": {"type": "json_object"}}, 'set generator.engine = "vllm"'),
         ({"logit_bias": {"3": 1}}, "logit_bias is not supported"),
         ({"presence_penalty": 0.5}, "presence_penalty is not supported"),
         ({"frequency_penalty": -1}, "frequency_penalty is not supported"),

@@ -24,6 +24,14 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", 'Number format of engines and trainer; "auto" is "bfloat16" on GPUs, "float32" if any is on a CPU.'
     )
+    chat_template_kwargs: dict[str, Any] = option(
+        {}, "Arguments of the chat template, such as { enable_thinking = false }."
+    )
+    tool_call_parser: str = option(
+        "",
+        'Format of tool calls: "hermes" (the default with a chat template), "plain" (the default without), or one of '
+        "vLLM's parsers, such as llama3_json, which need vllm.",
+    )
 
 
 class LoraConfig(Section):

@@ -196,7 +196,7 @@ async def generate_texts(config: Config, prompts: Sequence[str]) -> list[Complet
     """
     generator, tokenizer = load_generator(config)
     sampling = evaluation_sampling(config, config.environment)
-    policy = Policy(generator, ChatTokenizer(tokenizer, max_model_len(config)), sampling, "")
+    policy = Policy(generator, ChatTokenizer(tokenizer, max_model_len(config), config.model), sampling, "")
     seed = config.loop.seed
     return list(await asyncio.gather(*(policy.sample(p, seed=seed + i) for i, p in enumerate(prompts))))
 

@@ -47,7 +47,7 @@ class RunContext:
             for loaded in load_environments(config, directory.path / "logs")
         ]
         self.tokenizer = load_tokenizer(config.model.path)
-        self.chat_tokenizer = ChatTokenizer(self.tokenizer, max_model_len(config))
+        self.chat_tokenizer = ChatTokenizer(self.tokenizer, max_model_len(config), config.model)
         self.endpoint = Endpoint(self.chat_tokenizer)
         self.sampling = training_sampling(config, config.sampling)
         self.progress = Progress(config.loop.steps, quiet=quiet)

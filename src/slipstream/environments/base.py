@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import inspect
 import itertools
+import json
 import math
 import secrets
 import time
@@ -26,7 +27,7 @@ from slipstream.environments.chat_tokenizer import ChatTokenizer, Prompt
 from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
 from slipstream.environments.rollout_checks import copy_arrays, validate_rollouts
 from slipstream.environments.text_limits import run_in_thread
-from slipstream.environments.tools import Tool, ToolCallParser, Tools, hermes, plain
+from slipstream.environments.tools import Tool, ToolCallParser, Tools
 from slipstream.errors import UserError
 from slipstream.generators.base import Generator
 from slipstream.generators.pausable_clock import Clock
@@ -141,8 +142,9 @@ class Policy:
         """Sample one completion of `prompt`: text, chat messages or token ids.
 
         The chat template, if any, is applied to text and messages. `changes` override fields of `Sampling` for this
-        call. The completion's text excludes the stop token or string. Raises `GenerationError` for an invalid prompt,
-        and `ConfigError` if the configuration limits turns or tokens: these limits need a conversation.
+        call; `json_schema` may also be a mapping. The completion's text excludes the stop token or string. Raises
+        `GenerationError` for an invalid prompt, and `ConfigError` if the configuration limits turns or tokens: these
+        limits need a conversation.
         """
         self._validate_limits("policy.sample()")
         return await self.draw(prompt, **changes)
@@ -161,6 +163,8 @@ class Policy:
         if unknown := [name for name in changes if name not in OPTIONS]:
             raise TypeError(f"policy.sample() has no option {unknown[0]!r}; it takes {', '.join(OPTIONS)}")
         self._validate_named()
+        if isinstance(schema := changes.get("json_schema"), Mapping):
+            changes = changes | {"json_schema": json.dumps(schema)}
         sampling = dataclasses.replace(self.sampling, **{"seed": self._next_seed(), **changes})
         if not sampling.truncates:
             sampling = dataclasses.replace(sampling, record_sampling_mask=False)
@@ -196,13 +200,13 @@ class Policy:
         """A conversation with this policy: `await conversation.ask("...")`.
 
         `tools` are functions that the policy may call, each call for `tool_seconds`. `parse` finds the calls in a
-        reply: by default `hermes`, or `plain` without a chat template. `turns`, `tokens` and `seconds` default to the
+        reply: by default as `model.tool_call_parser` says. `turns`, `tokens` and `seconds` default to the
         limits of the configuration. `keep_history` keeps earlier messages even if the chat template rewrites them.
         """
         limits = ConversationLimits(
             self._limits.turns if turns is None else turns, self._limits.tokens if tokens is None else tokens, seconds
         )
-        callable_tools = Tools(tools, parse or (hermes if self.tokenizer.has_chat_template else plain), tool_seconds)
+        callable_tools = Tools(tools, parse or self.tokenizer.tool_call_parser, tool_seconds)
         conversation = Conversation(self, system, callable_tools, limits, self._deadline, keep_history)
         self.conversations.append(conversation)
         return conversation

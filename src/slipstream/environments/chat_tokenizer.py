@@ -8,12 +8,23 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, SupportsIndex
 
+from slipstream.config.schema import ModelConfig
 from slipstream.environments.text_limits import MAX_INLINE, PromptLimits, count_characters, is_encodable
+from slipstream.environments.tools import (
+    Call,
+    Schemas,
+    ToolCallParser,
+    VllmToolCallParser,
+    hermes,
+    plain,
+    split_hermes,
+)
 from slipstream.generators.base import GenerationError
-from slipstream.rollout import int32_array
+from slipstream.rollout import Completion, int32_array
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
+DEFAULTS = ModelConfig(path="-")
 REPLY = "THE-REPLY"  # placeholder for the text of a reply
 
 
@@ -26,17 +37,35 @@ class ChatTokenizer:
     """Encodes prompts and decodes completions. A cache encodes the text of a group's prompt once.
 
     `context` bounds prompts, in tokens; 0: no bound. Methods that encode raise `ContextFull` for longer prompts, and
-    `GenerationError` for text with half of a surrogate pair.
+    `GenerationError` for text with half of a surrogate pair. `options` are arguments of the chat template and the
+    parser of tool calls. Raises `ConfigError` if there is no such parser.
     """
 
-    def __init__(self, tokenizer: Any, context: int = 0) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, context: int = 0, options: ModelConfig = DEFAULTS) -> None:
+        self._tokenizer, self._options = tokenizer, options
+        name = options.tool_call_parser or ("hermes" if tokenizer.chat_template else "plain")
+        own = {"hermes": hermes, "plain": plain}.get(name)
+        self.tool_call_parser: ToolCallParser | VllmToolCallParser = own or VllmToolCallParser(name, tokenizer)
         self.limits = PromptLimits(tokenizer, context)
         self._end_tokens: set[int | None] | None = None
         self.encode_text = functools.lru_cache(maxsize=256)(self._encode_text)
 
-    def __reduce__(self) -> tuple[type[ChatTokenizer], tuple[Any, int]]:
-        return ChatTokenizer, (self._tokenizer, self.limits.context)
+    def __reduce__(self) -> tuple[type[ChatTokenizer], tuple[Any, int, ModelConfig]]:
+        return ChatTokenizer, (self._tokenizer, self.limits.context, self._options)
+
+    def with_template(self, arguments: Mapping[str, Any]) -> ChatTokenizer:
+        """A copy with further arguments of the chat template."""
+        if not arguments:
+            return self
+        both = {**self._options.chat_template_kwargs, **arguments}
+        options = self._options.model_copy(update={"chat_template_kwargs": both})
+        return ChatTokenizer(self._tokenizer, self.limits.context, options)
+
+    def split_calls(self, completion: Completion, tools: Schemas) -> tuple[str, list[Call]]:
+        """The text of a reply outside of its tool calls, and the calls."""
+        if isinstance(self.tool_call_parser, VllmToolCallParser):
+            return self.tool_call_parser.split(self.decode_reply(completion.token_ids), tools)
+        return split_hermes(completion.text) if self.tool_call_parser is hermes else (completion.text, [])
 
     def size(self, prompt: Prompt, tools: Sequence[Any] | None = None) -> int:
         """Characters of text and messages, or the number of token ids. Raises `ContextFull` if it is too large."""
@@ -94,6 +123,7 @@ class ChatTokenizer:
 
     def _apply_template(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> Any:
         """The template's text or token ids. Raises `GenerationError` for any exception inside the template."""
+        options = {**self._options.chat_template_kwargs, **options}
         options |= {"tools": tools or None, "add_generation_prompt": True}
         try:
             return self._tokenizer.apply_chat_template(list(messages), **options)

@@ -68,7 +68,7 @@ class Conversation:
         """
         self.tell(text)
         reply = await self.reply(**changes)
-        while not self.ended and (calls := self._tools.calls(reply)):
+        while not self.ended and (calls := self._tools.calls(reply, self.messages[-1]["content"])):
             await self._run_tools(calls)
             reply = await self.reply(**changes)
         return reply

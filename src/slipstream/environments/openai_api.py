@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from slipstream.environments.chat_tokenizer import ChatTokenizer
-from slipstream.environments.tools import hermes, text_outside_calls
+from slipstream.environments.tools import Call, json_call
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion
 
@@ -74,17 +74,58 @@ class SamplingRequest(BaseModel):
         return changes
 
 
+class _Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Function
+
+
+class _JsonSchema(BaseModel):
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class _ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
 class ChatRequest(SamplingRequest):
     messages: Items[_Message] = Field(min_length=1)
     tools: Items[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] = "auto"
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Tool = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+    response_format: _ResponseFormat | None = None
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        return self.tools if self.tool_choice == "auto" else None
+        return self.tools if self.tool_choice != "none" else None
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer is the JSON of a tool call."""
+        return self.tool_choice not in ("auto", "none")
+
+    def changes(self) -> dict[str, Any]:
+        changes = super().changes()
+        if self.forces_call:
+            named = self.tool_choice.function.name if isinstance(self.tool_choice, _Tool) else None
+            functions = [tool.get("function") or {} for tool in self.tools or ()]
+            calls = [_call_schema(f) for f in functions if named is None or f.get("name") == named]
+            if not calls:
+                raise ValueError(f"tool_choice: tools has no function{f' {named}' if named else ''}")
+            changes["json_schema"] = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
+        elif (form := self.response_format) and form.type != "text":
+            if form.type == "json_schema" and not form.json_schema:
+                raise ValueError("response_format.json_schema is missing")
+            changes["json_schema"] = json.dumps(form.json_schema.schema_ if form.json_schema else {"type": "object"})
+        return changes
 
     def encode(self, tokenizer: ChatTokenizer) -> array[int]:
+        tokenizer = tokenizer.with_template(self.chat_template_kwargs)
         return tokenizer.encode([message.plain() for message in self.messages], self.offered_tools)
 
 
@@ -159,8 +200,15 @@ def _answer_object(
     chat = isinstance(fields, ChatRequest)
     choices = []
     for index, c in enumerate(completions):
-        calls = _calls(c.text) if isinstance(fields, ChatRequest) and fields.offered_tools else []
-        message = {"role": "assistant", "content": c.text} | ({"content": None, "tool_calls": calls} if calls else {})
+        text, calls = c.text, []
+        if isinstance(fields, ChatRequest) and fields.offered_tools:
+            if fields.forces_call and not (call := json_call(c.text)).problem:
+                text, found = "", [call]
+            else:
+                text, found = tokenizer.split_calls(c, fields.offered_tools)
+            calls = [_tool_call(i, call) for i, call in enumerate(found)]
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        message |= {"content": text or None, "tool_calls": calls} if calls else {}
         content: dict[str, Any] = {"message": message} if chat else {"text": c.text}
         logprobs = None if fields.logprobs is False else _logprobs(c, chat, tokenizer)
         ids = {"token_ids": list(c.token_ids)} if fields.return_token_ids else {}
@@ -178,14 +226,16 @@ def _answer_object(
     }
 
 
-def _calls(text: str) -> list[dict[str, Any]]:
-    """Tool calls of a text without other content; [] otherwise, since an answer with calls has no text."""
-    calls = [] if text_outside_calls(text) else hermes(text)
-    if any(call.problem for call in calls):
-        return []
-    functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in calls]
-    return [{"index": i, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": f}
-            for i, f in enumerate(functions)]  # fmt: skip
+def _call_schema(function: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a call of an OpenAI function."""
+    arguments = function.get("parameters") or {"type": "object"}
+    properties = {"name": {"const": function.get("name")}, "arguments": arguments}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _tool_call(index: int, call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps(call.arguments)}
+    return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def _logprobs(completion: Completion, chat: bool, tokenizer: ChatTokenizer) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
+from slipstream.config.section import ConfigError
 from slipstream.errors import UserError
 
 Tool = Callable[..., Any]
+Schemas = Sequence[Mapping[str, Any]]  # of tools, in OpenAI's format
 MAX_RESULT = 4000  # characters; longer results are cut in the middle
 
 
@@ -39,37 +41,78 @@ class Call(NamedTuple):
     problem: str = ""
 
 
+MALFORMED = Call("", {}, 'not a tool call; write {"name": "...", "arguments": {...}}')
 ToolCallParser = Callable[[str], list[Call]]
 HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def hermes(text: str) -> list[Call]:
     """Tool calls in the Hermes/Qwen format: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
-    return [_hermes_call(body) for body in HERMES.findall(text)]
+    return [json_call(body) for body in HERMES.findall(text)]
 
 
-def text_outside_calls(text: str) -> str:
-    """The text before, between and after Hermes calls."""
-    return HERMES.sub("", text).strip()
+def split_hermes(text: str) -> tuple[str, list[Call]]:
+    """The text before Hermes calls, and the calls; the whole text without calls if text follows them, or one is
+    malformed, since a chat template could not render that."""
+    before, begin, rest = text.partition("<tool_call>")
+    calls = hermes(begin + rest)
+    if HERMES.sub("", begin + rest).strip() or any(call.problem for call in calls):
+        return text, []
+    return before.strip(), calls
 
 
-def _hermes_call(body: str) -> Call:
+def json_call(body: str) -> Call:
+    """The call in JSON text such as {"name": ..., "arguments": {...}}."""
     try:
         call = json.loads(body)
-        name, arguments = call["name"], call.get("arguments") or {}
-        if isinstance(arguments, str):  # some models encode the arguments as JSON text
-            arguments = json.loads(arguments)
-        if isinstance(name, str) and isinstance(arguments, dict):
-            return Call(name, arguments)
+        return _call(call["name"], call.get("arguments") or {})
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    return Call("", {}, 'not a tool call; write {"name": "...", "arguments": {...}}')
+        return MALFORMED
+
+
+def _call(name: Any, arguments: Any) -> Call:
+    """A call whose arguments are an object, or its JSON text."""
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return MALFORMED
+    return Call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else MALFORMED
 
 
 def plain(text: str) -> list[Call]:
     """One call, alone on the last line of the text: `name(argument)`. For models too small for JSON."""
     found = re.fullmatch(r"(\w+)\((.*)\)", text.rstrip().rpartition("\n")[2].lstrip())
     return [Call(found[1], found[2])] if found else []
+
+
+class VllmToolCallParser:
+    """vLLM's parser of tool calls `name`. Raises `ConfigError` without vLLM, or if the tokenizer lacks its tokens."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        what = f"model.tool_call_parser = {name!r}"
+        try:
+            from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+            from vllm.tool_parsers import ToolParserManager
+        except ImportError:
+            raise ConfigError(
+                f'{what} is one of vLLM\'s, which is not installed; use "hermes" or "plain", or: pip install '
+                "'slipstream-rl[vllm]'"
+            ) from None
+        try:
+            self._kind, self._tokenizer = ToolParserManager.get_tool_parser(name), tokenizer
+            self._request = ChatCompletionRequest
+            self.split("", ())
+        except KeyError:
+            known = sorted({"plain", *ToolParserManager.lazy_parsers})
+            raise ConfigError(f"{what} is unknown; there are {', '.join(known)}") from None
+        except Exception as error:
+            raise ConfigError(f"{what} does not fit this model: {' '.join(str(error).split())}") from None
+
+    def split(self, text: str, schemas: Schemas) -> tuple[str, list[Call]]:
+        """The text outside of the calls, and the calls. `text` is the reply with its special tokens."""
+        request = self._request(messages=[{"role": "user", "content": ""}], tools=list(schemas) or None)
+        found = self._kind(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        return found.content or "", [_call(c.function.name, c.function.arguments) for c in found.tool_calls]
 
 
 class Tools:
@@ -79,7 +122,9 @@ class Tools:
     hang should be async, around a process that can be killed.
     """
 
-    def __init__(self, functions: Sequence[Tool], parse: ToolCallParser, timeout: float = 10.0) -> None:
+    def __init__(
+        self, functions: Sequence[Tool], parse: ToolCallParser | VllmToolCallParser, timeout: float = 10.0
+    ) -> None:
         # A tool of a server has a schema, by which the server validates.
         self._server_schemas = {f.__name__: f.schema for f in functions if hasattr(f, "schema")}
         adapted = [f for f in functions if f.__name__ not in self._server_schemas]
@@ -106,9 +151,13 @@ class Tools:
             for name, function in self._functions.items()
         ]
 
-    def calls(self, text: str) -> list[Call]:
-        """The calls in a reply; [] without tools."""
-        return self._parse(text) if self._functions else []
+    def calls(self, text: str, raw: str) -> list[Call]:
+        """The calls in a reply, which with its special tokens is `raw`; [] without tools."""
+        if not self._functions:
+            return []
+        if isinstance(self._parse, VllmToolCallParser):
+            return self._parse.split(raw, self.schemas)[1]
+        return self._parse(text)
 
     async def run(self, call: Call) -> tuple[str, bool]:
         """The result of a call as text for the model, and whether the call succeeded."""

@@ -33,7 +33,7 @@ def data(path: str | None, flags: Sequence[str], shown: int) -> None:
     config = load_config(path, flags)
     tokenizer = load_tokenizer(config.model.path)
     loaded = load_environments(config)
-    chat, console = ChatTokenizer(tokenizer, max_model_len(config)), Console(highlight=False)
+    chat, console = ChatTokenizer(tokenizer, max_model_len(config), config.model), Console(highlight=False)
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     for each in loaded:
         training, held_out = each.environment.train, each.environment.test

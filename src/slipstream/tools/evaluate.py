@@ -137,7 +137,7 @@ async def _play(
     config: Config, environments: Sequence[LoadedEnvironment], pool: GeneratorPool, played: list[PlayedTask]
 ) -> dict[str, Any]:
     """The record of the evaluation; `played` gets the outcomes. Raises the death of the last engine."""
-    tokenizer = ChatTokenizer(load_tokenizer(config.model.path), max_model_len(config))
+    tokenizer = ChatTokenizer(load_tokenizer(config.model.path), max_model_len(config), config.model)
     endpoint, scoring = Endpoint(tokenizer), load_scoring(config, tokenizer)
     async with closing(*(part.close for part in (scoring, endpoint) if part)):
         if scoring:

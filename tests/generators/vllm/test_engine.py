@@ -43,6 +43,9 @@ pytestmark = [
 ]
 BOUND = 1e-5
 LONG = 300
+NUMBERS = '{"enum": [12, 345, 3456, 7]}'
+REFUSED_LATE = '{"type": "object", "patternProperties": {"(": {}}}'
+DIGITS = Sampling(max_tokens=200, top_k=20, record_sampling_mask=True, json_schema='{"type": "integer", "minimum": 0}')
 TRAINER = "slipstream.tools.verify:PerturbingTrainer"
 
 
@@ -105,6 +108,7 @@ def test_log_probabilities_and_versions_are_exact(model: Path, tmp_path: Path) -
                 Sampling(temperature=1.3, top_k=5, max_tokens=24, record_sampling_mask=True),
                 Sampling(top_k=20, top_p=0.8, max_tokens=24, record_sampling_mask=True),
                 Sampling(temperature=0.0, max_tokens=24),
+                Sampling(temperature=0.9, top_k=20, max_tokens=24, record_sampling_mask=True, json_schema=NUMBERS),
             ]
             for sampling, completions in zip(
                 kinds, [await asyncio.gather(*(draw([5, 6, 7 + i], s) for i in range(4))) for s in kinds], strict=True
@@ -118,6 +122,8 @@ def test_log_probabilities_and_versions_are_exact(model: Path, tmp_path: Path) -
                             t in k and len(k) <= sampling.top_k
                             for t, k in zip(c.token_ids, c.sampling_mask, strict=True)
                         )
+                    if sampling.json_schema and c.finish_reason == "stop":
+                        json.loads(build_tokenizer().decode(c.token_ids[:-1]))
             plain = await draw([5, 6, 7], Sampling(temperature=0.0, max_tokens=24))
             stop = plain.token_ids[4]
             ended = await draw([5, 6, 7], Sampling(temperature=0.0, max_tokens=24, stop_tokens=(stop,)))
@@ -137,8 +143,12 @@ def test_log_probabilities_and_versions_are_exact(model: Path, tmp_path: Path) -
                 ([5, 97], {}, "token id 97, and the model has ids from 0 to 96"),
                 ([5], {"top_p": 0.5, "record_sampling_mask": True}, "top_k"),
                 ([5], {"temperature": 3.0}, "temperature must be in"),
+                ([5], {"json_schema": NUMBERS, "record_sampling_mask": True}, "schema kept; set sampling.top_k too"),
+                ([5], {"json_schema": "{"}, "vLLM refuses the request: Invalid JSON grammar"),
+                ([5], {"json_schema": '{"type": "nothing"}'}, "vLLM refuses the request: Grammar error"),
+                ([5], {"json_schema": REFUSED_LATE}, "it can't follow this JSON schema"),
             ):
-                with pytest.raises(Exception, match=said):
+                with pytest.raises(GenerationError, match=said):
                     await draw(prompt, Sampling(max_tokens=4, **changes))
         finally:
             await pools.close()
@@ -170,6 +180,7 @@ def test_completions_are_exact_across_a_swap(link: str, how: str, model: Path, t
             for version in (1, 2):
                 sampling = Sampling(max_tokens=200)
                 prompts = [[5, 6, 7 + i] for i in range(12)]
+                digits = [asyncio.ensure_future(draw([5, 6, 7 + i], DIGITS)) for i in range(4)]
                 running = await in_flight(pools.generator, prompts, sampling)
                 running.pop().cancel()
                 await trainer.change(version)
@@ -181,7 +192,9 @@ def test_completions_are_exact_across_a_swap(link: str, how: str, model: Path, t
                 await publishing
                 await trainer.store(tmp_path / str(version))
                 later = await asyncio.gather(*(draw([5, 6, 7 + i], sampling) for i in range(8)))
-                first = [*await asyncio.gather(*running), *await more]
+                numbers = await asyncio.gather(*digits)  # the schema holds across the swap
+                assert all(build_tokenizer().decode(c.token_ids).removesuffix("<eos>").isdigit() for c in numbers)
+                first = [*numbers, *await asyncio.gather(*running), *await more]
                 check(version, how, tmp_path, first, await asyncio.gather(*waiting), later)
             discarded = (await pools.generator.generators[0].stats())["tokens_discarded"]
             assert (discarded > 0) == (how == "retry"), "only sequences in flight are sampled again"

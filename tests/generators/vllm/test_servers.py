@@ -131,6 +131,12 @@ def test_log_probabilities_and_versions_are_exact(server: str, model: Path, tmp_
             assert ended.finish_reason == "stop" and len(ended.token_ids) < 200
             assert build_tokenizer().decode(ended.token_ids[-1:]) == letter
 
+            schema = {"record_sampling_mask": True, "json_schema": '{"const": 123456}', "stop_tokens": (1,)}
+            follows = await generate([5, 6], Sampling(max_tokens=20, top_k=9, **schema))
+            assert build_tokenizer().decode(follows.token_ids).removesuffix("<eos>") == "123456"
+            assert [*map(list, follows.sampling_mask or ())] == [[token] for token in follows.token_ids]
+            assert not any(follows.logprobs)
+
             for prompt, sampling, why in (
                 ([], Sampling(), "the prompt is empty"),
                 ([VOCABULARY], Sampling(), "token id 97, and the model has"),

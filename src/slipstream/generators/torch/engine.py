@@ -135,6 +135,8 @@ class Engine:
             raise GenerationError("stop strings need a tokenizer")
         if sampling.policy and not (self._adapters and sampling.policy in self._adapters.policies):
             raise GenerationError(f"this engine serves no policy {sampling.policy!r}")
+        if sampling.json_schema:
+            raise GenerationError(f"the embedded generator can't follow a JSON schema; {REMEDY}")
         if sampling.record_routing and not self._routing.experts:
             raise GenerationError("record_routing: this model has no experts")
         stop_tokens = frozenset(sampling.stop_tokens) | (frozenset() if sampling.ignore_eos else self._eos)

@@ -25,6 +25,13 @@ R = TypeVar("R")
 CORE_CHECK_INTERVAL_S = 0.5
 
 
+def refusals() -> tuple[type[Exception], ...]:
+    """Exceptions by which vLLM refuses a request. Those of 0.32 are no `ValueError`."""
+    from vllm import exceptions
+
+    return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
+
+
 def core_has_own_process(llm: Any) -> bool:
     """Whether vLLM's engine core is a separate process."""
     return hasattr(llm.engine_core, "call_utility")

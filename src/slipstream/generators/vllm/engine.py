@@ -22,7 +22,13 @@ from slipstream.config.schema import Config
 from slipstream.errors import UserError
 from slipstream.generators.base import GenerationError, Interruption
 from slipstream.generators.generator_worker import Engine, GeneratorWorker, OpenWeights
-from slipstream.generators.vllm.compat import call_workers, core_has_own_process, exit_when_core_dies, routed_experts
+from slipstream.generators.vllm.compat import (
+    call_workers,
+    core_has_own_process,
+    exit_when_core_dies,
+    refusals,
+    routed_experts,
+)
 from slipstream.generators.vllm.launch import new_engine, start_vllm
 from slipstream.generators.vllm.requests import VllmRequest, resolve_in_flight
 from slipstream.generators.vllm.weights import AdapterWeights, CountsBeforeSwap, VllmWeights
@@ -290,11 +296,14 @@ class VllmEngine:
 
     def _vllm_sampling(self, request: _Request) -> Any:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         try:
+            parameters = request.parameters(self.context, self._eos, self._seeded)
+            if schema := parameters["structured_outputs"]:
+                parameters["structured_outputs"] = StructuredOutputsParams(**schema)
             return SamplingParams(
-                **request.parameters(self.context, self._eos, self._seeded),
+                **parameters,
                 detokenize=bool(request.sampling.stop_strings),
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
@@ -310,7 +319,7 @@ class VllmEngine:
         sampling = request.vllm_sampling.clone()
         try:
             request.worker_name = self._llm.add_request(request.name, prompt, sampling, lora_request=adapter)
-        except ValueError as error:  # vLLM validates more than the sampling parameters
+        except refusals() as error:  # vLLM validates more than the sampling parameters
             raise GenerationError(f"vLLM refuses the request: {error}") from None
         self._requests[request.name] = request
         if self._adapters:

@@ -44,7 +44,8 @@ class VllmRequest:
         most = vocabulary if max_logprobs == -1 else max_logprobs
         if not self.sampling.top_k:
             raise GenerationError(
-                "vLLM does not return the tokens that top_p kept; set sampling.top_k too, to 64 for example"
+                "vLLM does not return all tokens that top_p or a JSON schema kept; set sampling.top_k too, to 64 for "
+                "example"
             )
         if self.sampling.top_k > most:
             raise GenerationError(
@@ -61,11 +62,14 @@ class VllmRequest:
             "top_p": sampling.top_p,
             "max_tokens": min(sampling.max_tokens, context - len(self.prompt)),
             "stop_token_ids": [*(() if sampling.ignore_eos else eos), *sampling.stop_tokens],
-            "ignore_eos": True,  # vLLM's is the tokenizer's, which may differ from the model's
+            # vLLM's is the tokenizer's, which may differ from the model's. A grammar ends with vLLM's.
+            "ignore_eos": not sampling.json_schema,
             "stop": list(sampling.stop_strings),
             # A random number generator for each sequence costs time, and only synchronous runs are reproducible.
             "seed": sampling.seed & MAX_SEED if seeded else None,
             "logprobs": sampling.top_k if sampling.record_sampling_mask else 0,
+            # Applied to the logits, so log-probabilities are under it, and the tokens that it removes have -inf.
+            "structured_outputs": {"json": sampling.json_schema} if sampling.json_schema else None,
         }
 
     def completion(
@@ -74,8 +78,12 @@ class VllmRequest:
     ) -> Completion:  # fmt: skip
         """The completion of these tokens, with version spans.
 
-        Raises `GenerationError` if a log-probability is not finite: the logits were no distribution.
+        Raises `GenerationError` if vLLM has failed, or for a log-probability that is not finite: the logits were no
+        distribution.
         """
+        if finish_reason == "error":
+            schema = ": it can't follow this JSON schema" if self.sampling.json_schema else ""
+            raise GenerationError(f"vLLM has failed to sample the request{schema}")
         logprobs = tuple(logprobs)
         if broken := next((i for i, logprob in enumerate(logprobs, 1) if not math.isfinite(logprob)), 0):
             raise nonfinite_logits_error(broken)
