@@ -89,6 +89,10 @@ def test_intervals_of_equal_and_of_unbounded_scores() -> None:
     assert estimate_mean([0.0] * 10) == (0, 0, pytest.approx(0.2775, abs=1e-4)), "as Wilson's for 0 of 10"
     assert estimate_mean([1.0])[1] < 0.21, "a single task says little"
     assert estimate_mean([0.5])[1:] == pytest.approx((0.0546, 0.9454), abs=1e-4), "Wilson's for half of 1"
+    for count, quantile in ((2, 12.7062), (3, 4.3027), (4, 3.1824), (6, 2.5706), (11, 2.2281), (101, 1.9840)):
+        values = [0.0, 1.0] * (count // 2) + [0.5] * (count % 2)
+        spread = np.std(values, ddof=1) / math.sqrt(count)
+        assert (estimate_difference(values).high - 0.5) / spread == pytest.approx(quantile, rel=2e-3)
     half = 2.776 * math.sqrt(2.5 / 5)  # the quantile of a table
     assert estimate_mean([3.0, 5.0, 4.0, 6.0, 2.0]) == pytest.approx((4, 4 - half, 4 + half), abs=0.01)
     assert all(map(math.isnan, estimate_mean([3.0])[1:]))

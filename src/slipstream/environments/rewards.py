@@ -27,6 +27,7 @@ NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?
 FACTOR = rf"{NUMBER.pattern}(?:[eE][+-]?\d{{1,3}}(?!\w))?"
 EXPONENT = r"\{?-?\d{1,4}(?:\.\d+)?(?![\w^]|,\d)\}?"  # short, since math-verify computes the power
 ARITHMETIC = re.compile(rf"(?<![/^]){FACTOR}(?: ?/ ?{FACTOR}| ?\^ ?{EXPONENT})*")
+POWER = re.compile(r"(?<=[\d)])(?:\*\*| \*\* )(?=-?[\d(])")  # as in Python; bold text has a space on one side
 VERB = r"(?i:\s+is|\s*:|\s*=)?[\s:*]*"
 STATED = rf"(?:(?i:answer){VERB}(?i:(?:option|choice)\s+)?|\\boxed\{{(?:\\text\{{)?|{MARKER}\s*)"
 OFFERED = rf"(?i:choice|option){VERB}"
@@ -82,7 +83,7 @@ class Math(Reward):
         if words and (with_unit := re.fullmatch(rf"\$?({NUMBER.pattern})[A-Za-z .]*", text)):
             return _without_separators(with_unit[1])
         if words or not re.search(r"[\d\\+*/^=<>]", text):
-            raise ValueError(f"its answer is {answer!r:.80}, no number and no formula")
+            raise ValueError(f"its answer is {answer!r:.80}, neither a number nor a formula")
         return text if "$" in text else f"\\boxed{{{text}}}"
 
     def score(self, text: str, wanted: Any) -> float:
@@ -129,7 +130,7 @@ class Regex(Reward):
         try:
             return self.pattern or re.compile(str(answer)).pattern
         except re.error as error:
-            raise ValueError(f"its answer {answer!r:.80} is no regular expression: {error}") from None
+            raise ValueError(f"its answer {answer!r:.80} is not a regular expression: {error}") from None
 
     def score(self, text: str, wanted: Any) -> float:
         return float(re.search(wanted, text) is not None)
@@ -181,7 +182,7 @@ class Json(Reward):
         try:
             return _parsed(answer) if isinstance(answer, str) else answer
         except ValueError as error:
-            raise ValueError(f"its answer {answer!r:.80} is no JSON: {error}") from None
+            raise ValueError(f"its answer {answer!r:.80} is not JSON: {error}") from None
 
     def score(self, text: str, wanted: Any) -> float:
         try:
@@ -291,7 +292,7 @@ def extracted(reward: Reward, text: str) -> str | None:
 
 def final_answer(text: str) -> str:
     """The part of a reply that states the answer: after the marker, in a box, the last formula, or the last number."""
-    text = text.replace("−", "-")
+    text = POWER.sub("^", text.replace("−", "-"))
     _, marker, after = text.rpartition(MARKER)
     if marker:
         found = ARITHMETIC.search(after.splitlines()[0] if after.strip() else "")
@@ -335,4 +336,4 @@ def _compile(pattern: str, option: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"environment.reward: {option} = {pattern!r} is no regular expression: {error}") from None
+        raise ConfigError(f"environment.reward: {option} = {pattern!r} is not a regular expression: {error}") from None

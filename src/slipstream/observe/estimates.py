@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 NORMAL = 1.959964  # 97.5% quantile
+QUANTILES = math.inf, 12.706205, 4.302653, 3.182446, 2.776445  # of Student's t with 0, 1, ... degrees of freedom
 MAX_UNITS = 1_000_000  # largest sum of differences, in units of 1/k, whose distribution is computed exactly
 FLIPS = 100_000  # random sign flips of larger or fractional differences
 PRIOR = 0.25  # weight of a design effect of 1, in tasks with the rarer outcome; chosen by simulation
@@ -112,7 +113,12 @@ def sign_flip_p(differences: Sequence[float], samples: int = 1) -> float:
 
 
 def _quantile(count: int) -> float:
-    """97.5% quantile of Student's t with `count` - 1 degrees of freedom (Abramowitz and Stegun, 26.7.5)."""
+    """97.5% quantile of Student's t with `count` - 1 degrees of freedom (Abramowitz and Stegun, 26.7.5).
+
+    The series is exact to 0.2% from 5 degrees of freedom on, and too small below: 9.6 for 12.7.
+    """
     z, v = NORMAL, count - 1
+    if v < len(QUANTILES):
+        return QUANTILES[v]
     terms = z**3 + z, 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
     return z + terms[0] / (4 * v) + terms[1] / (96 * v**2) + terms[2] / (384 * v**3)

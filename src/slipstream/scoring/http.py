@@ -57,7 +57,9 @@ class Judge:
         self._timeout, self._backoff = taken.timeout, taken.backoff
         parts = urlsplit(self._url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(f"scoring.options.url = {self._url!r} is no URL; give one such as http://host:8000/score")
+            raise ConfigError(
+                f"scoring.options.url = {self._url!r} is not a URL; give one such as http://host:8000/score"
+            )
         self._headers = _headers(taken.token_env)
         self._tokenizer = tokenizer
         self._session: Any = None
@@ -136,7 +138,7 @@ def parse_answer(body: bytes) -> Any:
         answer = None
     if isinstance(answer, bool) or not isinstance(answer, int | float | dict):
         shown = body[:MAX_SHOWN].decode(errors="replace")
-        raise _AttemptFailed("answer", f"no number and no object: {shown}", retry=False)
+        raise _AttemptFailed("answer", f"neither a number nor an object: {shown}", retry=False)
     return answer
 
 

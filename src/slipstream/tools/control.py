@@ -19,7 +19,7 @@ PROBE_TIMEOUT_S = 5.0
 def command(name: str, run: str, address: str, as_json: bool, engines: str | None = None) -> None:
     """Send a command to a run and print its answer."""
     if engines is not None and not engines.isdecimal():
-        raise ConfigError(f"scale: {engines!r} is no number of engines; give a whole number, 1 or more")
+        raise ConfigError(f"scale: {engines!r} is not a number of engines; give a whole number, 1 or more")
     handle = RunHandle(run, address)
     answer: Any = getattr(handle, name)(*([] if engines is None else [int(engines)]))
     lines = _status_lines(answer) if name == "status" else [f"{run}: {answer}"]
