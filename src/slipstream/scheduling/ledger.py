@@ -71,17 +71,22 @@ class Ledger:
     counts: RolloutCounts = field(default_factory=RolloutCounts)
     reasons: Counter[str] = field(default_factory=Counter)
     live: dict[int, Visit] = field(default_factory=dict)
+    _ids: dict[State, set[int]] = field(init=False, repr=False)  # of live visits, by state
+
+    def __post_init__(self) -> None:
+        self._ids = {state: {v.id for v in self.live.values() if v.state is state} for state in State}
 
     def start(self) -> Visit:
         """Start the pending visit with the lowest id, else the next visit of the shuffled epochs."""
-        visit = next((v for v in self.live.values() if v.state is State.PENDING), None)  # live visits are ordered by id
-        if visit is None:
+        if pending := self._ids[State.PENDING]:
+            visit = self.live[min(pending)]
+        else:
             visit = self._next()
             while visit.task in (stream := self.streams[visit.environment]).retired and stream.playable:
                 self.abandoned += 1
                 visit = self._next()
             self.live[visit.id] = visit
-        visit.state = State.RUNNING
+        self._set_state(visit, State.RUNNING)
         return visit
 
     def retire(self, environment: int, tasks: Iterable[int]) -> None:
@@ -94,7 +99,8 @@ class Ledger:
         `success`, from 0 to 1, is counted for the curriculum.
         """
         visit = self._expect(visit_id, State.RUNNING)
-        visit.state, visit.rollouts = State.READY, rollouts
+        self._set_state(visit, State.READY)
+        visit.rollouts = rollouts
         self.counts.generated += rollouts + failed
         self.counts.failed += failed
         self.counts.ready += rollouts
@@ -104,12 +110,12 @@ class Ledger:
         """The visit's group is in a batch; the visit ends."""
         self.counts.trained += self._leave_buffer(visit_id)
         self.groups_trained += 1
-        del self.live[visit_id]
+        self._end(visit_id)
 
     def filtered(self, visit_id: int) -> None:
         """The visit's group has only zero advantages and is not trained on; the visit ends."""
         self.counts.filtered += self._leave_buffer(visit_id)
-        del self.live[visit_id]
+        self._end(visit_id)
 
     def dropped_stale(self, visit_id: int) -> None:
         """The visit's group exceeded `max_lag` in the buffer; the task is tried again."""
@@ -129,22 +135,23 @@ class Ledger:
 
     def cancelled(self, visit_id: int) -> None:
         """A stop of the run interrupted the visit; it is pending again, and the try does not count."""
-        self._expect(visit_id, State.RUNNING).state = State.PENDING
+        self._set_state(self._expect(visit_id, State.RUNNING), State.PENDING)
 
     def running_tasks(self, environment: int) -> set[int]:
         """Indices of the environment's tasks in flight."""
-        return {e.task for e in self.live.values() if e.environment == environment and e.state is State.RUNNING}
+        running = (self.live[visit_id] for visit_id in self._ids[State.RUNNING])
+        return {visit.task for visit in running if visit.environment == environment}
 
     def count(self, state: State) -> int:
         """Number of live visits in this state."""
-        return sum(e.state is state for e in self.live.values())
+        return len(self._ids[state])
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for a checkpoint. Running visits are saved as pending."""
         streams = [stream.snapshot() for stream in self.streams]
         live = [asdict(e) | ({"state": State.PENDING} if e.state is State.RUNNING else {}) for e in self.live.values()]
         changed = {"streams": streams, "live": live, "counts": asdict(self.counts), "reasons": dict(self.reasons)}
-        return vars(self) | changed
+        return {name: value for name, value in vars(self).items() if name != "_ids"} | changed
 
     @classmethod
     def restore(cls, data: dict[str, Any], streams: Sequence[TaskStream]) -> Ledger:
@@ -175,9 +182,18 @@ class Ledger:
         visit = self.live[visit_id]
         if visit.attempt >= self.retries:
             self.abandoned += 1
-            del self.live[visit_id]
+            self._end(visit_id)
         else:
-            visit.attempt, visit.state, visit.rollouts = visit.attempt + 1, State.PENDING, 0
+            self._set_state(visit, State.PENDING)
+            visit.attempt, visit.rollouts = visit.attempt + 1, 0
+
+    def _set_state(self, visit: Visit, state: State) -> None:
+        self._ids[visit.state].discard(visit.id)
+        self._ids[state].add(visit.id)
+        visit.state = state
+
+    def _end(self, visit_id: int) -> None:
+        self._ids[self.live.pop(visit_id).state].discard(visit_id)
 
     def _expect(self, visit_id: int, state: State) -> Visit:
         visit = self.live.get(visit_id)
