@@ -226,10 +226,11 @@ class Simulation:
             self._at(self.now + self.work.tool.draw(self.rng), self._next_turn, episode)
             return
         self.in_flight -= 1
-        done = self.now
-        if self.work.scoring.mean:
-            done = max(self.now, self._scorers[0]) + self.work.scoring.draw(self.rng)
-            heapq.heapreplace(self._scorers, done)
+        if not self.work.scoring.mean:
+            self._end_rollout(episode)
+            return
+        done = max(self.now, self._scorers[0]) + self.work.scoring.draw(self.rng)
+        heapq.heapreplace(self._scorers, done)
         self._at(done, self._end_rollout, episode)
 
     def _next_turn(self, episode: Episode) -> None:
