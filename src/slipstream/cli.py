@@ -183,6 +183,8 @@ def _add_plan(into: Subparsers) -> None:
     options = "With CONFIG.toml also: --section.option VALUE, see `config`."
     plan = _add(into, "plan", commands.plan, "rank the splits of GPUs between trainer and engines", epilog=options)
     plan.add_argument("config", nargs="?", metavar="CONFIG.toml", help="configuration of the run")
+    fitted = "use rates and lengths that a run recorded, and advise on it"
+    plan.add_argument("--from", dest="run", type=Path, metavar="RUN", help=fitted)
     plan.add_argument("--model", metavar="MODEL", help="size such as 7B, model directory, or Hub name")
     plan.add_argument("--gpu", default="h100", metavar="KIND", help="kind of GPU (default: h100)")
     plan.add_argument("--gpus", metavar="N,N", help="numbers of GPUs (default: 8)")

@@ -5,13 +5,17 @@ Names are defined here, in `observe/run_totals.py` or in `step_stats.StepStats`;
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
 from slipstream.controller.run_context import RunContext
 from slipstream.generators.pool import EngineReplica, GeneratorPool
+from slipstream.observe.advice import describe_advice
 from slipstream.observe.events import TRAINER
+from slipstream.observe.health import HealthWarning
 from slipstream.observe.progress import EngineState, PoolState
+from slipstream.observe.run_data import Run
 from slipstream.rollout import Batch
 from slipstream.runtime.memory import unshared_bytes
 from slipstream.runtime.worker_process import alive_workers
@@ -39,7 +43,17 @@ def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: 
     run.progress.rollouts(batch.groups[-1], run.tokenizer.decode)
     if run.health:
         for warning in run.health.step(record, run.totals.evaluations):
-            run.warn(warning)
+            if warning.rule in ("trainer-idle", "engines-idle"):
+                run.tasks.create_task(warn_with_advice(run, warning))
+            else:
+                run.warn(warning)
+
+
+async def warn_with_advice(run: RunContext, warning: HealthWarning) -> None:
+    """Show and record a warning with the change that helps most, simulated in a thread with the run's own rates."""
+    advice = await asyncio.to_thread(lambda: describe_advice(Run(run.directory.path)))
+    remedy = f"{advice[0].upper()}{advice[1:]}. {warning.remedy}" if advice else warning.remedy
+    run.warn(warning._replace(remedy=remedy))
 
 
 def record_trainer_time(run: RunContext, batch: Batch, stats: StepStats, waited: float) -> None:

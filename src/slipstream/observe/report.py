@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.config.schema import ConfigError
+from slipstream.observe.advice import describe_advice
 from slipstream.observe.figures import figures
 from slipstream.observe.formatting import SHOWN, is_finite, number, short, shorten
 from slipstream.observe.page.data import describe_options
@@ -48,6 +49,8 @@ def report(run: Run, console: Console | None = None) -> None:
         console.print(Text(found, style="bold"), "", sep="\n")
     for old, new in pairs:
         console.print(_side_by_side(old, new), "", sep="\n")
+    if advice := describe_advice(run):
+        console.print(Text(f"Advice: {advice}."), "", sep="\n")
     for line in _next_commands(summary):
         console.print(Text(line), soft_wrap=True)
 

@@ -38,7 +38,7 @@ class EngineCost:
     @property
     def each(self) -> float:
         """Seconds to read keys and values of one token of context."""
-        if self.rates.engine_tokens_per_s or self.rates.decode_fixed_s:
+        if self.rates.engine_tokens_per_s or self.rates.measured_decode:
             return 0.0
         return self._key_seconds
 
@@ -57,12 +57,15 @@ class EngineCost:
         rates = self.rates
         if rates.engine_tokens_per_s:
             return sequences / rates.engine_tokens_per_s
-        if rates.decode_fixed_s:
+        if rates.measured_decode:
+            measured = rates.decode_fixed_s + rates.decode_sequence_s * sequences
             tp, context = rates.decode_reference
+            if tp == self.tp:
+                return measured
             same = EngineCost(self.shape, self.cluster, Rates(), tp)
             here = EngineCost(self.shape, self.cluster, Rates(), self.tp)
             ratio = here.step(sequences, sequences * context) / same.step(sequences, sequences * context)
-            return (rates.decode_fixed_s + rates.decode_sequence_s * sequences) * ratio
+            return measured * ratio
         host = rates.host_step_s + rates.host_pair_s * sequences**2
         return self._matrices(sequences) + self._all_reduces(sequences) + host
 
@@ -86,7 +89,7 @@ class EngineCost:
 
     def prefill(self, tokens: float, context: float = 0.0) -> float:
         """Seconds to compute the keys and values of `tokens` tokens after `context` others."""
-        if not tokens or self.rates.engine_tokens_per_s:
+        if not tokens or self.rates.engine_tokens_per_s or self.rates.measured_decode:
             return 0.0
         gpu = self.cluster.gpu
         operations = self.shape.forward_operations(tokens, context + tokens / 2, predicted=1)
@@ -122,7 +125,7 @@ class TrainerCost:
     def step(self, sampled: float, packed: float) -> float:
         """Seconds of an optimizer step on `sampled` tokens to train on, `packed` tokens in all."""
         rates = self.rates
-        if rates.train_token_s:
+        if rates.train_token_s or rates.train_fixed_s:
             return rates.train_fixed_s + rates.train_token_s * packed / self.ranks
         operations = self.shape.forward_operations(packed, self.work.context, sampled)
         backward = 1 if self.work.lora_rank else 2  # no gradients of frozen weights

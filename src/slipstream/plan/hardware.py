@@ -8,7 +8,7 @@ the data sheet says. NVLink is per direction; GPUs without it use PCIe.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from slipstream.config.schema import ConfigError
 
@@ -86,6 +86,7 @@ class Rates:
     train_fixed_s: float = 0.0
     engine_tokens_per_s: float = 0.0  # of one engine at any load, if given
 
-    def with_rate(self, tokens_per_s: float) -> Rates:
-        """Rates of engines that decode at a given rate, whatever the lengths."""
-        return replace(self, engine_tokens_per_s=tokens_per_s)
+    @property
+    def measured_decode(self) -> bool:
+        """Whether decode steps, with all that an engine does in them, were measured."""
+        return bool(self.decode_fixed_s or self.decode_sequence_s)

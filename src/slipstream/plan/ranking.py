@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from slipstream.config.schema import ConfigError
-from slipstream.plan.simulator import Simulation
+from slipstream.plan.simulator import Scenario, Simulation, StepRecord
 from slipstream.plan.splits import Plan, Problem, evaluate, splits, tensor_parallel_sizes
 
 SIMULATED = 6  # best splits by formula
@@ -62,26 +63,46 @@ def distinct(plans: list[Plan]) -> list[Plan]:
     return list(seen.values())
 
 
-def simulate(plan: Plan, steps: int = 0) -> None:
-    """Replace the figures of a plan by those of a simulation."""
-    work = plan.problem.work
-    steps = steps or max(6, min(STEPS, MAX_SIMULATED_ROLLOUTS // work.rollouts))
-    simulation = Simulation(plan.scenario(steps))
+@dataclass(frozen=True)
+class Figures:
+    """What a simulated run reaches, without its first steps."""
+
+    step_s: float
+    tokens_per_s: float
+    trainer_busy: float
+    engines_busy: float
+    lag_mean: float
+    lag_p99: float
+    stale: float
+    preemptions: float
+    records: list[StepRecord]
+
+
+def simulated_figures(scenario: Scenario) -> Figures:
+    """Simulate a run."""
+    simulation = Simulation(scenario)
     records = simulation.run()
-    warm = min(WARM_UP, steps // 3)
+    warm = min(WARM_UP, len(records) // 3)
     before, timed = records[warm - 1], records[warm:]
     seconds = timed[-1].end - before.end
     lags = sum((record.lags for record in timed), Counter[int]())
     tokens = sum(lags.values())
-    plan.step_s, plan.tokens_per_s = seconds / len(timed), tokens / seconds
-    plan.trainer_busy = sum(record.end - record.start for record in timed) / seconds
-    plan.engines_busy = (timed[-1].engine_busy - before.engine_busy) / seconds / plan.split.engines
-    plan.lag_mean = sum(lag * count for lag, count in lags.items()) / tokens
-    plan.lag_p99 = float(quantile(lags, 0.99))
     counts = simulation.state.ledger.counts
-    plan.stale = counts.dropped_stale / max(1, counts.generated)
-    plan.preemptions = sum(engine.preemptions for engine in simulation.engines) / max(1, counts.generated)
-    plan.source, plan.records = "simulation", records
+    return Figures(
+        seconds / len(timed), tokens / seconds, sum(record.end - record.start for record in timed) / seconds,
+        (timed[-1].engine_busy - before.engine_busy) / seconds / scenario.engines,
+        sum(lag * count for lag, count in lags.items()) / tokens, float(quantile(lags, 0.99)),
+        counts.dropped_stale / max(1, counts.generated),
+        sum(engine.preemptions for engine in simulation.engines) / max(1, counts.generated), records,
+    )  # fmt: skip
+
+
+def simulate(plan: Plan, steps: int = 0) -> None:
+    """Replace the figures of a plan by those of a simulation."""
+    steps = steps or max(6, min(STEPS, MAX_SIMULATED_ROLLOUTS // plan.problem.work.rollouts))
+    for name, value in vars(simulated_figures(plan.scenario(steps))).items():
+        setattr(plan, name, value)
+    plan.source = "simulation"
 
 
 def quantile(counts: Counter[int], share: float) -> int:

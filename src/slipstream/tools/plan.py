@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError
+from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run
+from slipstream.observe.run_data import Run, load_run
+from slipstream.plan.calibration import Fit, own_scenario
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.ranking import plan as rank_plans
+from slipstream.plan.ranking import simulated_figures
 from slipstream.plan.shapes import find_shape
 from slipstream.plan.splits import Plan, Problem
 from slipstream.plan.workload import Delay, Lengths, Workload, read_lengths
@@ -23,15 +28,18 @@ DEFAULT_PROMPT, DEFAULT_ROLLOUTS, DEFAULT_STEPS = 512, 512, 100
 
 def plan(options: argparse.Namespace, flags: list[str]) -> None:
     """Rank the splits, print them, and write them to the files that `options` name. Raises `ConfigError`."""
-    config = load_config(options.config, flags) if options.config else None
+    run = load_run(options.run) if options.run else None
+    file = options.config or (run and run.path / "config.toml")
+    config = load_config(file, flags) if file else None
     if config is None and not options.model:
-        raise ConfigError("plan needs a CONFIG.toml, or --model and --gpus")
+        raise ConfigError("plan needs a CONFIG.toml, --model, or --from RUN")
     if config is None and flags:
         raise ConfigError(f"{flags[0]} is an option of a configuration; give a CONFIG.toml, too")
     counts = parse_counts("--gpus", options.gpus or "8", 1)
     lags = parse_counts("--max-lag", options.max_lag, 0) if options.max_lag else default_lags(config)
-    ranked = {count: rank_plans(problem(options, config, count), lags) for count in counts}
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
+    found = show_fit(run, console) if run else None
+    ranked = {count: rank_plans(problem(options, config, count, found), lags) for count in counts}
     if len(counts) > 1 or (options.max_lag and len(lags) > 1):
         print_sweep(ranked, options.price, console)
     best = max(ranked.values(), key=lambda plans: plans[0].tokens_per_s)
@@ -78,7 +86,20 @@ def default_lags(config: Config | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys((0, config.loop.max_lag if config else 1)))
 
 
-def problem(options: argparse.Namespace, config: Config | None, gpus: int) -> Problem:
+def show_fit(run: Run, console: Console) -> Fit:
+    """Fit the rates to a run, and print the fit, its error, and the advice for that run. Raises `ConfigError`."""
+    try:
+        found = fit_run(run)
+        simulated = simulated_figures(own_scenario(found, run.options, SHAPE))
+        console.print(f"{run.name}: {found.describe()}\n{describe_figures(found, simulated)}")
+        if advice := advise(run):
+            console.print(f"{advice}.")
+    except ConfigError as error:
+        raise ConfigError(f"--from {run.path}: {error}") from None
+    return found
+
+
+def problem(options: argparse.Namespace, config: Config | None, gpus: int, found: Fit | None = None) -> Problem:
     """What to plan, from the command's options over those of the configuration. Raises `ConfigError`."""
     for name in ("rollouts", "group_size", "prompt", "completion", "max_tokens", "steps", "per_node", "turns"):
         if (value := getattr(options, name)) is not None and value < 1:
@@ -88,8 +109,14 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int) -> Pr
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be a number from 0 on")
     shape = find_shape(options.model or (config.model.path if config else ""))
     cluster = Cluster(find_gpu(options.gpu), gpus, options.per_node, options.network * 1e9 / 8)
-    rates = Rates(engine_tokens_per_s=options.engine_rate) if options.engine_rate else Rates()
-    return Problem(shape, cluster, workload(options, config), rates, seed=options.seed)
+    rates, work = found.rates if found else Rates(), workload(options, config)
+    if options.engine_rate:
+        rates = replace(rates, engine_tokens_per_s=options.engine_rate)
+    if found and not (options.completion or options.lengths):
+        work = replace(work, completion=found.completion)
+    if found and not options.prompt:
+        work = replace(work, prompt=found.prompt)
+    return Problem(shape, cluster, work, rates, seed=options.seed)
 
 
 def workload(options: argparse.Namespace, config: Config | None) -> Workload:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from slipstream.config.loading import validate
 from slipstream.config.toml import to_toml
-from slipstream.observe.formatting import duration, number
+from slipstream.observe.formatting import duration, number, short
 from slipstream.plan.hardware import GIB
 from slipstream.plan.ranking import distinct
 from slipstream.plan.splits import HEADROOM, Plan
@@ -71,7 +71,7 @@ def _table(plans: list[Plan], price: float) -> Table:
             f"{place}", f"{plan.split}", f"{plan.split.max_lag}", f"{mark}{number(plan.tokens_per_s)}",
             f"{plan.step_s:,.1f} s", duration(plan.run_s), f"{plan.trainer_busy:.0%}", f"{plan.engines_busy:.0%}",
             f"{plan.lag_mean:.1f}", f"{plan.lag_p99:.0f}", f"{plan.stale:.1%}", f"{1000 * plan.publish.pause:,.0f} ms",
-            f"{plan.slots}", number(plan.gpu_hours), *([number(plan.gpu_hours * price)] if price else []),
+            f"{plan.slots}", short(plan.gpu_hours), *([number(plan.gpu_hours * price)] if price else []),
         )  # fmt: skip
     return table
 
@@ -90,7 +90,7 @@ def print_sweep(ranked: dict[int, list[Plan]], price: float, console: Console) -
         table.add_row(
             f"{gpus}", f"{lag}", f"{plan.split}", f"{mark}{number(plan.tokens_per_s)}",
             number(plan.tokens_per_s / gpus), f"{plan.step_s:,.1f} s", duration(plan.run_s), f"{plan.lag_mean:.1f}",
-            f"{plan.stale:.1%}", number(plan.gpu_hours),
+            f"{plan.stale:.1%}", short(plan.gpu_hours),
         )  # fmt: skip
     console.print(table)
 

@@ -1,0 +1,84 @@
+"""The change to a run's options that would make it faster, by a simulation with the rates that the run has recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from slipstream.config.schema import ConfigError
+from slipstream.observe.run_data import Run
+from slipstream.plan.calibration import Fit, fit, own_scenario
+from slipstream.plan.ranking import Figures, simulated_figures
+from slipstream.plan.shapes import SHAPES
+from slipstream.plan.simulator import Scenario
+from slipstream.rollout import mean
+
+STEPS = 24
+LEAST_GAIN = 1.05
+SHAPE = SHAPES["0.6B"]  # of no effect: all rates are measured
+
+
+class Advice(NamedTuple):
+    """A change, trained tokens/s with it over those without it by simulation, and what the simulation was wrong by."""
+
+    change: str
+    gain: float
+    error: float
+    idle: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.idle}: {self.change} would train {self.gain:.1f} times as fast (simulated, off by {self.error:.0%})"
+        )
+
+
+def advise(run: Run) -> Advice | None:
+    """The most effective single change, or None if none helps by `LEAST_GAIN`. Raises `ConfigError` as `fit`."""
+    found = fit_run(run)
+    scenario = own_scenario(found, run.options, SHAPE, STEPS)
+    now = simulated_figures(scenario)
+    gains = [(simulated_figures(other).tokens_per_s / now.tokens_per_s, text) for text, other in changes(scenario)]
+    gain, change = max(gains)
+    error = abs(now.tokens_per_s / found.tokens_per_s - 1)
+    return Advice(change, gain, error, _idle(found)) if gain >= LEAST_GAIN else None
+
+
+def fit_run(run: Run) -> Fit:
+    """The rates of a run. Raises `ConfigError` as `fit`."""
+    table = run.table(run.rollout_steps[-1], ["prompt_ids"]) if run.rollout_steps else None
+    prompts = [len(row["prompt_ids"]) for row in table.to_pylist()] if table is not None else []
+    return fit(run.metrics, run.events, run.options, mean(prompts))
+
+
+def changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
+    """Single changes of a run's options, each with its simulation. Added engines and ranks have their own GPU."""
+    lag, engines, ranks = scenario.max_lag + 1, scenario.engines + 1, scenario.trainer.ranks + 1
+    if scenario.placement == "disaggregated":
+        yield f"generator.replicas = {engines}", replace(scenario, engines=engines)
+        yield f"trainer.ranks = {ranks}", replace(scenario, trainer=replace(scenario.trainer, ranks=ranks))
+        yield f"loop.max_lag = {lag}", replace(scenario, max_lag=lag)
+
+
+def describe_advice(run: Run) -> str:
+    """The advice for a run in words; "" if there is none, or if its records are too short."""
+    try:
+        found = advise(run)
+    except ConfigError:
+        return ""
+    return f"{found}" if found else ""
+
+
+def _idle(found: Fit) -> str:
+    trainer, engines = 1 - found.trainer_busy, 1 - found.engines_busy
+    return f"trainer idle {trainer:.0%}" if trainer >= engines else f"engines idle {engines:.0%}"
+
+
+def describe_figures(found: Fit, simulated: Figures) -> str:
+    """What a run reached, and what its simulation reaches with the fitted rates."""
+    error = simulated.tokens_per_s / found.tokens_per_s - 1
+    return (
+        f"the run: {found.tokens_per_s:,.0f} tokens/s, trainer busy {found.trainer_busy:.0%}, engines "
+        f"{found.engines_busy:.0%}, lag {found.lag_mean:.2f}; simulated: {simulated.tokens_per_s:,.0f} tokens/s "
+        f"({error:+.0%}), {simulated.trainer_busy:.0%}, {simulated.engines_busy:.0%}, {simulated.lag_mean:.2f}"
+    )

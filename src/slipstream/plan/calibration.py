@@ -1,0 +1,208 @@
+"""Fit the planner's rates to what a run has recorded, with the error of each fit."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median
+from typing import Any
+
+from slipstream.config.schema import ConfigError
+from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
+from slipstream.plan.hardware import Cluster, Rates, find_gpu
+from slipstream.plan.shapes import Shape
+from slipstream.plan.simulator import Scenario
+from slipstream.plan.workload import Lengths, Workload
+
+Record = Mapping[str, Any]
+LEAST_STEPS, WARM_UP = 6, 2  # steps that a fit needs, and those that compile or fill buffers
+LEAST_COMPLETIONS = 32
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One completion: its engine, the seconds at which its request started and ended, and its tokens."""
+
+    engine: str
+    start: float
+    end: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Rates of a run, its lengths, and what it reached. Errors are relative, root mean squares."""
+
+    rates: Rates
+    prompt: Lengths
+    completion: Lengths
+    step_error: float
+    decode_error: float
+    pause_s: float
+    transfer_s: float
+    step_s: float  # of wall time
+    tokens_per_s: float
+    trainer_busy: float
+    engines_busy: float
+    lag_mean: float
+
+    def describe(self) -> str:
+        """The fit in one line."""
+        rates = self.rates
+        return (
+            f"decode step {1000 * rates.decode_fixed_s:.3g} ms + {1e6 * rates.decode_sequence_s:.3g} us a sequence "
+            f"(error {self.decode_error:.0%}), optimizer step {rates.train_fixed_s:.3g} s + "
+            f"{1e6 * rates.train_token_s:.3g} us a token and rank (error {self.step_error:.0%})"
+        )
+
+
+def completions(events: Sequence[Record]) -> list[Sampled]:
+    """The completions that the events of a run record, in the order of their ends."""
+    rows = [row for event in events if event.get("kind") == "group" for row in event["rollouts"]]
+    found = [Sampled(row[0], row[1], row[2], row[3]) for row in rows if row[0] and row[3] and row[2] > row[1]]
+    return sorted(found, key=lambda sampled: sampled.end)
+
+
+def fit(metrics: Sequence[Record], events: Sequence[Record], options: Mapping[str, Any], prompt: float) -> Fit:
+    """Rates of a run from its records. `prompt` is the mean number of tokens of a prompt.
+
+    Raises `ConfigError` if the records are too short or have no timeline.
+    """
+    steps = [record for record in metrics if record.get("time/step_s")]
+    if len(steps) < LEAST_STEPS:
+        raise ConfigError(f"it has {len(steps)} steps, and a fit needs {LEAST_STEPS}; give a longer run")
+    before, timed = steps[WARM_UP - 1], steps[WARM_UP:]
+    sampled = [one for one in completions(events) if one.end > before["time/wall_s"]]
+    if len(sampled) < LEAST_COMPLETIONS:
+        raise ConfigError(
+            f"events.jsonl has {len(sampled)} completions, and a fit needs {LEAST_COMPLETIONS}; give a longer run"
+        )
+    ranks = options.get("trainer.ranks", 1)
+    train = line([(r["train/packed_tokens"] / ranks, r["time/step_s"]) for r in timed])
+    slots = options.get("generator.max_num_seqs", 64)
+    decode = line(decode_points(completions(events), slots, before["time/wall_s"]))
+    seconds = timed[-1]["time/window_s"] - before["time/window_s"]
+    trained = sum(record["train/tokens"] for record in timed)
+    busy = {name: (timed[-1][f"{name}/busy_s"] - before[f"{name}/busy_s"]) / seconds for name in ("train", "gen")}
+    gaps = [
+        now["time/window_s"] - last["time/window_s"] - now["time/step_s"] - now["time/batch_wait_s"]
+        for last, now in zip(steps[WARM_UP - 1 :], timed, strict=False)
+    ]
+    publishes = [event for event in events if event.get("kind") == "publish" and event.get("transfer_s") is not None]
+    pauses = [record["sync/pause_ms"] / 1000 for record in timed if record.get("sync/pause_ms") is not None]
+    lengths = tuple(one.tokens for one in sampled)
+    reference = options.get("generator.tensor_parallel_size", 1), prompt + fmean(lengths) / 2
+    rates = replace(
+        Rates(), train_fixed_s=train.fixed, train_token_s=train.each, decode_fixed_s=decode.fixed,
+        decode_sequence_s=decode.each, step_overhead_s=max(0.0, median(gaps)),
+        decode_reference=reference,
+    )  # fmt: skip
+    return Fit(
+        rates, Lengths(max(1.0, prompt)), Lengths(fmean(lengths), samples=lengths), train.error, decode.error,
+        median(pauses or [0.0]),
+        median([float(p["ready_s"] or p["transfer_s"]) for p in publishes] or [0.0]), seconds / len(timed),
+        trained / seconds, busy["train"], busy["gen"],
+        sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Line:
+    """y = fixed + each * x, both 0 or more, and the relative error of the fit."""
+
+    fixed: float
+    each: float
+    error: float
+
+
+def line(points: Sequence[tuple[float, float]]) -> Line:
+    """Least squares; through the origin or constant where the other would be negative."""
+    x, y = fmean(p[0] for p in points), fmean(p[1] for p in points)
+    spread = sum((p[0] - x) ** 2 for p in points)
+    each = sum((p[0] - x) * (p[1] - y) for p in points) / spread if spread > 1e-6 * x * x * len(points) else 0.0
+    if spread <= 1e-6 * x * x * len(points) or y - each * x < 0:  # all alike: proportional
+        each = y / x if x else 0.0
+    each = max(0.0, each)
+    fixed = max(0.0, y - each * x)
+    squares = [((fixed + each * a) / b - 1) ** 2 for a, b in points if b > 0]
+    return Line(fixed, each, math.sqrt(fmean(squares)) if squares else 0.0)
+
+
+def decode_points(sampled: Sequence[Sampled], slots: int, after: float) -> list[tuple[float, float]]:
+    """For each completion, mean number of sequences that its engine decoded meanwhile, and seconds of a step.
+
+    A request's time includes its wait for a slot, so a sequence counts from the last `slots` starts on its engine.
+    """
+    points: list[tuple[float, float]] = []
+    for engine in {one.engine for one in sampled}:
+        own = [one for one in sampled if one.engine == engine]
+        begins = admissions(own, slots)
+        starts, ends = sorted(begins), [one.end for one in own]
+        total_start, total_end = _sums(starts), _sums(ends)
+        for one, begin in zip(own, begins, strict=True):
+            if begin < after or one.tokens < 2 or one.end <= begin:
+                continue
+            active = _overlap(starts, total_start, ends, total_end, begin, one.end)
+            points.append((active / (one.end - begin), (one.end - begin) / one.tokens))
+    return points
+
+
+def admissions(sampled: Sequence[Sampled], slots: int) -> list[float]:
+    """When each request got a slot, if slots are given in the order of starts; in the order of `sampled`."""
+    free: list[float] = [-math.inf] * slots
+    begins: dict[int, float] = {}
+    for index in sorted(range(len(sampled)), key=lambda i: sampled[i].start):
+        begins[index] = max(sampled[index].start, heapq.heappop(free))
+        heapq.heappush(free, sampled[index].end)
+    return [begins[index] for index in range(len(sampled))]
+
+
+def _sums(values: Sequence[float]) -> list[float]:
+    total, found = 0.0, [0.0]
+    for value in values:
+        total += value
+        found.append(total)
+    return found
+
+
+def _overlap(
+    starts: Sequence[float], start_sums: Sequence[float], ends: Sequence[float], end_sums: Sequence[float],
+    low: float, high: float,
+) -> float:  # fmt: skip
+    """Sequence-seconds within [low, high]: the integral of started minus ended sequences."""
+
+    def area(times: Sequence[float], sums: Sequence[float], upto: float) -> float:
+        count = bisect_right(times, upto)
+        return count * upto - sums[count]
+
+    earlier_starts, earlier_ends = bisect_left(starts, low), bisect_left(ends, low)
+    started = area(starts, start_sums, high) - (earlier_starts * low - start_sums[earlier_starts])
+    ended = area(ends, end_sums, high) - (earlier_ends * low - end_sums[earlier_ends])
+    return started - ended
+
+
+def own_scenario(found: Fit, options: Mapping[str, Any], shape: Shape, steps: int = 40) -> Scenario:
+    """The simulation of the run itself, with its fitted rates."""
+    ranks, tp = options.get("trainer.ranks", 1), options.get("generator.tensor_parallel_size", 1)
+    size, colocated = options.get("loop.group_size", 8), options.get("sync.placement") == "colocated"
+    work = Workload(
+        found.prompt,
+        found.completion,
+        options.get("loop.groups_per_step", 8),
+        size,
+        steps,
+        options.get("sync.every", 1),
+    )
+    cluster = Cluster(find_gpu("h100"), 8)  # whose rates the fitted ones replace
+    hold = found.rates.step_overhead_s if colocated else 0.0
+    return Scenario(
+        work, EngineCost(shape, cluster, found.rates, tp), TrainerCost(shape, cluster, found.rates, work, ranks),
+        PublishCost(options.get("sync.link", ""), found.transfer_s, hold, found.pause_s, 0.0),
+        options.get("generator.replicas", 1), options.get("generator.max_num_seqs", 64), math.inf,
+        options.get("loop.max_lag", 1), "colocated" if colocated else "disaggregated",
+        options.get("sync.in_flight", "continue"), options.get("loop.force_max_lag", False),
+        options.get("loop.buffer_size", 0), step_overhead_s=0.0 if colocated else found.rates.step_overhead_s,
+    )  # fmt: skip

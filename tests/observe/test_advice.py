@@ -1,0 +1,58 @@
+"""The advice for a run from its records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.observe.advice import advise, describe_advice
+from slipstream.observe.run_data import load_run
+from tests.plan.test_calibration import records
+
+
+def run(path: Path, *, decode: float, train: float, lag: int) -> Any:
+    """A run whose completions of 100 tokens take `decode` seconds, 8 at once, and whose steps take `train`."""
+    path.mkdir()
+    (path / "config.toml").write_text(
+        f"[loop]\ngroups_per_step = 4\ngroup_size = 2\nmax_lag = {lag}\n[generator]\nmax_num_seqs = 8\n"
+    )
+    metrics, _ = records(30)
+    events = []
+    for step, record in enumerate(metrics):
+        now = record["time/wall_s"] = record["time/window_s"] = (step + 1) * max(decode, train)
+        idle = max(decode - train, 0.0)
+        record |= {"time/step_s": train, "time/batch_wait_s": idle, "train/tokens": 800, "train/packed_tokens": 800}
+        record |= {"train/busy_s": now * min(1, train / decode), "gen/busy_s": now * min(1, decode / train)}
+        rows = [["engine 0", now - decode, now, 100, 0, 0, 1.0, None, i] for i in range(8)]
+        events.append({"kind": "group", "track": "controller", "start": now, "end": now, "rollouts": rows})
+    for name, lines in (("metrics", metrics), ("events", events)):
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return load_run(path)
+
+
+def test_slow_generation_is_answered_by_an_engine(tmp_path: Path) -> None:
+    found = advise(run(tmp_path / "run", decode=2.0, train=0.7, lag=1))
+    assert found is not None
+    assert found.change == "generator.replicas = 2"
+    assert found.gain > 1.3
+    assert "trainer idle 65%: generator.replicas = 2 would train" in str(found)
+
+
+def test_slow_training_is_answered_by_a_rank(tmp_path: Path) -> None:
+    found = advise(run(tmp_path / "run", decode=0.7, train=2.0, lag=2))
+    assert found is not None and found.change == "trainer.ranks = 2"
+
+
+def test_a_synchronous_run_with_even_sides_is_told_to_overlap(tmp_path: Path) -> None:
+    found = advise(run(tmp_path / "run", decode=2.0, train=2.0, lag=0))
+    assert found is not None and found.change == "loop.max_lag = 1"
+    assert found.gain == pytest.approx(2, rel=0.2)
+
+
+def test_short_records_give_no_advice(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", decode=2.0, train=1.0, lag=1)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert describe_advice(load_run(found.path)) == ""

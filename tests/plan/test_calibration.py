@@ -1,0 +1,92 @@
+"""Rates fitted to records: known rates are found again, and short records are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slipstream.config.schema import ConfigError
+from slipstream.plan.calibration import Sampled, decode_points, fit, line, own_scenario
+from slipstream.plan.costs import EngineCost
+from slipstream.plan.engine import Request, SimulatedEngine
+from slipstream.plan.hardware import Cluster, Rates, find_gpu
+from slipstream.plan.ranking import simulated_figures
+from slipstream.plan.shapes import find_shape
+from tests.plan.cases import scenario, work
+
+SHAPE = find_shape("0.6B")
+RATES = Rates(decode_fixed_s=0.004, decode_sequence_s=0.0002)
+
+
+def sampled(slots: int, lengths: list[int]) -> list[Sampled]:
+    """Completions of one simulated engine; all requests start almost at once and wait for a slot."""
+    engine = SimulatedEngine(EngineCost(SHAPE, Cluster(find_gpu("h100"), 1), RATES, 1), slots, 1e9)
+    for number, length in enumerate(lengths):
+        engine.add(Request((1e-9 * number, length), 0, length, object(), 0))
+    engine.advance(0.0)
+    found: list[Sampled] = []
+    while (at := engine.next_event()) is not None:
+        ended = [request.owner for request in engine.advance(at)]
+        found += [Sampled("engine 0", start, at, length) for start, length in ended]
+    return found
+
+
+def test_decode_rates_are_found_again() -> None:
+    lengths = [50 + 37 * i % 400 for i in range(64)]
+    points = decode_points(sampled(4, lengths), 4, -1.0) + decode_points(sampled(32, lengths), 32, -1.0)
+    found = line(points)
+    assert found.fixed == pytest.approx(0.004, rel=0.1)
+    assert found.each == pytest.approx(0.0002, rel=0.1)
+    assert found.error < 0.05
+
+
+def records(steps: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Metrics and events of steps of 0.5 s + 1 ms a token, each after a wait of 0.3 s."""
+    metrics, events, now = [], [], 0.0
+    for step in range(1, steps + 1):
+        tokens = 1000 + 50 * (step % 7)
+        seconds = 0.5 + 0.001 * tokens
+        now += seconds + 0.3 + 0.02
+        metrics.append({
+            "step": step, "time/wall_s": now, "time/window_s": now, "time/step_s": seconds, "time/batch_wait_s": 0.3,
+            "train/packed_tokens": tokens, "train/tokens": tokens, "train/busy_s": 0.8 * now, "gen/busy_s": now,
+            "sync/pause_ms": 3.0, "lag/mean": 1.0,
+        })  # fmt: skip
+        rows = [["engine 0", now - 1, now, 100, 0, 0, 1.0, None, i] for i in range(10)]
+        events.append({"kind": "group", "track": "controller", "rollouts": rows})
+    return metrics, events
+
+
+def test_training_rates_and_gaps_are_found_again() -> None:
+    found = fit(*records(20), {"generator.max_num_seqs": 16}, 10.0)
+    assert found.rates.train_fixed_s == pytest.approx(0.5, rel=1e-6)
+    assert found.rates.train_token_s == pytest.approx(0.001, rel=1e-6)
+    assert found.rates.step_overhead_s == pytest.approx(0.02, rel=1e-6)
+    assert found.pause_s == pytest.approx(0.003)
+    assert found.completion.samples.count(100) == len(found.completion.samples)
+
+
+def test_short_records_are_refused() -> None:
+    metrics, events = records(5)
+    with pytest.raises(ConfigError, match="it has 5 steps, and a fit needs 6"):
+        fit(metrics, events, {}, 10.0)
+    metrics, events = records(8)
+    with pytest.raises(ConfigError, match=r"events.jsonl has 0 completions"):
+        fit(metrics, [], {}, 10.0)
+
+
+def test_a_run_is_simulated_with_its_own_options() -> None:
+    found = fit(*records(20), {"generator.max_num_seqs": 16}, 10.0)
+    own = own_scenario(found, {"loop.max_lag": 0, "loop.groups_per_step": 2, "loop.group_size": 5}, SHAPE)
+    figures = simulated_figures(own)
+    assert (own.max_lag, own.work.rollouts) == (0, 10)
+    assert figures.lag_mean == 0
+    assert figures.step_s == pytest.approx(0.5 + 0.02 + 0.003 + 0.001 * (1000 + 2 * 10) + 1.0, rel=0.1)
+
+
+def test_measured_rates_ignore_the_gpu() -> None:
+    slow, fast = (
+        simulated_figures(scenario(work(), Rates(decode_sequence_s=0.001, train_token_s=each))) for each in (1e-3, 1e-5)
+    )
+    assert slow.step_s > fast.step_s > 0
