@@ -1,12 +1,12 @@
-"""Codes the changed blocks of one version in a thread, for the `delta` link."""
+"""Codes the changed blocks of one version in threads, for the `delta` link."""
 
 from __future__ import annotations
 
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from slipstream.sync.changes import HEADER, Changes, choose_coding, count_small,
 from slipstream.sync.frames import PLAIN, Stream
 
 FRAME = 2**16  # bytes from which entries make a frame
+THREADS = {"cpu": 1, "cuda": 4}  # that code blocks: beside a GPU cores are idle
 
 
 class _Changed(NamedTuple):
@@ -42,6 +43,7 @@ class Coder:
         self._counted: list[tuple[Block, int, int]] = []  # changed words, and bytes of each word
         self._numbers: list[arrays.Array] = []  # of each: rises of checksums, and those of `count_small`
         self._thread: threading.Thread | None = None
+        self._own: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def add(self, number: int, block: Block, words: Tensor, changes: Changes | None) -> None:
         """Code a block. Without `changes` all its `words` are sent, and may not change until `join`."""
@@ -65,8 +67,9 @@ class Coder:
 
     def start(self, trailer: dict[str, Any]) -> None:
         """Start a thread that codes what was added, and ends the stream."""
-        ready = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-        self._thread = threading.Thread(target=self._run, args=(trailer, ready), name="delta coder", daemon=True)
+        if self._own:
+            self._own.wait_stream(torch.cuda.current_stream(self._device))
+        self._thread = threading.Thread(target=self._run, args=(trailer,), name="delta coder", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -74,36 +77,36 @@ class Coder:
         if self._thread:
             self._thread.join()
 
-    @torch.no_grad()
-    def _run(self, trailer: dict[str, Any], ready: Any) -> None:
-        own: Any = torch.cuda.Stream(self._device) if ready else None  # type: ignore[no-untyped-call]
+    def _run(self, trailer: dict[str, Any]) -> None:
         coded = False
         try:
-            with torch.cuda.stream(own):  # None changes nothing
-                if own:
-                    own.wait_event(ready)
-                self._code()
+            self._code()
             coded = True
         except Exception:  # such as a full GPU
             traceback.print_exc()
         self._ended(trailer, coded)
 
     def _code(self) -> None:
-        entries, size = [PLAIN], 0
-        while self._blocks:
-            for entry in self._entries(self._blocks.popleft()):
-                entries.append(entry)
-                size += len(entry)
-                if size >= FRAME:
-                    self._stream.add(b"".join(entries))
-                    entries, size = [PLAIN], 0
+        entries, size, threads = [PLAIN], 0, THREADS[self._device.type]
+        with ThreadPoolExecutor(threads) as pool:
+            encoded = deque[Future[list[bytes]]]()
+            while self._blocks or encoded:
+                while self._blocks and len(encoded) < threads:
+                    encoded.append(pool.submit(self._entries, self._blocks.popleft()))
+                for entry in encoded.popleft().result():
+                    entries.append(entry)
+                    size += len(entry)
+                    if size >= FRAME:
+                        self._stream.add(b"".join(entries))
+                        entries, size = [PLAIN], 0
         if size:
             self._stream.add(b"".join(entries))
 
-    def _entries(self, changed: _Changed) -> Iterator[bytes]:
+    @torch.no_grad()
+    def _entries(self, changed: _Changed) -> list[bytes]:
         number, block, words, changes = changed
-        if changes is None:
-            whole = arrays.on_host(words)
-            yield from chain.from_iterable(encode_rows(segment, whole) for segment in block.segments)
-        else:
-            yield encode(number, block.length, changes.on_host(), words.element_size())
+        with torch.cuda.stream(self._own):  # None changes nothing
+            if changes is None:
+                whole = arrays.on_host(words)
+                return [entry for segment in block.segments for entry in encode_rows(segment, whole)]
+            return [encode(number, block.length, changes.on_host(), words.element_size())]

@@ -89,7 +89,7 @@ class DeltaSender(Sender):
         self._lock = threading.Lock()  # of all that follows
         self._state = self._first = 0  # numbers of the staged weights, and of those before which no changes are known
         self._steps: dict[int, Stream] = {}  # by state: changes since the one before
-        self._sources: dict[tuple[int, int | None], Source] = {}  # by the states that they lead to and start from
+        self._sources: dict[tuple[int, int | None], ChangeSource] = {}  # by the states that they lead to and start from
         self._tails: dict[int | None, Any] = {}  # address of the receiver to ask next, by the state that it has
         self._asked: set[tuple[int, int | None]] = set()  # rank and state of the receivers that have asked
         self._rates: dict[int, float] = {}  # bytes per second of each receiver's network, by rank; 0.0: unknown
@@ -114,7 +114,7 @@ class DeltaSender(Sender):
             self._first = self._first if self._served else self._state
             self._steps[self._state], self._tails, self._asked = Stream(), {}, set()
             recently = time.monotonic() - SILENCE_LIMIT_S
-            self._sources = {key: source for key, source in self._sources.items() if source.used > recently}
+            self._sources = {k: s for k, s in self._sources.items() if s.used > recently and not s.done}
             return {"version": version, "state": self._state}
 
     @torch.no_grad()
@@ -223,7 +223,7 @@ class DeltaSender(Sender):
                 self._tails[request["base"]] = request["listens"]
             return ({"peer": peer}, None) if peer else here
 
-    def _open(self, state: int, base: int | None) -> Source:
+    def _open(self, state: int, base: int | None) -> ChangeSource:
         """The changes since `base`, or all weights."""
         if base is not None:
             return ChangeSource(state, base, [self._steps[n] for n in range(base + 1, state + 1)])
@@ -235,6 +235,8 @@ class DeltaSender(Sender):
 
 class ChangeSource:
     """The changes of consecutive steps."""
+
+    done = False  # it takes memory, and no receiver reads it any more
 
     def __init__(self, state: int, base: int | None, steps: list[Stream]) -> None:
         self._header, self._steps, self.used = {"base": base, "state": state}, steps, time.monotonic()
@@ -261,10 +263,20 @@ class WeightsSource(ChangeSource):
         super().__init__(state, None, [step])
         self.state, self._served, self._blocks, self._lock = state, served, blocks, lock
         self.undo: defaultdict[int, list[Tensor | Changes]] = defaultdict(list)
+        self._readers = 0
         device = served[0].device if served else torch.device("cpu")
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def frames(self, start: int = 0) -> Iterator[bytes]:
+        self._readers, complete = self._readers + 1, False
+        try:
+            yield from self._frames(start)
+            complete = True
+        finally:
+            self._readers -= 1
+            self.done = complete and not self._readers
+
+    def _frames(self, start: int) -> Iterator[bytes]:
         self._steps[-1].wait_end()
         frame = 0
         for number, block in enumerate(self._blocks):
