@@ -218,7 +218,7 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        return min(c.versions[0] for c in self.completions)
+        return min(span.version for completion in self.completions for span in completion.spans)
 
     @property
     def policy(self) -> str:

@@ -39,6 +39,7 @@ class SimulatedEngine:
 
     def __init__(self, cost: EngineCost, slots: int, kv_tokens: float) -> None:
         self.cost, self.slots, self.kv_tokens = cost, slots, kv_tokens
+        self._each = cost.each
         self.waiting: deque[Request] = deque()
         self.active: list[tuple[float, int, Request]] = []  # heap by the decode step of their last token
         self.tokens = 0.0  # in the cache
@@ -71,7 +72,7 @@ class SimulatedEngine:
         steps = max(0.0, self.active[0][0] - self.steps)
         if count > 1:
             steps = min(steps, max(0.0, self.kv_tokens - self.tokens) / count)
-        each = self.cost.each
+        each = self._each
         seconds = steps * (self.cost.fixed(count) + each * self.tokens) + each * count * steps * steps / 2
         return self.at + seconds * self.slow
 
@@ -127,7 +128,7 @@ class SimulatedEngine:
         count = len(self.active)
         if not count:
             return
-        each, seconds = self.cost.each, seconds / self.slow
+        each, seconds = self._each, seconds / self.slow
         rate = self.cost.fixed(count) + each * self.tokens
         grows = each * count
         steps = seconds / rate if grows <= 0 else (math.sqrt(rate * rate + 2 * grows * seconds) - rate) / grows

@@ -78,11 +78,11 @@ class Figures:
     records: list[StepRecord]
 
 
-def simulated_figures(scenario: Scenario) -> Figures:
-    """Simulate a run."""
+def simulated_figures(scenario: Scenario, warm: int = 0) -> Figures:
+    """Simulate a run. Figures leave out the first `warm` steps; 0: a third, at most `WARM_UP`."""
     simulation = Simulation(scenario)
     records = simulation.run()
-    warm = min(WARM_UP, len(records) // 3)
+    warm = warm or min(WARM_UP, len(records) // 3)
     before, timed = records[warm - 1], records[warm:]
     seconds = timed[-1].end - before.end
     lags = sum((record.lags for record in timed), Counter[int]())

@@ -61,6 +61,7 @@ class Scenario:
     retries: int = 3
     shared_slowdown: float = 1.0  # of both sides while they work on the same GPUs at once
     step_overhead_s: float = 0.0
+    first_step_s: float = 0.0  # added to the first step, in which kernels are compiled
     faults: Faults = Faults()
     seed: int = 0
 
@@ -277,6 +278,7 @@ class Simulation:
         self.training = True
         self._share_gpus()
         seconds = self.scenario.trainer.step(sampled, packed) * self._slowdown
+        seconds += 0.0 if self.state.step else self.scenario.first_step_s
         self._at(self.now + seconds, self._end_step, self.epoch, self.now, sampled, lags)
 
     def _lags(self, groups: list[Group]) -> Counter[int]:
