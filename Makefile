@@ -20,7 +20,7 @@ test: $(VENV)/verifiers/installed $(VENV)/openenv/installed $(VENV)/trackers/ins
 	$(BIN)/python -m pytest --cache-clear -n 2 --dist loadfile --no-loadscope-reorder --durations 15 \
 		-m 'not verifiers and not trackers' || $(AGAIN)
 	$(VENV)/trackers/bin/python -m pytest -m trackers tests/observe/test_tracker_libraries.py
-	$(VENV)/verifiers/bin/python -m pytest -m verifiers tests/environments/test_libraries.py
+	$(VENV)/verifiers/bin/python -m pytest -m verifiers tests/environments/test_libraries.py tests/e2e/test_theirs.py
 
 test-gpu: $(VENV)/installed-dev ## the tests of trainer and delta link on a GPU
 	SLIPSTREAM_TEST_GPU=1 $(BIN)/python -m pytest tests/trainers/test_gpu.py tests/trainers/test_trainer.py \
