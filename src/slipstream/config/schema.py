@@ -6,13 +6,14 @@ import re
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
 from slipstream.config.environments import EnvironmentConfig, SamplingConfig
 from slipstream.config.section import ConfigError as ConfigError
 from slipstream.config.section import Section, option
 
+AUTO = -1  # "auto" as a number
 DEVICE = re.compile(r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
 NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
 
@@ -85,18 +86,29 @@ class LoopConfig(Section):
     max_tokens: int = option(0, "Trained tokens that end the run, unless loop.steps does; 0: no limit.", ge=0)
     groups_per_step: int = option(8, "Groups (tasks) that one step trains on.", ge=1)
     group_size: int = option(8, "Rollouts per task; advantages compare them with each other.", ge=2)
-    max_lag: int = option(1, "Most versions between sampling and training of a token; 0 is synchronous.", ge=0)
+    max_lag: int = option(
+        1,
+        'Most versions between sampling and training of a token; 0 is synchronous. "auto" (-1): as `slipstream plan`.',
+        ge=AUTO,
+    )
     force_max_lag: bool = option(False, "Train only when the buffer holds all that max_lag allows, for studies of lag.")
     buffer_size: int = option(0, "Most groups in generation and in the buffer; 0 is as many as max_lag can use.", ge=0)
     retries: int = option(3, "Most retries of a failed or stale task.", ge=0)
     seed: int = option(0, "Seed of task order, sampling and initialisation.", ge=0)
+
+    @field_validator("max_lag", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        return AUTO if value == "auto" else value
 
 
 class GeneratorConfig(Section):
     """Engines that sample, in number, kind and size."""
 
     engine: str = option("torch", '"torch" (embedded), "vllm", or your own class: "module:Class" or "file.py:Class".')
-    replicas: int = option(1, "Generators, each in its own process.", ge=1)
+    replicas: int = option(
+        1, 'Generators, each in its own process. "auto" (-1): as `slipstream plan`, for trainer.ranks.', ge=AUTO
+    )
     servers: list[str] = option([], "URLs of running vLLM servers to attach to, instead of starting engines (vllm).")
     tensor_parallel_size: int = option(1, "GPUs over which the weights of one engine are sharded (vllm).", ge=1)
     gpu_memory_utilization: float = option(
@@ -119,13 +131,20 @@ class GeneratorConfig(Section):
     @property
     def engines(self) -> int:
         """Number of engines that the run starts; 0 if it attaches to servers."""
-        return 0 if self.servers else self.replicas
+        return 0 if self.servers else max(1, self.replicas)
 
     @property
     def remote(self) -> str:
         """Host and port of the first server on another host, or ""."""
         urls = [urlsplit(url) for url in self.servers]
         return next((u.netloc for u in urls if u.hostname not in ("localhost", "127.0.0.1", "::1")), "")
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        if type(value) is int and value == 0:
+            raise ValueError('it must be 1 or more, or "auto"')
+        return AUTO if value == "auto" else value
 
     @model_validator(mode="before")
     @classmethod

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from slipstream.config.schema import Config, ConfigError
+from slipstream.config.schema import AUTO, Config, ConfigError
 from slipstream.controller.engine_calls import PublishError
 from slipstream.controller.engine_supervisor import close_cluster, supervise_engines
 from slipstream.controller.evaluation import evaluate_run, held_out_tasks
@@ -43,6 +43,7 @@ from slipstream.observe.health import Health, replay
 from slipstream.observe.progress import report_startup
 from slipstream.observe.run_data import Run
 from slipstream.observe.trackers import check_installed
+from slipstream.plan.choice import choose_options
 from slipstream.rollout import Completion
 from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.memory import freeze_heap
@@ -68,6 +69,9 @@ def resolve_config(config: Config) -> Config:
     check_installed(config.observe.trackers)
     validate_devices(config)
     runtime = current_runtime()
+    if AUTO in (config.loop.max_lag, config.generator.replicas):
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        config = choose_options(config, runtime.gpus, name)
     measured = config.sync.link == "auto" and runtime.hosts > 1
     network = run_bounded(measure_network(runtime)) if measured else None
     config = resolve_auto(config, runtime.gpus, runtime.hosts, network)

@@ -11,10 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from slipstream.config.loading import load_config
-from slipstream.config.schema import Config, ConfigError
+from slipstream.config.schema import AUTO, Config, ConfigError
 from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run
 from slipstream.observe.run_data import Run, load_run
 from slipstream.plan.calibration import Fit, own_scenario
+from slipstream.plan.choice import LAGS
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.ranking import plan as rank_plans
 from slipstream.plan.ranking import simulated_figures
@@ -82,7 +83,9 @@ def parse_counts(option: str, text: str, least: int) -> tuple[int, ...]:
 
 
 def default_lags(config: Config | None) -> tuple[int, ...]:
-    """The run's lag, by default 1, and a synchronous run to compare with."""
+    """The run's lag, by default 1, and a synchronous run to compare with; several lags if it is "auto"."""
+    if config and config.loop.max_lag == AUTO:
+        return 0, *LAGS
     return tuple(dict.fromkeys((0, config.loop.max_lag if config else 1)))
 
 

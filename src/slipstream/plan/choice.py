@@ -1,0 +1,78 @@
+"""The values of `loop.max_lag = "auto"` and `generator.replicas = "auto"`: the planner's choice for a run's GPUs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from slipstream.config.loading import with_options
+from slipstream.config.schema import AUTO, Config
+from slipstream.plan.hardware import GPUS, Cluster, Gpu, Rates
+from slipstream.plan.ranking import simulate
+from slipstream.plan.shapes import find_shape
+from slipstream.plan.splits import Plan, Problem, Split, evaluate
+from slipstream.plan.workload import Lengths, Workload
+
+LAGS = (1, 2, 4, 8)
+TOLERANCE = 0.97  # the fewest engines and the smallest lag that reach this share of the best rate are chosen
+SPREAD = 0.6  # assumed deviation of the logarithm of completion lengths, whose mean is half their limit
+PROMPT = 512  # assumed tokens
+
+
+def choose_options(config: Config, gpus: int, gpu_name: str) -> Config:
+    """The configuration with both options as numbers. `gpu_name` is CUDA's; 1 each without a GPU of a known kind."""
+    auto_lag, auto_engines = config.loop.max_lag == AUTO, config.generator.replicas == AUTO
+    if not (auto_lag or auto_engines):
+        return config
+    lag, engines = 1 if auto_lag else config.loop.max_lag, 1 if auto_engines else config.generator.replicas
+    kind, tp = kind_of(gpu_name), config.generator.tensor_parallel_size
+    if kind and gpus > 1:
+        colocated = config.sync.placement == "colocated"
+        most = max(1, (gpus - (0 if colocated else config.trainer.ranks)) // tp)
+        plans = Candidates(config, Cluster(kind, gpus))
+        if auto_engines:
+            counts = range(1, most + 1)
+            engines = _smallest([(n, plans.evaluate(n, 2 if auto_lag else lag)) for n in counts]) or most
+        if auto_lag:
+            found = [(n, plans.evaluate(engines, n)) for n in LAGS]
+            for _, plan in found:
+                if not plan.missing:
+                    simulate(plan)
+            lag = _smallest(found) or lag
+    loop, generator = (section.model_dump(exclude_unset=True) for section in (config.loop, config.generator))
+    return with_options(config, loop=loop | {"max_lag": lag}, generator=generator | {"replicas": engines})
+
+
+def kind_of(name: str) -> Gpu | None:
+    """The GPU kind that CUDA names so; None if it is not in the table."""
+    words = re.split(r"[^a-z0-9]+", name.lower().replace("rtx 4090", "rtx4090"))
+    found = max((kind for kind in GPUS if kind.partition("-")[0] in words), key=len, default=None)
+    if found and "-" in found and not set(found.split("-")) <= set(words):
+        found = found.partition("-")[0]
+    return GPUS[found] if found else None
+
+
+class Candidates:
+    """Plans for a run's trainer and different engines and lags."""
+
+    def __init__(self, config: Config, cluster: Cluster) -> None:
+        loop, most = config.loop, config.longest_completion
+        work = Workload(
+            Lengths(PROMPT), Lengths(max(1, most / 2), SPREAD, most), loop.groups_per_step, loop.group_size,
+            loop.steps, config.sync.every, lora_rank=config.lora.rank,
+        )  # fmt: skip
+        shape = replace(find_shape(config.model.path), context=10**9)
+        self._problem = Problem(shape, cluster, work, Rates(), slots=config.generator.max_num_seqs)
+        self._config = config
+
+    def evaluate(self, engines: int, lag: int) -> Plan:
+        trainer, tp = self._config.trainer, self._config.generator.tensor_parallel_size
+        placement = self._config.sync.placement
+        split = Split(placement, trainer.ranks, trainer.parallel, trainer.context_parallel, engines, tp, lag)
+        return evaluate(self._problem, split)
+
+
+def _smallest(plans: list[tuple[int, Plan]]) -> int | None:
+    """The first number whose plan reaches `TOLERANCE` of the best rate; None if no plan fits."""
+    best = max((plan.tokens_per_s for _, plan in plans), default=0.0)
+    return next((number for number, plan in plans if 0 < TOLERANCE * best <= plan.tokens_per_s), None)
