@@ -11,9 +11,9 @@ from pydantic import Field, field_validator, model_validator
 from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
 from slipstream.config.environments import EnvironmentConfig, SamplingConfig
 from slipstream.config.section import ConfigError as ConfigError
-from slipstream.config.section import Section, option
+from slipstream.config.section import MAX_INT, Section, option
 
-AUTO = -1  # "auto" as a number
+AUTO = MAX_INT  # "auto" as a number
 DEVICE = re.compile(r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
 NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
 
@@ -88,8 +88,8 @@ class LoopConfig(Section):
     group_size: int = option(8, "Rollouts per task; advantages compare them with each other.", ge=2)
     max_lag: int = option(
         1,
-        'Most versions between sampling and training of a token; 0 is synchronous. "auto" (-1): as `slipstream plan`.',
-        ge=AUTO,
+        'Most versions between sampling and training of a token; 0 is synchronous. "auto": as `slipstream plan` says.',
+        ge=0,
     )
     force_max_lag: bool = option(False, "Train only when the buffer holds all that max_lag allows, for studies of lag.")
     buffer_size: int = option(0, "Most groups in generation and in the buffer; 0 is as many as max_lag can use.", ge=0)
@@ -107,7 +107,7 @@ class GeneratorConfig(Section):
 
     engine: str = option("torch", '"torch" (embedded), "vllm", or your own class: "module:Class" or "file.py:Class".')
     replicas: int = option(
-        1, 'Generators, each in its own process. "auto" (-1): as `slipstream plan`, for trainer.ranks.', ge=AUTO
+        1, 'Generators, each in its own process. "auto": as `slipstream plan` says, for trainer.ranks.', ge=1
     )
     servers: list[str] = option([], "URLs of running vLLM servers to attach to, instead of starting engines (vllm).")
     tensor_parallel_size: int = option(1, "GPUs over which the weights of one engine are sharded (vllm).", ge=1)
@@ -131,7 +131,7 @@ class GeneratorConfig(Section):
     @property
     def engines(self) -> int:
         """Number of engines that the run starts; 0 if it attaches to servers."""
-        return 0 if self.servers else max(1, self.replicas)
+        return 0 if self.servers else 1 if self.replicas == AUTO else self.replicas
 
     @property
     def remote(self) -> str:
@@ -142,8 +142,6 @@ class GeneratorConfig(Section):
     @field_validator("replicas", mode="before")
     @classmethod
     def _auto(cls, value: Any) -> Any:
-        if type(value) is int and value == 0:
-            raise ValueError('it must be 1 or more, or "auto"')
         return AUTO if value == "auto" else value
 
     @model_validator(mode="before")
