@@ -10,8 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
 from slipstream.config.environments import EnvironmentConfig, SamplingConfig
-from slipstream.config.section import ConfigError as ConfigError
 from slipstream.config.section import MAX_INT, Section, option
+from slipstream.config.section import ConfigError as ConfigError
 
 AUTO = MAX_INT  # "auto" as a number
 DEVICE = re.compile(r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
