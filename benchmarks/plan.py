@@ -31,8 +31,9 @@ from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
 from slipstream.plan.engine import Request, SimulatedEngine
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.ranking import Figures, rank, simulated_figures
+from slipstream.plan.scenario import Scenario
 from slipstream.plan.shapes import Shape, find_shape, from_config
-from slipstream.plan.simulator import Scenario, Simulation
+from slipstream.plan.simulator import Simulation
 from slipstream.plan.splits import Problem, Split, evaluate
 from slipstream.plan.workload import Lengths, Workload
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
+from slipstream.plan.scenario import Scenario
 from slipstream.plan.shapes import find_shape
-from slipstream.plan.simulator import Scenario
 from slipstream.plan.splits import Problem
 from slipstream.plan.workload import Lengths, Workload
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from slipstream.plan.costs import PublishCost
 from slipstream.plan.hardware import Rates
-from slipstream.plan.simulator import Faults, Simulation
+from slipstream.plan.scenario import Faults
+from slipstream.plan.simulator import Simulation
 from slipstream.plan.workload import Delay, Lengths
 from slipstream.scheduling import loop_state
 from slipstream.scheduling.ledger import State

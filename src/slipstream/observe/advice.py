@@ -10,8 +10,8 @@ from slipstream.config.schema import ConfigError
 from slipstream.observe.run_data import Run
 from slipstream.plan.calibration import Fit, fit, own_scenario
 from slipstream.plan.ranking import Figures, simulated_figures
+from slipstream.plan.scenario import Scenario
 from slipstream.plan.shapes import SHAPES
-from slipstream.plan.simulator import Scenario
 from slipstream.rollout import mean
 
 STEPS = 24

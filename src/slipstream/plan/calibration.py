@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slipstream.config.schema import ConfigError
 from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
+from slipstream.plan.scenario import Scenario
 from slipstream.plan.shapes import Shape
-from slipstream.plan.simulator import Scenario
 from slipstream.plan.workload import Lengths, Workload
 
 Record = Mapping[str, Any]
+Array = NDArray[np.float64]
 LEAST_STEPS, WARM_UP = 6, 2  # steps that a fit needs, and those that compile or fill buffers
 LEAST_COMPLETIONS = 32
 
@@ -119,34 +122,29 @@ class Line:
 
 
 def line(points: Sequence[tuple[float, float]]) -> Line:
-    """Least squares; through the origin or constant where the other would be negative."""
-    x, y = fmean(p[0] for p in points), fmean(p[1] for p in points)
-    spread = sum((p[0] - x) ** 2 for p in points)
-    each = sum((p[0] - x) * (p[1] - y) for p in points) / spread if spread > 1e-6 * x * x * len(points) else 0.0
-    if spread <= 1e-6 * x * x * len(points) or y - each * x < 0:  # all alike: proportional
-        each = y / x if x else 0.0
-    each = max(0.0, each)
-    fixed = max(0.0, y - each * x)
-    squares = [((fixed + each * a) / b - 1) ** 2 for a, b in points if b > 0]
-    return Line(fixed, each, math.sqrt(fmean(squares)) if squares else 0.0)
+    """Least squares; through the origin where it would be negative, or where all x are alike."""
+    x, y = np.array(points).T
+    alike = x.std() <= 1e-3 * x.mean()
+    each, fixed = (y.mean() / x.mean(), 0.0) if alike else np.polyfit(x, y, 1)
+    if fixed < 0 or each < 0:
+        each, fixed = (y.mean() / x.mean(), 0.0) if fixed < 0 else (0.0, y.mean())
+    return Line(float(fixed), float(each), float(np.sqrt(np.mean(((fixed + each * x) / y - 1) ** 2))))
 
 
 def decode_points(sampled: Sequence[Sampled], slots: int, after: float) -> list[tuple[float, float]]:
     """For each completion, mean number of sequences that its engine decoded meanwhile, and seconds of a step.
 
-    A request's time includes its wait for a slot, so a sequence counts from the last `slots` starts on its engine.
+    A request's time includes its wait for a slot, so a sequence counts from when a slot was free.
     """
     points: list[tuple[float, float]] = []
     for engine in {one.engine for one in sampled}:
         own = [one for one in sampled if one.engine == engine]
-        begins = admissions(own, slots)
-        starts, ends = sorted(begins), [one.end for one in own]
-        total_start, total_end = _sums(starts), _sums(ends)
-        for one, begin in zip(own, begins, strict=True):
-            if begin < after or one.tokens < 2 or one.end <= begin:
-                continue
-            active = _overlap(starts, total_start, ends, total_end, begin, one.end)
-            points.append((active / (one.end - begin), (one.end - begin) / one.tokens))
+        begins, ends = np.array(admissions(own, slots)), np.array([one.end for one in own])
+        tokens = np.array([one.tokens for one in own])
+        active = _area(begins, ends) - _area(begins, begins) - _area(ends, ends) + _area(ends, begins)
+        kept = (begins >= after) & (tokens > 1) & (ends > begins)
+        seconds = (ends - begins)[kept]
+        points += zip(active[kept] / seconds, seconds / tokens[kept], strict=True)
     return points
 
 
@@ -160,28 +158,12 @@ def admissions(sampled: Sequence[Sampled], slots: int) -> list[float]:
     return [begins[index] for index in range(len(sampled))]
 
 
-def _sums(values: Sequence[float]) -> list[float]:
-    total, found = 0.0, [0.0]
-    for value in values:
-        total += value
-        found.append(total)
+def _area(times: Array, upto: Array) -> Array:
+    """Integral, up to each of `upto`, of the number of `times` that have passed."""
+    ordered = np.sort(times)
+    count = np.searchsorted(ordered, upto, side="right")
+    found: Array = count * upto - np.concatenate([[0.0], np.cumsum(ordered)])[count]
     return found
-
-
-def _overlap(
-    starts: Sequence[float], start_sums: Sequence[float], ends: Sequence[float], end_sums: Sequence[float],
-    low: float, high: float,
-) -> float:  # fmt: skip
-    """Sequence-seconds within [low, high]: the integral of started minus ended sequences."""
-
-    def area(times: Sequence[float], sums: Sequence[float], upto: float) -> float:
-        count = bisect_right(times, upto)
-        return count * upto - sums[count]
-
-    earlier_starts, earlier_ends = bisect_left(starts, low), bisect_left(ends, low)
-    started = area(starts, start_sums, high) - (earlier_starts * low - start_sums[earlier_starts])
-    ended = area(ends, end_sums, high) - (earlier_ends * low - end_sums[earlier_ends])
-    return started - ended
 
 
 def own_scenario(found: Fit, options: Mapping[str, Any], shape: Shape, steps: int = 40) -> Scenario:

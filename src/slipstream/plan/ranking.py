@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from slipstream.config.schema import ConfigError
-from slipstream.plan.simulator import Scenario, Simulation, StepRecord
+from slipstream.plan.scenario import Scenario, StepRecord
+from slipstream.plan.simulator import Simulation
 from slipstream.plan.splits import Plan, Problem, evaluate, splits, tensor_parallel_sizes
 
 SIMULATED = 6  # best splits by formula

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.plan.costs import ENGINE_OVERHEAD, EngineCost, PublishCost, TrainerCost, publish_cost
 from slipstream.plan.hardware import GIB, Cluster, Rates
+from slipstream.plan.scenario import Scenario, StepRecord
 from slipstream.plan.shapes import Shape
-from slipstream.plan.simulator import Scenario, StepRecord
 from slipstream.plan.workload import Workload
 
 UTILIZATION = 0.85  # of a GPU's memory for an engine with its own

@@ -6,10 +6,13 @@ import json
 import math
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist, fmean
 
 from slipstream.config.schema import ConfigError
+
+QUANTILES = 512  # that stand for a distribution
 
 
 @dataclass(frozen=True)
@@ -21,51 +24,41 @@ class Lengths:
 
     mean: float
     spread: float = 0.0
-    most: int = 0
+    most: int = 0  # 0: the mean, or four times the mean with a spread
     samples: tuple[int, ...] = ()
 
-    def draw(self, rng: random.Random) -> int:
+    @cached_property
+    def values(self) -> tuple[int, ...]:
+        """The samples, or the quantiles of the distribution, in ascending order."""
         if self.samples:
-            return max(1, rng.choice(self.samples))
-        value = self.mean
-        if self.spread:
-            value = rng.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
-        return max(1, min(round(value), self.longest))
+            return tuple(sorted(self.samples))
+        most = self.most or round(self.mean * 4)
+        if not self.spread:
+            return (min(round(self.mean), most),)
+        normal = NormalDist(math.log(self.mean) - self.spread**2 / 2, self.spread)
+        lengths = (math.exp(normal.inv_cdf((i + 0.5) / QUANTILES)) for i in range(QUANTILES))
+        return tuple(max(1, min(round(length), most)) for length in lengths)
 
     @property
     def longest(self) -> int:
-        return max(self.samples) if self.samples else self.most or round(self.mean * 4 if self.spread else self.mean)
+        return self.most if self.most and self.spread else self.values[-1]
 
-    @property
+    @cached_property
     def typical(self) -> float:
         """Mean length, after the cut."""
-        return self._moment(1)
+        return fmean(self.values)
 
-    @property
+    @cached_property
     def square(self) -> float:
         """Mean of the squared length, after the cut."""
-        return self._moment(2)
+        return fmean(value**2 for value in self.values)
+
+    def draw(self, rng: random.Random) -> int:
+        return self.values[int(rng.random() * len(self.values))]
 
     def largest_of(self, count: int) -> float:
         """Expected largest of `count` lengths (Blom 1958: the quantile of a normal's largest order statistic)."""
-        share = (count - 0.375) / (count + 0.25)
-        if self.samples:
-            return float(sorted(self.samples)[int(len(self.samples) * share)])
-        if not self.spread:
-            return self.mean
-        quantile = NormalDist().inv_cdf(share)
-        return min(self.mean * math.exp(self.spread * quantile - self.spread**2 / 2), self.longest)
-
-    def _moment(self, power: int) -> float:
-        if self.samples:
-            return fmean(length**power for length in self.samples)
-        if not self.spread:
-            return float(min(self.mean, self.longest) ** power)
-        # E[min(X, m)^p] of a log-normal X
-        mu, m, normal = math.log(self.mean) - self.spread**2 / 2, self.longest, NormalDist()
-        z = (math.log(m) - mu) / self.spread
-        below = math.exp(power * mu + (power * self.spread) ** 2 / 2) * normal.cdf(z - power * self.spread)
-        return below + float(m**power) * (1 - normal.cdf(z))
+        return float(self.values[int(len(self.values) * (count - 0.375) / (count + 0.25))])
 
 
 @dataclass(frozen=True)

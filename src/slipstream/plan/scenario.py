@@ -1,0 +1,61 @@
+"""What a simulation is given, and what it records of each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
+from slipstream.plan.workload import Workload
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Mean seconds between failures (0: none) of one engine and of the trainer, and seconds until each is restarted.
+
+    `rollout` is the probability that a rollout fails.
+    """
+
+    engine_s: float = 0.0
+    trainer_s: float = 0.0
+    restart_s: float = 60.0
+    rollout: float = 0.0
+    checkpoint_steps: int = 10
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated: engines, trainer, publishes, the work, and the options of the loop."""
+
+    work: Workload
+    engine: EngineCost
+    trainer: TrainerCost
+    publish: PublishCost
+    engines: int
+    slots: int
+    kv_tokens: float
+    max_lag: int
+    placement: str = "disaggregated"
+    in_flight: str = "continue"
+    force_max_lag: bool = False
+    buffer_size: int = 0
+    retries: int = 3
+    shared_slowdown: float = 1.0  # of both sides while they work on the same GPUs at once
+    step_overhead_s: float = 0.0
+    first_step_s: float = 0.0  # added to the first step, in which kernels are compiled
+    faults: Faults = Faults()
+    seed: int = 0
+
+
+@dataclass
+class StepRecord:
+    """One step: when its batch was complete, when it ended, its tokens, and its trained tokens by lag."""
+
+    start: float
+    end: float
+    wait: float
+    tokens: int
+    lags: Counter[int]
+    sampled: float = 0.0  # by all engines so far
+    engine_busy: float = 0.0  # seconds of all engines so far
+    publish: tuple[float, float] = (0.0, 0.0)
