@@ -193,6 +193,8 @@ def _add_plan(into: Subparsers) -> None:
         "--lengths", type=Path, metavar="FILE", help="completion lengths: a number a line, or a JSON list"
     )
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all splits with their figures, best first")
+    drawn = "draw throughput against lag, a step's timeline, and memory by GPU"
+    plan.add_argument("--html", type=Path, metavar="FILE", help=drawn)
     numbers: tuple[tuple[str, type, float | None, str], ...] = (
         ("--per-node", int, 8, "GPUs of one host (default: 8)"),
         ("--network", float, 400.0, "Gbit/s between hosts (default: 400)"),

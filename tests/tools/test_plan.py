@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -31,6 +33,19 @@ def test_plan_prints_a_ranking_and_a_configuration_that_is_valid(
     config = validate(values | {"environment": {"name": "addition"}})
     assert config.generator.replicas == first["engines"]
     assert config.trainer.ranks == first["trainer_ranks"]
+
+
+def test_the_page_shows_all_splits_and_is_well_formed(tmp_path: Path) -> None:
+    page, file = tmp_path / "plan.html", tmp_path / "plan.json"
+    shared = ["plan", "--model", "1.7B", "--gpus", "2", "--max-lag", "0,1", *SMALL]
+    assert cli.main([*shared, "--html", str(page), "--json", str(file)]) == 0
+    text = page.read_text()
+    drawings = [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", text, re.S)]
+    assert len(drawings) == 3
+    splits = {(s["placement"], s["trainer_ranks"], s["engines"], s["tensor_parallel"], s["max_lag"])
+              for s in json.loads(file.read_text())["splits"] if s["fits"]}  # fmt: skip
+    assert len(drawings[0].findall("circle")) == len(splits)
+    assert "<script" not in text and "http:" not in text and "https:" not in text
 
 
 def test_plan_reads_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,12 @@ MAX_SIMULATED_ROLLOUTS = 60_000  # of one simulation; fewer steps if they have m
 
 
 def plan(problem: Problem, lags: tuple[int, ...], simulated: int = SIMULATED) -> list[Plan]:
-    """All splits, best first. Figures of the best by formula, and of the best synchronous one, are simulated."""
+    """All splits, best first. Figures of the best by formula, and of the best of each lag, are simulated."""
     plans = rank(problem, lags)
     fitting = distinct([plan for plan in plans if not plan.missing])
-    chosen = fitting[:simulated] + [plan for plan in fitting[simulated:] if plan.split.max_lag == 0][:1]
+    chosen = fitting[:simulated]
+    for lag in lags:
+        chosen += [plan for plan in fitting if plan.split.max_lag == lag and plan not in chosen][:1]
     for found in chosen:
         simulate(found)
     rest = [plan for plan in plans if plan not in chosen]

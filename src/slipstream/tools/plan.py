@@ -45,6 +45,10 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
         print_sweep(ranked, options.price, console)
     best = max(ranked.values(), key=lambda plans: plans[0].tokens_per_s)
     print_plan(best, options.price, console)
+    if options.html:
+        from slipstream.tools.plan_page import page
+
+        write(options.html, "--html", page(best))
     if options.json:
         write(options.json, "--json", json.dumps(_json(ranked, options.price), indent=1))
 
