@@ -16,12 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.schema import ConfigError, ModelConfig
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.episode import EpisodeOptions, run_episode
+from slipstream.environments.episode import EpisodeOptions, episode_limits, run_episode
 from slipstream.environments.tools import Call, Tools, hermes, plain
 from slipstream.generators.base import ContextFull, EngineFailed, GenerationError
 from slipstream.model.packing import group_by_prefix, pack
@@ -234,6 +235,27 @@ def test_tool_errors_are_returned_to_the_model(said: str, told: str) -> None:
     assert chat.messages[-2]["role"] == "tool" and chat.messages[-2]["content"].startswith(told)
     assert chat.tool_calls == 1 and chat.tool_errors == told.startswith("error")
     assert prompts(it)[1] == f"?{said}<eos>\n{chat.messages[-2]['content']}\n"
+
+
+def test_the_rate_of_tool_calls_is_shared_and_counts_in_no_time_limit() -> None:
+    called: list[float] = []
+
+    async def now() -> str:
+        called.append(asyncio.get_running_loop().time())
+        return "later"
+
+    limits = ConversationLimits(seconds=1.0, tool_calls_per_second=2.0, label="shared")
+    policies = [policy(None, "now()", "now()", "42", limits=limits) for _ in range(2)]
+
+    async def episode() -> list[str]:
+        called.append(asyncio.get_running_loop().time())
+        return await asyncio.gather(*(it.conversation(tools=[now]).ask("when?") for it in policies))
+
+    assert run(episode) == ["42", "42"], "they wait for 1.5 s in all"
+    began, *calls = called
+    assert len(calls) == 4 and all(call > began + 0.5 * turn - 0.01 for turn, call in enumerate(calls))
+    config = EnvironmentConfig(name="a", label="a", tool_calls_per_second=8.0, workers=4)
+    assert episode_limits(config).tool_calls_per_second == 2.0
 
 
 def test_the_endpoint_returns_tool_calls() -> None:

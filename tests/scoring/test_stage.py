@@ -20,6 +20,7 @@ from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Rollout
 from slipstream.scoring.load import load_scoring, make_scorer
 from slipstream.scoring.stage import ScoringStage, with_teacher
+from tests.conftest import build_tokenizer
 from tests.environments.test_environments import completion, policy
 
 TASK = Task("t1", "1+1=")
@@ -108,6 +109,27 @@ def test_concurrency_is_bounded_and_scores_end_in_any_order() -> None:
     asyncio.run(main())
 
 
+def test_the_rate_of_requests_is_limited() -> None:
+    began: list[float] = []
+
+    class Records:
+        async def score(self, task: Task, rollout: Rollout) -> float:
+            began.append(asyncio.get_running_loop().time())
+            return 1.0
+
+        async def close(self) -> None: ...
+
+    async def main() -> None:
+        began.append(asyncio.get_running_loop().time())
+        stage = ScoringStage(ScoringConfig(requests_per_second=10.0), Records())
+        await asyncio.gather(*(stage(TASK, Rollout((completion("2"),), math.nan)) for _ in range(5)))
+        assert stage.running == 0
+
+    asyncio.run(main())
+    first, *requests = began
+    assert len(requests) == 5 and all(request > first + turn / 10 - 0.01 for turn, request in enumerate(requests))
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
 def test_an_exit_of_a_scorer_fails_its_rollout(error: BaseException) -> None:
     class Exits(Gated):
@@ -165,7 +187,7 @@ def config(kind: str, **scoring: Any) -> Any:
 
 def scored(kind: str, **scoring: Any) -> Rollout:
     async def main() -> Rollout:
-        stage = load_scoring(config(kind, **scoring), ChatTokenizer(None))
+        stage = load_scoring(config(kind, **scoring), ChatTokenizer(build_tokenizer()))
         assert stage is not None
         try:
             return await stage(TASK, ROLLOUT)
@@ -191,9 +213,9 @@ def test_a_hung_function_costs_one_score(scorers: str) -> None:
 @pytest.mark.parametrize("name", ["three", "Not", "number", "gone"])
 def test_an_invalid_scorer_raises(scorers: str, name: str) -> None:
     with pytest.raises(ConfigError, match=r"scoring.kind"):
-        make_scorer(config(f"{scorers}:{name}"), ChatTokenizer(None), None)
+        make_scorer(config(f"{scorers}:{name}"), ChatTokenizer(build_tokenizer()), None)
     with pytest.raises(ConfigError, match=r"scoring.options"):
-        make_scorer(config(f"{scorers}:Own", options="{loss = 1}"), ChatTokenizer(None), None)
+        make_scorer(config(f"{scorers}:Own", options="{loss = 1}"), ChatTokenizer(build_tokenizer()), None)
 
 
 def test_unused_options_raise() -> None:

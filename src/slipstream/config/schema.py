@@ -59,6 +59,7 @@ class ScoringConfig(Section):
     options: dict[str, Any] = option({}, "Keyword arguments of the scorer.")
     weights: dict[str, float] = option({}, 'Weights of reward parts, such as { environment = 1.0 }; empty: "score".')
     concurrency: int = option(64, "Most rollouts being scored at once.", ge=1)
+    requests_per_second: float = option(0.0, "Most rollouts whose scoring starts each second; 0: no limit.", ge=0)
     timeout: float = option(60.0, "Seconds that scoring one rollout may take, without its time in the queue.", gt=0)
 
 

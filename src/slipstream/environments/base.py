@@ -203,8 +203,11 @@ class Policy:
         reply: by default as `model.tool_call_parser` says. `turns`, `tokens` and `seconds` default to the
         limits of the configuration. `keep_history` keeps earlier messages even if the chat template rewrites them.
         """
-        limits = ConversationLimits(
-            self._limits.turns if turns is None else turns, self._limits.tokens if tokens is None else tokens, seconds
+        limits = dataclasses.replace(
+            self._limits,
+            turns=self._limits.turns if turns is None else turns,
+            tokens=self._limits.tokens if tokens is None else tokens,
+            seconds=seconds,
         )
         callable_tools = Tools(tools, parse or self.tokenizer.tool_call_parser, tool_seconds)
         conversation = Conversation(self, system, callable_tools, limits, self._deadline, keep_history)

@@ -1,8 +1,9 @@
-"""Bound the number of episodes in flight, and find the longest-running one."""
+"""Bound the number of episodes in flight and the rate of calls, and find the longest-running episode."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,28 @@ from slipstream.generators.pausable_clock import Clock
 
 PACKAGE = str(Path(__file__).parents[1])
 STANDARD_LIBRARY = str(Path(asyncio.__file__).parents[1])
+
+
+class RateLimiter:
+    """Lets at most `per_second` callers pass each second, evenly spaced in order of arrival; 0: all at once."""
+
+    def __init__(self, per_second: float) -> None:
+        self._interval = 1 / per_second if per_second else 0.0
+        self._next = 0.0  # time of the event loop
+
+    async def wait(self) -> None:
+        """Wait for the caller's turn."""
+        now = asyncio.get_running_loop().time()
+        turn = max(now, self._next)
+        self._next = turn + self._interval
+        if turn > now:
+            await asyncio.sleep(turn - now)
+
+
+@functools.cache
+def shared_limiter(_label: str, per_second: float) -> RateLimiter:
+    """The limiter of an environment in this process."""
+    return RateLimiter(per_second)
 
 
 @dataclass(eq=False)

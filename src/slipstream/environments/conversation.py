@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slipstream.environments.concurrency import shared_limiter
 from slipstream.environments.text_limits import count_characters, run_in_thread
 from slipstream.environments.tools import Call, Tools
 from slipstream.generators.base import ContextFull
@@ -24,11 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ConversationLimits:
-    """Limits of a conversation: replies, sampled tokens, seconds. 0: no limit."""
+    """Limits of a conversation: replies, sampled tokens, seconds. 0: no limit.
+
+    `tool_calls_per_second` is shared by the conversations of a process that have equal `label`s.
+    """
 
     turns: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    tool_calls_per_second: float = 0.0
+    label: str = ""
 
 
 UNLIMITED = ConversationLimits()
@@ -78,6 +84,9 @@ class Conversation:
         try:
             async with self._clock.timeout(self._seconds_left()):
                 for call in calls:
+                    if rate := self._limits.tool_calls_per_second:
+                        with self._clock.stopped():
+                            await shared_limiter(self._limits.label, rate).wait()
                     result, succeeded = await self._tools.run(call)
                     self.tool_calls += 1
                     self.tool_errors += not succeeded

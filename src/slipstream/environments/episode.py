@@ -80,7 +80,10 @@ class EpisodeOptions:
 
 def episode_limits(config: EnvironmentConfig) -> ConversationLimits:
     """Limits of an episode's conversations. Their time ends before the episode's, which has a reward to compute."""
-    return ConversationLimits(config.max_turns, config.max_tokens, config.timeout * CONVERSATION_SHARE)
+    rate = config.tool_calls_per_second / max(1, config.workers)
+    return ConversationLimits(
+        config.max_turns, config.max_tokens, config.timeout * CONVERSATION_SHARE, rate, config.label
+    )
 
 
 def episode_slots(config: Config, engine_slots: int) -> EpisodeSlots:

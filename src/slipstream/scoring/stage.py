@@ -18,6 +18,7 @@ from typing import Any
 from slipstream.config.plugins import is_ctrl_c, one_line
 from slipstream.config.schema import ConfigError, ScoringConfig
 from slipstream.environments.base import Task
+from slipstream.environments.concurrency import RateLimiter
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.rollout import Group, Rollout, mean
 from slipstream.runtime.closing import close_at_once
@@ -53,6 +54,7 @@ class ScoringStage:
         self.scorer, self.teacher = scorer, teacher
         concurrency = min(options.concurrency, getattr(scorer, "concurrency", options.concurrency))
         self._slots = asyncio.Semaphore(concurrency)
+        self._limiter = RateLimiter(options.requests_per_second)
         self._timeout = None if getattr(scorer, "has_own_timeout", False) else options.timeout
         self.queue = 0
         self.running = 0
@@ -131,6 +133,8 @@ class ScoringStage:
         began = time.perf_counter()
         self.running += 1
         try:
+            await self._limiter.wait()
+            began = time.perf_counter()
             call = partial(self._ask, self.scorer, task, rollout)
             answer = await (self.scorer.repeat(call) if isinstance(self.scorer, ScoringProcess) else call())
         finally:
