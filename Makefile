@@ -8,12 +8,12 @@ RUNTIME ?= local
 # Tests that failed run once more, alone: other work on the processors may have made them miss a time limit.
 AGAIN = $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-.PHONY: demo calculator guessing gemma gsm8k study test test-gpu lint bench clean
+.PHONY: demo calculator guessing nim words gemma gsm8k study test test-gpu lint bench clean
 
 demo: $(VENV)/installed-$(RUNTIME) ## a tiny model learns addition, in a few minutes on a CPU; RUNTIME=ray: on Ray
 	$(BIN)/python examples/demo.py --seed $(SEED) --runtime.kind $(RUNTIME)
 
-calculator guessing: $(VENV)/installed  ## a tiny model learns a game of several turns, in a few minutes on a CPU
+calculator guessing nim words: $(VENV)/installed  ## a tiny model learns a game of several turns, in a few minutes on a CPU
 	$(BIN)/python examples/$@.py --seed $(SEED)
 
 test: $(VENV)/verifiers/installed $(VENV)/openenv/installed $(VENV)/trackers/installed lint ## all tests

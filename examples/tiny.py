@@ -10,8 +10,9 @@ import asyncio
 import copy
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from demo import build_model, build_tokenizer, configuration
@@ -40,17 +41,31 @@ def play(name: str, symbols: str, dialogue: Callable[[random.Random], Dialogue],
     torch.set_num_threads(1)
     tokenizer = build_tokenizer(["<pad>", "<eos>", *symbols])
     model = build_model(options.seed, 16, len(tokenizer))
+    if config.lora.rank:  # adapters do not train the head, whose scale bounds how sure the policy can be
+        model.model.embed_tokens.weight.data.mul_(5)
     imitate(model, tokenizer, dialogue, warm_up_steps, options.seed)
     start = options.dir / "start"
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
-    before = success(model, tokenizer, config)
-    print(f"start model in {start} after {time.perf_counter() - began:.0f} s; it wins {before:.0%} of its games")
+    print(f"start model in {start} after {time.perf_counter() - began:.0f} s")
+    if not config.policies:
+        before = success(model, tokenizer, config)
+        print(f"it wins {before:.0%} of its games")
     summary = slipstream.train(config, quiet=options.quiet)
     report(slipstream.load_run(summary["directory"]))
+    if config.policies:
+        print_rewards(summary)
+        return
     final = summary["eval"]["final"]
     after = "not measured" if final is None else f"{final:.0%}"
     print(f"\nwins {before:.0%} before, {after} after; {time.perf_counter() - began:.0f} s in total")
+
+
+def print_rewards(summary: Mapping[str, Any]) -> None:
+    """Print the mean reward of each policy at the start and at the end, also with the others as at the start."""
+    first, *_, last = summary["eval"]["history"]
+    for name in sorted(name for name in last if name.startswith("eval/policies/")):
+        print(f"{name.removeprefix('eval/policies/')}: {first[name]:.3f} before, {last[name]:.3f} after")
 
 
 def imitate(

@@ -74,6 +74,7 @@ threads = 1
 [evaluation]
 every = 12
 temperature = 1.0
+against_start = true
 [checkpoint]
 every = 3
 [run]
@@ -129,10 +130,13 @@ def test_two_policies_learn_opposites_and_continue_after_a_kill(config: Path, tm
     assert not kill.same_bits(adapters[0]["low"], adapters[0]["high"])
 
     metrics = load_run(whole).metrics
+    evaluations = [load_run(whole).evaluations[i] for i in (0, -1)]
     for name in ("low", "high"):
         rewards = [record[f"policies/{name}/reward"] for record in metrics]
         assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.2, (name, rewards)
         assert max(record[f"policies/{name}/policy/ratio_max"] for record in metrics) < 1.001, "not on policy"
+        first, last = (evaluation[f"eval/policies/{name}/against_start"] for evaluation in evaluations)
+        assert last > first + 0.1 and last == evaluations[1][f"eval/policies/{name}/reward"]
     assert metrics[-1]["policies/low/policy/kl"] == 0 < metrics[-1]["policies/high/policy/kl"]
     assert {row["role"] for row in rows(whole)} == {"low", "high"}
     for group in {(row["step"], row["visit_id"], row["role"]) for row in rows(whole)}:

@@ -329,6 +329,7 @@ IDLE: tuple[tuple[Any, ...], ...] = (  # a condition, its text, and options with
     (lambda c: c.trainer.ranks > 1, "trainer.ranks above 1", "trainer.parallel"),
     (lambda c: c.evaluation.tasks, "evaluation.tasks above 0", "evaluation.every", "evaluation.every_tokens",
      "evaluation.temperature", "evaluation.samples", "evaluation.snapshot"),
+    (lambda c: len(c.policies) > 1, "several [[policies]]", "evaluation.against_start"),
     (lambda c: c.observe.health, "observe.health = true", "observe.ignore"),
     (lambda c: c.observe.trackers, "observe.trackers", "observe.project"),
     (lambda c: c.runtime.kind == "ray", 'runtime.kind = "ray"',

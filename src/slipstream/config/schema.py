@@ -222,6 +222,7 @@ class EvaluationConfig(Section):
     tasks: int = option(100, "Held-out tasks to evaluate on; 0 turns evaluation off.", ge=0)
     samples: int = option(1, "Samples of each task, for pass@k; above 1 needs a temperature above 0.", ge=1)
     temperature: float = option(0.0, "Softmax temperature of evaluation, from 0.01 to 100; 0 is greedy.", ge=0)
+    against_start: bool = option(False, "Play also each of several policies with all others as at the start.")
     snapshot: bool = option(False, "Sample each evaluation by a single version: training takes no step meanwhile.")
 
 
@@ -334,6 +335,7 @@ class Config(Section):
             rate = policy.learning_rate or self.trainer.learning_rate
             changes: dict[str, Any] = {
                 "policies": [],
+                "evaluation": self.evaluation.model_copy(update={"against_start": False}),
                 "algorithm": self.algorithm.model_copy(update=algorithm),
                 "trainer": self.trainer.model_copy(update={"learning_rate": rate}),
             }

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,14 @@ import torch
 
 from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.schema import Config
-from slipstream.controller.evaluation_record import Outcome, PlayedTask, all_failed, describe_failures, summarize
+from slipstream.controller.evaluation_record import (
+    Outcome,
+    PlayedTask,
+    add_policies,
+    all_failed,
+    describe_failures,
+    summarize,
+)
 from slipstream.controller.publishing import wait_published
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Policy, Task
@@ -137,17 +145,26 @@ class _Player:
     endpoint: Endpoint | None
     episodes: Mapping[str, EpisodeOptions]
 
-    async def play(self, each: LoadedEnvironment, task: Task, sample: int) -> Outcome:
+    async def play(self, policies: Mapping[str, str], each: LoadedEnvironment, task: Task, sample: int) -> Outcome:
         if self.config.loop.max_lag:  # a synchronous run's requests reach an engine as one message
             await throttle()
         seed = f"{self.config.loop.seed}/evaluation/{each.id_of(task)}" + f"/{sample}" * (sample > 0)
         sampling, limits = evaluation_sampling(self.config, each.options), episode_limits(each.options)
-        names = {policy.name: policy.name for policy in self.config.policies}
-        policy = Policy(self.generator, self.tokenizer, sampling, seed, self.endpoint, limits, names)
+        policy = Policy(self.generator, self.tokenizer, sampling, seed, self.endpoint, limits, policies)
         try:
             return await run_episode(each.environment, task, policy, self.episodes[each.options.label])
         except RolloutFailed as failure:
             return failure
+
+
+def line_ups(config: Config) -> dict[str, dict[str, str]]:
+    """Which adapters play each evaluation of the same tasks, as `Policy` takes them; first those of the run, under "".
+
+    With `evaluation.against_start`, each policy also plays with all others as at the start: the model without adapter.
+    """
+    names = [policy.name for policy in config.policies]
+    against = names if config.evaluation.against_start else []
+    return {"": {name: name for name in names}} | {own: {n: n if n == own else "" for n in names} for own in against}
 
 
 async def evaluate(
@@ -180,11 +197,16 @@ async def evaluate(
         for o in (each.options for each in environments)
     }
     player = _Player(config, generator, tokenizer, endpoint, episodes)
-    ended = await gather_all(player.play(*each, sample) for each in tasks for sample in range(samples))
-    by_task = [PlayedTask(*each, ended[i * samples :][:samples]) for i, each in enumerate(tasks)]
+    lines = line_ups(config)
+    playing = (player.play(line, *each, i) for line in lines.values() for each in tasks for i in range(samples))
+    ended = iter(await gather_all(playing))
+    by_task, *against_start = (
+        [PlayedTask(*each, list(itertools.islice(ended, samples))) for each in tasks] for _ in lines
+    )
     if played is not None:
         played += by_task
     result = {**summarize(by_task, generator.version), "eval/reward_errors": dict(raised)}
+    add_policies(result, by_task, dict(zip(list(lines)[1:], against_start, strict=True)))
     recorded = [each.describe(tokenizer) for each in by_task[:RECORDED_TASKS]]
     return {**result, "eval/duration_s": time.perf_counter() - began, "samples": recorded}
 

@@ -123,6 +123,24 @@ def _estimates(played: Sequence[PlayedTask]) -> dict[str, Estimate]:
     return found
 
 
+def add_policies(
+    record: dict[str, Any], played: Sequence[PlayedTask], against_start: Mapping[str, Sequence[PlayedTask]]
+) -> None:
+    """Add the mean reward of each of several policies, with its interval, and that `against_start`.
+
+    Tasks in which a policy has no rollout, such as those that failed, are left out.
+    """
+    names = {rollout.policy for each in played for episode in each.episodes for rollout in episode} - {""}
+    found = {(name, "reward"): played for name in names}
+    found |= {(name, "against_start"): tasks for name, tasks in against_start.items()}
+    for (name, figure), tasks in sorted(found.items()):
+        rewards = [[r.reward for episode in each.episodes for r in episode if r.policy == name] for each in tasks]
+        if means := [fmean(own) for own in rewards if own]:
+            estimate = estimate_mean(means)
+            record[f"eval/policies/{name}/{figure}"] = estimate.value
+            record["intervals"][f"eval/policies/{name}/{figure}"] = [estimate.low, estimate.high]
+
+
 def all_failed(result: Mapping[str, Any]) -> bool:
     """Whether every episode of an evaluation failed."""
     return bool(result["eval/failed"] == result["eval/tasks"] * result["eval/samples_per_task"])
