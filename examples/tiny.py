@@ -63,7 +63,7 @@ def play(name: str, symbols: str, dialogue: Callable[[random.Random], Dialogue],
 
 def print_rewards(summary: Mapping[str, Any]) -> None:
     """Print the mean reward of each policy at the start and at the end, also with the others as at the start."""
-    first, *_, last = summary["eval"]["history"]
+    first, last = summary["eval"]["history"][0], summary["eval"]["history"][-1]
     for name in sorted(name for name in last if name.startswith("eval/policies/")):
         print(f"{name.removeprefix('eval/policies/')}: {first[name]:.3f} before, {last[name]:.3f} after")
 

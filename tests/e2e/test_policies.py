@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import kill
 
+from slipstream.cli import main
 from slipstream.observe.run_data import load_run
 from slipstream.rollout import mean
 from tests import warm
@@ -108,9 +110,19 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [row for step in data.rollout_steps for row in data.rollouts(step)]
 
 
-def test_two_policies_learn_opposites_and_continue_after_a_kill(config: Path, tmp_path: Path) -> None:
+def test_two_policies_learn_opposites_and_continue_after_a_kill(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    ended(command(config))
+    said = ended(command(config))
+    assert re.search(r"evaluation after step 12: .*: high 0\.\d+ \(0\.\d+ against the start\), low 0\.\d+ \(", said)
+    assert re.search(r"Reward of low +0\.\d+ → 0\.\d+", said) and f"slipstream generate {whole}/policy/low" in said
+    assert main(["generate", str(whole / "policy" / "low"), "--prompt", "1+1="]) == 0
+    assert main(["eval", str(whole)]) == 2
+    assert (
+        f"several policies, which a run alone can play; each is an adapter: {whole}/policy/low"
+        in capsys.readouterr().err
+    )
     process = command(config, f"--run.dir={killed}")
     while process.poll() is None and kill.steps_done(killed) < 8:
         time.sleep(0.005)

@@ -100,7 +100,8 @@ async def finish(run: RunContext) -> dict[str, Any]:
     await save_checkpoint(run, asyncio.Event())
     await run.cluster.trainer.export(run.directory.policy)
     with writing(run.directory.policy):
-        run.tokenizer.save_pretrained(run.directory.policy)
+        for path in [run.directory.policy / name for name in run.policies] or [run.directory.policy]:
+            run.tokenizer.save_pretrained(path)
     await run.recorder.flush()
     ledger = run.state.ledger
     summary = {

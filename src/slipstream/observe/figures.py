@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from slipstream.observe.formatting import by_environment, counts, duration, is_finite, number
+from slipstream.observe.formatting import by_label, counts, duration, is_finite, number
 from slipstream.observe.health import RULES, WHILE_RUNNING, check
 from slipstream.observe.run_data import Record, Run
 from slipstream.observe.score import compare_scores
@@ -46,6 +46,7 @@ def facts(run: Run, shares: Shares | None, scoring: bool = True) -> Iterator[tup
     tenth = max(1, len(rewards) // 10)
     yield "Reward", arrow(_mean(rewards[:tenth]), _mean(rewards[-tenth:])), "first and last tenth of the steps"
     yield from _environments(run)
+    yield from _policies(run)
     stopped = f", stopped by {run.summary['stopped']}" if run.summary.get("stopped") else ""
     steps = f"{number(last.get('step'))} in {duration(last.get('time/wall_s'))}"
     yield "Steps", steps, f"without stops; {duration(window)} since the first rollout{stopped}"
@@ -65,16 +66,26 @@ def facts(run: Run, shares: Shares | None, scoring: bool = True) -> Iterator[tup
 
 def _environments(run: Run) -> Iterator[tuple[str, str, str]]:
     """First and last score of each environment of a run on several."""
-    scores = [by_environment(record, "eval/score") for record in run.evaluations]
+    scores = [by_label(record, "eval/score") for record in run.evaluations]
     last = run.metrics[-1] if run.metrics else {}
     for label in scores[0] if scores else ():
-        tasks = by_environment(run.evaluations[-1], "eval/tasks").get(label)
+        tasks = by_label(run.evaluations[-1], "eval/tasks").get(label)
         rewards = run.values(f"environments/{label}/reward")
         tenth = max(1, len(rewards) // 10)
         trained = f"reward {arrow(_mean(rewards[:tenth]), _mean(rewards[-tenth:]))}"
         dropped = last.get(f"environments/{label}/tasks_dropped")
         note = f"on {number(tasks)} held-out tasks; {trained}" + f"; {number(dropped)} tasks dropped" * bool(dropped)
         yield f"Score of {label}", arrow(scores[0][label], scores[-1].get(label)), note
+
+
+def _policies(run: Run) -> Iterator[tuple[str, str, str]]:
+    """First and last reward of each of several policies on held-out tasks, also against the others at the start."""
+    each = [by_label(record, "eval/reward", "policies") for record in run.evaluations]
+    against = [by_label(record, "eval/against_start", "policies") for record in run.evaluations]
+    for name in each[0] if each else ():
+        first, last = against[0][name], against[-1].get(name)
+        note = "" if first is None else f"against the others as at the start {arrow(first, last)}"
+        yield f"Reward of {name}", arrow(each[0][name], each[-1].get(name)), note
 
 
 def _scoring(run: Run) -> str:

@@ -68,12 +68,12 @@ def shorten(text: str, length: int = SHOWN) -> str:
     return text if len(text) <= length else f"{text[:half]} … {text[-half:]}"
 
 
-def by_environment(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A record's values of "environments/LABEL/name" by label; {} for a run of one environment.
+def by_label(record: Mapping[str, Any], name: str, kind: str = "environments") -> dict[str, Any]:
+    """A record's values of "environments/LABEL/name", or of another `kind`, by label; {} for a run of one.
 
-    `name` begins with "eval/" for values of an evaluation. An environment without the value has None.
+    `name` begins with "eval/" for values of an evaluation. A label without the value has None.
     """
-    prefix, name = ("eval/environments/", name[5:]) if name.startswith("eval/") else ("environments/", name)
+    prefix, name = (f"eval/{kind}/", name[5:]) if name.startswith("eval/") else (f"{kind}/", name)
     labels = dict.fromkeys(key.removeprefix(prefix).partition("/")[0] for key in record if key.startswith(prefix))
     return {label: record.get(f"{prefix}{label}/{name}") for label in labels} if len(labels) > 1 else {}
 

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.observe.formatting import by_environment, counts, duration, is_finite, number, shorten, sparkline
+from slipstream.observe.formatting import by_label, counts, duration, is_finite, number, shorten, sparkline
 from slipstream.rollout import Group as RolloutGroup
 
 FIELDS = {
@@ -135,9 +135,13 @@ class Progress:
         failed = f", {number(record['eval/failed'])} failed{reasons}" if record.get("eval/failed") else ""
         score, tasks = number(record.get("eval/score"), 3), f"{number(record.get('eval/tasks'))} tasks"
         tasks += f", {number(k)} samples each" if (k := record.get("eval/samples_per_task", 1)) > 1 else ""
-        self._scores = by_environment(record, "eval/score")
-        counts_of = by_environment(record, "eval/tasks")
+        self._scores = by_label(record, "eval/score")
+        counts_of = by_label(record, "eval/tasks")
         own = ", ".join(f"{label} {number(each, 3)} on {counts_of[label]}" for label, each in self._scores.items())
+        against = by_label(record, "eval/against_start", "policies")
+        for name, reward in by_label(record, "eval/reward", "policies").items():
+            found = "" if against[name] is None else f" ({number(against[name], 3)} against the start)"
+            own += f"{', ' * bool(own)}{name} {number(reward, 3)}{found}"
         self._score = f"{score} on {tasks}{failed} ({versions})" + f": {own}" * bool(own)
         self.note(f"evaluation after step {number(record.get('step'))}: {self._score}")
 
@@ -167,7 +171,7 @@ class Progress:
 
     def _print_step(self) -> None:
         self._unprinted = False
-        rewards = by_environment(self.latest, "reward").items()
+        rewards = [*by_label(self.latest, "reward").items(), *by_label(self.latest, "reward", "policies").items()]
         own = "".join(f"  {label} {number(reward, 3)}" for label, reward in rewards)
         self.note(LINE.format_map(self._texts()) + own)
 
@@ -192,7 +196,7 @@ class Progress:
 
     def _environment_rows(self) -> Iterator[Sequence[str]]:
         """Reward, score and tasks of each environment, if there are several."""
-        for label, reward in by_environment(self.latest, "reward").items():
+        for label, reward in by_label(self.latest, "reward").items():
             active, dropped = (
                 self.latest.get(f"environments/{label}/tasks_{state}") for state in ("active", "dropped")
             )

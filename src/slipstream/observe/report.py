@@ -51,7 +51,7 @@ def report(run: Run, console: Console | None = None) -> None:
         console.print(_side_by_side(old, new), "", sep="\n")
     if advice := describe_advice(run):
         console.print(Text(f"Advice: {advice}."), "", sep="\n")
-    for line in _next_commands(summary):
+    for line in _next_commands(summary, [each["name"] for each in run.config.get("policies", ())]):
         console.print(Text(line), soft_wrap=True)
 
 
@@ -66,15 +66,17 @@ def _side_by_side(old: Mapping[str, Any], new: Mapping[str, Any]) -> Table:
     return table
 
 
-def _next_commands(summary: Mapping[str, Any]) -> Iterator[str]:
+def _next_commands(summary: Mapping[str, Any], policies: Sequence[str]) -> Iterator[str]:
     directory, policy = (str(summary.get(key) or "–") for key in ("directory", "policy"))
     yield f"policy   {policy}"
     yield f"records  {directory}"
     yield ""
     if summary.get("stopped"):
         yield f"resume   slipstream train --resume {shlex.quote(directory)}"
-    yield f"measure  slipstream eval {shlex.quote(directory)}"
-    yield f'ask      slipstream generate {shlex.quote(policy)} --prompt "..."'
+    if not policies:
+        yield f"measure  slipstream eval {shlex.quote(directory)}"
+    for path in [f"{policy}/{name}" for name in policies] or [policy]:
+        yield f'ask      slipstream generate {shlex.quote(path)} --prompt "..."'
 
 
 def piped_console(console: Console | None = None) -> Console:

@@ -37,7 +37,7 @@ from slipstream.model.inspection import max_model_len
 from slipstream.model.loading import load_causal_lm, load_tokenizer
 from slipstream.model.paths import adapter_config, check_path
 from slipstream.observe.estimates import Comparison, compare_paired
-from slipstream.observe.formatting import by_environment, counts, plural
+from slipstream.observe.formatting import by_label, counts, plural
 from slipstream.observe.recorder import write_rollouts
 from slipstream.rollout import Batch, Group
 from slipstream.runtime.closing import closing, run_bounded
@@ -211,7 +211,7 @@ def to_markdown(policy: Evaluation, against: Evaluation | None = None) -> str:
 
 def _rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and value with interval of each estimate: the score, pass@k, and scores by category and environment."""
-    labels = by_environment(record, "eval/score")
+    labels = by_label(record, "eval/score")
     counts_of = {f"eval/category/{name}": tasks for name, tasks in record["categories"].items()}
     counts_of |= {f"eval/environments/{name}/score": record[f"eval/environments/{name}/tasks"] for name in labels}
     rows = []

@@ -2,7 +2,7 @@
 
 const FIRST = ["reward/mean", "eval/score", "train/loss", "policy/entropy", "policy/mismatch_kl", "train/grad_norm",
   "completions/mean_length", "lag/mean"];
-const ORDER = ["reward", "environments", "env", "policy", "lag", "completions", "train", "eval", "time", "gen", "buffer", "rollout",
+const ORDER = ["reward", "environments", "policies", "env", "policy", "lag", "completions", "train", "eval", "time", "gen", "buffer", "rollout",
   "sync", "engines", "scoring", "experts"];
 const AXES = { step: "step", time: "time/wall_s", tokens: "train/total_tokens" };
 const TOTALS = /\/total_tokens$|\/(wall|window|busy)_s$|^rollout\/(generated|trained)$|^engines\/(tokens|busy_s)\//;
