@@ -26,7 +26,7 @@ class Words:
     longer the better, but not beyond what the solver can do. A word that is none is not shown to the solver.
     """
 
-    def __init__(self, train: int = 64, test: int = 100) -> None:
+    def __init__(self, train: int = 64, test: int = 400) -> None:
         self.train = [Task(str(i), "?") for i in range(train)]
         self.test = [Task(str(i), "?") for i in range(test)]
 

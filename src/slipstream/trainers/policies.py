@@ -11,6 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slipstream.config.schema import Config
 from slipstream.model.device import current_device
 from slipstream.model.inspection import policy_parameters
@@ -23,6 +25,7 @@ class PolicyTrainers:
     """A `Trainer` of each policy, with the methods of one. `parameters` are those of all, named by their policies."""
 
     def __init__(self, config: Config) -> None:
+        torch.manual_seed(config.loop.seed)
         self.device = current_device()
         model = load_trained_model(config, self.device)
         frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
