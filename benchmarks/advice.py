@@ -3,8 +3,8 @@
     python benchmarks/advice.py [--steps 30] [--cases N] [--json FILE]
 
 Real runs with the real loop on this machine; engines and trainer are simulated: they wait instead of computing, so
-added ones cost no processor. An engine has slots and takes the same time for each decode step; the trainer's step takes a
-time for each token, divided by its ranks. `gain` is trained tokens/s with the change over those without, `predicted`
+added ones cost no processor. An engine has slots and takes the same time for each decode step; the trainer's step takes
+a time for each token, divided by its ranks. `gain` is trained tokens/s with the change over those without, `predicted`
 what the advice said; `error` is that of the simulation of the first run itself.
 """
 

@@ -30,8 +30,8 @@ from work import conditions
 from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
 from slipstream.plan.engine import Request, SimulatedEngine
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
-from slipstream.plan.ranking import Figures, rank, simulated_figures
-from slipstream.plan.scenario import Scenario
+from slipstream.plan.ranking import rank, simulated_figures
+from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import Shape, find_shape, from_config
 from slipstream.plan.simulator import Simulation
 from slipstream.plan.splits import Problem, Split, evaluate

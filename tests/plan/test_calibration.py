@@ -72,7 +72,7 @@ def test_short_records_are_refused() -> None:
     with pytest.raises(ConfigError, match="it has 5 steps, and a fit needs 6"):
         fit(metrics, events, {}, 10.0)
     metrics, events = records(8)
-    with pytest.raises(ConfigError, match=r"events.jsonl has 0 completions"):
+    with pytest.raises(ConfigError, match=r"events.jsonl has 0 whole completions"):
         fit(metrics, [], {}, 10.0)
 
 

@@ -64,7 +64,7 @@ def test_a_sweep_shows_each_number_of_gpus_and_each_lag(capsys: pytest.CaptureFi
     assert cli.main(["plan", "--model", "0.6B", "--gpus", "2,4", "--max-lag", "0,2", *SMALL]) == 0
     shown = capsys.readouterr().out
     table = shown[: shown.index("steps of")]
-    rows = [tuple(line.split("│")[1:3]) for line in table.splitlines() if "│" in line]
+    rows = [tuple(line.split("│")[2:4]) for line in table.splitlines() if "│" in line]
     assert [(int(gpus), int(lag)) for gpus, lag in rows] == [(2, 0), (2, 2), (4, 0), (4, 2)]
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from slipstream.config.schema import ConfigError
 from slipstream.observe.run_data import Run
 from slipstream.plan.calibration import Fit, fit, own_scenario
-from slipstream.plan.ranking import Figures, simulated_figures
-from slipstream.plan.scenario import Scenario
+from slipstream.plan.ranking import simulated_figures
+from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import SHAPES
 from slipstream.rollout import mean
 

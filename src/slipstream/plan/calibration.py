@@ -78,15 +78,16 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], options: Mapping[st
     if len(steps) < LEAST_STEPS:
         raise ConfigError(f"it has {len(steps)} steps, and a fit needs {LEAST_STEPS}; give a longer run")
     before, timed = steps[WARM_UP - 1], steps[WARM_UP:]
-    sampled = [one for one in completions(events) if one.end > before["time/wall_s"]]
-    if len(sampled) < LEAST_COMPLETIONS:
+    slots, ranks = options.get("generator.max_num_seqs", 64), options.get("trainer.ranks", 1)
+    sampled = completions(events)
+    points = decode_points(sampled, slots, before["time/wall_s"])
+    if len(points) < LEAST_COMPLETIONS:
         raise ConfigError(
-            f"events.jsonl has {len(sampled)} completions, and a fit needs {LEAST_COMPLETIONS}; give a longer run"
+            f"events.jsonl has {len(points)} whole completions after step {WARM_UP}, and a fit needs "
+            f"{LEAST_COMPLETIONS}; give a longer run"
         )
-    ranks = options.get("trainer.ranks", 1)
     train = line([(r["train/packed_tokens"] / ranks, r["time/step_s"]) for r in timed])
-    slots = options.get("generator.max_num_seqs", 64)
-    decode = line(decode_points(completions(events), slots, before["time/wall_s"]))
+    decode = line(points)
     seconds = timed[-1]["time/window_s"] - before["time/window_s"]
     trained = sum(record["train/tokens"] for record in timed)
     busy = {name: (timed[-1][f"{name}/busy_s"] - before[f"{name}/busy_s"]) / seconds for name in ("train", "gen")}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from slipstream.config.schema import ConfigError
-from slipstream.plan.scenario import Scenario, StepRecord
+from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.simulator import Simulation
 from slipstream.plan.splits import Plan, Problem, evaluate, splits, tensor_parallel_sizes
 
@@ -64,21 +63,6 @@ def distinct(plans: list[Plan]) -> list[Plan]:
         split = found.split
         seen.setdefault((split.placement, split.ranks, split.engines, split.tp, split.max_lag), found)
     return list(seen.values())
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a simulated run reaches, without its first steps."""
-
-    step_s: float
-    tokens_per_s: float
-    trainer_busy: float
-    engines_busy: float
-    lag_mean: float
-    lag_p99: float
-    stale: float
-    preemptions: float
-    records: list[StepRecord]
 
 
 def simulated_figures(scenario: Scenario, warm: int = 0) -> Figures:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
 from slipstream.plan.workload import Workload
@@ -59,3 +60,18 @@ class StepRecord:
     sampled: float = 0.0  # by all engines so far
     engine_busy: float = 0.0  # seconds of all engines so far
     publish: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass
+class Figures:
+    """What a run reaches, without its first steps. `records` are the steps of a simulation."""
+
+    step_s: float = math.inf
+    tokens_per_s: float = 0.0
+    trainer_busy: float = 0.0
+    engines_busy: float = 0.0
+    lag_mean: float = 0.0
+    lag_p99: float = 0.0
+    stale: float = 0.0  # rollouts that were dropped, over those generated
+    preemptions: float = 0.0  # per rollout
+    records: list[StepRecord] = field(default_factory=list)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.plan.costs import ENGINE_OVERHEAD, EngineCost, PublishCost, TrainerCost, publish_cost
 from slipstream.plan.hardware import GIB, Cluster, Rates
-from slipstream.plan.scenario import Scenario, StepRecord
+from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import Shape
 from slipstream.plan.workload import Workload
 
@@ -57,8 +57,8 @@ class Split:
         return f"trainer {self.ranks}{kind}, engines {engines}{where}"
 
 
-@dataclass
-class Plan:
+@dataclass(kw_only=True)
+class Plan(Figures):
     """A split with its costs and figures. `missing` says what does not fit and by how much; "" if all fits."""
 
     split: Split
@@ -66,22 +66,12 @@ class Plan:
     engine: EngineCost
     trainer: TrainerCost
     publish: PublishCost
-    slots: int
-    kv_tokens: float
-    memory: dict[str, dict[str, float]]  # bytes by part, of a GPU of each role
+    slots: int = 0
+    kv_tokens: float = 0.0
+    memory: dict[str, dict[str, float]] = field(default_factory=dict)  # bytes by part, of a GPU of each role
     missing: str = ""
     missing_bytes: float = 0.0
-    step_s: float = math.inf
-    tokens_per_s: float = 0.0
-    trainer_busy: float = 0.0
-    engines_busy: float = 0.0
-    lag_mean: float = 0.0
-    lag_p99: float = 0.0
-    stale: float = 0.0
-    preemptions: float = 0.0
-    in_flight: float = 0.0  # rollouts, mean
     source: str = "formula"
-    records: list[StepRecord] = field(default_factory=list)  # of the simulation
 
     @property
     def run_s(self) -> float:
@@ -150,7 +140,7 @@ def evaluate(problem: Problem, split: Split) -> Plan:
         problem.shape, problem.cluster, problem.rates, problem.work, split.placement, split.tp, split.gpus
     )
     trainer = choose_microbatch(problem, split)
-    plan = Plan(split, problem, engine, trainer, publish, 0, 0.0, {})
+    plan = Plan(split=split, problem=problem, engine=engine, trainer=trainer, publish=publish)
     place_memory(plan)
     if not plan.missing:
         choose_slots(plan)
@@ -257,6 +247,5 @@ def estimate(plan: Plan) -> None:
         step = max(generate, train + publish, (latency + outside) / waves)
     plan.step_s, plan.tokens_per_s = step, work.sampled / step
     plan.trainer_busy, plan.engines_busy = min(1.0, train / step), min(1.0, generate / step)
-    plan.in_flight = min(rollouts, plan.slots * split.engines)
     plan.lag_mean = max(0.0, min(split.max_lag, rollouts / work.rollouts - 0.5)) if split.max_lag else 0.0
     plan.lag_p99 = float(split.max_lag)

@@ -62,37 +62,32 @@ def print_plan(plans: list[Plan], price: float, console: Console) -> None:
 
 
 def _table(plans: list[Plan], price: float) -> Table:
-    names = ["", "split", "max_lag", "tokens/s", "step", "run", "trainer", "engines", "lag", "p99", "stale", "pause",
-             "slots", "GPU-hours", *(["cost"] if price else [])]  # fmt: skip
-    table = Table(*names)
-    for place, plan in enumerate(plans, 1):
-        mark = "" if plan.source == "simulation" else "~"
-        table.add_row(
-            f"{place}", f"{plan.split}", f"{plan.split.max_lag}", f"{mark}{number(plan.tokens_per_s)}",
-            f"{plan.step_s:,.1f} s", duration(plan.run_s), f"{plan.trainer_busy:.0%}", f"{plan.engines_busy:.0%}",
-            f"{plan.lag_mean:.1f}", f"{plan.lag_p99:.0f}", f"{plan.stale:.1%}", f"{1000 * plan.publish.pause:,.0f} ms",
-            f"{plan.slots}", short(plan.gpu_hours), *([number(plan.gpu_hours * price)] if price else []),
-        )  # fmt: skip
+    rows = [{"": f"{place}"} | _row(plan, price) for place, plan in enumerate(plans, 1)]
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*row.values())
     return table
+
+
+def _row(plan: Plan, price: float) -> dict[str, str]:
+    mark = "" if plan.source == "simulation" else "~"
+    return {
+        "GPUs": f"{plan.problem.cluster.gpus}", "max_lag": f"{plan.split.max_lag}", "split": f"{plan.split}",
+        "tokens/s": f"{mark}{number(plan.tokens_per_s)}", "step": f"{plan.step_s:,.1f} s", "run": duration(plan.run_s),
+        "trainer": f"{plan.trainer_busy:.0%}", "engines": f"{plan.engines_busy:.0%}", "lag": f"{plan.lag_mean:.1f}",
+        "p99": f"{plan.lag_p99:.0f}", "stale": f"{plan.stale:.1%}", "pause": f"{1000 * plan.publish.pause:,.0f} ms",
+        "slots": f"{plan.slots}", "GPU-hours": short(plan.gpu_hours),
+    } | ({"cost": number(plan.gpu_hours * price)} if price else {})  # fmt: skip
 
 
 def print_sweep(ranked: dict[int, list[Plan]], price: float, console: Console) -> None:
     """Print the best split of each number of GPUs and each lag."""
     best: dict[tuple[int, int], Plan] = {}
     for gpus, plans in ranked.items():
-        for plan in sorted(
-            (p for p in plans if not p.missing), key=lambda p: (p.source != "simulation", -p.tokens_per_s)
-        ):
+        fitting = [plan for plan in plans if not plan.missing]
+        for plan in sorted(fitting, key=lambda plan: (plan.source != "simulation", -plan.tokens_per_s)):
             best.setdefault((gpus, plan.split.max_lag), plan)
-    table = Table("GPUs", "max_lag", "split", "tokens/s", "tokens/s/GPU", "step", "run", "lag", "stale", "GPU-hours")
-    for (gpus, lag), plan in sorted(best.items()):
-        mark = "" if plan.source == "simulation" else "~"
-        table.add_row(
-            f"{gpus}", f"{lag}", f"{plan.split}", f"{mark}{number(plan.tokens_per_s)}",
-            number(plan.tokens_per_s / gpus), f"{plan.step_s:,.1f} s", duration(plan.run_s), f"{plan.lag_mean:.1f}",
-            f"{plan.stale:.1%}", short(plan.gpu_hours),
-        )  # fmt: skip
-    console.print(table)
+    console.print(_table([plan for _, plan in sorted(best.items(), key=lambda item: item[0])], price))
 
 
 def _memory_table(plan: Plan) -> Table:
