@@ -27,7 +27,7 @@ class Guessing(Environment):
 
     def __init__(self) -> None:
         super().__init__()
-        self._state = State()
+        self._state, self._secret = State(), None
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Hint:
         self._secret = seed

@@ -134,9 +134,9 @@ def test_an_interruption_that_python_ignores_is_repeated(capfd: pytest.CaptureFi
         (lambda: throw(BaseExceptionGroup("of a library", [SystemExit(2)])), "SystemExit"),
         (lambda: throw(KeyboardInterrupt()), "KeyboardInterrupt"),
         (lambda: throw(Skip("such as a test framework's")), "Skip"),
-        (lambda: "good", "reward is no number"),
-        (lambda: "1.5", "reward is no number"),
-        (lambda: None, "reward is no number"),
+        (lambda: "good", "reward is not a number"),
+        (lambda: "1.5", "reward is not a number"),
+        (lambda: None, "reward is not a number"),
     ],
 )
 def test_a_failing_episode_fails_one_rollout(body: Any, reason: str) -> None:

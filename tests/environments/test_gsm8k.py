@@ -99,9 +99,8 @@ def test_an_endless_expression_costs_one_score() -> None:
 
 def test_a_solution_without_its_marker_is_malformed(data: Path) -> None:
     write(data / "train.jsonl", PROBLEM, {"question": "How many?", "answer": "18 apples and 2"})
-    with pytest.raises(
-        ConfigError, match=r"train.jsonl, line 2: not a task: its answer is '18 apples and 2', no .*\(1 of 2 lines: 2\)"
-    ):
+    problem = r"train.jsonl, line 2: not a task: its answer is '18 apples and 2', neither .*\(1 of 2 lines: 2\)"
+    with pytest.raises(ConfigError, match=problem):
         Gsm8k(str(data))
     write(data / "train.jsonl", PROBLEM, {"answer": "#### 18"})
     with pytest.raises(ConfigError, match="line 2: not a task: it has no column 'question'; there are answer"):

@@ -256,7 +256,7 @@ def test_timeouts_exclude_the_wait_for_a_free_reward_worker(users: Path) -> None
 @pytest.mark.parametrize("thing", ["text", "awaited_text"])
 def test_text_is_an_invalid_reward_of_functions_and_classes(users: Path, thing: str) -> None:
     [failure] = played(users, thing, 1, errors=RewardErrorCounter(10, lambda error: None))
-    assert failure.reason == "reward is no number"
+    assert failure.reason == "reward is not a number"
     assert failure.detail == "task t: the reward is '1', of type str: return a number"
 
 

@@ -75,6 +75,8 @@ def test_replies_are_actions_and_rewards_are_of_the_server() -> None:
         with pytest.raises(RolloutFailed, match="failed to step: out of paper") as failed:
             play(environment, "crash")
         assert failed.value.reason == "ServerFailed"
+        stateless = loaded(environment._url, seed=40, transport="http")
+        assert play(stateless, "43", turns=1)[0].reward == 0.25, "each request has an environment of its own"
         _fill_and_free(environment)
 
 
@@ -169,7 +171,7 @@ def misbehaving(answers: dict[str, Any]) -> Iterator[str]:
     [
         ({"step": None}, "ServerFailed", "failed to step: no answer for 0.5 s"),
         ({"reset": 500}, "ServerFailed", "failed to reset: (it closed the connection|HTTP 500: broken)"),
-        ({"step": {**ANSWER, "reward": "high"}}, "reward is no number", "'high', of type str"),
+        ({"step": {**ANSWER, "reward": "high"}}, "reward is not a number", "'high', of type str"),
         ({"step": {**ANSWER, "reward": float("nan")}}, "reward is nan", "finite"),
         ({"step": {"reward": 1.0}}, "ServerFailed", "the answer has no observation"),
         ({"step": [1]}, "ServerFailed", r"the answer is \[1\], not an object"),
@@ -201,7 +203,9 @@ def test_an_invalid_action_is_told_to_the_policy_unless_the_schema_has_changed()
             play(environment, "1")
 
 
-@pytest.mark.parametrize("changes", [{"schema": 500}, {"schema": [1]}, {"schema": {}}, {"list_environments": {}}])
+@pytest.mark.parametrize(
+    "changes", [{"schema": 500}, {"schema": [1]}, {"schema": {"action": {}}}, {"list_environments": {}}]
+)
 def test_a_server_that_does_not_answer_as_openenv_does_is_one_line(changes: dict[str, Any]) -> None:
     with misbehaving({"schema": SCHEMA} | changes) as url, pytest.raises(ConfigError) as raised:
         loaded(url)

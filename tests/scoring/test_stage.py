@@ -167,7 +167,7 @@ def test_a_score_has_its_own_timeout_after_the_episode() -> None:
         with pytest.raises(RolloutFailed) as failure:
             await run_episode(Silent(), TASK, policy("2"), EpisodeOptions(20, short))
         assert failure.value.reason == "scoring time limit"
-        with pytest.raises(RolloutFailed, match="reward is no number"):
+        with pytest.raises(RolloutFailed, match="reward is not a number"):
             await run_episode(Silent(), TASK, policy("2"), EpisodeOptions(20))  # nobody gives a reward
 
     asyncio.run(main())

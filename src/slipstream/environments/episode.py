@@ -199,7 +199,7 @@ def _as_rollout_failed(error: BaseException, task: Task, policy: Policy) -> Roll
         case GenerationError() | ServerFailed():
             reason = type(error).__name__
         case InvalidReward():
-            reason = "reward is no number"
+            reason = "reward is not a number"
         case ScoringError():
             reason = error.reason
         case _:

@@ -74,7 +74,8 @@ class OpenEnv:
         self._server = None if "://" in name else PackageServer(name, taken.python)
         self._url = self._server.url if self._server else name.rstrip("/").replace("ws", "http", name.startswith("ws"))
         try:
-            self._action = dict(self._fetch("/schema")["action"])
+            self._action = self._fetch("/schema")["action"]
+            dict(self._action["properties"])  # raises for any other answer
             self.train, self.test = self._list_tasks()
         except (LookupError, TypeError, AttributeError, ValueError, OSError) as error:
             why = (self._server and self._server.close()) or f"{type(error).__name__}: {' '.join(str(error).split())}"
