@@ -9,9 +9,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from slipstream import cli
 from slipstream.config.loading import validate
+from slipstream.plan.hardware import find_gpu
+from slipstream.tools.plan import measure_gpu
 
 SMALL = ["--rollouts", "64", "--completion", "256", "--prompt", "64"]
 
@@ -68,11 +71,19 @@ def test_a_sweep_shows_each_number_of_gpus_and_each_lag(capsys: pytest.CaptureFi
     assert [(int(gpus), int(lag)) for gpus, lag in rows] == [(2, 0), (2, 2), (4, 0), (4, 2)]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_a_gpu_is_measured() -> None:
+    found = measure_gpu(find_gpu("h100"))
+    assert 1e11 < found.bandwidth < 2e13
+    assert 1e13 < found.operations < 1e16
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ("", "plan needs a CONFIG.toml"),
         ("--model 7C", "--model 7C: no directory"),
+        ("--model 7B --measure", "--measure: this machine has no GPU"),
         ("--model 7B --gpu h1000", "did you mean h100?"),
         ("--model 7B --gpus 0", "--gpus 0 must be whole numbers from 1 on"),
         ("--model 7B --max-lag=-1", "--max-lag -1 must be whole numbers from 0 on"),

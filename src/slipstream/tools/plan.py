@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +18,7 @@ from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run
 from slipstream.observe.run_data import Run, load_run
 from slipstream.plan.calibration import Fit, own_scenario
 from slipstream.plan.choice import LAGS
-from slipstream.plan.hardware import Cluster, Rates, find_gpu
+from slipstream.plan.hardware import Cluster, Gpu, Rates, find_gpu
 from slipstream.plan.ranking import plan as rank_plans
 from slipstream.plan.ranking import simulated_figures
 from slipstream.plan.shapes import find_shape
@@ -24,6 +26,9 @@ from slipstream.plan.splits import Plan, Problem
 from slipstream.plan.workload import Delay, Lengths, Workload, read_lengths
 from slipstream.tools.plan_report import as_json, print_plan, print_sweep
 
+COPIED_BYTES, COPIES = 2**30, 20
+# Of the data sheet's rates: 808 of 989 TFLOP/s on an H200 (tflops / utilisation in trainer_h200.json); a usual copy.
+MATMUL_SHARE, COPY_SHARE = 0.82, 0.9
 DEFAULT_PROMPT, DEFAULT_ROLLOUTS, DEFAULT_STEPS = 512, 512, 100
 
 
@@ -115,7 +120,8 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
         if not 0 <= (getattr(options, name) or 0) < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be a number from 0 on")
     shape = find_shape(options.model or (config.model.path if config else ""))
-    cluster = Cluster(find_gpu(options.gpu), gpus, options.per_node, options.network * 1e9 / 8)
+    gpu = measure_gpu(find_gpu(options.gpu)) if options.measure else find_gpu(options.gpu)
+    cluster = Cluster(gpu, gpus, options.per_node, options.network * 1e9 / 8)
     rates, work = found.rates if found else Rates(), workload(options, config)
     if options.engine_rate:
         rates = replace(rates, engine_tokens_per_s=options.engine_rate)
@@ -124,6 +130,33 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
     if found and not options.prompt:
         work = replace(work, prompt=found.prompt)
     return Problem(shape, cluster, work, rates, seed=options.seed)
+
+
+@cache
+def measure_gpu(like: Gpu) -> Gpu:
+    """The GPU of this machine as a kind, with the link of `like`. Raises `ConfigError` without a GPU.
+
+    A product of matrices and a copy are measured. Their rates are divided by the shares of the data sheet's that they
+    usually reach, since `Rates` are shares of the data sheet's.
+    """
+    import torch
+
+    from slipstream.trainers.flops import peak_matmul_flops
+
+    if not torch.cuda.is_available():
+        raise ConfigError("--measure: this machine has no GPU; run it where the run will be, or give --gpu alone")
+    device = torch.device("cuda")
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    for rounds in (3, COPIES):  # warm up, then measure
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(rounds):
+            target.copy_(source)
+        torch.cuda.synchronize()
+    bandwidth = 2 * COPIED_BYTES * COPIES / (time.perf_counter() - began)
+    operations, memory = peak_matmul_flops(device), torch.cuda.mem_get_info()[1]
+    return Gpu(torch.cuda.get_device_name(), memory, bandwidth / COPY_SHARE, operations / MATMUL_SHARE, like.link)
 
 
 def workload(options: argparse.Namespace, config: Config | None) -> Workload:
