@@ -24,7 +24,7 @@ test: $(VENV)/verifiers/installed $(VENV)/openenv/installed $(VENV)/trackers/ins
 
 test-gpu: $(VENV)/installed-dev ## the tests of trainer and delta link on a GPU
 	SLIPSTREAM_TEST_GPU=1 $(BIN)/python -m pytest tests/trainers/test_gpu.py tests/trainers/test_trainer.py \
-		tests/trainers/test_step_objective.py tests/model tests/generators/test_engine.py tests/sync/test_delta.py
+		tests/trainers/test_step_objective.py tests/model tests/generators/test_engine.py tests/sync/test_delta.py tests/tools/test_plan.py
 
 lint: $(VENV)/installed-dev      ## style, types and import contracts
 	$(BIN)/ruff check .

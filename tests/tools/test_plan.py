@@ -14,7 +14,12 @@ import torch
 from slipstream import cli
 from slipstream.config.loading import validate
 from slipstream.plan.hardware import find_gpu
+from slipstream.plan.ranking import rank
+from slipstream.plan.workload import Lengths
+from slipstream.runtime.placement import place
 from slipstream.tools.plan import measure_gpu
+from slipstream.tools.plan_report import to_config
+from tests.plan.cases import problem, work
 
 SMALL = ["--rollouts", "64", "--completion", "256", "--prompt", "64"]
 
@@ -49,6 +54,18 @@ def test_the_page_shows_all_splits_and_is_well_formed(tmp_path: Path) -> None:
               for s in json.loads(file.read_text())["splits"] if s["fits"]}  # fmt: skip
     assert len(drawings[0].findall("circle")) == len(splits)
     assert "<script" not in text and "http:" not in text and "https:" not in text
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("0.6B", 1), ("1.7B", 2), ("30B-A3B", 8)])
+@pytest.mark.parametrize("lora_rank", [0, 16])
+def test_each_split_that_fits_has_a_valid_configuration(model: str, gpus: int, lora_rank: int) -> None:
+    plans = [plan for every in (1, 2) for plan in rank(problem(model, "h200", gpus, work=work(
+        Lengths(512, 0.5, 2048), lora_rank=lora_rank, every=every)), (0, 1, 4)) if not plan.missing]  # fmt: skip
+    assert plans
+    for plan in plans:
+        values = tomllib.loads(to_config(plan))
+        config = validate(values | {"environment": {"name": "addition"}})
+        assert place(config, gpus).trainer
 
 
 def test_plan_reads_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,13 @@ class Plan(Figures):
     source: str = "formula"
 
     @property
+    def in_flight(self) -> str:
+        """The value of `sync.in_flight`: sleep loses keys and values, and vLLM can't recompute those of adapters."""
+        if self.split.placement != "colocated":
+            return "continue"
+        return "retry" if self.problem.work.lora_rank else "recompute"
+
+    @property
     def run_s(self) -> float:
         return self.step_s * self.problem.work.steps
 
@@ -86,7 +93,7 @@ class Plan(Figures):
         return Scenario(
             replace(self.problem.work, steps=steps), self.engine, self.trainer, self.publish, self.split.engines,
             self.slots, self.kv_tokens, self.split.max_lag, self.split.placement,
-            in_flight="recompute" if self.split.placement == "colocated" else "continue",
+            in_flight=self.in_flight,
             shared_slowdown=SHARED_SLOWDOWN, step_overhead_s=self.problem.rates.step_overhead_s,
             seed=self.problem.seed,
         )  # fmt: skip
