@@ -344,7 +344,7 @@ def test_a_forced_tool_call_is_sampled_by_its_json_schema() -> None:
         ("qwen3_coder", "<tool_call><function=double><parameter=number>21</parameter></function></tool_call>"),
     ],
 )
-def test_tool_calls_are_parsed_by_the_parsers_of_vllm(name: str, said: str) -> None:
+def test_tool_calls_are_parsed_by_the_parsers_of_vllm(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     tokenizer = chat_tokenizer(CHATML)
     chat = ChatTokenizer(tokenizer, options=ModelConfig(path="-", tool_call_parser=name))
@@ -353,6 +353,8 @@ def test_tool_calls_are_parsed_by_the_parsers_of_vllm(name: str, said: str) -> N
     assert run(lambda: asked.ask("twice 21?")) == "so 42" and asked.messages[-2]["content"] == "42"
     assert chat.split_calls(it.completions[0], asked._tools.schemas) == ("", [Call("double", {"number": 21})])
     assert chat.split_calls(it.completions[1], asked._tools.schemas) == ("so 42", [])
+    monkeypatch.setattr(chat.tool_call_parser._kind, "extract_tool_calls", lambda *_: 1 / 0)
+    assert chat.split_calls(it.completions[0], asked._tools.schemas) == (said, [])
 
 
 def test_a_parser_of_tool_calls_that_can_not_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,15 @@ def test_an_invalid_action_is_told_to_the_policy_unless_the_schema_has_changed()
             play(environment, "1")
 
 
+def test_an_action_of_several_fields_is_a_tool() -> None:
+    fields = {"x": {"type": "integer"}, "y": {"type": "integer"}, "metadata": {"type": "object"}}
+    schema = {"action": {"properties": fields, "required": ["x", "y"], "description": "Go there."}}
+    answer = {"observation": {"hint": "further"}, "reward": 0.5, "done": False}
+    with misbehaving({"schema": schema, "reset": ANSWER | {"done": False}, "step": answer}) as url:
+        rollout, prompts = play(loaded(url), call("act", x=1, y=2), "I stay")
+    assert rollout.reward == 0.5 and rollout.metrics["tool_calls"] == 1 and "tool\nfurther<" in prompts[1]
+
+
 @pytest.mark.parametrize(
     "changes", [{"schema": 500}, {"schema": [1]}, {"schema": {"action": {}}}, {"list_environments": {}}]
 )

@@ -101,7 +101,7 @@ class VllmToolCallParser:
         try:
             self._kind, self._tokenizer = ToolParserManager.get_tool_parser(name), tokenizer
             self._request = ChatCompletionRequest
-            self.split("", ())
+            self._kind(tokenizer)
         except KeyError:
             known = sorted({"plain", *ToolParserManager.lazy_parsers})
             raise ConfigError(f"{what} is unknown; there are {', '.join(known)}") from None
@@ -111,7 +111,10 @@ class VllmToolCallParser:
     def split(self, text: str, schemas: Schemas) -> tuple[str, list[Call]]:
         """The text outside of the calls, and the calls. `text` is the reply with its special tokens."""
         request = self._request(messages=[{"role": "user", "content": ""}], tools=list(schemas) or None)
-        found = self._kind(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        try:
+            found = self._kind(self._tokenizer, request.tools).extract_tool_calls(text, request)
+        except Exception:  # a policy may write anything
+            return text, []
         return found.content or "", [_call(c.function.name, c.function.arguments) for c in found.tool_calls]
 
 
