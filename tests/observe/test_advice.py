@@ -52,6 +52,19 @@ def test_a_synchronous_run_with_even_sides_is_told_to_overlap(tmp_path: Path) ->
     assert found.gain == pytest.approx(2, rel=0.2)
 
 
+def test_a_colocated_run_gets_no_advice(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", decode=2.0, train=2.0, lag=0)
+    with (found.path / "config.toml").open("a") as file:
+        file.write('[sync]\nplacement = "colocated"\n')
+    assert advise(load_run(found.path)) is None
+
+
+def test_damaged_records_give_no_advice(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", decode=2.0, train=2.0, lag=0)
+    (found.path / "metrics.jsonl").write_text('{"time/step_s": "much"}\n' * 9)
+    assert describe_advice(load_run(found.path)) == ""
+
+
 def test_short_records_give_no_advice(tmp_path: Path) -> None:
     found = run(tmp_path / "run", decode=2.0, train=1.0, lag=1)
     (tmp_path / "run" / "metrics.jsonl").write_text("")

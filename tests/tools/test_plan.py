@@ -88,6 +88,15 @@ def test_a_sweep_shows_each_number_of_gpus_and_each_lag(capsys: pytest.CaptureFi
     assert [(int(gpus), int(lag)) for gpus, lag in rows] == [(2, 0), (2, 2), (4, 0), (4, 2)]
 
 
+def test_a_run_that_is_too_short_or_damaged_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.toml").write_text('[model]\npath = "0.6B"\n[environment]\nname = "addition"\n')
+    for line, expected in (("", "it has 0 steps, and a fit needs 6"), ('{"time/step_s": 1}\n' * 9, "records lack")):
+        (tmp_path / "metrics.jsonl").write_text(line)
+        assert cli.main(["plan", "--from", str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert expected in error and error.count("\n") == 1
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_a_gpu_is_measured() -> None:
     found = measure_gpu(find_gpu("h100"))

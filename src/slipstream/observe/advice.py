@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from slipstream.config.schema import ConfigError
 from slipstream.observe.run_data import Run
 from slipstream.plan.calibration import Fit, fit, own_scenario
 from slipstream.plan.ranking import simulated_figures
@@ -14,7 +13,7 @@ from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import SHAPES
 from slipstream.rollout import mean
 
-STEPS = 24
+STEPS, LEAST_STEPS, MAX_ROLLOUTS = 24, 6, 20_000  # of one simulation
 LEAST_GAIN = 1.05
 SHAPE = SHAPES["0.6B"]  # of no effect: all rates are measured
 
@@ -36,10 +35,11 @@ class Advice(NamedTuple):
 def advise(run: Run) -> Advice | None:
     """The most effective single change, or None if none helps by `LEAST_GAIN`. Raises `ConfigError` as `fit`."""
     found = fit_run(run)
-    scenario = own_scenario(found, run.options, SHAPE, STEPS)
+    rollouts = run.options.get("loop.groups_per_step", 8) * run.options.get("loop.group_size", 8)
+    scenario = own_scenario(found, run.options, SHAPE, max(LEAST_STEPS, min(STEPS, MAX_ROLLOUTS // rollouts)))
     now = simulated_figures(scenario)
     gains = [(simulated_figures(other).tokens_per_s / now.tokens_per_s, text) for text, other in changes(scenario)]
-    gain, change = max(gains)
+    gain, change = max(gains, default=(1.0, ""))
     error = abs(now.tokens_per_s / found.tokens_per_s - 1)
     return Advice(change, gain, error, _idle(found)) if gain >= LEAST_GAIN else None
 
@@ -61,10 +61,10 @@ def changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
 
 
 def describe_advice(run: Run) -> str:
-    """The advice for a run in words; "" if there is none, or if its records are too short."""
+    """The advice for a run in words; "" if there is none, or if its records don't suffice."""
     try:
         found = advise(run)
-    except ConfigError:
+    except Exception:  # of records that are short, damaged or of another release: advice must not end a run
         return ""
     return f"{found}" if found else ""
 

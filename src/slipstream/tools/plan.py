@@ -108,6 +108,9 @@ def show_fit(run: Run, console: Console) -> Fit:
             console.print(f"{advice}.")
     except ConfigError as error:
         raise ConfigError(f"--from {run.path}: {error}") from None
+    except (LookupError, TypeError) as error:
+        found_error = f"its records lack what a fit needs ({error})"
+        raise ConfigError(f"--from {run.path}: {found_error}; give a run of this release") from None
     return found
 
 
