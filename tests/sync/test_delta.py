@@ -58,6 +58,7 @@ class Engine:
     def swap(self, handle: PublishHandle) -> None:
         self.prepare(handle)
         self.weights.apply()
+        self.weights.pause_s()  # on a GPU this confirms it
 
     def serves(self, parameters: dict[str, Tensor]) -> bool:
         return all(
