@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import re
@@ -10,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -175,6 +178,35 @@ def test_an_episode_that_never_sampled_fails() -> None:
 
     with pytest.raises(RolloutFailed, match="no completion"):
         asyncio.run(run_episode(Silent(None), TASK, policy(), EpisodeOptions(LIMIT)))
+
+
+async def samples(policy: Policy) -> float:
+    await policy.sample("1+1=")
+    return 1.0
+
+
+async def converses(policy: Policy) -> float:
+    conversation = policy.conversation()
+    await conversation.ask("1+1=")
+    return 1.0
+
+
+@pytest.mark.parametrize("body", [samples, converses])
+def test_completions_do_not_wait_for_a_garbage_collection(body: Any) -> None:
+    """A full collection is rare in a run (`raise_gc_thresholds`)."""
+
+    async def main() -> weakref.ref[Policy]:
+        played = policy("2")
+        environment = SimpleNamespace(rollout=lambda _, asked: body(asked))
+        await run_episode(environment, TASK, played, EpisodeOptions(LIMIT))
+        assert played.recorded
+        return weakref.ref(played)
+
+    gc.disable()
+    try:
+        assert asyncio.run(main())() is None
+    finally:
+        gc.enable()
 
 
 def test_rewards_and_metrics_become_plain_numbers() -> None:

@@ -116,13 +116,17 @@ class Policy:
         self._deadline = self.clock.time() + limits.seconds if limits.seconds else math.inf
         self._closed = False
         self._policies, self._asked = policies or {}, dict[str, Policy]()
-        self._whole = self  # that of the episode, which in a run of several policies is none of them
         self.secret = secrets.token_urlsafe(16)
         self.last_refusal = ""  # the last error that its URL answered
-        self.sampled_at = math.nan  # time.monotonic() of the last completion
+        self._sampled_at = [math.nan]  # shared with the policies that the episode asks by name
         self.completions: list[Completion] = []
         self.recorded: list[Completion] = []  # copies, which the environment can't change
         self.conversations: list[Conversation] = []
+
+    @property
+    def sampled_at(self) -> float:
+        """`time.monotonic()` of the episode's last completion."""
+        return self._sampled_at[0]
 
     def __getitem__(self, name: str) -> Policy:
         """The policy of this name, in a run of several. Raises `ConfigError` for an unknown name."""
@@ -135,7 +139,6 @@ class Policy:
             own.sampling = dataclasses.replace(self.sampling, policy=self._policies[name])
             own._policies, own._asked, own._seed, own._draws = {}, {}, f"{self._seed}/{name}", itertools.count()
             own.secret, own.completions, own.conversations = secrets.token_urlsafe(16), [], []
-            own._whole = self
         return self._asked[name]
 
     async def sample(self, prompt: Prompt, **changes: Any) -> Completion:
@@ -180,7 +183,7 @@ class Policy:
         return self._record(await self._generator.generate(prompt_ids, sampling))
 
     def _record(self, completion: Completion) -> Completion:
-        self.sampled_at = self._whole.sampled_at = time.monotonic()
+        self._sampled_at[0] = time.monotonic()
         self.completions.append(completion)
         self.recorded.append(copy_arrays(completion))
         return completion
@@ -236,6 +239,7 @@ class Policy:
         if self._endpoint is not None:
             self._endpoint.end(self)
             self._endpoint = None
+        self.conversations.clear()  # they refer to the policy: its memory would wait for a full garbage collection
         for own in self._asked.values():
             own.end()
 
