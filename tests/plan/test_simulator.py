@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +25,8 @@ from slipstream.plan.workload import Delay, Lengths
 from slipstream.scheduling import loop_state
 from slipstream.scheduling.ledger import State
 from tests.plan.cases import scenario, work
+
+ROOT = Path(__file__).parents[2]
 
 
 class Broken(AssertionError):
@@ -103,6 +109,21 @@ def test_the_same_seed_gives_the_same_run() -> None:
     runs = [Simulation(found).run() for _ in range(2)]
     assert runs[0] == runs[1]
     assert Simulation(dataclasses.replace(found, seed=1)).run() != runs[0]
+
+
+def test_a_seed_gives_one_run_in_every_process() -> None:
+    code = (
+        "from tests.plan.cases import *; from slipstream.plan.simulator import Simulation; "
+        "print(Simulation(scenario(work(Lengths(200, 0.5)), engines=5)).run()[-1])"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join([str(ROOT), *sys.path])},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(found) == 1 and "StepRecord" in found.pop()
 
 
 def test_a_synchronous_run_has_no_lag_and_sides_that_take_turns() -> None:

@@ -46,7 +46,6 @@ class Fit:
     decode_error: float
     pause_s: float
     transfer_s: float
-    step_s: float  # of wall time
     tokens_per_s: float
     trainer_busy: float
     engines_busy: float
@@ -107,7 +106,7 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], options: Mapping[st
     return Fit(
         rates, Lengths(max(1.0, prompt)), Lengths(fmean(lengths), samples=lengths), train.error, decode.error,
         median(pauses or [0.0]),
-        median([float(p["ready_s"] or p["transfer_s"]) for p in publishes] or [0.0]), seconds / len(timed),
+        median([float(p["ready_s"] or p["transfer_s"]) for p in publishes] or [0.0]),
         trained / seconds, busy["train"], busy["gen"],
         sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained,
     )  # fmt: skip

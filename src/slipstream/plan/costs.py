@@ -16,8 +16,8 @@ ENGINE_OVERHEAD = 2.5 * GIB  # context, CUDA graphs and activations of an engine
 TRAINER_OVERHEAD = 3.5 * GIB  # context, chunks of logits, allocator
 PCIE = 25e9  # bytes/s between a GPU and pageable host memory
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
-KEPT = {"none": 1.5, "selective": 1.0, "full": 0.27}
-RECOMPUTED = {"none": 1.0, "selective": 1.03, "full": 4 / 3}
+KEPT = {"selective": 1.0, "full": 0.27}
+RECOMPUTED = {"selective": 1.03, "full": 4 / 3}
 ADAPTER_ACTIVATIONS = 1.6  # inputs of adapters are kept, too
 EXPOSED = 0.5  # share of the traffic of weights and gradients that computation does not hide
 DEFAULT_MICROBATCH = 16384
@@ -167,7 +167,7 @@ class TrainerCost:
         return {
             "weights": weights if self.own_copy else 0.0,
             "optimizer": ADAM_STATE * self.trained / self._shards,
-            "activations": self._activations() * self.rates.activations,
+            "activations": self._activations(),
             "overhead": TRAINER_OVERHEAD,
         }
 

@@ -48,7 +48,7 @@ class SimulatedEngine:
         self.sampled = 0.0
         self.preemptions = self.epoch = self._admitted = 0
         self.slow = 1.0  # factor of all times
-        self.alive, self.awake, self.admits = True, True, True
+        self.alive = self.awake = True
         self.version = 0
         self._swaps: tuple[list[float], list[int]] = ([0.0], [0])  # decode steps, and the version from there on
         self._prefixes: set[object] = set()
@@ -139,7 +139,7 @@ class SimulatedEngine:
         self.busy_s += seconds * self.slow
 
     def _admit(self) -> None:
-        while self.waiting and self.admits and self.alive and len(self.active) < self.slots:
+        while self.waiting and self.alive and len(self.active) < self.slots:
             request = self.waiting[0]
             size = request.context + sum(span.end - span.start for span in request.spans)
             if self.active and self.tokens + size + len(self.active) + 1 > self.kv_tokens:

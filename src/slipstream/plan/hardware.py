@@ -77,8 +77,6 @@ class Rates:
     host_pair_s: float = 2.1e-8  # times the square of the number of sequences
     step_overhead_s: float = 0.06  # between two steps of the trainer: records, checksums, the start of a publish
     all_reduce_s: float = 15e-6  # latency of one between the GPUs of an engine
-    swap_s: float = 3e-3  # pause of an engine for a staged version
-    activations: float = 1.0  # measured over computed activation memory
     decode_fixed_s: float = 0.0  # of a step with n sequences, fixed + n * sequence, if measured instead of computed
     decode_sequence_s: float = 0.0
     decode_reference: tuple[int, float] = (1, 0.0)  # tensor parallel size and mean context of that measurement

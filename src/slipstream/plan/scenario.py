@@ -54,7 +54,6 @@ class StepRecord:
 
     start: float
     end: float
-    wait: float
     tokens: int
     lags: Counter[int]
     sampled: float = 0.0  # by all engines so far

@@ -66,7 +66,7 @@ class Simulation:
         self.engines = [
             SimulatedEngine(scenario.engine, scenario.slots, scenario.kv_tokens) for _ in range(scenario.engines)
         ]
-        self.now = self.free_at = 0.0
+        self.now = 0.0
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.records: list[StepRecord] = []
         self.processed = self.in_flight = self.epoch = 0
@@ -110,12 +110,12 @@ class Simulation:
 
     def _fill(self) -> None:
         """Start pending episodes while fewer than twice the slots are in flight."""
-        touched = set()
+        touched: dict[SimulatedEngine, None] = {}  # in order, so that a seed gives one run
         while self._pending and self.in_flight < self._limit and (engine := self._least_loaded()):
             episode = self._pending.popleft()
             self.in_flight += 1
             self._request(episode, engine)
-            touched.add(engine)
+            touched[engine] = None
         for engine in touched:
             self._step_engine(engine)
 
@@ -259,7 +259,7 @@ class Simulation:
         self.training = publishes and self.scenario.placement == "colocated"  # engines sleep until the publish
         self._share_gpus()
         self.training = False
-        record = StepRecord(start, self.now, start - self.free_at, tokens, lags)
+        record = StepRecord(start, self.now, tokens, lags)
         record.sampled = sum(engine.sampled for engine in self.engines)
         record.engine_busy = sum(engine.busy_s for engine in self.engines)
         self.records.append(record)
@@ -305,7 +305,7 @@ class Simulation:
     def _free_trainer(self, epoch: int) -> None:
         if epoch != self.epoch:
             return
-        self.held, self.free_at = False, self.now
+        self.held = False
         if self.state.step % self.scenario.faults.checkpoint_steps == 0 and self.state.staged == self.state.step:
             self._saved = self._save()
         self._admit()
