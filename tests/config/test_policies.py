@@ -63,7 +63,7 @@ def _saved(path: Path, tmp_path: Path) -> Path:
          "policies.0.algorithm.filter_zero_advantage is for all policies; set algorithm.filter_zero_advantage"),
         ("--lora.rank=0", "[[policies]] need adapters; set lora.rank = 16"),
         ("--trainer.ranks=2", "[[policies]] need trainer.ranks = 1"),
-        ("--generator.engine=vllm", '[[policies]] need generator.engine = "torch"'),
+        ("--generator.engine=own:Engine", '[[policies]] need generator.engine = "torch" or "vllm"'),
         ("--sync.link=delta", '[[policies]] need sync.link = "shared" or "checkpoint"'),
         ("--teacher.lag=1", "[[policies]] do not go with teacher.lag"),
         ("--loop.max_tokens=9", "[[policies]] do not go with loop.max_tokens; set loop.steps"),

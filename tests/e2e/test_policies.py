@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -166,6 +167,18 @@ def test_policies_keep_the_bound_on_lag_across_a_kill(config: Path, tmp_path: Pa
     ended(command("--resume", killed))
     kill.audit(killed, 24)
     assert json.loads((killed / "summary.json").read_text())["lag"]["max"] in (1, 2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_two_policies_learn_with_vllm(config: Path, patient: Path, tmp_path: Path) -> None:
+    flags = [f"--model.path={patient}", "--generator.engine=vllm", "--generator.max_model_len=128"]
+    said = ended(command(config, *flags))
+    assert 'sync.link = "lora"' in said
+    metrics = load_run(tmp_path / "whole").metrics
+    for name in ("low", "high"):
+        rewards = [record[f"policies/{name}/reward"] for record in metrics]
+        assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.1, (name, rewards)
+        assert max(record[f"policies/{name}/policy/ratio_max"] for record in metrics) < 1.01, "not on policy"
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,16 @@ CONFLICTS: tuple[tuple[Callable[[Config], Any], str], ...] = (  # what several p
     (lambda c: c.lora.experts, "do not go with lora.experts; set it to false"),
     (lambda c: c.trainer.ranks > 1, "need trainer.ranks = 1"),
     (lambda c: c.trainer.kind != "pytorch", 'need trainer.kind = "pytorch"'),
-    (lambda c: c.generator.engine != "torch", 'need generator.engine = "torch"'),
-    (lambda c: c.sync.link not in ("auto", "shared", "checkpoint"), 'need sync.link = "shared" or "checkpoint"'),
+    (lambda c: c.generator.engine not in ("torch", "vllm"), 'need generator.engine = "torch" or "vllm"'),
+    (lambda c: c.generator.servers, "do not go with generator.servers; leave them out"),
+    (
+        lambda c: c.generator.engine == "vllm" and c.runtime.kind == "ray",
+        'do not go with vLLM on Ray; set runtime.kind = "local"',
+    ),
+    (
+        lambda c: c.sync.link not in ("auto", "shared", "checkpoint", "lora"),
+        'need sync.link = "shared" or "checkpoint", with vLLM "lora"',
+    ),
     (lambda c: c.teacher.lag, "do not go with teacher.lag; give teacher.path"),
     (lambda c: c.loop.max_tokens, "do not go with loop.max_tokens; set loop.steps"),
 )

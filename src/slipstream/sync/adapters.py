@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -28,37 +29,71 @@ from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import LOOPBACK, own_address
 from slipstream.sync.frames import PLAIN, SILENCE_LIMIT_S, FrameServer, Refused, Request, Stream, fetch, unpack
-from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, shapes_of
+from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, Shapes, shapes_of
 from slipstream.sync.shared import allocate_shared_file, free_shared_file
 
 FRAME = 2**22  # bytes
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in safetensors, for each `model.dtype`
 
 
-class AdapterSender(Sender):
-    """The trainer's end. The files on disk are symlinks to memory of this process, which the system frees at its end.
+class AdapterMemory:
+    """The files of one adapter, in memory that all its versions use."""
 
-    All versions use the same memory: `stage` follows the `release` of the previous version.
-    """
-
-    trainer_free_after_send = one_trainer = independent_receivers = True
-
-    def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
-        self._parameters, self._dtype = parameters, dtype_of(config)
-        self._directory = directory / "adapters"
-        shutil.rmtree(self._directory, ignore_errors=True)
+    def __init__(self, parameters: Parameters, shapes: Shapes, config: Config) -> None:
+        self._parameters, dtype = parameters, dtype_of(config)
         targets = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in parameters}
         adapter_config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.model.path,
             "r": config.lora.rank, "lora_alpha": config.lora.alpha, "target_modules": sorted(targets), "bias": "none",
         }  # fmt: skip
-        self._shapes = shapes_of(parameters)
-        head, size = safetensors_header({peft_name(name): shape for name, shape in self._shapes.items()}, self._dtype)
-        self._config = json.dumps(adapter_config)
-        self._files = {ADAPTER: _create_file(self._config.encode()), ADAPTER_WEIGHTS: _create_file(head, size)}
+        head, size = safetensors_header({split_name(name)[1]: shapes[name] for name in parameters}, dtype)
+        self.config = json.dumps(adapter_config)
+        self._files = {ADAPTER: _create_file(self.config.encode()), ADAPTER_WEIGHTS: _create_file(head, size)}
         path = self._files[ADAPTER_WEIGHTS][1]
-        self._memory = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
-        self._data = self._memory[len(head) :].view(self._dtype)
+        self.data = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
+        self._values = self.data[len(head) :].view(dtype)
+
+    @torch.no_grad()
+    def write(self, folder: Path) -> None:
+        """Write the adapter as PEFT saves it, with symlinks in `folder`: one cast on the parameters' device, one copy
+        into the file's memory."""
+        parameters = list(self._parameters.values())  # gathers each sharded parameter once
+        device = parameters[0].device
+        flat = self._values if device == self._values.device else torch.empty_like(self._values, device=device)
+        parts = torch.split(flat, [p.numel() for p in parameters])
+        torch._foreach_copy_([part.view(p.shape) for part, p in zip(parts, parameters, strict=True)], parameters)
+        if flat is not self._values:
+            self._values.copy_(flat)
+        folder.mkdir(parents=True)
+        for name, (_, memory) in self._files.items():
+            (folder / name).symlink_to(memory)
+
+    def close(self) -> None:
+        for handle, memory in self._files.values():
+            free_shared_file(handle, memory)
+
+
+class AdapterSender(Sender):
+    """The trainer's end. The files on disk are symlinks to memory of this process, which the system frees at its end.
+
+    All versions use the same memory: `stage` follows the `release` of the previous version. A version of several
+    policies has a directory for each, and `policies` in its handle.
+    """
+
+    trainer_free_after_send = one_trainer = independent_receivers = True
+
+    def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
+        self._directory = directory / "adapters"
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._shapes = shapes_of(parameters)
+        self._policies = [policy.name for policy in config.policies]
+        own: dict[str, Parameters] = {
+            policy: {name: p for name, p in parameters.items() if split_name(name)[0] == policy}
+            for policy in self._policies
+        }
+        self._adapters = {
+            policy: AdapterMemory(each, self._shapes, config) for policy, each in (own or {"": parameters}).items()
+        }
         self._lock = threading.Lock()  # of the staged version and its stream
         self._staged, self._stream = -1, Stream()
         self._secret, self._server = secrets.token_bytes(32), None
@@ -68,25 +103,16 @@ class AdapterSender(Sender):
     def connection_info(self) -> ConnectionInfo:
         return {"shapes": self._shapes}
 
-    @torch.no_grad()
     def stage(self, version: int) -> PublishHandle:
-        """Write the adapter as PEFT saves it: one cast on the parameters' device, one copy into the file's memory."""
+        """Write the adapter of each policy."""
         self.release({})
         with self._lock:
             self._staged, self._stream = -1, Stream()
-        parameters = list(self._parameters.values())  # gathers each sharded parameter once
-        device = parameters[0].device
-        flat = self._data if device == self._data.device else torch.empty_like(self._data, device=device)
-        parts = torch.split(flat, [p.numel() for p in parameters])
-        torch._foreach_copy_([part.view(p.shape) for part, p in zip(parts, parameters, strict=True)], parameters)
-        if flat is not self._data:
-            self._data.copy_(flat)
         path = self._directory / f"policy-v{version}"
-        path.mkdir(parents=True)
-        for name, (_, memory) in self._files.items():
-            (path / name).symlink_to(memory)
+        for policy, memory in self._adapters.items():
+            memory.write(path / policy)
         self._staged = version
-        handle = {"version": version, "path": str(path.resolve())}
+        handle = {"version": version, "path": str(path.resolve()), "policies": self._policies}
         remote = {"server": self._server.address, "secret": self._secret.hex()} if self._server else {}
         return handle | remote
 
@@ -98,8 +124,8 @@ class AdapterSender(Sender):
         self.release({})
         if self._server:
             self._server.close()
-        for handle, memory in self._files.values():
-            free_shared_file(handle, memory)
+        for memory in self._adapters.values():
+            memory.close()
 
     def _find(self, request: Request) -> tuple[Request, Stream]:
         """Answer an engine on another host with the files of the staged version."""
@@ -107,8 +133,9 @@ class AdapterSender(Sender):
             if request["version"] != self._staged:
                 raise Refused(f"version {request['version']} of the adapter is not staged")
             if self._stream.header is None:
-                self._stream.begin({"config": self._config, "bytes": len(self._memory)})
-                for part in torch.split(self._memory, FRAME):
+                [adapter] = self._adapters.values()
+                self._stream.begin({"config": adapter.config, "bytes": len(adapter.data)})
+                for part in torch.split(adapter.data, FRAME):
                     self._stream.add(PLAIN + part.numpy().tobytes())
                 self._stream.end()
             return {}, self._stream
@@ -118,9 +145,10 @@ class Adapters:
     Sender, Receiver = AdapterSender, None  # vLLM loads adapters itself
 
 
-def peft_name(name: str) -> str:
-    """Name of an adapter parameter in PEFT's files: without the adapter's own name."""
-    return name.replace(".default.", ".")
+def split_name(name: str) -> tuple[str, str]:
+    """The policy of an adapter parameter ("" of a single one), and its name in PEFT's files, without the adapter's."""
+    own = re.search(r"\.(?:default|policy-([\w-]+))\.", name)
+    return (own[1] or "", name.replace(own[0], ".")) if own else ("", name)
 
 
 def safetensors_header(shapes: dict[str, list[int]], dtype: torch.dtype) -> tuple[bytes, int]:

@@ -79,7 +79,9 @@ class VllmEngine:
         self.busy_seconds = 0.0  # with sequences in flight
         self._parallel_core = core_has_own_process(self._llm)
         self._decoding_since: float | None = None  # the core has been decoding since then, outside of `step`
-        self._adapters = AdapterWeights(self._llm, config.loop.max_lag + 2) if config.sync.link == "lora" else None
+        most = (config.loop.max_lag + 2) * max(1, len(config.policies))  # adapters that may be in use
+        self._adapters = AdapterWeights(self._llm, most) if config.sync.link == "lora" else None
+        self._policies = frozenset({"", *(policy.name for policy in config.policies)})
         self._requests: dict[str, _Request] = {}
         self._pending_swap: _PendingSwap | None = None
         self._withheld: list[tuple[_Request, Any]] = []  # outputs that finished during the pending swap
@@ -120,6 +122,8 @@ class VllmEngine:
     def submit(self, key: Hashable, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         if self.asleep:
             raise RuntimeError("this engine sleeps: nothing may be asked of it before it is woken")
+        if sampling.policy not in self._policies:
+            raise GenerationError(f"this engine serves no policy {sampling.policy!r}")
         request = _Request(key, tuple(prompt_ids), sampling)
         request.validate(self.context, self._vocabulary, self._llm.model_config.max_logprobs)
         request.vllm_sampling = self._vllm_sampling(request)
@@ -315,7 +319,8 @@ class VllmEngine:
         self._started += 1
         request.start(str(self._started), self.version)
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._cache_salt)}
-        adapter = self._adapters.current if self._adapters else None
+        policy = request.sampling.policy
+        adapter = self._adapters.current.get(policy) if self._adapters else None
         sampling = request.vllm_sampling.clone()
         try:
             request.worker_name = self._llm.add_request(request.name, prompt, sampling, lora_request=adapter)
@@ -323,7 +328,7 @@ class VllmEngine:
             raise GenerationError(f"vLLM refuses the request: {error}") from None
         self._requests[request.name] = request
         if self._adapters:
-            request.adapter = self._adapters.acquire()
+            request.adapter = self._adapters.acquire(policy)
 
     def _requeue(self, request: _Request) -> None:
         self._stop(request)

@@ -108,8 +108,9 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     }
     if config.sync.link == "lora":
         rank = next(r for r in LORA_RANKS if r >= config.lora.rank)
-        # An adapter slot for each version that may be in use, and one for the next.
-        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": config.loop.max_lag + 3}
+        # For each policy an adapter slot for each version that may be in use, and one for the next.
+        slots = (config.loop.max_lag + 3) * max(1, len(config.policies))
+        arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots}
     if config.sync.link == "nccl_direct":
         from vllm.config import WeightTransferConfig
 

@@ -9,6 +9,8 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from vllm.lora.request import LoRARequest
 
 from slipstream.errors import UserError
 from slipstream.generators.served_weights import BackgroundWorker, side_stream
-from slipstream.sync.adapters import adapter_files, peft_name, read_adapter
+from slipstream.sync.adapters import adapter_files, read_adapter, split_name
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import PublishHandle
 
@@ -32,8 +34,10 @@ class AdapterLoader:
         self._batch, self._worker_manager, self._slots = batch, worker_manager, worker_manager._adapter_manager
         self._stream = side_stream(worker_manager.device)
         self._background = BackgroundWorker("adapter")
-        self._values: dict[str, torch.Tensor] = {}  # of the newest version, on the device
-        self._loading: tuple[Future[LoRAModel], int] | None = None  # and its slot
+        self._values: dict[
+            tuple[str, str], torch.Tensor
+        ] = {}  # of the newest version, by policy and name, on the device
+        self._loading: list[tuple[Future[LoRAModel], int]] = []  # an adapter for each policy, with its slot
         self._sums: Future[dict[str, int]] | None = None
         self._name = ""  # of the adapter that is loading for a server, see `prepare`
         self._numbers: dict[str, int] = {}  # of the adapters that vLLM has numbered, by name
@@ -41,33 +45,36 @@ class AdapterLoader:
         worker_manager.add_adapter = self._add_named
 
     def prepare(self, handle: PublishHandle) -> None:
-        """Start to load a version. Raises `UserError` if no slot is free.
+        """Start to load a version. Raises `UserError` if too few slots are free.
 
         If the handle has a `name`, vLLM registers the adapter when its HTTP interface loads the path of that name.
         """
-        request, self._name = request_of(handle), handle.get("name", "")
+        requests, self._name = requests_of(handle), handle.get("name", "")
         if self._name and not self._numbers:
             self._worker_manager.remove_all_adapters()  # of an earlier run
         elif not self._name:
-            self._slots.remove_adapter(request.lora_int_id)  # left by a publish that failed in another engine
-        if None not in self._slots.lora_index_to_id:
+            for request in requests.values():
+                self._slots.remove_adapter(request.lora_int_id)  # left by a publish that failed in another engine
+        free = [slot for slot, number in enumerate(self._slots.lora_index_to_id) if number is None]
+        if len(free) < len(requests):
             raise UserError("vLLM has no free slot for an adapter: generator.engine_args.max_loras is too low")
-        # The slot stays free: there is one for each version that may be in use, and one for this version.
-        slot = self._slots.lora_index_to_id.index(None)
-        self._loading = (self._background.submit(lambda: self._load(handle, request.lora_int_id, slot)), slot)
+        # The slots stay free: there is one for each version that may be in use, and one for this version.
+        self._loading = [
+            (self._background.submit(partial(self._load, handle, policy, request.lora_int_id, slot)), slot)
+            for (policy, request), slot in zip(requests.items(), free, strict=False)
+        ]
 
     def prepared(self) -> float | None:
-        """Register the adapter with vLLM if it is loaded. Returns the seconds of the registration; None while it loads.
+        """Register the version with vLLM if it is loaded. Returns the seconds of the registration; None while it loads.
 
         Raises the error of a failed load.
         """
-        assert self._loading is not None
-        load, slot = self._loading
-        if not load.done():
+        if not all(load.done() for load, _ in self._loading):
             return None
-        adapter, started = load.result(), time.perf_counter()
-        if not self._name and self._slots.get_adapter(adapter.id) is not adapter:
-            self._register(adapter, slot)
+        loaded, started = [(load.result(), slot) for load, slot in self._loading], time.perf_counter()
+        for adapter, slot in loaded:
+            if not self._name and self._slots.get_adapter(adapter.id) is not adapter:
+                self._register(adapter, slot)
         return time.perf_counter() - started
 
     def remove(self, name: str) -> bool:
@@ -93,7 +100,7 @@ class AdapterLoader:
     def _add_named(self, request: LoRARequest) -> bool:
         """vLLM's `add_adapter`, which finds an adapter of this name loaded, and gives it the request's number."""
         if self._loading and self._name and request.lora_path == self._name:
-            load, slot = self._loading
+            [(load, slot)] = self._loading
             adapter, self._name = load.result(), ""
             adapter.id = self._numbers[request.lora_path] = request.lora_int_id
             self._register(adapter, slot)
@@ -109,13 +116,14 @@ class AdapterLoader:
         assert self._sums is not None
         return self._sums.result() if self._sums.done() else None
 
-    def _load(self, handle: PublishHandle, number: int, slot: int) -> LoRAModel:
+    def _load(self, handle: PublishHandle, policy: str, number: int, slot: int) -> LoRAModel:
         """Everything that `add_lora` does before it registers the adapter under its number."""
-        with torch.cuda.stream(self._stream), adapter_files(handle) as path:
-            device = self._worker_manager.device
+        with torch.cuda.stream(self._stream), adapter_files(handle) as folder:
+            device, path = self._worker_manager.device, folder / policy
             reader = copy.copy(self._worker_manager)
             reader._lora_model_cls = _adapter_class(read_adapter(path, device))
-            self._values = read_adapter(path, device)  # another copy: vLLM scales its tensors in place
+            values = read_adapter(path, device)  # another copy: vLLM scales its tensors in place
+            self._values |= {(policy, name): value for name, value in values.items()}
             adapter: LoRAModel = reader._load_adapter(LoRARequest(path.name, number, str(path)))
             self._slots._create_merged_loras_inplace(adapter)
             for name, module in self._slots.modules.items():
@@ -130,12 +138,16 @@ class AdapterLoader:
 
     def _compute_checksums(self, names: Sequence[str]) -> dict[str, int]:
         with torch.cuda.stream(self._stream):
-            return {name: checksum(self._values[peft_name(name)]) for name in names}
+            return {name: checksum(self._values[split_name(name)]) for name in names}
 
 
-def request_of(handle: PublishHandle) -> LoRARequest:
-    """vLLM's request for a version's adapter; its ids start at 1."""
-    return LoRARequest(f"policy-v{handle['version']}", handle["version"] + 1, handle["path"])
+def requests_of(handle: PublishHandle) -> dict[str, LoRARequest]:
+    """vLLM's request for a version's adapter of each policy, "" of a single one; ids start at 1."""
+    version, policies, found = handle["version"], handle["policies"] or [""], {}
+    for number, policy in enumerate(policies, 1 + version * len(policies)):
+        name = f"policy-v{version}" + f"-{policy}" * bool(policy)
+        found[policy] = LoRARequest(name, number, str(Path(handle["path"], policy)))
+    return found
 
 
 def _adapter_class(loaded: dict[str, torch.Tensor]) -> type[LoRAModel]:

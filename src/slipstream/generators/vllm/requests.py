@@ -100,6 +100,7 @@ class VllmRequest:
             temperature=self.sampling.temperature,
             sampling_mask=tuple(sorted(set(tokens)) for tokens in kept) if masked else None,
             experts=experts if self.sampling.record_routing else None,
+            policy=self.sampling.policy,
         )
 
 

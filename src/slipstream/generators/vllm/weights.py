@@ -113,16 +113,16 @@ class AdapterWeights(VllmWeights):
     def __init__(self, llm: Any, max_adapters: int) -> None:
         self._llm, self._max_adapters, self._pause_s = llm, max_adapters, 0.0
         self._sequences: Counter[int] = Counter()  # in flight, by adapter id
-        self._next: Any = None  # a `LoRARequest`, as `current`
-        self.current: Any = None
+        self._next: dict[str, Any] = {}  # a `LoRARequest` for each policy, as `current`
+        self.current: dict[str, Any] = {}  # no adapter samples for a policy that it lacks
 
     def prepare(self, handle: PublishHandle) -> None:
         """Start to load a version into a free slot while the workers decode."""
-        from slipstream.generators.vllm.lora_worker import request_of
+        from slipstream.generators.vllm.lora_worker import requests_of
 
         started = call_workers_nowait(self._llm, WorkerMethods.slipstream_prepare_adapter, handle)
         self._loaded = PolledCall(self._llm, WorkerMethods.slipstream_adapter_prepared, started)
-        self._next = request_of(handle)
+        self._next = requests_of(handle)
 
     def prepared(self) -> bool:
         """Whether each worker has the adapter in its slot. Raises the error of a failed load."""
@@ -141,7 +141,7 @@ class AdapterWeights(VllmWeights):
 
         request = LoRARequest("from files", 1, path)
         self._llm.add_lora(request)
-        self._serve(request)
+        self._serve({"": request})
 
     def checksums(self) -> dict[str, int] | None:
         """The checksums, or None until they are computed. Raises if workers differ."""
@@ -152,27 +152,34 @@ class AdapterWeights(VllmWeights):
 
     def excess_adapter(self) -> int | None:
         """Id of the oldest adapter in use, if more are in use than vLLM has slots for."""
-        used = sorted({number for number, count in self._sequences.items() if count} | {self.current.lora_int_id})
+        used = sorted({number for number, count in self._sequences.items() if count} | self._current_ids)
         return used[0] if len(used) > self._max_adapters else None
 
-    def acquire(self) -> int:
-        """Id of the current adapter, for a sequence that starts."""
-        number: int = self.current.lora_int_id
+    def acquire(self, policy: str) -> int:
+        """Id of the current adapter of a policy, for a sequence that starts; 0 for the base weights."""
+        if not (request := self.current.get(policy)):
+            return 0
+        number: int = request.lora_int_id
         self._sequences[number] += 1
         return number
 
     def release(self, number: int) -> None:
-        """Count one sequence of this adapter as finished; unload the adapter if it was the last."""
-        self._sequences[number] -= 1
-        self._unload_unused(number)
+        """Count one sequence of this adapter as finished; unload the adapter if it was the last. 0 is no adapter."""
+        if number:
+            self._sequences[number] -= 1
+            self._unload_unused(number)
 
-    def _serve(self, request: Any) -> None:
-        old, self.current = self.current, request
-        if old:
-            self._unload_unused(old.lora_int_id)
+    @property
+    def _current_ids(self) -> set[int]:
+        return {request.lora_int_id for request in self.current.values()}
+
+    def _serve(self, requests: dict[str, Any]) -> None:
+        old, self.current = self.current, requests
+        for request in old.values():
+            self._unload_unused(request.lora_int_id)
 
     def _unload_unused(self, number: int) -> None:
-        if not self._sequences[number] and number != self.current.lora_int_id:
+        if not self._sequences[number] and number not in self._current_ids:
             self._llm.remove_lora(number)
 
 
