@@ -25,10 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import simulated
-from work import at_least_one, conditions, save_model
 
-from slipstream.observe.advice import advise, fit_run
-from slipstream.observe.run_data import load_run
 from slipstream.rollout import Completion, VersionSpan
 from slipstream.step_stats import StepStats
 
@@ -123,6 +120,9 @@ def play(case: Mapping[str, float], model: Path, directory: Path, steps: int) ->
 
 def compare(number: int, case: dict[str, float], model: Path, scratch: Path, steps: int) -> dict[str, Any]:
     """Play a case, take the advice, and play it again."""
+    from slipstream.observe.advice import advise, fit_run  # not in the simulated workers, which import this file
+    from slipstream.observe.run_data import load_run
+
     play(case, model, scratch / f"{number}", steps)
     first = load_run(scratch / f"{number}")
     found, reached = advise(first), fit_run(first)
@@ -141,13 +141,15 @@ def compare(number: int, case: dict[str, float], model: Path, scratch: Path, ste
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--steps", type=at_least_one, default=30)
-    found.add_argument("--cases", type=at_least_one, default=len(CASES), help="the first N")
+    found.add_argument("--steps", type=int, default=30)
+    found.add_argument("--cases", type=int, default=len(CASES), help="the first N")
     found.add_argument("--json", type=Path)
     return found
 
 
 if __name__ == "__main__":
+    from work import conditions, save_model
+
     options = parser().parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
