@@ -59,7 +59,8 @@ class RunHandle:
     def generate(self, prompt: Prompt, **sampling: Any) -> Completion:
         """Sample a completion of text, chat messages or token ids from the live policy, with versions of its tokens.
 
-        `sampling` overrides the run's: temperature, top_k, top_p, max_tokens, stop_strings, seed, ignore_eos.
+        `sampling` overrides the run's: temperature, top_k, top_p, max_tokens, stop_strings, seed, ignore_eos. A run of
+        several policies needs `policy`, the name of one.
         """
         answer = self._ask("generate", limited=False, prompt=prompt, sampling=sampling)
         return Completion(**answer | {"spans": tuple(VersionSpan(*span) for span in answer["spans"])})

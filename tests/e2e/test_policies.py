@@ -119,10 +119,12 @@ def test_two_policies_learn_opposites_and_continue_after_a_kill(
     assert re.search(r"evaluation after step 12: .*: high 0\.\d+ \(0\.\d+ against the start\), low 0\.\d+ \(", said)
     assert re.search(r"Reward of low +0\.\d+ → 0\.\d+", said) and f"slipstream generate {whole}/policy/low" in said
     assert main(["generate", str(whole / "policy" / "low"), "--prompt", "1+1="]) == 0
-    assert main(["eval", str(whole)]) == 2
+    for tool in ("eval", "verify", "export", "push"):
+        assert main([tool, str(whole), *(["someone/name"] if tool == "push" else [])]) == 2, tool
+        assert f"which a run alone can play; each is an adapter: {whole}/policy/high, " in capsys.readouterr().err, tool
+    assert main(["train", "--resume", str(whole), "--policies.1.name=other", "--loop.steps=30"]) == 2
     assert (
-        f"several policies, which a run alone can play; each is an adapter: {whole}/policy/low"
-        in capsys.readouterr().err
+        "[[policies]] can't be changed when a run is resumed; it was started with: low, high" in capsys.readouterr().err
     )
     process = command(config, f"--run.dir={killed}")
     while process.poll() is None and kill.steps_done(killed) < 8:
@@ -150,6 +152,7 @@ def test_two_policies_learn_opposites_and_continue_after_a_kill(
         assert max(record[f"policies/{name}/policy/ratio_max"] for record in metrics) < 1.001, "not on policy"
         first, last = (evaluation[f"eval/policies/{name}/against_start"] for evaluation in evaluations)
         assert last > first and last == evaluations[1][f"eval/policies/{name}/reward"]
+        assert metrics[-1][f"policies/{name}/version"] == metrics[-1]["version"] == 24
     assert metrics[-1]["policies/low/policy/kl"] == 0 < metrics[-1]["policies/high/policy/kl"]
     assert {row["role"] for row in rows(whole)} == {"low", "high"}
     for group in {(row["step"], row["visit_id"], row["role"]) for row in rows(whole)}:

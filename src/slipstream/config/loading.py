@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.config import checks
-from slipstream.config.adapter import with_adapter_options
+from slipstream.config.adapter import ADAPTER, with_adapter_options
 from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
 from slipstream.config.environments import BUILT_IN, DATASET_OPTIONS, CurriculumConfig, SamplingConfig
 from slipstream.config.schema import NO_DEVICE, SECTIONS, Config, ConfigError, LoraConfig
@@ -94,7 +94,6 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
             raise ConfigError(f"{target} {found}; of a model, name an environment, too: --environment NAME")
         return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
     trained = load_config(run)
-    _refuse_policies(target, trained)
     changes = [f"--model.path={policy_of(target)}", "--generator.servers=[]"]
     if trained.lora.rank:  # the saved policy holds the run's adapters
         defaults = {name: option.default for name, option in LoraConfig.model_fields.items()}
@@ -122,13 +121,6 @@ def _select_environment(target: str, config: Config, environment: str) -> list[s
     return [*changes, "--algorithm.process_reward_coef=0"]
 
 
-def _refuse_policies(target: str, config: Config) -> None:
-    """Raise `ConfigError` for a run of several policies, each of which is an adapter in its `policy` directory."""
-    if config.policies:
-        found = ", ".join(f"{target}/policy/{policy.name}" for policy in config.policies)
-        raise ConfigError(f"{target} has several policies, which a run alone can play; each is an adapter: {found}")
-
-
 def with_policy(config: Config, target: str) -> Config:
     """The configuration with the policy of another run, or another model. Raises `ConfigError`."""
     path = str(policy_of(target)) if (Path(target) / "config.toml").exists() else target
@@ -149,15 +141,21 @@ def load_verify_config(target: str, flags: list[str]) -> Config:
     changes = [] if restarts or (adapts and vllm) else ["--sync.in_flight=recompute"]
     if not trained:
         return load_policy_config(target, None, [*changes, *flags], default="addition")
-    if not trained.lora.rank:
+    if trained.policies or not trained.lora.rank:
         changes += [f"--model.path={policy_of(target)}"]
     return load_config(run, [*changes, *flags])
 
 
 def policy_of(target: str) -> Path:
-    """The policy that the run in directory `target` has written. Raises `ConfigError` before the end of the run."""
+    """The policy that the run in directory `target` has written.
+
+    Raises `ConfigError` before the end of the run, and for a run of several policies.
+    """
     if not (policy := Path(target) / "policy").is_dir():
         raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
+    if several := sorted(each.parent.as_posix() for each in policy.glob(f"*/{ADAPTER}")):
+        found = ", ".join(several)
+        raise ConfigError(f"{target} has several policies, which a run alone can play; each is an adapter: {found}")
     return policy
 
 

@@ -120,11 +120,15 @@ class Commands:
     async def generate(self, prompt: Any, sampling: dict[str, Any]) -> dict[str, Any]:
         run = self._run
         self._refuse_if_starting()
-        if unknown := [name for name in sampling if name not in SAMPLING]:
+        name = sampling.pop("policy", "") if run.policies else ""
+        if unknown := [option for option in sampling if option not in SAMPLING]:
             raise ControlError(f"generate has no option {unknown[0]!r:.80}; it takes {', '.join(SAMPLING)}")
         self._draws += 1
         seed = f"{run.config.loop.seed}/command/{self._draws}"
-        policy = Policy(run.cluster.generator, run.chat_tokenizer, run.sampling, seed)
+        whole = Policy(run.cluster.generator, run.chat_tokenizer, run.sampling, seed, policies=run.policies)
+        if run.policies and name not in run.policies:
+            raise ControlError(f"generate needs policy = one of {', '.join(run.policies)}, not {name!r:.80}")
+        policy = whole[name] if run.policies else whole
         completion = await policy.sample(prompt, **sampling, record_sampling_mask=False, record_routing=False)
         return {name: getattr(completion, name) for name in COMPLETION}
 

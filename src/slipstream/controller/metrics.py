@@ -92,6 +92,7 @@ def run_metrics(run: RunContext) -> dict[str, Any]:
         **{f"rollout/{fate}": count for fate, count in dataclasses.asdict(state.ledger.counts).items()},
         "rollout/failures": dict(state.ledger.reasons),
         "rollout/reward_s": totals.take_reward_seconds(),
+        **{f"policies/{name}/version": version for name, version in state.policy_versions.items()},
         **{f"environments/{stream.label}/tasks_active": stream.active for stream in state.ledger.streams},
         **{f"environments/{stream.label}/tasks_dropped": len(stream.dropped) for stream in state.ledger.streams},
     }

@@ -94,7 +94,7 @@ class RunContext:
         for environment in self.environments:
             environment.rewind()
         streams = [environment.stream for environment in self.environments]
-        self.state = LoopState(self.config.loop, self.config.sync.every, streams)
+        self.state = LoopState(self.config.loop, self.config.sync.every, streams, list(self.policies))
         self.totals = RunTotals()
         self.running_groups: set[asyncio.Task[None]] = set()
 

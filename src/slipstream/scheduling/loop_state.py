@@ -32,10 +32,15 @@ class LoopState:
     """State of a run. `every` is the number of steps between two publishes.
 
     `ready` is the buffer between engines and trainer: at most `capacity` groups, by oldest version, then by visit.
+    `policy_versions` counts for each of several `policies` the versions in which it has changed.
     """
 
-    def __init__(self, options: LoopConfig, every: int, streams: Sequence[TaskStream]) -> None:
+    def __init__(
+        self, options: LoopConfig, every: int, streams: Sequence[TaskStream], policies: Sequence[str] = ()
+    ) -> None:
         self.options, self.every = options, every
+        self.policy_versions = dict.fromkeys(policies, 0)
+        self._trained: set[str] = set()  # policies with rollouts in a batch since the last version
         self.ledger = Ledger(streams, options.seed, options.retries)
         self.ready: list[Group] = []
         self.capacity = options.buffer_size or (options.max_lag + 1) * options.groups_per_step * every
@@ -114,12 +119,17 @@ class LoopState:
         groups, self.ready = self.ready[:count], self.ready[count:]
         for group in groups:
             self.ledger.trained(group.visit_id)
+            if self.policy_versions:
+                self._trained.update(rollout.policy for rollout in group.rollouts)
         return groups
 
     def stage(self) -> None:
         """The weights of this step become the next version, and publishing starts; buffered tokens age by a version."""
         self.version += 1
         self.staged = self.step
+        for name in self._trained:
+            self.policy_versions[name] += 1
+        self._trained.clear()
 
     def publish(self, step: int) -> None:
         """Every engine that is not late serves the weights of this step; more groups may start."""
@@ -127,7 +137,8 @@ class LoopState:
 
     def snapshot(self) -> dict[str, Any]:
         """Plain data for a checkpoint, without the ready groups. Called when this step's weights are a version."""
-        return {"step": self.step, "version": self.version, **self._pace(), "ledger": self.ledger.snapshot()}
+        state = {"step": self.step, "version": self.version, "policy_versions": dict(self.policy_versions)}
+        return state | self._pace() | {"ledger": self.ledger.snapshot()}
 
     def restore(self, data: dict[str, Any], ready: Sequence[Group]) -> None:
         """Restore a snapshot and its ready groups. Raises `ValueError` if tasks, groups per version or groups differ.
@@ -142,6 +153,10 @@ class LoopState:
                 f"the run was started on {_describe(before)}, and now there are {_describe(after)}; "
                 "give it the data it was started on"
             )
+        if [*(versions := data.get("policy_versions", {}))] != [*self.policy_versions]:
+            known = ", ".join(versions) or "none"
+            raise ValueError(f"[[policies]] can't be changed when a run is resumed; it was started with: {known}")
+        self.policy_versions = dict(versions)
         for name, now in self._pace().items():
             if data[name] != now:
                 raise ValueError(f"{name} = {now} can't be changed when a run is resumed; leave it at {data[name]}")
