@@ -1,7 +1,7 @@
 """Learning of a pretrained model at lag 0 and 4: held-out accuracy before and after, and wall time.
 
     python benchmarks/learning.py models/SmolLM2-135M-Instruct [--tasks sums comparisons] [--lags 0 4] [--seeds 0 1 2]
-        [--gpus 0 1] [--jobs 6] [--json FILE] [--section.option value ...]
+        [--gpus 0 1] [--jobs 6] [--json FILE] [option of the run ...]
 
 Two tasks that SmolLM2-135M-Instruct solves about half the time: sums of two one-digit numbers, asked in four ways, and
 whether one two-digit number is larger than another, answered by yes or no. Held out are 25 of 100 pairs of digits, and
