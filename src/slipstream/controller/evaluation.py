@@ -200,13 +200,12 @@ async def evaluate(
     lines = line_ups(config)
     playing = (player.play(line, *each, i) for line in lines.values() for each in tasks for i in range(samples))
     ended = iter(await gather_all(playing))
-    by_task, *against_start = (
-        [PlayedTask(*each, list(itertools.islice(ended, samples))) for each in tasks] for _ in lines
-    )
+    by_line = {own: [PlayedTask(*each, list(itertools.islice(ended, samples))) for each in tasks] for own in lines}
+    by_task = by_line.pop("")
     if played is not None:
         played += by_task
     result = {**summarize(by_task, generator.version), "eval/reward_errors": dict(raised)}
-    add_policies(result, by_task, dict(zip(list(lines)[1:], against_start, strict=True)))
+    add_policies(result, by_task, by_line)
     recorded = [each.describe(tokenizer) for each in by_task[:RECORDED_TASKS]]
     return {**result, "eval/duration_s": time.perf_counter() - began, "samples": recorded}
 

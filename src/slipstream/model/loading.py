@@ -66,13 +66,18 @@ def load_model(
         )
     if lora.path:
         _load_adapter(adapted, lora.path)
-    for name in policies:
-        adapted.add_adapter(adapter_name(name), adapters)
     if policies:
-        adapted.delete_adapter("default")
-        for name, parameter in adapted.named_parameters():
-            parameter.requires_grad_(".lora_" in name)
+        _name_adapters(adapted, adapters, policies)
     return adapted
+
+
+def _name_adapters(model: Any, adapters: Any, policies: Sequence[str]) -> None:
+    """Replace the adapter of `model` by one for each policy, by PEFT's configuration `adapters`. All are trainable."""
+    for policy in policies:
+        model.add_adapter(adapter_name(policy), adapters)
+    model.delete_adapter("default")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
 
 
 def _load_adapter(model: Any, path: str) -> None:
