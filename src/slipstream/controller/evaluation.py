@@ -183,9 +183,8 @@ async def evaluate(
 
     `slots` bounds concurrent episodes. `played`, if given, gets the outcomes.
     """
-    began, samples = time.perf_counter(), config.evaluation.samples
+    began, samples, raised = time.perf_counter(), config.evaluation.samples, Counter[str]()
     tasks = _tasks_in_turns(config, environments)
-    raised: Counter[str] = Counter()
 
     def count_error(error: ScoringError) -> None:
         raised[error.reason] += 1
