@@ -20,12 +20,16 @@ def run(path: Path, *, decode: float, train: float, lag: int) -> Any:
         f"[loop]\ngroups_per_step = 4\ngroup_size = 2\nmax_lag = {lag}\n[generator]\nmax_num_seqs = 8\n"
     )
     metrics, _ = records(30)
-    events = []
+    events, length = [], max(decode, train) if lag else decode + train
     for step, record in enumerate(metrics):
-        now = record["time/wall_s"] = record["time/window_s"] = (step + 1) * max(decode, train)
-        idle = max(decode - train, 0.0)
-        record |= {"time/step_s": train, "time/batch_wait_s": idle, "train/tokens": 800, "train/packed_tokens": 800}
-        record |= {"train/busy_s": now * min(1, train / decode), "gen/busy_s": now * min(1, decode / train)}
+        now = record["time/wall_s"] = record["time/window_s"] = (step + 1) * length
+        record |= {
+            "time/step_s": train,
+            "time/batch_wait_s": length - train,
+            "train/tokens": 800,
+            "train/packed_tokens": 800,
+        }
+        record |= {"train/busy_s": now * train / length, "gen/busy_s": now * decode / length}
         rows = [["engine 0", now - decode, now, 100, 0, 0, 1.0, None, i] for i in range(8)]
         events.append({"kind": "group", "track": "controller", "start": now, "end": now, "rollouts": rows})
     for name, lines in (("metrics", metrics), ("events", events)):
@@ -50,6 +54,17 @@ def test_a_synchronous_run_with_even_sides_is_told_to_overlap(tmp_path: Path) ->
     found = advise(run(tmp_path / "run", decode=2.0, train=2.0, lag=0))
     assert found is not None and found.change == "loop.max_lag = 1"
     assert found.gain == pytest.approx(2, rel=0.2)
+
+
+def test_a_run_that_its_simulation_does_not_explain_gets_no_advice(tmp_path: Path) -> None:
+    """Processes that share cores wait for them, which no rate tells."""
+    found = run(tmp_path / "run", decode=2.0, train=0.7, lag=1)
+    metrics = found.path / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for line in lines:
+        line["gen/busy_s"] *= 0.4
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert advise(load_run(found.path)) is None
 
 
 def test_a_colocated_run_gets_no_advice(tmp_path: Path) -> None:

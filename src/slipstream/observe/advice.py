@@ -15,6 +15,7 @@ from slipstream.rollout import mean
 
 STEPS, LEAST_STEPS, MAX_ROLLOUTS = 24, 6, 20_000  # of one simulation
 LEAST_GAIN = 1.05
+MOST_ERROR = 0.2  # of the busy time of each side, as a share of the run's time, in the simulation of the run as it is
 SHAPE = SHAPES["0.6B"]  # of no effect: all rates are measured
 
 
@@ -33,11 +34,17 @@ class Advice(NamedTuple):
 
 
 def advise(run: Run) -> Advice | None:
-    """The most effective single change, or None if none helps by `LEAST_GAIN`. Raises `ConfigError` as `fit`."""
+    """The most effective single change, or None if none helps by `LEAST_GAIN`. Raises `ConfigError` as `fit`.
+
+    None, too, if the simulation of the run as it is differs from the run in which side waits, by `MOST_ERROR`.
+    """
     found = fit_run(run)
     rollouts = run.options.get("loop.groups_per_step", 8) * run.options.get("loop.group_size", 8)
     scenario = own_scenario(found, run.options, SHAPE, max(LEAST_STEPS, min(STEPS, MAX_ROLLOUTS // rollouts)))
     now = simulated_figures(scenario)
+    errors = now.trainer_busy - found.trainer_busy, now.engines_busy - found.engines_busy
+    if max(map(abs, errors)) > MOST_ERROR:
+        return None
     gains = [(simulated_figures(other).tokens_per_s / now.tokens_per_s, text) for text, other in changes(scenario)]
     gain, change = max(gains, default=(1.0, ""))
     error = abs(now.tokens_per_s / found.tokens_per_s - 1)
