@@ -18,7 +18,7 @@ from slipstream.sync.changes import HEADER, Changes, choose_coding, count_small,
 from slipstream.sync.frames import PLAIN, Stream
 
 FRAME = 2**16  # bytes from which entries make a frame
-THREADS = {"cpu": 1, "cuda": 4}  # that code blocks: beside a GPU cores are idle
+THREADS = {"cpu": 1, "cuda": 4}  # that code blocks: the host of a GPU has idle cores
 
 
 class _Changed(NamedTuple):

@@ -1,4 +1,4 @@
-"""A version that an engine receives: changed and whole segments of blocks, staged beside its tensors and then swapped.
+"""A version that an engine receives: changed and whole segments of blocks are staged, then swapped with its tensors.
 
 On a CPU changes are staged by segments. On a GPU, where each operation takes some microseconds whatever its size, they
 are staged by blocks: `Tensors.memory` lets one operation read or write words of many tensors.
@@ -25,6 +25,9 @@ from slipstream.sync.checksum import checksum
 
 if TYPE_CHECKING:
     from slipstream.sync.link import ParameterShard
+
+
+SLICE = 2**20  # changes that are staged at a time on a GPU, in 150 bytes each
 
 
 class RolledBack(InvalidInput):
@@ -148,13 +151,17 @@ class Tensors:
         block = self.blocks[number]
         if self.memory is None:
             return list(self._stage_segments(block, changes))
+        slices = range(0, len(changes.indices), SLICE)
+        return [self._stage_slice(number, *(part[at : at + SLICE] for part in changes)) for at in slices]
+
+    def _stage_slice(self, number: int, indices: Array, differences: Array) -> _Changed:
+        assert self.memory is not None
         ends, places, whole = self._places[number]
-        indices, differences = (torch.as_tensor(array).to(self.memory.device) for array in changes)
-        bounds = torch.searchsorted(indices, ends.to(indices.dtype))
+        at, by = (torch.as_tensor(array).to(self.memory.device) for array in (indices, differences))
+        bounds = torch.searchsorted(at, ends.to(at.dtype))
         counts = torch.diff(bounds, prepend=bounds.new_zeros(1))
-        place = Place(*places.repeat_interleave(counts, 0, output_size=len(indices)).unbind(1))
-        located = place.locate(indices.long())
-        return [_Changed(self.memory, block.segments, bounds, located, differences, whole)]
+        place = Place(*places.repeat_interleave(counts, 0, output_size=len(at)).unbind(1))
+        return _Changed(self.memory, self.blocks[number].segments, bounds, place.locate(at.long()), by, whole)
 
     def _stage_segments(self, block: Block, changes: Changes) -> Iterator[_Changed]:
         for segment, part in split(block, changes):
