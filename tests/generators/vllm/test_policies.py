@@ -52,7 +52,7 @@ def test_each_request_samples_from_its_policy_at_every_version(patient: Path, tm
     weights: Any = engine.open_weights("lora", sender.connection_info(), 1)
     slots = engine._llm.vllm_config.lora_config.max_loras
 
-    for version in range(slots + 1):  # each slot gets adapters of both
+    def publish(version: int) -> None:
         torch.manual_seed(version)
         with torch.no_grad():
             for parameter in parameters.values():
@@ -63,6 +63,9 @@ def test_each_request_samples_from_its_policy_at_every_version(patient: Path, tm
             time.sleep(0.001)
         engine.swap(version, weights.apply)
         sender.release(handle)
+
+    for version in range(slots + 1):  # each slot gets adapters of both
+        publish(version)
         weights.start_checksums(list(parameters))
         while (found := weights.checksums()) is None:
             time.sleep(0.001)
@@ -79,4 +82,14 @@ def test_each_request_samples_from_its_policy_at_every_version(patient: Path, tm
             assert drew(model, completion)
     with pytest.raises(GenerationError, match="serves no policy 'other'"):
         engine.submit("other", [5, 6], Sampling(policy="other"))
+
+    most = slots - len(POLICIES)  # adapters in use while a version loads
+    for version in range(slots + 1, 2 * slots):  # a sequence of each policy stays on each version
+        for policy in POLICIES:
+            engine.submit((policy, version), [5, 6, 7], Sampling(max_tokens=100, policy=policy))
+        for _ in range(2):
+            assert not engine.step()
+        publish(version)
+        assert len({r.adapter for r in engine._requests.values()} | weights._current_ids) <= most
+    assert engine.tokens_discarded, "the oldest sequences have restarted"
     sender.close()

@@ -226,15 +226,15 @@ class VllmEngine:
         return counts_before
 
     def _requeue_for_adapters(self, adapters: AdapterWeights, how: Interruption) -> None:
-        """Restart sequences on the new adapter: all with "retry", else those of an adapter beyond the limit.
+        """Restart sequences on the new adapter: all with "retry", else those of adapters beyond the limit.
 
         Other sequences keep the adapter that they started with.
         """
-        excess = adapters.excess_adapter()
+        excess = adapters.excess_adapters()
         if how != "retry" and not excess:
             return
         for request, tokens in self._count_tokens().items():
-            if how == "retry" or request.adapter == excess:
+            if how == "retry" or request.adapter in excess:
                 self.tokens_discarded += tokens
                 self._requeue(request)
 

@@ -150,10 +150,10 @@ class AdapterWeights(VllmWeights):
 
     def close(self) -> None: ...
 
-    def excess_adapter(self) -> int | None:
-        """Id of the oldest adapter in use, if more are in use than vLLM has slots for."""
+    def excess_adapters(self) -> set[int]:
+        """Ids of the oldest adapters in use, as many as are in use beyond `max_adapters`."""
         used = sorted({number for number, count in self._sequences.items() if count} | self._current_ids)
-        return used[0] if len(used) > self._max_adapters else None
+        return set(used[: max(0, len(used) - self._max_adapters)])
 
     def acquire(self, policy: str) -> int:
         """Id of the current adapter of a policy, for a sequence that starts; 0 for the base weights."""
