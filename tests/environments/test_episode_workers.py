@@ -27,7 +27,7 @@ from tests.conftest import build_tokenizer
 from tests.processes import lives
 
 USERS = """
-import asyncio, collections, itertools, os
+import asyncio, collections, dataclasses, itertools, os
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import await_reward
 
@@ -39,7 +39,7 @@ class Faults:
 
     async def rollout(self, task, policy):
         fault = task.data["fault"]
-        completion = await policy.sample(task.prompt)
+        completion = await policy.sample(task.prompt) if fault != "policies" else None
         if fault == "crash": os._exit(3)
         if fault == "busy":
             while True: pass
@@ -47,6 +47,10 @@ class Faults:
         if fault == "leak": leaked.append(bytearray(b"x" * 100_000_000))
         if fault == "raise": raise ValueError("a bad day")
         if fault == "long": await policy.sample("1" * 1000)
+        if fault == "policies":
+            own, other = policy["a"], policy["b"]
+            await own.sample("1="), await other.sample("1=")
+            return [dataclasses.replace(own.rollout(1.0), role="b"), other.rollout(0.0)]
         if fault == "slow": await asyncio.sleep(1000)
         if fault == "reward":
             async def bad(): raise KeyError("answer")
@@ -66,7 +70,7 @@ class Quick:
         if len(prompt_ids) > 100:
             raise ContextFull("too long")
         ids = (3 + sampling.seed % 5, 1)
-        return Completion(tuple(prompt_ids), ids, (-0.5,) * 2, (VersionSpan(0, 0, 2),), "stop")
+        return Completion(tuple(prompt_ids), ids, (-0.5,) * 2, (VersionSpan(0, 0, 2),), "stop", policy=sampling.policy)
 
     async def close(self) -> None:
         pass
@@ -133,6 +137,16 @@ def test_an_episode_in_a_worker_has_the_rollout_and_the_failures_of_one_without(
 
     asyncio.run(main())
     assert [error.reason for error in errors] == ["KeyError"] * 2
+
+
+def test_the_role_of_a_policy_has_its_name_once(tmp_path: Path) -> None:
+    async def main() -> list[str]:
+        async with faults(tmp_path, "policies", workers=1) as environment:
+            policy = Policy(Quick(), TOKENIZER, Sampling(max_tokens=4), "0", policies={"a": "a", "b": "b"})
+            rollouts = await run_episode(environment, environment.train[0], policy, EpisodeOptions(60.0))
+            return [rollout.role for rollout in rollouts]
+
+    assert asyncio.run(main()) == ["a:b", "b"]
 
 
 def test_faults_cost_the_episodes_of_one_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

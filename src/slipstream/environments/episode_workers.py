@@ -7,6 +7,7 @@ controller's `Policy` samples and records, so results don't depend on what a wor
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import math
 import sys
@@ -93,6 +94,7 @@ class EpisodeWorker(Worker):
             failure = failed.reason, failed.detail
         finally:
             del self._clocks[episode]
+        rollouts = tuple(map(_without_policy, rollouts))
         return EpisodeResult(rollouts, failure, [(error.reason, str(error)) for error in errors])
 
     async def sample(self, episode: int, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
@@ -143,6 +145,12 @@ class EpisodeWorker(Worker):
     def _send(self, message: Request | int) -> None:
         self._outgoing.append(message)
         self._arrived.set()
+
+
+def _without_policy(rollout: Rollout) -> Rollout:
+    """The rollout with the role that the environment gave; the controller prefixes the policy's name again."""
+    role = rollout.role.removeprefix(rollout.policy).removeprefix(":") if rollout.policy else rollout.role
+    return dataclasses.replace(rollout, role=role)
 
 
 class ControllerGenerator:
