@@ -105,6 +105,18 @@ def test_each_policy_has_a_url_of_its_own() -> None:
     assert played(ask, Scripted(a=["4"], b=["2"]), **BOTH) == {"a": 1.0, "b": 1.0}
 
 
+def test_a_failed_episode_names_the_refusal_of_a_policys_url() -> None:
+    async def ask(task: Task, policy: Policy) -> float:
+        async with aiohttp.ClientSession() as client:
+            body = {"model": "policy", "prompt": "1=", "max_tokens": "four"}
+            async with client.post(f"{await policy['a'].base_url()}/completions", json=body) as answer:
+                assert answer.status == 400
+        raise ValueError("no answer")
+
+    with pytest.raises(RolloutFailed, match=r"no answer\nIts URL had answered: .*max_tokens"):
+        played(ask, Scripted(a=["4"]), a="a")
+
+
 def test_the_examples_reward_as_they_say() -> None:
     nim = {"first": "first", "second": "second"}
     assert played(Nim().rollout, Scripted(first=["2", "3"], second=["1"]), **nim) == {"first": 1.0, "second": 0.0}

@@ -117,8 +117,8 @@ class Policy:
         self._closed = False
         self._policies, self._asked = policies or {}, dict[str, Policy]()
         self.secret = secrets.token_urlsafe(16)
-        self.last_refusal = ""  # the last error that its URL answered
-        self._sampled_at = [math.nan]  # shared with the policies that the episode asks by name
+        # Of the episode, shared with the policies that it asks by name: time of the last completion, refusals of URLs.
+        self._sampled_at, self._refusals = [math.nan], [""]
         self.completions: list[Completion] = []
         self.recorded: list[Completion] = []  # copies, which the environment can't change
         self.conversations: list[Conversation] = []
@@ -127,6 +127,15 @@ class Policy:
     def sampled_at(self) -> float:
         """`time.monotonic()` of the episode's last completion."""
         return self._sampled_at[0]
+
+    @property
+    def last_refusal(self) -> str:
+        """The last error that a URL of the episode answered, or ""."""
+        return self._refusals[0]
+
+    @last_refusal.setter
+    def last_refusal(self, message: str) -> None:
+        self._refusals[0] = message
 
     def __getitem__(self, name: str) -> Policy:
         """The policy of this name, in a run of several. Raises `ConfigError` for an unknown name."""
