@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,7 @@ def test_a_package_that_can_not_be_served_is_named() -> None:
 
 
 ANSWER = {"observation": {"hint": "go"}, "reward": 1.0, "done": True}
+DEEP = 100_000 * "["
 SCHEMA = {"action": {"properties": {"number": {"type": "string"}}, "required": ["number"]}}
 
 
@@ -138,7 +141,9 @@ def misbehaving(answers: dict[str, Any]) -> Iterator[str]:
         found = answers.get(request.path[1:], 404)
         if isinstance(found, int):
             return aiohttp.web.Response(status=found, text="broken")
-        return aiohttp.web.json_response(found)
+        return aiohttp.web.Response(
+            text=found if isinstance(found, str) else json.dumps(found), content_type="application/json"
+        )
 
     loop, started, ports = asyncio.new_event_loop(), threading.Event(), []
 
@@ -176,6 +181,12 @@ def misbehaving(answers: dict[str, Any]) -> Iterator[str]:
         ({"step": {"reward": 1.0}}, "ServerFailed", "the answer has no observation"),
         ({"step": [1]}, "ServerFailed", r"the answer is \[1\], not an object"),
         ({"reset": {"observation": {}}}, "ServerFailed", "no field 'hint' among"),
+        (
+            {"step": {**ANSWER, "observation": {"hint": "go", "metadata": "m"}}},
+            "ServerFailed",
+            "metadata is 'm', not an",
+        ),
+        ({"step": {**ANSWER, "done": "no"}}, "ServerFailed", "done is 'no', not true or false"),
     ],
 )
 def test_a_server_that_misbehaves_fails_the_rollout(
@@ -213,9 +224,95 @@ def test_an_action_of_several_fields_is_a_tool() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"schema": 500}, {"schema": [1]}, {"schema": {"action": {}}}, {"list_environments": {}}]
+    ("changes", "why"),
+    [
+        ({"schema": 500}, "HTTP Error 500"),
+        ({"schema": [1]}, ""),
+        ({"schema": {"action": {}}}, "properties"),
+        ({"schema": {"action": {"properties": []}}}, "the schema of its actions has properties []"),
+        ({"schema": {"action": {"properties": {"a": 1}}}}, "the schema of its actions has properties {'a': 1}"),
+        ({"schema": {"action": {"properties": {}, "required": None}}}, "required None"),
+        ({"schema": DEEP}, "RecursionError"),
+        ({"list_environments": {}}, "it lists 0 environments; needs one"),
+        ({"list_environments": ["a", "b"]}, "it lists 2 environments; needs one"),
+        ({"list_environments": ["a b"]}, "InvalidURL"),
+        *(({"num_tasks": {"num_tasks": n}}, f"num_tasks of train is {n!r};") for n in (0, True, 1.5, "9", 100_001)),
+    ],
 )
-def test_a_server_that_does_not_answer_as_openenv_does_is_one_line(changes: dict[str, Any]) -> None:
-    with misbehaving({"schema": SCHEMA} | changes) as url, pytest.raises(ConfigError) as raised:
+def test_a_server_that_does_not_answer_as_openenv_does_is_one_line(changes: dict[str, Any], why: str) -> None:
+    lists = {"list_environments": ["a"], "a/splits": [{"type": "train", "name": "train"}]}
+    answers = {"schema": SCHEMA} | lists | changes
+    answers["a/num_tasks"] = answers.pop("num_tasks", 404)
+    with misbehaving(answers) as url, pytest.raises(ConfigError) as raised:
         loaded(url)
     assert "no OpenEnv server answers as it should there" in str(raised.value) and "\n" not in str(raised.value)
+    assert why in str(raised.value) and len(str(raised.value)) < 500
+
+
+def test_a_python_that_can_not_be_started_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="no OpenEnv server answers as it should there: FileNotFoundError"):
+        loaded("some.module:app", python="/no/python")
+
+
+def test_a_servers_message_is_cut_to_one_line_and_a_refused_reset_is_the_servers_failure() -> None:
+    refused = {"code": "VALIDATION_ERROR", "message": "bad\nseed " + 1000 * "x"}
+    failing = pytest.raises(RolloutFailed, match=r"failed to reset: bad seed x+$")
+    with misbehaving({"schema": SCHEMA, "reset": refused}) as url, failing as failed:
+        play(loaded(url), "1")
+    assert failed.value.reason == "ServerFailed" and len(str(failed.value)) < 450
+
+
+TOOL_SCHEMA = {"action": {"properties": {"tool_name": {"type": "string"}}}}
+
+
+def tool_server(observation: Any, *names: str) -> Any:
+    tools = [{"name": name, "inputSchema": {"type": "object"}} for name in names]
+    step = {"observation": observation, "reward": 0.5, "done": False}
+    return misbehaving(
+        {"schema": TOOL_SCHEMA, "reset": ANSWER | {"done": False}, "step": step, "mcp": {"result": {"tools": tools}}}
+    )
+
+
+def test_a_server_of_tool_calls_that_lists_no_tool_fails() -> None:
+    with tool_server({}) as url, pytest.raises(RolloutFailed, match="failed to list its tools: there are none"):
+        play(loaded(url), "hello")
+
+
+@pytest.mark.parametrize(
+    "observation",
+    [
+        {"error": "broken"},
+        {"error": {"type": "timeout"}},
+        *({"result": {"content": content}} for content in (None, "text", [1], [{"type": "text"}])),
+    ],
+)
+def test_an_answer_to_a_tool_call_that_is_not_mcp_fails_the_rollout(observation: Any) -> None:
+    with tool_server(observation, "add") as url, pytest.raises(RolloutFailed, match="failed to call a tool") as failed:
+        play(loaded(url), call("add"), "done")
+    assert failed.value.reason == "ServerFailed"
+
+
+@pytest.mark.parametrize("name", ["is_error", "isError"])
+def test_a_tools_error_is_told_to_the_policy(name: str) -> None:
+    content = [{"type": "text", "text": "no such file"}]
+    with tool_server({"result": {"content": content, name: True}}, "add") as url:
+        rollout, prompts = play(loaded(url), call("add"), "done")
+    assert rollout.metrics["tool_errors"] == 1 and "no such file" in prompts[1]
+
+
+def test_an_episode_does_not_wait_for_a_garbage_collection() -> None:
+    """A full collection is rare in a run (`raise_gc_thresholds`)."""
+    tokenizer = chat_tokenizer(CHATML)
+
+    async def main(environment: Any) -> weakref.ref[Policy]:
+        policy = Policy(Letters(tokenizer, call("add"), "done"), ChatTokenizer(tokenizer), Sampling(), "0")
+        await run_episode(environment, environment.train[0], policy, EpisodeOptions(30.0))
+        return weakref.ref(policy)
+
+    with tool_server({"result": "4"}, "add") as url:
+        environment = loaded(url)
+        gc.disable()
+        try:
+            assert asyncio.run(main(environment))() is None
+        finally:
+            gc.enable()

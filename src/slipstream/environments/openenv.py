@@ -6,6 +6,7 @@ computes the rewards.
 
 from __future__ import annotations
 
+import http.client
 import importlib.util
 import json
 import os
@@ -21,10 +22,11 @@ from pydantic import Field
 
 from slipstream.config.section import ConfigError, Section, parse_options
 from slipstream.environments.base import Policy, Task
-from slipstream.environments.openenv_session import Episode, EpisodeTool, open_session
+from slipstream.environments.openenv_session import MAX_WHY, Episode, EpisodeTool, open_session
 from slipstream.rollout import Rollout
 
 SEEDS = 1000  # training tasks of a server that lists none
+MAX_TASKS = 100_000  # of a split
 START_S = 120.0  # for the server of a package to import its modules and answer
 STOP_S = 5.0
 SERVE = """
@@ -71,16 +73,20 @@ class OpenEnv:
                 f"environment.name = 'openenv:{name}' needs aiohttp: pip install 'slipstream-rl[openenv]'"
             )
         self._headers = {"Authorization": f"Bearer {os.environ[taken.token_env]}"} if taken.token_env else {}
-        self._server = None if "://" in name else PackageServer(name, taken.python)
-        self._url = self._server.url if self._server else name.rstrip("/").replace("ws", "http", name.startswith("ws"))
+        self._server: PackageServer | None = None
+        self._url = name.rstrip("/").replace("ws", "http", name.startswith("ws"))
         try:
-            self._action = self._fetch("/schema")["action"]
-            dict(self._action["properties"])  # raises for any other answer
+            if "://" not in name:
+                self._server = PackageServer(name, taken.python)
+                self._url = self._server.url
+            self._action = _validate_schema(self._fetch("/schema")["action"])
             self.train, self.test = self._list_tasks()
-        except (LookupError, TypeError, AttributeError, ValueError, OSError) as error:
+        except (
+            LookupError, TypeError, AttributeError, ValueError, OSError, RecursionError, http.client.HTTPException
+        ) as error:  # fmt: skip
             why = (self._server and self._server.close()) or f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise ConfigError(
-                f"environment.name = 'openenv:{name}': no OpenEnv server answers as it should there: {why}"
+                f"environment.name = 'openenv:{name}': no OpenEnv server answers as it should there: {why:.{MAX_WHY}}"
             ) from None
         self._tools: list[Any] | None = None  # as first listed in this process
 
@@ -91,9 +97,12 @@ class OpenEnv:
             episode = Episode(session, self._action, taken.observation)
             tools = await self._list_tools(episode)
             episode.conversation = policy.conversation(taken.system, tools, tool_seconds=taken.seconds + 1)
-            first = "\n\n".join(text for text in (taken.prompt, episode.show(episode.read(answer))) if text)
-            await (episode.conversation.ask(first) if tools else episode.alternate(first))
-        rewards = episode.rewards_by_turn()
+            try:
+                first = "\n\n".join(text for text in (taken.prompt, episode.show(episode.read(answer))) if text)
+                await (episode.conversation.ask(first) if episode.text_field is None else episode.alternate(first))
+                rewards = episode.rewards_by_turn()
+            finally:
+                del episode.conversation  # its tools refer to the episode: a cycle would wait for a full collection
         metrics = {"steps": float(len(episode.rewards)), "done": float(episode.done)}
         return policy.rollout(sum(rewards), turn_rewards=rewards, **metrics)
 
@@ -103,11 +112,13 @@ class OpenEnv:
 
     async def _list_tools(self, episode: Episode) -> list[EpisodeTool]:
         """Tools for the conversation; [] if a reply is an action. Raises `ServerFailed` if they have changed."""
-        if episode.text_field:
+        if episode.text_field is not None:
             return []
         if not episode.takes_tool_calls:
             return [EpisodeTool(episode.act, "act", self._action.get("description") or "", self._action)]
         listed = await episode.session.tools()
+        if not listed:
+            raise episode.session.failed("list its tools", "there are none")
         self._tools = self._tools or listed
         if listed != self._tools:
             raise episode.session.failed("list its tools", "they have changed during the run")
@@ -117,7 +128,10 @@ class OpenEnv:
         """Training and held-out tasks: indices in the server's splits, or seeds."""
         taken, splits = self._options, {}
         try:
-            [name] = self._fetch("/list_environments")
+            names = self._fetch("/list_environments")
+            if len(names) != 1:
+                raise ValueError(f"it lists {len(names)} environments; needs one")
+            [name] = names
             splits = {split["type"]: split["name"] for split in reversed(self._fetch(f"/{name}/splits"))}
         except urllib.request.HTTPError as error:
             if error.code not in (404, 405, 501):  # a server without a list, an environment without tasks
@@ -132,13 +146,20 @@ class OpenEnv:
         train, test = (
             [
                 Task(f"{split}/{i}", f"task {i} of {split}", {"split": split, "index": i})
-                for i in range(min(most, self._fetch(f"/{name}/num_tasks", {"split": split})["num_tasks"]))
+                for i in range(min(most, self._count_tasks(name, split)))
             ]
             if split
             else []
             for split, most in lists
         )
         return train, test
+
+    def _count_tasks(self, name: str, split: str) -> int:
+        """The number of tasks in a split. Raises `ValueError`."""
+        count = self._fetch(f"/{name}/num_tasks", {"split": split})["num_tasks"]
+        if type(count) is not int or not 1 <= count <= MAX_TASKS:
+            raise ValueError(f"num_tasks of {split} is {count!r:.80}; it must be an integer from 1 to {MAX_TASKS}")
+        return count
 
     def _fetch(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON answer of the server to GET, or to POST of a body. Raises `OSError`, `ValueError`."""
@@ -147,6 +168,15 @@ class OpenEnv:
         seconds = START_S if self._server else self._options.seconds
         with urllib.request.urlopen(request, timeout=seconds) as response:
             return json.load(response)
+
+
+def _validate_schema(action: Any) -> dict[str, Any]:
+    """The JSON schema of actions. Raises `ValueError` and others for one without fields."""
+    fields, needed = action["properties"], action.get("required", [])
+    is_object = isinstance(fields, dict) and all(isinstance(field, dict) for field in fields.values())
+    if not (is_object and isinstance(needed, list) and all(isinstance(name, str) for name in needed)):
+        raise ValueError(f"the schema of its actions has properties {fields!r:.100} and required {needed!r:.100}")
+    return dict(action)
 
 
 class PackageServer:

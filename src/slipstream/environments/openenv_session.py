@@ -21,6 +21,7 @@ SESSION_WAIT_S = 60.0  # for one of the server's sessions
 SESSION_PAUSE_S = 0.2  # between two tries
 CLOSE_S = 1.0  # for the closing handshake
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # fields that are not shown
+MAX_WHY = 300  # characters of a server's message
 THOUGHT = "</think>"  # the action begins after it
 
 
@@ -40,8 +41,7 @@ class Session:
     """
 
     def __init__(self, client: Any, url: str, seconds: float, http: bool = False) -> None:
-        self._client, self._url, self._seconds = client, url, seconds
-        self._exchange = self._over_http if http else self._over_socket
+        self._client, self._url, self._seconds, self._http = client, url, seconds, http
         self._socket: Any = None
 
     async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Session:
                 return await self.request("reset", data)
             except _ServerFull as full:
                 if asyncio.get_running_loop().time() > deadline:
-                    why = f"all its sessions were taken for {SESSION_WAIT_S:g} s ({full}); set "
+                    why = f"all its sessions were taken for {SESSION_WAIT_S:g} s ({full!s:.80}); set "
                     why += "environment.max_concurrent to their number, or start it with more (max_concurrent_envs)"
                     raise self.failed("open a session", why) from None
                 await self.close()
@@ -62,7 +62,8 @@ class Session:
         """The answer to "reset", "step", "mcp" or "schema". Raises `InvalidAction`, and `ServerFailed` for others."""
         try:
             async with asyncio.timeout(self._seconds):
-                answer = await (self._over_http if kind == "schema" else self._exchange)(kind, data)
+                over_http = self._http or kind == "schema"
+                answer = await (self._over_http if over_http else self._over_socket)(kind, data)
         except (ServerFailed, InvalidAction, _ServerFull):
             raise
         except TimeoutError:
@@ -87,7 +88,7 @@ class Session:
 
     def failed(self, what: str, why: str) -> ServerFailed:
         """An error of this server."""
-        return ServerFailed(f"the OpenEnv server {self._url} failed to {what}: {why}")
+        return ServerFailed(f"the OpenEnv server {self._url} failed to {what}: {' '.join(why.split()):.{MAX_WHY}}")
 
     async def close(self) -> None:
         """End the session."""
@@ -111,11 +112,11 @@ class Session:
             return answer.get("data")
         error = answer["data"]
         match error.get("code"):
-            case "VALIDATION_ERROR":
+            case "VALIDATION_ERROR" if kind == "step":
                 raise InvalidAction(_problems(error.get("errors")))
             case "CAPACITY_REACHED":
                 raise _ServerFull(error.get("message"))
-        raise self.failed(kind, f"{error.get('message')} ({error.get('code')})")
+        raise self.failed(kind, f"{error.get('message') or _problems(error.get('errors'))} ({error.get('code')})")
 
     async def _over_http(self, kind: str, data: dict[str, Any]) -> Any:
         method, body = ("GET", None) if kind == "schema" else ("POST", {"action": data} if kind == "step" else data)
@@ -123,7 +124,7 @@ class Session:
             if kind == "step" and response.status == 422:
                 raise InvalidAction(_problems((await response.json()).get("detail")))
             if response.status != 200:
-                raise self.failed(kind, f"HTTP {response.status}: {(await response.text())[:200]}")
+                raise self.failed(kind, f"HTTP {response.status}: {await response.text()}")
             return await response.json()
 
 
@@ -154,14 +155,16 @@ class Episode:
         needed = [name for name in action.get("required", fields) if name in fields]
         is_text = len(needed) == 1 and fields[needed[0]].get("type") == "string"
         self.takes_tool_calls = not fields or "tool_name" in fields
-        self.text_field = needed[0] if is_text and not self.takes_tool_calls else ""
+        self.text_field = needed[0] if is_text and not self.takes_tool_calls else None
 
     def read(self, answer: dict[str, Any]) -> dict[str, Any]:
         """The observation of an answer. Ends the conversation if the episode is done. Raises `ServerFailed`."""
         observation = answer.get("observation")
         if not isinstance(observation, dict):
             raise self.session.failed("observe", f"the answer has no observation: {answer!r:.200}")
-        if answer.get("done"):
+        if not isinstance(done := answer.get("done", False), bool):
+            raise self.session.failed("observe", f"done is {done!r:.80}, not true or false")
+        if done:
             self.done = True
             self.conversation.ended = self.conversation.ended or "done"
         return observation
@@ -169,6 +172,8 @@ class Episode:
     def show(self, observation: dict[str, Any]) -> str:
         """The text of an observation: its only text, or JSON. Raises `ServerFailed` if it lacks the field to show."""
         metadata = observation.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise self.session.failed("observe", f"metadata is {metadata!r:.80}, not an object")
         shown = {name: value for name, value in observation.items() if name != "metadata" and value not in EMPTY}
         shown = shown or metadata
         if self._field:
@@ -187,14 +192,11 @@ class Episode:
 
         async def call(**arguments: Any) -> str:
             observation = self.read(await self._step({"type": "call_tool", "tool_name": tool, "arguments": arguments}))
-            result = observation.get("result")
-            if isinstance(result, dict) and "content" in result:
-                text = "\n".join(part["text"] for part in result["content"] if part.get("type") == "text")
-            else:
-                text = result if isinstance(result, str) else json.dumps(result)
-            if error := observation.get("error"):
-                text = error["message"]
-            if error or (isinstance(result, dict) and result.get("is_error")):
+            try:
+                text, is_error = _tool_result(observation)
+            except (TypeError, KeyError, AttributeError):
+                raise self.session.failed("call a tool", f"the answer is {observation!r:.200}") from None
+            if is_error:
                 raise RuntimeError(text)
             return text
 
@@ -202,6 +204,7 @@ class Episode:
 
     async def alternate(self, text: str) -> None:
         """Observations and replies, each of which is an action, until the episode or the conversation ends."""
+        assert self.text_field is not None
         count = 0
         while True:
             reply = await self.conversation.ask(text)
@@ -246,6 +249,17 @@ class EpisodeTool:
 def _either(tool: dict[str, Any], name: str) -> Any:
     """The tool's schema: "inputSchema" in MCP, "input_schema" in OpenEnv's own models."""
     return tool[name] if name in tool else tool["input_schema"]
+
+
+def _tool_result(observation: dict[str, Any]) -> tuple[str, bool]:
+    """Text of a tool's result, and whether it is an error. Raises `TypeError`, `KeyError` for an invalid answer."""
+    if error := observation.get("error"):
+        return str(error["message"]), True
+    result = observation.get("result")
+    if not isinstance(result, dict) or "content" not in result:
+        return result if isinstance(result, str) else json.dumps(result), False
+    text = "\n".join(part["text"] for part in result["content"] if part["type"] == "text")
+    return text, bool(result.get("is_error") or result.get("isError"))
 
 
 def _problems(errors: Any) -> str:
