@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import json
 import pickle
 import sys
 import time
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 
 from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.schema import ConfigError, ModelConfig
-from slipstream.environments.base import Policy, Task
+from slipstream.environments.base import InvalidReward, Policy, Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
+from slipstream.environments.concurrency import RateLimiter
 from slipstream.environments.conversation import UNLIMITED, Conversation, ConversationLimits
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import EpisodeOptions, episode_limits, run_episode
@@ -258,6 +261,20 @@ def test_the_rate_of_tool_calls_is_shared_and_counts_in_no_time_limit() -> None:
     assert episode_limits(config).tool_calls_per_second == 2.0
 
 
+def test_cancelled_waits_of_a_rate_limiter_take_no_turn() -> None:
+    async def main() -> None:
+        limiter = RateLimiter(20.0)
+        await limiter.wait()
+        cancelled = [asyncio.ensure_future(limiter.wait()) for _ in range(1000)]
+        await asyncio.sleep(0)
+        for wait in cancelled:
+            wait.cancel()
+        async with asyncio.timeout(5.0):  # instead of 50 s
+            await limiter.wait()
+
+    run(main)
+
+
 def test_the_endpoint_returns_tool_calls() -> None:
     aiohttp = pytest.importorskip("aiohttp")
     call = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'
@@ -402,6 +419,32 @@ def test_arguments_of_the_chat_template_come_from_the_configuration_and_from_req
     assert prompts(it) == [
         f"<|im_start|>user\na<|im_end|>\n{off}", said.format("") + off, said.format("<think>since c</think>") + on
     ]  # fmt: skip
+
+
+def test_a_tokenizer_has_one_copy_for_equal_template_arguments_and_does_not_wait_for_a_garbage_collection() -> None:
+    chat = ChatTokenizer(chat_tokenizer(THINKS))
+    one = chat.with_template({"keep": True, "enable_thinking": True})
+    assert one is chat.with_template({"enable_thinking": True, "keep": True}) is not chat.with_template({"keep": True})
+    assert one.encode("a") == one.encode("a") != chat.with_template({"enable_thinking": False}).encode("a")
+    freed = weakref.ref(chat), weakref.ref(one)
+    gc.disable()
+    try:
+        del chat, one
+        assert [ref() for ref in freed] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_the_reward_of_a_conversation_is_a_number() -> None:
+    it = policy(None, "42")
+
+    async def episode() -> None:
+        conversation = it.conversation()
+        await conversation.ask("?")
+        with pytest.raises(InvalidReward, match="of type str: return a number"):
+            conversation.rollout("0.5")  # type: ignore[arg-type]
+
+    run(episode)
 
 
 def test_tool_calls_are_parsed() -> None:

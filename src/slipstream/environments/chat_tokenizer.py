@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 from operator import index
@@ -25,6 +27,7 @@ from slipstream.rollout import Completion, int32_array
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
 DEFAULTS = ModelConfig(path="-")
+MAX_TEMPLATES = 64  # copies with arguments of the chat template that requests have set
 REPLY = "THE-REPLY"  # placeholder for the text of a reply
 
 
@@ -48,18 +51,27 @@ class ChatTokenizer:
         self.tool_call_parser: ToolCallParser | VllmToolCallParser = own or VllmToolCallParser(name, tokenizer)
         self.limits = PromptLimits(tokenizer, context)
         self._end_tokens: set[int | None] | None = None
-        self.encode_text = functools.lru_cache(maxsize=256)(self._encode_text)
+        # Without a reference to itself, whose memory would wait for a full garbage collection.
+        encode = functools.partial(ChatTokenizer._encode_text, weakref.proxy(self))
+        self.encode_text = functools.lru_cache(maxsize=256)(encode)
+        self._templates: dict[str, ChatTokenizer] = {}
 
     def __reduce__(self) -> tuple[type[ChatTokenizer], tuple[Any, int, ModelConfig]]:
         return ChatTokenizer, (self._tokenizer, self.limits.context, self._options)
 
     def with_template(self, arguments: Mapping[str, Any]) -> ChatTokenizer:
-        """A copy with further arguments of the chat template."""
+        """A copy with further arguments of the chat template; the same one for equal arguments."""
         if not arguments:
             return self
         both = {**self._options.chat_template_kwargs, **arguments}
-        options = self._options.model_copy(update={"chat_template_kwargs": both})
-        return ChatTokenizer(self._tokenizer, self.limits.context, options)
+        key = json.dumps(both, sort_keys=True, default=str)
+        if not (found := self._templates.get(key)):
+            options = self._options.model_copy(update={"chat_template_kwargs": both})
+            found = ChatTokenizer(self._tokenizer, self.limits.context, options)
+            if len(self._templates) >= MAX_TEMPLATES:
+                self._templates.clear()
+            self._templates[key] = found
+        return found
 
     def split_calls(self, completion: Completion, tools: Schemas) -> tuple[str, list[Call]]:
         """The text of a reply outside of its tool calls, and the calls."""

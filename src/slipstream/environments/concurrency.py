@@ -23,14 +23,16 @@ class RateLimiter:
     def __init__(self, per_second: float) -> None:
         self._interval = 1 / per_second if per_second else 0.0
         self._next = 0.0  # time of the event loop
+        self._lock = asyncio.Lock()  # its waiters are in order of arrival, without those that were cancelled
 
     async def wait(self) -> None:
         """Wait for the caller's turn."""
-        now = asyncio.get_running_loop().time()
-        turn = max(now, self._next)
-        self._next = turn + self._interval
-        if turn > now:
-            await asyncio.sleep(turn - now)
+        async with self._lock:
+            now = asyncio.get_running_loop().time()
+            turn = max(now, self._next)
+            if turn > now:
+                await asyncio.sleep(turn - now)
+            self._next = turn + self._interval
 
 
 @functools.cache

@@ -131,8 +131,10 @@ class Conversation:
         self, reward: float, role: str = "", *, turn_rewards: Sequence[float] = (), **metrics: float
     ) -> Rollout:
         """This conversation as a separate rollout, for episodes of several roles; see `Rollout`, `Policy.rollout`."""
+        from slipstream.environments.base import as_reward  # which imports this module
+
         steps = turn_rewards_to_steps(self.completions, turn_rewards)
-        return Rollout(tuple(self.completions), float(reward), self.metrics() | metrics, steps, role=role)
+        return Rollout(tuple(self.completions), as_reward(reward), self.metrics() | metrics, steps, role=role)
 
     def metrics(self) -> dict[str, float]:
         """Turns, forks, tool calls, tool errors, and for each limit whether it ended this conversation."""
