@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-SUMS = ("tokens", "skipped_steps", "seconds", "packed_tokens")  # of several policies; other values are means
-MAXIMA = ("step", "grad_norm", "ratio_max", "max_memory_gb")
+SUMS = ("tokens", "seconds", "packed_tokens")  # of several policies; other values are means
+MAXIMA = ("grad_norm", "ratio_max", "max_memory_gb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,14 @@ class StepStats:
     policies: Mapping[str, StepStats] = field(default_factory=dict)
 
 
-def merge(policies: Mapping[str, StepStats]) -> StepStats:
-    """The statistics of a step of several policies: sums, maxima, and means over their tokens."""
-    each, merged = list(policies.values()), dict[str, Any]()
+def merge(policies: Mapping[str, StepStats], **counters: int) -> StepStats:
+    """The statistics of a step of several policies: sums, maxima, and means over their tokens.
+
+    `counters` are `step` and `skipped_steps` of the run, which count policies without rollouts in this step, too.
+    """
+    each, merged = list(policies.values()), dict[str, Any](counters)
     tokens = sum(stats.tokens for stats in each)
-    for name in (one.name for one in fields(StepStats) if one.name != "policies"):
+    for name in (one.name for one in fields(StepStats) if one.name not in ("policies", *counters)):
         values = [getattr(stats, name) for stats in each]
         if name in SUMS:
             merged[name] = sum(values)

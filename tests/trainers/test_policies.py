@@ -55,6 +55,13 @@ def test_a_step_trains_the_policies_that_have_rollouts_in_it(tiny: Path) -> None
     assert (stats.tokens, stats.step, stats.learning_rate) == (8, 2, (0.1 + 0.2 * 0.99) / 2)
 
 
+def test_counters_include_the_policies_without_rollouts_in_a_step(tiny: Path) -> None:
+    trainers = PolicyTrainers(configured(tiny))
+    trainers._trainers["b"].skipped_count, trainers._trainers["b"].step_count = 3, 5
+    stats = trainers.step(batch("a"))
+    assert (stats.skipped_steps, stats.step, stats.policies["a"].step) == (3, 5, 1)
+
+
 def test_policies_share_the_base_and_start_from_the_seed(tiny: Path) -> None:
     torch.manual_seed(1)
     first = PolicyTrainers(configured(tiny))

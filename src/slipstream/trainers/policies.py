@@ -56,7 +56,9 @@ class PolicyTrainers:
     def step(self, batch: Batch) -> StepStats:
         """A step of each policy that has rollouts in the batch."""
         own = {name: batch.of_policy(name) for name in self._trainers}
-        return merge({name: self._trainers[name].step(part) for name, part in own.items() if part.groups})
+        stats = {name: self._trainers[name].step(part) for name, part in own.items() if part.groups}
+        step = max(trainer.step_count for trainer in self._trainers.values())
+        return merge(stats, step=step, skipped_steps=sum(t.skipped_count for t in self._trainers.values()))
 
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:
         """As `Trainer.score`, each completion by its policy."""
