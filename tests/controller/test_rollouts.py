@@ -1,4 +1,4 @@
-"""The end of a group: the warning that many groups in a row had no signal."""
+"""Warnings of groups without signal, and of one of several policies that episodes do not ask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from slipstream.config.loading import load_config
-from slipstream.controller.rollouts import FILTERED_STEPS, end_group
+from slipstream.controller.rollouts import FILTERED_STEPS, UNASKED_STEPS, end_group, take_groups
+from slipstream.errors import RunError
+from slipstream.rollout import Completion, Group, Rollout, VersionSpan
+from slipstream.scheduling.loop_state import LoopState
 
 DEFAULT = FILTERED_STEPS * 8  # groups of 20 steps
 
@@ -45,3 +48,28 @@ def test_groups_without_signal_are_warned_of_once_at_the_limit_or_after_20_steps
     [said] = warnings
     assert said.startswith(f"the last {after} groups had advantages of 0 and were replaced; after ")
     assert f"algorithm.max_filtered_in_a_row = {option or DEFAULT} in a row they are trained on as they are" in said
+
+
+def test_a_policy_may_be_asked_after_the_first_step() -> None:
+    config = load_config(None, ["--model.path=m", "--environment.name=addition", "--loop.groups_per_step=1"])
+    warnings: list[str] = []
+
+    def take(rare_in: int) -> None:
+        """The batches of the first steps, with a rollout of "rare" in one of them."""
+        state = LoopState(config.loop, 1, [], ["often", "rare"])
+        state.ledger.trained = lambda visit_id: None  # type: ignore[method-assign]
+        run: Any = SimpleNamespace(state=state, progress=SimpleNamespace(warn=warnings.append))
+        for step in range(UNASKED_STEPS + 1):
+            policy = "rare" if step == rare_in else "often"
+            completion = Completion((5,), (6,), (-1.0,), (VersionSpan(step, 0, 1),), "stop", policy=policy)
+            state.ready, state.step = [Group(step, "t", (Rollout((completion,), 1.0),))], step
+            assert len(take_groups(run)) == 1
+            state.stage()
+
+    take(rare_in=UNASKED_STEPS - 1)
+    assert warnings == [
+        'policy["rare"] has no rollout in the first step; the run ends if it has none in 10 steps: ask it in the '
+        "environment, or remove it from [[policies]]"
+    ]
+    with pytest.raises(RunError, match=r'policy\["rare"\] has no rollout in the first 10 steps: ask it in the'):
+        take(rare_in=UNASKED_STEPS)

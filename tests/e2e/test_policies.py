@@ -188,7 +188,7 @@ def test_two_policies_learn_with_vllm(config: Path, patient: Path, tmp_path: Pat
     ("names", "message"),
     [
         ('["low", "hihg"]', "asks for policy['hihg'], and the run has low, high (did you mean high?)"),
-        ('["low"]', 'no episode of the first step asked policy["high"]: ask it in the environment, or remove it from'),
+        ('["low"]', 'policy["high"] has no rollout in the first 10 steps: ask it in the environment, or remove it'),
         ('["low", ""]', 'several policies (low, high), and an episode names none: ask by policy["low"].conversation()'),
     ],
 )

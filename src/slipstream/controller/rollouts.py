@@ -21,6 +21,7 @@ from slipstream.scheduling.ledger import Visit
 
 Outcome = tuple[Rollout, ...] | RolloutFailed  # of an episode: its rollouts, one per role
 FILTERED_STEPS = 20  # steps' worth of filtered groups in a row: the default limit, and the number that causes a warning
+UNASKED_STEPS = 10  # steps without a rollout of one of several policies, after which the run ends
 SLOW_EPISODE_S = 10.0  # age at which an episode is first reported as slow
 
 
@@ -164,18 +165,20 @@ def end_group(run: RunContext, visit: Visit, task: Task, played: Sequence[Outcom
 def take_groups(run: RunContext) -> list[Group]:
     """The groups of the next step, as `LoopState.take_batch`. Records the stale groups that it drops.
 
-    Raises `RunError` for one of several policies that no episode of the first step has asked.
+    Warns of one of several policies that has no rollout in the first step. Raises `RunError` if it has none in
+    `UNASKED_STEPS` steps.
     """
     dropped: list[int] = []
     groups = run.state.take_batch(dropped.append)
     if dropped:
         run.events.add("dropped", CONTROLLER, visit_ids=dropped)
-    asked = {rollout.policy for group in groups for rollout in group.rollouts}
-    if groups and run.state.step == 0 and (unasked := [name for name in run.policies if name not in asked]):
-        raise RunError(
-            f'no episode of the first step asked policy["{unasked[0]}"]: ask it in the environment, or remove it from '
-            "[[policies]]"
-        )
+    if groups and (untrained := run.state.untrained):
+        found = f'policy["{untrained[0]}"] has no rollout in the first'
+        remedy = "ask it in the environment, or remove it from [[policies]]"
+        if run.state.step + 1 >= UNASKED_STEPS:
+            raise RunError(f"{found} {run.state.step + 1} steps: {remedy}")
+        if run.state.step == 0:
+            run.progress.warn(f"{found} step; the run ends if it has none in {UNASKED_STEPS} steps: {remedy}")
     return groups
 
 

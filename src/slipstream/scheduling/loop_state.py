@@ -54,6 +54,11 @@ class LoopState:
     def running(self) -> int:
         return self.ledger.count(State.RUNNING)
 
+    @property
+    def untrained(self) -> list[str]:
+        """Policies without a rollout in any batch."""
+        return [name for name, count in self.policy_versions.items() if not count and name not in self._trained]
+
     def startable(self) -> int:
         """Number of groups that may start now: at most what admission allows and what the remaining steps can use."""
         ready, running, per_step = len(self.ready), self.running, self.options.groups_per_step
