@@ -242,6 +242,7 @@ def test_faults_are_one_line(file: Path, flags: list[str], said: str) -> None:
     [
         (["--lora.targets=['q_proj']"], "lora.rank", ["--lora.rank=4"]),
         (["--scoring.concurrency=3"], "scoring.kind", ["--scoring.kind=mine.py:score"]),
+        (["--scoring.requests_per_second=2"], "scoring.kind", ["--scoring.kind=mine.py:score"]),
         (["--scoring.weights={ score = 1.0 }"], "scoring.kind", ["--scoring.kind=mine.py:score"]),
         (["--teacher.threads=2"], "teacher.path or teacher.lag", ["--teacher.lag=1"]),
         (

@@ -73,3 +73,10 @@ def test_bad_policies_are_refused_by_name(path: Path, flag: str, message: str) -
     with pytest.raises(ConfigError) as error:
         load_config(path, [flag])
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_evaluation_against_the_start_needs_tasks(path: Path) -> None:
+    flags = ["--evaluation.against_start=true", "--evaluation.tasks=0"]
+    with pytest.raises(ConfigError, match=r"start = true does nothing without evaluation\.tasks above 0"):
+        load_config(path, flags)
+    load_config(path, flags[:1])

@@ -309,7 +309,7 @@ CHECKS: tuple[Check, ...] = (
 IDLE: tuple[tuple[Any, ...], ...] = (  # a condition, its text, and options without effect if it does not hold
     (lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.targets", "lora.experts"),
     (lambda c: c.scoring.kind, "scoring.kind",
-     "scoring.options", "scoring.weights", "scoring.concurrency", "scoring.timeout"),
+     "scoring.options", "scoring.weights", "scoring.concurrency", "scoring.requests_per_second", "scoring.timeout"),
     (_has_teacher, "teacher.path or teacher.lag", *(f"teacher.{name}" for name in TeacherConfig.model_fields)),
     (lambda c: c.teacher.engine == "vllm", 'teacher.engine = "vllm"',
      "teacher.gpu_memory_utilization", "teacher.engine_args"),
@@ -328,7 +328,7 @@ IDLE: tuple[tuple[Any, ...], ...] = (  # a condition, its text, and options with
     (_truncates, "sampling.top_k or top_p", "algorithm.replay_sampling_mask"),
     (lambda c: c.trainer.ranks > 1, "trainer.ranks above 1", "trainer.parallel"),
     (lambda c: c.evaluation.tasks, "evaluation.tasks above 0", "evaluation.every", "evaluation.every_tokens",
-     "evaluation.temperature", "evaluation.samples", "evaluation.snapshot"),
+     "evaluation.temperature", "evaluation.samples", "evaluation.snapshot", "evaluation.against_start"),
     (lambda c: len(c.policies) > 1, "several [[policies]]", "evaluation.against_start"),
     (lambda c: c.observe.health, "observe.health = true", "observe.ignore"),
     (lambda c: c.observe.trackers, "observe.trackers", "observe.project"),
