@@ -21,7 +21,7 @@ FRAME = 2**16  # bytes from which entries make a frame
 THREADS = {"cpu": 1, "cuda": 4}  # that code blocks: the host of a GPU has idle cores
 
 
-class _Changed(NamedTuple):
+class _BlockChanges(NamedTuple):
     """A changed block: `changes`, or None if its new words are sent."""
 
     number: int
@@ -33,13 +33,13 @@ class _Changed(NamedTuple):
 class Coder:
     """Adds the entries of changed blocks to `stream`, in the order of `add`.
 
-    `ended` is called in the thread with the trailer of the stream, and whether all was coded.
+    `ended` is called in the thread with the trailer of the stream, and with what failed, or "".
     """
 
-    def __init__(self, stream: Stream, device: torch.device, ended: Callable[[dict[str, Any], bool], None]) -> None:
+    def __init__(self, stream: Stream, device: torch.device, ended: Callable[[dict[str, Any], str], None]) -> None:
         self.changed = self.size = 0  # elements, and bytes of the entries; complete after `measure`
         self._stream, self._ended, self._device = stream, ended, device
-        self._blocks = deque[_Changed]()
+        self._blocks = deque[_BlockChanges]()
         self._counted: list[tuple[Block, int, int]] = []  # changed words, and bytes of each word
         self._numbers: list[arrays.Array] = []  # of each: rises of checksums, and those of `count_small`
         self._thread: threading.Thread | None = None
@@ -53,7 +53,7 @@ class Coder:
         else:
             self._counted.append((block, len(changes.indices), words.element_size()))
             self._numbers += [block.rises(*changes), *count_small(changes)]
-        self._blocks.append(_Changed(number, block, words, changes))
+        self._blocks.append(_BlockChanges(number, block, words, changes))
 
     def measure(self) -> Counter[str]:
         """Complete `changed` and `size`. Returns by how much the changes raise the checksum of each parameter."""
@@ -78,13 +78,13 @@ class Coder:
             self._thread.join()
 
     def _run(self, trailer: dict[str, Any]) -> None:
-        coded = False
+        failure = ""
         try:
             self._code()
-            coded = True
-        except Exception:  # such as a full GPU
+        except Exception as error:  # such as a full GPU
             traceback.print_exc()
-        self._ended(trailer, coded)
+            failure = f"{type(error).__name__}: {error}"
+        self._ended(trailer, failure)
 
     def _code(self) -> None:
         entries, size, threads = [PLAIN], 0, THREADS[self._device.type]
@@ -103,7 +103,7 @@ class Coder:
             self._stream.add(b"".join(entries))
 
     @torch.no_grad()
-    def _entries(self, changed: _Changed) -> list[bytes]:
+    def _entries(self, changed: _BlockChanges) -> list[bytes]:
         number, block, words, changes = changed
         with torch.cuda.stream(self._own):  # None changes nothing
             if changes is None:

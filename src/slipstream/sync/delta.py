@@ -140,12 +140,12 @@ class DeltaSender(Sender):
             self._coder.join()
         self._server.close()
 
-    def _coded(self, state: int, trailer: dict[str, Any], complete: bool) -> None:
+    def _coded(self, state: int, trailer: dict[str, Any], failure: str) -> None:
         """End the stream of a version. If its changes could not be coded, engines get all its weights."""
         with self._lock:
             step, kept = self._steps[state], 0
-            if not complete:
-                self._steps[state].end("the changes could not be coded")
+            if failure:
+                self._steps[state].end(f"the changes could not be coded: {failure}")
                 step = Stream()
                 self._steps, self._sources, self._first = {state: step}, {}, state
             step.end(trailer=trailer)
