@@ -43,3 +43,7 @@ def test_config_json_of_a_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(ConfigError, match="has no num_attention_heads"):
         find_shape(str(tmp_path))
+    for heads in (0, None, -4, "many"):
+        (tmp_path / "config.json").write_text(json.dumps(text | {"num_attention_heads": heads}))
+        with pytest.raises(ConfigError, match=r"config\.json can't be read"):
+            find_shape(str(tmp_path))

@@ -88,6 +88,16 @@ def test_a_sweep_shows_each_number_of_gpus_and_each_lag(capsys: pytest.CaptureFi
     assert [(int(gpus), int(lag)) for gpus, lag in rows] == [(2, 0), (2, 2), (4, 0), (4, 2)]
 
 
+@pytest.mark.parametrize("many", ["--rollouts 1000000000", "--turns 2048 --tool-seconds 1"])
+def test_work_that_is_too_much_to_simulate_keeps_the_formula(
+    many: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "plan.html"
+    assert cli.main(["plan", "--model", "0.6B", "--gpus", "2", *many.split(), "--html", str(page)]) == 0
+    assert "~ by formula: a simulation" in capsys.readouterr().out
+    assert page.stat().st_size
+
+
 def test_a_run_that_is_too_short_or_damaged_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.toml").write_text('[model]\npath = "0.6B"\n[environment]\nname = "addition"\n')
     for line, expected in (("", "it has 0 steps, and a fit needs 6"), ('{"time/step_s": 1}\n' * 9, "records lack")):
@@ -111,12 +121,24 @@ def test_a_gpu_is_measured() -> None:
         ("--model 7C", "--model 7C: no directory"),
         ("--model 7B --measure", "--measure: this machine has no GPU"),
         ("--model 7B --gpu h1000", "did you mean h100?"),
-        ("--model 7B --gpus 0", "--gpus 0 must be whole numbers from 1 on"),
-        ("--model 7B --max-lag=-1", "--max-lag -1 must be whole numbers from 0 on"),
+        ("--model 7B --gpus 0", "--gpus 0 must be whole numbers from 1 to 1024"),
+        ("--model 7B --max-lag=-1", "--max-lag -1 must be whole numbers from 0 to 1000"),
+        (f"--model 7B --max-lag {10**30}", "must be whole numbers from 0 to 1000"),
+        ("--model 7B --network 0", "--network 0.0 must be a number from 0.001 to 1,000,000,000"),
+        ("--model 7B --network=-5", "--network -5.0 must be"),
+        ("--model 7B --network nan", "--network nan must be"),
+        ("--model 7B --group-size 1", "--group-size 1 must be a number from 2 to"),
+        ("--model 7B --seed=-1", "--seed -1 must be a number from 0 to"),
+        (f"--model 7B --rollouts {10**30}", "must be a number from 1 to 1,000,000,000"),
+        ("--model 7B --spread 4", "--spread 4.0 must be a number from 0 to 3"),
+        ("--model 7B --scoring-seconds 1e6", "--scoring-seconds 1000000.0 must be a number from 0 to 86,400"),
+        ("--model 7B --tool-seconds inf", "--tool-seconds inf must be a number from 0 to 86,400"),
+        ("--model 7B --turns 100 --completion 10", "--turns 100 exceeds the 10 tokens that the turns share"),
+        ("--model 7B --lengths huge.json", "--lengths huge.json: cannot convert float infinity"),
         ("--model 7B --completion 200000", "has a context of 131,072"),
         ("--model 7B --rollouts 7", "--rollouts 7 is no multiple of the group size 8"),
         ("--model 405B", "405B fits on no split of 8 x h100"),
-        ("--model 7B --spread nan", "--spread nan must be a number from 0 on"),
+        ("--model 7B --spread nan", "--spread nan must be a number from 0 to 3"),
         ("--model 7B --lengths missing.txt", "--lengths missing.txt"),
         ("--model 7B --loop.steps 3", "--loop.steps=3 is an option of a configuration"),
         ("--model 7B --completion 100 --max-tokens 50", "--completion 100 exceeds the limit of 50 tokens"),
@@ -126,6 +148,7 @@ def test_wrong_arguments_are_one_line(
     arguments: str, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("huge.json").write_text("[1, 1e400]")
     assert cli.main(["plan", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1

@@ -11,7 +11,8 @@ from slipstream.plan.splits import Plan, Problem, evaluate, splits, tensor_paral
 
 SIMULATED = 6  # best splits by formula
 STEPS, WARM_UP = 24, 8  # simulated steps, and those that are left out of the figures
-MAX_SIMULATED_ROLLOUTS = 60_000  # of one simulation; fewer steps if they have more
+LEAST_STEPS = 6
+MAX_SIMULATED_TURNS, MAX_SIMULATED_TOKENS = 60_000, 6e7  # of one simulation; fewer steps if they have more turns
 
 
 def plan(problem: Problem, lags: tuple[int, ...], simulated: int = SIMULATED) -> list[Plan]:
@@ -85,8 +86,12 @@ def simulated_figures(scenario: Scenario, warm: int = 0) -> Figures:
 
 
 def simulate(plan: Plan, steps: int = 0) -> None:
-    """Replace the figures of a plan by those of a simulation."""
-    steps = steps or max(6, min(STEPS, MAX_SIMULATED_ROLLOUTS // plan.problem.work.rollouts))
+    """Replace the figures of a plan by those of a simulation; keep them if it would have too many turns or tokens."""
+    work, batches = plan.problem.work, LEAST_STEPS + plan.split.max_lag
+    turns = work.rollouts * work.turns
+    if turns * batches > MAX_SIMULATED_TURNS or work.sampled * batches > MAX_SIMULATED_TOKENS:
+        return
+    steps = steps or max(LEAST_STEPS, min(STEPS, MAX_SIMULATED_TURNS // turns))
     for name, value in vars(simulated_figures(plan.scenario(steps))).items():
         setattr(plan, name, value)
     plan.source = "simulation"

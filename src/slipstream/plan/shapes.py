@@ -164,21 +164,25 @@ def read_shape(path: Path, name: str) -> Shape:
         raise ConfigError(
             f"--model {name}: it has no config.json; give a directory that a model was saved to"
         ) from None
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"--model {name}: config.json can't be read ({error}); save the model again") from None
     except KeyError as error:
         raise ConfigError(f"--model {name}: config.json has no {error.args[0]}; give a size such as 7B") from None
 
 
 def from_config(data: Mapping[str, Any], name: str) -> Shape:
-    """The shape of a decoder's configuration. Raises `KeyError` for a value without which there is none."""
+    """The shape of a decoder's configuration. Raises `KeyError`, `TypeError` or `ValueError` for bad values."""
     heads, hidden = int(data["num_attention_heads"]), int(data["hidden_size"])
     counts = (data.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     experts = int(next((count for count in counts if count), 1))
-    return Shape(
+    shape = Shape(
         name, int(data["num_hidden_layers"]), hidden, int(data["intermediate_size"]), heads,
         int(data.get("num_key_value_heads") or heads), int(data.get("head_dim") or hidden // heads),
         int(data["vocab_size"]), bool(data.get("tie_word_embeddings", data.get("model_type", "").startswith("gemma"))),
         experts, int(data.get("num_experts_per_tok") or 1), int(data.get("moe_intermediate_size") or 0),
         int(data.get("max_position_embeddings") or 32768),
     )  # fmt: skip
+    sizes = {key: value for key, value in vars(shape).items() if key not in ("name", "tied", "expert_intermediate")}
+    if wrong := [key for key, value in sizes.items() if value < 1]:
+        raise ValueError(f"{wrong[0]} is {sizes[wrong[0]]}, and must be 1 or more")
+    return shape

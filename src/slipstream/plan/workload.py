@@ -13,6 +13,7 @@ from statistics import NormalDist, fmean
 from slipstream.config.schema import ConfigError
 
 QUANTILES = 512  # that stand for a distribution
+MAX_LENGTH = 10**9  # tokens
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Lengths:
 
     def largest_of(self, count: int) -> float:
         """Expected largest of `count` lengths (Blom 1958: the quantile of a normal's largest order statistic)."""
-        return float(self.values[int(len(self.values) * (count - 0.375) / (count + 0.25))])
+        index = int(len(self.values) * (count - 0.375) / (count + 0.25))
+        return float(self.values[min(index, len(self.values) - 1)])
 
 
 @dataclass(frozen=True)
@@ -134,8 +136,8 @@ def read_lengths(path: Path) -> Lengths:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
         samples = tuple(int(number) for number in found)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"--lengths {path}: {error}; give a file with one number of tokens a line") from None
-    if len(samples) < 2 or min(samples) < 1:
-        raise ConfigError(f"--lengths {path}: it needs two numbers or more, each 1 or more")
+    if len(samples) < 2 or min(samples) < 1 or max(samples) > MAX_LENGTH:
+        raise ConfigError(f"--lengths {path}: it needs two numbers or more, each from 1 to {MAX_LENGTH:,}")
     return Lengths(fmean(samples), samples=samples)

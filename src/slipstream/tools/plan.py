@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from dataclasses import replace
 from functools import cache
@@ -27,6 +26,16 @@ from slipstream.plan.workload import Delay, Lengths, Workload, read_lengths
 from slipstream.tools.plan_report import as_json, print_plan, print_sweep
 
 COPIED_BYTES, COPIES = 2**30, 20
+MAX_GPUS, MAX_LAG = 1024, 1000
+INTEGERS = {  # bounds
+    "rollouts": (1, 10**9), "group_size": (2, 10**9), "prompt": (1, 10**9), "completion": (1, 10**9),
+    "max_tokens": (1, 10**9), "steps": (1, 10**9), "per_node": (1, 10**9), "turns": (1, 10**9), "seed": (0, 2**63 - 1),
+    "tool_tokens": (0, 10**9), "lora_rank": (0, 10**9),
+}  # fmt: skip
+NUMBERS = {
+    "spread": (0, 3), "tool_seconds": (0, 86_400), "scoring_seconds": (0, 86_400), "network": (1e-3, 1e9),
+    "engine_rate": (0, 1e9), "price": (0, 1e9),
+}  # fmt: skip
 # Of the data sheet's rates: 808 of 989 TFLOP/s on an H200 (tflops / utilisation in trainer_h200.json); a usual copy.
 MATMUL_SHARE, COPY_SHARE = 0.82, 0.9
 DEFAULT_PROMPT, DEFAULT_ROLLOUTS, DEFAULT_STEPS = 512, 512, 100
@@ -41,8 +50,8 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
         raise ConfigError("plan needs a CONFIG.toml, --model, or --from RUN")
     if config is None and flags:
         raise ConfigError(f"{flags[0]} is an option of a configuration; give a CONFIG.toml, too")
-    counts = parse_counts("--gpus", options.gpus or "8", 1)
-    lags = parse_counts("--max-lag", options.max_lag, 0) if options.max_lag else default_lags(config)
+    counts = parse_counts("--gpus", options.gpus or "8", 1, MAX_GPUS)
+    lags = parse_counts("--max-lag", options.max_lag, 0, MAX_LAG) if options.max_lag else default_lags(config)
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
     found = show_fit(run, console) if run else None
     ranked = {count: rank_plans(problem(options, config, count, found), lags) for count in counts}
@@ -80,14 +89,15 @@ def write(path: Path, option: str, text: str) -> None:
         raise ConfigError(f"{option} {path}: {error.strerror}; choose another file") from None
 
 
-def parse_counts(option: str, text: str, least: int) -> tuple[int, ...]:
+def parse_counts(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
     """Whole numbers separated by commas. Raises `ConfigError`."""
     try:
         found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         found = ()
-    if not found or min(found) < least:
-        raise ConfigError(f"{option} {text} must be whole numbers from {least} on, such as {least},{2 * least + 1}")
+    if not found or min(found) < least or max(found) > most:
+        example = f"such as {least},{2 * least + 1}"
+        raise ConfigError(f"{option} {text} must be whole numbers from {least} to {most}, {example}")
     return found
 
 
@@ -116,12 +126,9 @@ def show_fit(run: Run, console: Console) -> Fit:
 
 def problem(options: argparse.Namespace, config: Config | None, gpus: int, found: Fit | None = None) -> Problem:
     """What to plan, from the command's options over those of the configuration. Raises `ConfigError`."""
-    for name in ("rollouts", "group_size", "prompt", "completion", "max_tokens", "steps", "per_node", "turns"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value} must be 1 or more")
-    for name in ("spread", "tool_seconds", "tool_tokens", "scoring_seconds", "lora_rank", "engine_rate", "price"):
-        if not 0 <= (getattr(options, name) or 0) < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be a number from 0 on")
+    for name, (least, most) in (INTEGERS | NUMBERS).items():
+        if (value := getattr(options, name)) is not None and not least <= value <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be a number from {least} to {most:,}")
     shape = find_shape(options.model or (config.model.path if config else ""))
     gpu = measure_gpu(find_gpu(options.gpu)) if options.measure else find_gpu(options.gpu)
     cluster = Cluster(gpu, gpus, options.per_node, options.network * 1e9 / 8)
@@ -170,6 +177,8 @@ def workload(options: argparse.Namespace, config: Config | None) -> Workload:
         completion = read_lengths(options.lengths)
     elif most and completion.mean > most:
         raise ConfigError(f"--completion {options.completion} exceeds the limit of {most} tokens; raise --max-tokens")
+    if options.turns > completion.mean:
+        raise ConfigError(f"--turns {options.turns} exceeds the {completion.mean:,.0f} tokens that the turns share")
     size = options.group_size or (loop.group_size if loop else 8)
     rollouts = options.rollouts or (loop.groups_per_step * size if loop else DEFAULT_ROLLOUTS)
     if rollouts % size:

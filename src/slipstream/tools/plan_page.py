@@ -60,6 +60,8 @@ def _front(plans: Sequence[Plan]) -> str:
 def _timeline(plan: Plan) -> str:
     """Steps of the trainer, publishes, and the engines' share of busy time, of a few steps."""
     records = plan.records[WARM_UP : WARM_UP + 6] or plan.records[-6:]
+    if not records:
+        return _svg(40, [_text(LEFT, 24, "not simulated")])
     start, end = records[0].start, max(record.end for record in records)
     scale = (WIDTH - LEFT - RIGHT) / max(end - start, 1e-9)
     bars = [_text(0, 24, "trainer"), _text(0, 64, "publish"), _text(0, 104, "engines busy")]

@@ -52,8 +52,10 @@ def print_plan(plans: list[Plan], price: float, console: Console) -> None:
     )
     fitting = distinct([plan for plan in plans if not plan.missing])
     console.print(_table(fitting[:SHOWN], price))
-    if fitting[0].source == "simulation":
+    if any(plan.source == "simulation" for plan in fitting):
         console.print("~ by formula; the other rows by a simulation of the run's own scheduling.")
+    else:
+        console.print("~ by formula: a simulation of so many turns would take too long.")
     console.print(_memory_table(best))
     for plan in [plan for plan in plans if plan.missing][:UNFIT]:
         console.print(f"Does not fit: {plan.split}: {plan.missing}.")
