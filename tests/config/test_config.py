@@ -228,6 +228,10 @@ def test_every_option_is_documented_once() -> None:
         (["--algorithm.loss", "3"], "algorithm.loss = 3: it must be a table, such as"),
         (["--sync.every", "3"], "checkpoint.every = 50 is no multiple of sync.every = 3"),
         (["--loop.steps.more", "3"], "loop.steps"),
+        (
+            ["--model.chat_template_kwargs", "{ max_length = 8 }"],
+            'chat_template_kwargs = {"max_length" = 8}: max_length is no argument of a chat template',
+        ),
     ],
 )
 def test_faults_are_one_line(file: Path, flags: list[str], said: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import inspect
 import json
 import pickle
 import sys
@@ -17,9 +18,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
 from slipstream.config.environments import EnvironmentConfig
-from slipstream.config.schema import ConfigError, ModelConfig
+from slipstream.config.schema import NO_TEMPLATE_ARGUMENTS, ConfigError, ModelConfig
 from slipstream.environments.base import InvalidReward, Policy, Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import RateLimiter
@@ -370,6 +372,7 @@ def test_tool_calls_are_parsed_by_the_parsers_of_vllm(name: str, said: str, monk
     assert run(lambda: asked.ask("twice 21?")) == "so 42" and asked.messages[-2]["content"] == "42"
     assert chat.split_calls(it.completions[0], asked._tools.schemas) == ("", [Call("double", {"number": 21})])
     assert chat.split_calls(it.completions[1], asked._tools.schemas) == ("so 42", [])
+    assert chat.split_calls(it.completions[0], [{"function": "abc"}]) == (said, [])
     monkeypatch.setattr(chat.tool_call_parser._kind, "extract_tool_calls", lambda *_: 1 / 0)
     assert chat.split_calls(it.completions[0], asked._tools.schemas) == (said, [])
 
@@ -419,6 +422,13 @@ def test_arguments_of_the_chat_template_come_from_the_configuration_and_from_req
     assert prompts(it) == [
         f"<|im_start|>user\na<|im_end|>\n{off}", said.format("") + off, said.format("<think>since c</think>") + on
     ]  # fmt: skip
+
+
+def test_arguments_of_a_chat_template_need_one_and_exclude_the_parameters_of_transformers() -> None:
+    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs = {'keep': 1}: .* has no chat template"):
+        ChatTokenizer(chat_tokenizer(None), options=ModelConfig(path="-", chat_template_kwargs={"keep": 1}))
+    parameters = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+    assert parameters - {"self", "documents", "kwargs"} <= NO_TEMPLATE_ARGUMENTS
 
 
 def test_a_tokenizer_has_one_copy_for_equal_template_arguments_and_does_not_wait_for_a_garbage_collection() -> None:

@@ -42,6 +42,13 @@ TEMPLATE = (
 )
 
 
+CHOICES = "auto", "required"
+BAD_TOOLS: list[Any] = [
+    {}, {"function": "abc"}, {"function": {}}, {"function": {"name": 1}}, {"type": "x", "function": {"name": "a"}},
+    {"function": {"name": "a", "parameters": [1]}}, {"function": {"name": "a", "description": 1}},
+]  # fmt: skip
+
+
 class Served:
     """A real model with an endpoint, and a client."""
 
@@ -219,6 +226,8 @@ def test_content_in_parts_and_tools_reach_the_template() -> None:
             it.tokenizer.chat_template = None
             status, answer = await it.post(url, messages=turns, tools=tools)
             assert status == 400 and "tools need a chat template" in answer["error"]["message"]
+            status, answer = await it.post(url, messages=turns, chat_template_kwargs={"enable_thinking": True})
+            assert status == 400 and "the tokenizer has no chat template" in answer["error"]["message"]
 
     asyncio.run(main())
 
@@ -246,6 +255,9 @@ def test_content_in_parts_and_tools_reach_the_template() -> None:
         ({"max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
         ({"stop": 5}, "stop"),
         ({"messages": []}, "messages"),
+        *(({"tools": [tool], "tool_choice": choice}, "tools.") for tool in BAD_TOOLS for choice in CHOICES),
+        *(({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs: {name} is no argument of a chat template")
+          for name in ("truncation", "max_length", "tools", "add_generation_prompt")),
         ({"messages": "12"}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type: Input should be"),
         ({"messages": [{"role": "alien", "content": "1"}]}, "no such role"),

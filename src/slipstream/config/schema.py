@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
 from slipstream.config.environments import EnvironmentConfig, SamplingConfig
@@ -18,6 +19,23 @@ DEVICE = re.compile(r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
 NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
 
 
+# Parameters of `apply_chat_template` that are none of the template.
+NO_TEMPLATE_ARGUMENTS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
+    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
+    "truncation",
+}  # fmt: skip
+
+
+def _validate_template_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    if reserved := sorted(NO_TEMPLATE_ARGUMENTS & arguments.keys()):
+        raise PydanticCustomError("template_argument", f"{reserved[0]} is no argument of a chat template; leave it out")
+    return arguments
+
+
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_validate_template_arguments)]
+
+
 class ModelConfig(Section):
     """The policy to fine-tune."""
 
@@ -25,7 +43,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", 'Number format of engines and trainer; "auto" is "bfloat16" on GPUs, "float32" if any is on a CPU.'
     )
-    chat_template_kwargs: dict[str, Any] = option(
+    chat_template_kwargs: TemplateArguments = option(
         {}, "Arguments of the chat template, such as { enable_thinking = false }."
     )
     tool_call_parser: str = option(

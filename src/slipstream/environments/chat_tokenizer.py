@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, SupportsIndex
 
-from slipstream.config.schema import ModelConfig
+from slipstream.config.schema import ConfigError, ModelConfig
 from slipstream.environments.text_limits import MAX_INLINE, PromptLimits, count_characters, is_encodable
 from slipstream.environments.tools import (
     Call,
@@ -41,11 +41,14 @@ class ChatTokenizer:
 
     `context` bounds prompts, in tokens; 0: no bound. Methods that encode raise `ContextFull` for longer prompts, and
     `GenerationError` for text with half of a surrogate pair. `options` are arguments of the chat template and the
-    parser of tool calls. Raises `ConfigError` if there is no such parser.
+    parser of tool calls. Raises `ConfigError` if there is no such parser, or no template for these arguments.
     """
 
     def __init__(self, tokenizer: Any, context: int = 0, options: ModelConfig = DEFAULTS) -> None:
         self._tokenizer, self._options = tokenizer, options
+        if options.chat_template_kwargs and not tokenizer.chat_template:
+            shown = f"{dict(options.chat_template_kwargs)!r:.100}"
+            raise ConfigError(f"model.chat_template_kwargs = {shown}: the tokenizer has no chat template; leave it out")
         name = options.tool_call_parser or ("hermes" if tokenizer.chat_template else "plain")
         own = {"hermes": hermes, "plain": plain}.get(name)
         self.tool_call_parser: ToolCallParser | VllmToolCallParser = own or VllmToolCallParser(name, tokenizer)

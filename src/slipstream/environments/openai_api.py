@@ -13,9 +13,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError, from_json
 
+from slipstream.config.schema import TemplateArguments
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.tools import Call, json_call
 from slipstream.generators.base import GenerationError
@@ -84,6 +85,17 @@ class _Tool(BaseModel):
     function: _Function
 
 
+def _validate_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    fields = function if isinstance(function, dict) else {}
+    kinds = {"name": str, "description": str | None, "parameters": dict | None}
+    valid = all(isinstance(fields.get(name), kind) for name, kind in kinds.items())
+    if not valid or tool.get("type", "function") != "function":
+        expected = '{"type": "function", "function": {"name": "...", "description": "...", "parameters": {...}}}'
+        raise PydanticCustomError("tool", "Input should be {expected}", {"expected": expected})
+    return tool
+
+
 class _JsonSchema(BaseModel):
     schema_: dict[str, Any] = Field(alias="schema")
 
@@ -95,9 +107,9 @@ class _ResponseFormat(BaseModel):
 
 class ChatRequest(SamplingRequest):
     messages: Items[_Message] = Field(min_length=1)
-    tools: Items[dict[str, Any]] | None = None
+    tools: Items[Annotated[dict[str, Any], AfterValidator(_validate_tool)]] | None = None
     tool_choice: Literal["auto", "none", "required"] | _Tool = "auto"
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: TemplateArguments = {}
     response_format: _ResponseFormat | None = None
 
     @property

@@ -110,10 +110,10 @@ class VllmToolCallParser:
 
     def split(self, text: str, schemas: Schemas) -> tuple[str, list[Call]]:
         """The text outside of the calls, and the calls. `text` is the reply with its special tokens."""
-        request = self._request(messages=[{"role": "user", "content": ""}], tools=list(schemas) or None)
         try:
+            request = self._request(messages=[{"role": "user", "content": ""}], tools=list(schemas) or None)
             found = self._kind(self._tokenizer, request.tools).extract_tool_calls(text, request)
-        except Exception:  # a policy may write anything
+        except Exception:  # a policy may write anything, a client offer any tool
             return text, []
         return found.content or "", [_call(c.function.name, c.function.arguments) for c in found.tool_calls]
 
