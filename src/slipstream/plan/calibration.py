@@ -100,13 +100,11 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], options: Mapping[st
     reference = options.get("generator.tensor_parallel_size", 1), prompt + fmean(lengths) / 2
     rates = replace(
         Rates(), train_fixed_s=train.fixed, train_token_s=train.each, decode_fixed_s=decode.fixed,
-        decode_sequence_s=decode.each, step_overhead_s=max(0.0, median(gaps)),
-        decode_reference=reference,
+        decode_sequence_s=decode.each, step_overhead_s=max(0.0, median(gaps)), decode_reference=reference,
     )  # fmt: skip
     return Fit(
         rates, Lengths(max(1.0, prompt)), Lengths(fmean(lengths), samples=lengths), train.error, decode.error,
-        median(pauses or [0.0]),
-        median([float(p["ready_s"] or p["transfer_s"]) for p in publishes] or [0.0]),
+        median(pauses or [0.0]), median([float(p["ready_s"] or p["transfer_s"]) for p in publishes] or [0.0]),
         trained / seconds, busy["train"], busy["gen"],
         sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained,
     )  # fmt: skip
