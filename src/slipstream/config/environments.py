@@ -79,7 +79,10 @@ class EnvironmentConfig(Section):
     max_turns: int = option(0, "Completions after which a conversation ends; 0: no limit.", ge=0)
     max_tokens: int = option(0, "Sampled tokens after which a conversation ends; 0: no limit.", ge=0)
     tool_calls_per_second: float = option(
-        0.0, "Most calls of tools by conversations, each second; the wait is in no time limit. 0: no limit.", ge=0
+        0.0,
+        "Most calls of tools by conversations, each second; the wait counts towards no time limit, except that with "
+        "workers it counts towards environment.timeout. 0: no limit.",
+        ge=0,
     )
     rollout_retries: int = option(
         0, "Most further draws of a failed rollout, so that its group keeps its size; 0: the group is smaller.", ge=0
