@@ -17,6 +17,7 @@ def run(path: Path, *, decode: float, train: float, lag: int) -> Any:
     """A run whose completions of 100 tokens take `decode` seconds, 8 at once, and whose steps take `train`."""
     path.mkdir()
     (path / "config.toml").write_text(
+        '[model]\npath = "0.6B"\n[environment]\nname = "addition"\n'
         f"[loop]\ngroups_per_step = 4\ngroup_size = 2\nmax_lag = {lag}\n[generator]\nmax_num_seqs = 8\n"
     )
     metrics, _ = records(30)
@@ -72,6 +73,22 @@ def test_a_colocated_run_gets_no_advice(tmp_path: Path) -> None:
     with (found.path / "config.toml").open("a") as file:
         file.write('[sync]\nplacement = "colocated"\n')
     assert advise(load_run(found.path)) is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "ranks = 4\ncontext_parallel = 4",
+        'ranks = 1\nparallel = "tensor"\n[lora]\nrank = 4',
+        'ranks = 2\nparallel = "tensor"',
+    ],
+)
+def test_changes_that_a_run_refuses_are_left_out(tmp_path: Path, given: str) -> None:
+    found = run(tmp_path / "run", decode=0.7, train=2.0, lag=2)
+    with (found.path / "config.toml").open("a") as file:
+        file.write(f"[trainer]\n{given}\n")
+    advice = advise(load_run(found.path))
+    assert advice is None or "trainer.ranks" not in advice.change
 
 
 def test_damaged_records_give_no_advice(tmp_path: Path) -> None:

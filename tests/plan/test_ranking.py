@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.config.schema import ConfigError
-from slipstream.plan.hardware import GIB
+from slipstream.plan.hardware import GIB, Cluster, Rates, find_gpu
 from slipstream.plan.ranking import plan, rank, simulate
-from slipstream.plan.splits import Split, evaluate
+from slipstream.plan.shapes import from_config
+from slipstream.plan.splits import Problem, Split, can_shard_trainer, evaluate, splits
 from slipstream.plan.workload import Lengths
+from slipstream.trainers.tensor_parallel import plan_shards
 from tests.plan.cases import problem, work
 
 
@@ -57,6 +61,42 @@ def test_a_model_that_fits_nowhere_and_lengths_over_the_context_are_refused() ->
         rank(problem("405B"), (1,))
     with pytest.raises(ConfigError, match="context of 131,072"):
         rank(problem(work=work(Lengths(131072))), (1,))
+
+
+def test_the_first_split_has_the_smallest_lag_that_is_as_fast() -> None:
+    plans = plan(problem("0.6B", gpus=2, work=work(Lengths(256), groups=64)), (1, 8), simulated=3)
+    assert plans[0].split.max_lag == 1
+    assert plans[0].tokens_per_s >= 0.97 * max(found.tokens_per_s for found in plans[1:] if found.source != "formula")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(("kv_heads", "vocabulary"), [(2, 96), (4, 96), (12, 96), (12, 94)])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_tensor_parallel_trainers_are_those_that_runs_accept(
+    ranks: int, kv_heads: int, vocabulary: int, kind: str
+) -> None:
+    config = AutoConfig.for_model(
+        kind, hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=12, head_dim=4,
+        num_key_value_heads=kv_heads, vocab_size=vocabulary, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=24,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    try:
+        plan_shards(model, ranks)
+        accepted = True
+    except ConfigError:
+        accepted = False
+    values = config.to_dict() | ({"num_experts": 1} if kind == "qwen3" else {})
+    shape = from_config(values, "tiny")
+    assert can_shard_trainer(shape, ranks) == accepted
+    found = splits(Problem(shape, Cluster(find_gpu("h100"), 2 * ranks), work(), Rates()), (1,))
+    assert any(split.parallel == "tensor" and split.ranks == ranks for split in found) == accepted
+
+
+def test_single_copy_of_a_mixture_is_on_one_gpu() -> None:
+    found = list(splits(problem("30B-A3B", "h200", 2), (1,)))
+    assert not [split for split in found if split.placement == "single_copy"]
 
 
 def test_a_thousand_splits_are_ranked_in_seconds() -> None:

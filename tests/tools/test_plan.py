@@ -15,10 +15,11 @@ from slipstream import cli
 from slipstream.config.loading import validate
 from slipstream.plan.hardware import find_gpu
 from slipstream.plan.ranking import rank
+from slipstream.plan.splits import Split, evaluate
 from slipstream.plan.workload import Lengths
 from slipstream.runtime.placement import place
 from slipstream.tools.plan import measure_gpu
-from slipstream.tools.plan_report import to_config
+from slipstream.tools.plan_report import explain, to_config
 from tests.plan.cases import problem, work
 
 SMALL = ["--rollouts", "64", "--completion", "256", "--prompt", "64"]
@@ -96,6 +97,42 @@ def test_work_that_is_too_much_to_simulate_keeps_the_formula(
     assert cli.main(["plan", "--model", "0.6B", "--gpus", "2", *many.split(), "--html", str(page)]) == 0
     assert "~ by formula: a simulation" in capsys.readouterr().out
     assert page.stat().st_size
+
+
+def test_a_number_of_gpus_that_fits_nothing_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", "14B", "--gpus", "1,8", *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"│ 1 +│ +│ does not fit", shown) and "14B (14.8 B) on 8 x h100" in shown
+
+
+def test_the_configuration_has_no_limit_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    for limit, expected in (([], None), (["--max-tokens", "900"], {"max_tokens": 900})):
+        assert cli.main(["plan", "--model", "0.6B", "--gpus", "2", *SMALL, *limit]) == 0
+        shown = capsys.readouterr().out
+        values = tomllib.loads(shown[shown.index("[model]") :])
+        assert values.get("sampling") == expected and "max_model_len" not in values["generator"]
+
+
+def test_the_reason_compares_with_the_next_in_a_sentence() -> None:
+    best, other, lag = (
+        evaluate(problem("0.6B"), Split("disaggregated", ranks, "fsdp", 1, 8 - ranks, 1, max_lag))
+        for ranks, max_lag in ((2, 1), (3, 1), (2, 2))
+    )
+    assert explain([best, lag]).endswith("No other division of the GPUs fits.")
+    for factor, expected in (
+        (1.0, "That is as many as the next"),
+        (2.0, "100% more than the"),
+        (0.98, "2% fewer than the"),
+    ):
+        other.tokens_per_s = best.tokens_per_s / factor
+        assert expected in explain([best, other])
+
+
+def test_errors_of_a_model_name_the_option_that_gave_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[model]\npath = "7C"\n[environment]\nname = "addition"\n')
+    assert cli.main(["plan", str(config)]) == 2
+    assert "model.path 7C: no directory" in capsys.readouterr().err
 
 
 def test_a_run_that_is_too_short_or_damaged_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

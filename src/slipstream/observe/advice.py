@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from slipstream.config.loading import load_config
+from slipstream.config.schema import ConfigError
 from slipstream.observe.run_data import Run
 from slipstream.plan.calibration import Fit, fit, own_scenario
 from slipstream.plan.ranking import simulated_figures
 from slipstream.plan.scenario import Figures, Scenario
-from slipstream.plan.shapes import SHAPES
+from slipstream.plan.shapes import SHAPES, find_shape
+from slipstream.plan.splits import can_shard_trainer
 from slipstream.rollout import mean
 
 STEPS, LEAST_STEPS, MAX_ROLLOUTS = 24, 6, 20_000  # of one simulation
@@ -45,7 +48,11 @@ def advise(run: Run) -> Advice | None:
     errors = now.trainer_busy - found.trainer_busy, now.engines_busy - found.engines_busy
     if max(map(abs, errors)) > MOST_ERROR:
         return None
-    gains = [(simulated_figures(other).tokens_per_s / now.tokens_per_s, text) for text, other in changes(scenario)]
+    gains = [
+        (simulated_figures(other).tokens_per_s / now.tokens_per_s, text)
+        for text, other in changes(scenario)
+        if _accepts(run, text)
+    ]
     gain, change = max(gains, default=(1.0, ""))
     error = abs(now.tokens_per_s / found.tokens_per_s - 1)
     return Advice(change, gain, error, _idle(found)) if gain >= LEAST_GAIN else None
@@ -65,6 +72,17 @@ def changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
         yield f"generator.replicas = {engines}", replace(scenario, engines=engines)
         yield f"trainer.ranks = {ranks}", replace(scenario, trainer=replace(scenario.trainer, ranks=ranks))
         yield f"loop.max_lag = {lag}", replace(scenario, max_lag=lag)
+
+
+def _accepts(run: Run, change: str) -> bool:
+    """Whether the run's configuration is valid with a change such as "trainer.ranks = 2"."""
+    try:
+        config = load_config(run.path / "config.toml", [f"--{change.replace(' = ', '=')}"])
+        if config.trainer.parallel != "tensor":
+            return True
+        return can_shard_trainer(find_shape(config.model.path, "model.path"), config.trainer.ranks)
+    except ConfigError:
+        return False
 
 
 def describe_advice(run: Run) -> str:

@@ -8,13 +8,12 @@ from dataclasses import replace
 from slipstream.config.loading import with_options
 from slipstream.config.schema import AUTO, Config
 from slipstream.plan.hardware import GPUS, Cluster, Gpu, Rates
-from slipstream.plan.ranking import simulate
+from slipstream.plan.ranking import TOLERANCE, simulate
 from slipstream.plan.shapes import find_shape
 from slipstream.plan.splits import Plan, Problem, Split, evaluate
 from slipstream.plan.workload import Lengths, Workload
 
 LAGS = (1, 2, 4, 8)
-TOLERANCE = 0.97  # the fewest engines and the smallest lag that reach this share of the best rate are chosen
 SPREAD = 0.6  # assumed deviation of the logarithm of completion lengths, whose mean is half their limit
 PROMPT = 512  # assumed tokens
 
@@ -61,7 +60,7 @@ class Candidates:
             Lengths(PROMPT), Lengths(max(1, most / 2), SPREAD, most), loop.groups_per_step, loop.group_size,
             loop.steps, config.sync.every, lora_rank=config.lora.rank,
         )  # fmt: skip
-        shape = replace(find_shape(config.model.path), context=10**9)
+        shape = replace(find_shape(config.model.path, "model.path"), context=10**9)
         self._problem = Problem(shape, cluster, work, Rates(), slots=config.generator.max_num_seqs)
         self._config = config
 

@@ -12,11 +12,15 @@ from slipstream.plan.splits import Plan, Problem, evaluate, splits, tensor_paral
 SIMULATED = 6  # best splits by formula
 STEPS, WARM_UP = 24, 8  # simulated steps, and those that are left out of the figures
 LEAST_STEPS = 6
+TOLERANCE = 0.97  # the smallest lag, and the fewest engines, that reach this share of the best rate are chosen
 MAX_SIMULATED_TURNS, MAX_SIMULATED_TOKENS = 60_000, 6e7  # of one simulation; fewer steps if they have more turns
 
 
 def plan(problem: Problem, lags: tuple[int, ...], simulated: int = SIMULATED) -> list[Plan]:
-    """All splits, best first. Figures of the best by formula, and of the best of each lag, are simulated."""
+    """All splits, best first. Figures of the best by formula, and of the best of each lag, are simulated.
+
+    The first has the smallest lag that reaches `TOLERANCE` of the best rate; the others are by rate.
+    """
     plans = rank(problem, lags)
     fitting = distinct([plan for plan in plans if not plan.missing])
     chosen = fitting[:simulated]
@@ -24,8 +28,10 @@ def plan(problem: Problem, lags: tuple[int, ...], simulated: int = SIMULATED) ->
         chosen += [plan for plan in fitting if plan.split.max_lag == lag and plan not in chosen][:1]
     for found in chosen:
         simulate(found)
-    rest = [plan for plan in plans if plan not in chosen]
-    return sorted(chosen, key=lambda plan: -plan.tokens_per_s) + rest
+    chosen.sort(key=lambda plan: -plan.tokens_per_s)
+    close = [plan for plan in chosen if plan.tokens_per_s >= TOLERANCE * chosen[0].tokens_per_s]
+    first = min(close, key=lambda plan: plan.split.max_lag)
+    return [first] + [plan for plan in chosen if plan is not first] + [plan for plan in plans if plan not in chosen]
 
 
 def rank(problem: Problem, lags: tuple[int, ...]) -> list[Plan]:

@@ -111,37 +111,40 @@ BY_NAME = {name.lower(): shape for name, shape in SHAPES.items()}
 STEP = 128  # of hidden sizes
 
 
-def find_shape(model: str) -> Shape:
-    """The shape of a size such as "7B", of a model directory, or of a Hub name. Raises `ConfigError`."""
+def find_shape(model: str, option: str = "--model") -> Shape:
+    """The shape of a size such as "7B", of a model directory, or of a Hub name, which `option` gave.
+
+    Raises `ConfigError`.
+    """
     if model.lower() in BY_NAME:
         return BY_NAME[model.lower()]
     if found := SIZE.match(model):
-        return scaled_shape(model, float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6))
+        return scaled_shape(model, float(found[1]) * (1e9 if found[2].lower() == "b" else 1e6), option)
     folder = Path(model)
     if folder.is_dir():
-        return read_shape(folder / "config.json", model)
+        return read_shape(folder / "config.json", model, option)
     from slipstream.model.paths import check_path
 
     if "/" not in model:
         raise ConfigError(
-            f"--model {model}: no directory, no Hub name (owner/name), and no size such as 7B; known sizes are "
+            f"{option} {model}: no directory, no Hub name (owner/name), and no size such as 7B; known sizes are "
             f"{', '.join(SHAPES)}, and others are scaled from them"
         )
-    check_path(model, "--model")
+    check_path(model, option)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return read_shape(Path(hf_hub_download(model, "config.json")), model)
+        return read_shape(Path(hf_hub_download(model, "config.json")), model, option)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         found_error = str(error).partition("\n")[0]
-        raise ConfigError(f"--model {model}: its config.json can't be fetched ({found_error}); give a size") from None
+        raise ConfigError(f"{option} {model}: its config.json can't be fetched ({found_error}); give a size") from None
 
 
-def scaled_shape(name: str, parameters: float) -> Shape:
+def scaled_shape(name: str, parameters: float, option: str) -> Shape:
     """The known dense shape nearest in size, with depth and width scaled by the cube root of the ratio."""
     if not 1e6 <= parameters <= 1e13:
-        raise ConfigError(f"--model {name}: sizes from 1M to 10000B can be scaled")
+        raise ConfigError(f"{option} {name}: sizes from 1M to 10000B can be scaled")
     dense = [shape for shape in SHAPES.values() if shape.experts == 1]
     near = min(dense, key=lambda shape: abs(shape.parameters / parameters - 1))
     found, ratio = near, parameters / near.parameters
@@ -155,19 +158,19 @@ def scaled_shape(name: str, parameters: float) -> Shape:
     return found
 
 
-def read_shape(path: Path, name: str) -> Shape:
+def read_shape(path: Path, name: str, option: str) -> Shape:
     """The shape that a Hugging Face `config.json` describes. Raises `ConfigError`."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         return from_config(data.get("text_config") or data, name)
     except FileNotFoundError:
         raise ConfigError(
-            f"--model {name}: it has no config.json; give a directory that a model was saved to"
+            f"{option} {name}: it has no config.json; give a directory that a model was saved to"
         ) from None
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"--model {name}: config.json can't be read ({error}); save the model again") from None
+        raise ConfigError(f"{option} {name}: config.json can't be read ({error}); save the model again") from None
     except KeyError as error:
-        raise ConfigError(f"--model {name}: config.json has no {error.args[0]}; give a size such as 7B") from None
+        raise ConfigError(f"{option} {name}: config.json has no {error.args[0]}; give a size such as 7B") from None
 
 
 def from_config(data: Mapping[str, Any], name: str) -> Shape:

@@ -107,7 +107,8 @@ def splits(problem: Problem, lags: tuple[int, ...]) -> Iterator[Split]:
         for tp in sizes:
             if gpus >= tp:
                 yield Split("colocated", 1, "fsdp", 1, gpus // tp, tp, lag)
-            if lag and gpus == tp and not problem.work.lora_rank and problem.work.every == 1:
+            alone = not problem.work.lora_rank and problem.work.every == 1 and can_shard_trainer(shape, tp)
+            if lag and gpus == tp and alone:
                 yield Split("single_copy", tp, "tensor" if tp > 1 else "fsdp", 1, 1, tp, lag)
             for ranks in range(1, gpus - tp + 1):
                 engines = (gpus - ranks) // tp
@@ -126,9 +127,14 @@ def parallelisms(problem: Problem, ranks: int) -> Iterator[tuple[str, int]]:
     for context in (2, 4, 8):
         if ranks % context == 0 and problem.work.longest > 8192 * context:
             yield "fsdp", context
-    divides = ranks in tensor_parallel_sizes(problem.shape) and ranks <= problem.cluster.per_node
-    if divides and not problem.work.lora_rank and problem.shape.experts == 1:
+    if can_shard_trainer(problem.shape, ranks) and ranks <= problem.cluster.per_node and not problem.work.lora_rank:
         yield "tensor", 1
+
+
+def can_shard_trainer(shape: Shape, ranks: int) -> bool:
+    """Whether `trainer.parallel = "tensor"` can shard the model over `ranks`, as `trainers.tensor_parallel` does."""
+    sizes = shape.heads, shape.kv_heads, shape.intermediate, shape.vocabulary
+    return ranks == 1 or (shape.experts == 1 and not any(size % ranks for size in sizes))
 
 
 def tensor_parallel_sizes(shape: Shape) -> list[int]:

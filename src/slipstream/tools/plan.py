@@ -54,9 +54,16 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
     lags = parse_counts("--max-lag", options.max_lag, 0, MAX_LAG) if options.max_lag else default_lags(config)
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
     found = show_fit(run, console) if run else None
-    ranked = {count: rank_plans(problem(options, config, count, found), lags) for count in counts}
+    ranked, faults = dict[int, list[Plan]](), list[ConfigError]()
+    for count in counts:
+        try:
+            ranked[count] = rank_plans(problem(options, config, count, found), lags)
+        except ConfigError as fault:
+            faults.append(fault)
+    if not ranked:
+        raise faults[0]
     if len(counts) > 1 or (options.max_lag and len(lags) > 1):
-        print_sweep(ranked, options.price, console)
+        print_sweep(ranked, [count for count in counts if count not in ranked], options.price, console)
     best = max(ranked.values(), key=lambda plans: plans[0].tokens_per_s)
     print_plan(best, options.price, console)
     if options.html:
@@ -129,14 +136,15 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
     for name, (least, most) in (INTEGERS | NUMBERS).items():
         if (value := getattr(options, name)) is not None and not least <= value <= most:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be a number from {least} to {most:,}")
-    shape = find_shape(options.model or (config.model.path if config else ""))
+    path = config.model.path if config else ""
+    shape = find_shape(options.model) if options.model else find_shape(path, "model.path")
     gpu = measure_gpu(find_gpu(options.gpu)) if options.measure else find_gpu(options.gpu)
     cluster = Cluster(gpu, gpus, options.per_node, options.network * 1e9 / 8)
     rates, work = found.rates if found else Rates(), workload(options, config)
     if options.engine_rate:
         rates = replace(rates, engine_tokens_per_s=options.engine_rate)
     if found and not (options.completion or options.lengths):
-        work = replace(work, completion=found.completion)
+        work = replace(work, completion=replace(found.completion, most=work.completion.most))
     if found and not options.prompt:
         work = replace(work, prompt=found.prompt)
     return Problem(shape, cluster, work, rates, seed=options.seed)
@@ -174,7 +182,7 @@ def workload(options: argparse.Namespace, config: Config | None) -> Workload:
     loop, most = config.loop if config else None, options.max_tokens or (config.longest_completion if config else 0)
     completion = Lengths(options.completion or most or 2048, options.spread, most)
     if options.lengths:
-        completion = read_lengths(options.lengths)
+        completion = replace(read_lengths(options.lengths), most=most)
     elif most and completion.mean > most:
         raise ConfigError(f"--completion {options.completion} exceeds the limit of {most} tokens; raise --max-tokens")
     if options.turns > completion.mean:

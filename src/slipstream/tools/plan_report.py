@@ -82,14 +82,17 @@ def _row(plan: Plan, price: float) -> dict[str, str]:
     } | ({"cost": number(plan.gpu_hours * price)} if price else {})  # fmt: skip
 
 
-def print_sweep(ranked: dict[int, list[Plan]], price: float, console: Console) -> None:
-    """Print the best split of each number of GPUs and each lag."""
+def print_sweep(ranked: dict[int, list[Plan]], unfit: list[int], price: float, console: Console) -> None:
+    """Print the best split of each number of GPUs and each lag. No split fits on `unfit` numbers of GPUs."""
     best: dict[tuple[int, int], Plan] = {}
     for gpus, plans in ranked.items():
         fitting = [plan for plan in plans if not plan.missing]
         for plan in sorted(fitting, key=lambda plan: (plan.source != "simulation", -plan.tokens_per_s)):
             best.setdefault((gpus, plan.split.max_lag), plan)
-    console.print(_table([plan for _, plan in sorted(best.items(), key=lambda item: item[0])], price))
+    table = _table([plan for _, plan in sorted(best.items(), key=lambda item: item[0])], price)
+    for count in unfit:
+        table.add_row("", f"{count}", "", "does not fit")
+    console.print(table)
 
 
 def _memory_table(plan: Plan) -> Table:
@@ -114,12 +117,12 @@ def explain(plans: list[Plan]) -> str:
     )
     other = next((plan for plan in plans[1:] if _differs(plan, best)), None)
     if other is None:
-        return f"{first} No other split fits."
+        return f"{first} No other division of the GPUs fits."
     gain = best.tokens_per_s / other.tokens_per_s
     side = "engines are" if other.engines_busy >= other.trainer_busy else "trainer is"
-    ratio = f"{gain - 1:.0%} more" if gain >= 1.005 else "as many"
+    ratio = f"{abs(gain - 1):.0%} {'more' if gain > 1 else 'fewer'} than" if abs(gain - 1) >= 0.005 else "as many as"
     second = (
-        f"That is {ratio} than the next, {other.split} with max_lag = {other.split.max_lag}, whose {side} the slower "
+        f"That is {ratio} the next, {other.split} with max_lag = {other.split.max_lag}, whose {side} the slower "
         f"side (trainer busy {other.trainer_busy:.0%}, engines {other.engines_busy:.0%})."
     )
     return f"{first} {second}"
@@ -140,7 +143,7 @@ def options(plan: Plan) -> dict[str, dict[str, Any]]:
     share = math.floor(100 * engine / (total - HEADROOM / 4)) / 100
     generator = {
         "engine": "vllm", "replicas": split.engines, "tensor_parallel_size": split.tp, "max_num_seqs": plan.slots,
-        "max_model_len": work.longest, "gpu_memory_utilization": share,
+        "gpu_memory_utilization": share,
     }  # fmt: skip
     trainer: dict[str, Any] = {"ranks": split.ranks}
     if split.ranks > 1:
@@ -161,11 +164,10 @@ def options(plan: Plan) -> dict[str, dict[str, Any]]:
         "group_size": work.group_size,
         "max_lag": split.max_lag,
     }
-    sections: dict[str, dict[str, Any]] = {
-        "loop": loop,
-        "sampling": {"max_tokens": work.completion.longest},
-        "generator": generator,
-    }
+    sections: dict[str, dict[str, Any]] = {"loop": loop}
+    if work.completion.most:
+        sections["sampling"] = {"max_tokens": work.completion.most}
+    sections["generator"] = generator
     if work.lora_rank:
         sections["lora"] = {"rank": work.lora_rank}
     return sections | {"trainer": trainer, "sync": sync}
