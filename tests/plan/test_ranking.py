@@ -64,7 +64,7 @@ def test_a_model_that_fits_nowhere_and_lengths_over_the_context_are_refused() ->
 
 
 def test_the_first_split_has_the_smallest_lag_that_is_as_fast() -> None:
-    plans = plan(problem("0.6B", gpus=2, work=work(Lengths(256), groups=64)), (1, 8), simulated=3)
+    plans = plan(problem("0.6B", gpus=2, work=work(Lengths(256), groups=64)), (8, 1), simulated=3)
     assert plans[0].split.max_lag == 1
     assert plans[0].tokens_per_s >= 0.97 * max(found.tokens_per_s for found in plans[1:] if found.source != "formula")
 

@@ -95,7 +95,8 @@ def test_work_that_is_too_much_to_simulate_keeps_the_formula(
 ) -> None:
     page = tmp_path / "plan.html"
     assert cli.main(["plan", "--model", "0.6B", "--gpus", "2", *many.split(), "--html", str(page)]) == 0
-    assert "~ by formula: a simulation" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "~ by formula: a simulation" in shown and "│ <= 1 │" in shown
     assert page.stat().st_size
 
 

@@ -111,7 +111,7 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], options: Mapping[st
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """y = fixed + each * x, both 0 or more, and the relative error of the fit."""
 
     fixed: float
@@ -119,14 +119,14 @@ class Line:
     error: float
 
 
-def line(points: Sequence[tuple[float, float]]) -> Line:
+def line(points: Sequence[tuple[float, float]]) -> LinearFit:
     """Least squares; through the origin where it would be negative, or where all x are alike."""
     x, y = np.array(points).T
     alike = x.std() <= 1e-3 * x.mean()
     each, fixed = (y.mean() / x.mean(), 0.0) if alike else np.polyfit(x, y, 1)
     if fixed < 0 or each < 0:
         each, fixed = (y.mean() / x.mean(), 0.0) if fixed < 0 else (0.0, y.mean())
-    return Line(float(fixed), float(each), float(np.sqrt(np.mean(((fixed + each * x) / y - 1) ** 2))))
+    return LinearFit(float(fixed), float(each), float(np.sqrt(np.mean(((fixed + each * x) / y - 1) ** 2))))
 
 
 def decode_points(sampled: Sequence[Sampled], slots: int, after: float) -> list[tuple[float, float]]:

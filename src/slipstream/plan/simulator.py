@@ -29,7 +29,7 @@ NONE, NO_LOGPROBS = int32_array(()), float32_array(())  # spans say how many tok
 
 
 @dataclass(eq=False, slots=True)
-class Playing:
+class GroupInFlight:
     """A group in flight."""
 
     visit: Visit
@@ -44,7 +44,7 @@ class Playing:
 class Episode:
     """A rollout in flight: tokens of the turns that are left, and what was sampled."""
 
-    group: Playing
+    group: GroupInFlight
     turns: list[int]
     context: int
     engine: SimulatedEngine | None = None
@@ -92,7 +92,7 @@ class Simulation:
                 gc.enable()
 
     def _run(self) -> list[StepRecord]:
-        self._sow_faults()
+        self._schedule_faults()
         self._admit()
         while self.state.step < self.work.steps:
             if not self.events:
@@ -109,7 +109,7 @@ class Simulation:
         """Start the groups that the gate admits, as `controller.rollouts.admit_groups`."""
         for _ in range(self.state.startable()):
             visit = self.state.ledger.start()
-            group = Playing(visit, self.epoch, self.work.prompt.draw(self.rng), self.work.group_size)
+            group = GroupInFlight(visit, self.epoch, self.work.prompt.draw(self.rng), self.work.group_size)
             for _ in range(self.work.group_size):
                 self._pending.append(Episode(group, self._turns(), group.prompt))
         self._fill()
@@ -323,7 +323,7 @@ class Simulation:
 
     # faults
 
-    def _sow_faults(self) -> None:
+    def _schedule_faults(self) -> None:
         faults = self.scenario.faults
         if faults.engine_s:
             for engine in self.engines:

@@ -77,7 +77,8 @@ def _row(plan: Plan, price: float) -> dict[str, str]:
         "GPUs": f"{plan.problem.cluster.gpus}", "max_lag": f"{plan.split.max_lag}", "split": f"{plan.split}",
         "tokens/s": f"{mark}{number(plan.tokens_per_s)}", "step": f"{plan.step_s:,.1f} s", "run": duration(plan.run_s),
         "trainer": f"{plan.trainer_busy:.0%}", "engines": f"{plan.engines_busy:.0%}", "lag": f"{plan.lag_mean:.1f}",
-        "p99": f"{plan.lag_p99:.0f}", "stale": f"{plan.stale:.1%}", "pause": f"{1000 * plan.publish.pause:,.0f} ms",
+        "p99": f"{'<= ' if mark else ''}{plan.lag_p99:.0f}", "stale": f"{plan.stale:.1%}",
+        "pause": f"{1000 * plan.publish.pause:,.0f} ms",
         "slots": f"{plan.slots}", "GPU-hours": short(plan.gpu_hours),
     } | ({"cost": number(plan.gpu_hours * price)} if price else {})  # fmt: skip
 
