@@ -178,7 +178,7 @@ def test_short_text_is_processed_in_the_same_iteration() -> None:
 def test_advantages_are_computed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "build_batch", lambda *_, **__: threading.current_thread())
     monkeypatch.setattr(run_module, "enough_engines", lambda run: True)
-    state = SimpleNamespace(take_batch=lambda on_stale: ["a group"], step=0, version=0)
+    state = SimpleNamespace(take_batch=lambda on_stale: ["a group"], step=0, version=0, untrained=[])
     run: Any = SimpleNamespace(
         ending=False, paused=False, requested_checkpoint=None, evaluates_snapshot=False, objective=None, config=None,
         state=state,
