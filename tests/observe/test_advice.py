@@ -97,6 +97,15 @@ def test_damaged_records_give_no_advice(tmp_path: Path) -> None:
     assert describe_advice(load_run(found.path)) == ""
 
 
+def test_steps_without_tokens_give_no_advice(tmp_path: Path) -> None:
+    """As in a run of an environment that never rewards: a simulation at such a rate would not end."""
+    found = run(tmp_path / "run", decode=2.0, train=0.7, lag=1)
+    metrics = found.path / "metrics.jsonl"
+    lines = [json.loads(line) | {"train/packed_tokens": 0, "train/tokens": 0} for line in metrics.open()]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert describe_advice(load_run(found.path)) == ""
+
+
 def test_short_records_give_no_advice(tmp_path: Path) -> None:
     found = run(tmp_path / "run", decode=2.0, train=1.0, lag=1)
     (tmp_path / "run" / "metrics.jsonl").write_text("")

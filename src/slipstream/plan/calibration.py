@@ -123,6 +123,8 @@ def line(points: Sequence[tuple[float, float]]) -> LinearFit:
     """Least squares; through the origin where it would be negative, or where all x are alike."""
     x, y = np.array(points).T
     alike = x.std() <= 1e-3 * x.mean()
+    if not x.mean():
+        raise ConfigError("its steps trained on no tokens; give a run that trained")
     each, fixed = (y.mean() / x.mean(), 0.0) if alike else np.polyfit(x, y, 1)
     if fixed < 0 or each < 0:
         each, fixed = (y.mean() / x.mean(), 0.0) if fixed < 0 else (0.0, y.mean())
