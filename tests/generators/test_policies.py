@@ -1,10 +1,9 @@
-"""Several adapters in the embedded engine: each request samples from its own policy, beside those of others."""
+"""Several adapters in the embedded engine: each request samples from its own policy."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,18 +13,11 @@ from slipstream.config.schema import LoraConfig, ModelConfig
 from slipstream.generators.base import GenerationError
 from slipstream.generators.torch.engine import Engine
 from slipstream.model.loading import load_model
-from slipstream.rollout import Completion, Sampling
+from slipstream.rollout import Sampling
 from tests.conftest import build_model, random_prompts
+from tests.generators.test_engine import BOUND, drain
 
 POLICIES = ("left", "right")
-BOUND = 1e-5
-
-
-def drain(engine: Engine) -> dict[Any, Completion]:
-    finished = {}
-    while engine.busy:
-        finished |= dict(engine.step())
-    return finished
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

@@ -57,15 +57,14 @@ class Block:
         """
         if len(self.segments) == 1:
             segment = self.segments[0]
-            weights = factors(cast(indices, "i8"), segment.columns, segment.row)
+            weights = _factors_at(cast(indices, "i8"), segment.columns, segment.row)
             return torch.as_tensor((weights * differences).sum()).reshape(1)
         at, by = torch.as_tensor(indices).long(), torch.as_tensor(differences)
         table = torch.tensor([(s.start, s.end, s.columns, s.row) for s in self.segments], device=at.device)
         ends = torch.searchsorted(at, table[:, 1].contiguous())
         counts = torch.diff(ends, prepend=ends.new_zeros(1))
         start, _, columns, row = table.repeat_interleave(counts, 0, output_size=len(at)).unbind(1)
-        sums = (factors(at - start, columns, row) * by).cumsum(0)
-        return torch.diff(torch.cat([sums.new_zeros(1), sums])[ends], prepend=sums.new_zeros(1))
+        return sums_between(_factors_at(at - start, columns, row) * by, ends)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -93,10 +92,21 @@ def words(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(WORDS[tensor.element_size()])
 
 
-def factors(indices: Array, columns: Array | int, row: Array | int = 0, column: int = 0) -> Array:
-    """Factors in `checksum` of the words at these int64 indices of a part, which begins at `row` and `column`."""
+def factors(rows: Array, columns: Array) -> Array:
+    """Factors in `checksum` of the words in these int64 rows and columns of a parameter."""
+    return (2 * rows + 1) * (2 * columns + 1)
+
+
+def _factors_at(indices: Array, columns: Array | int, row: Array | int) -> Array:
+    """Factors of the words at these int64 indices of the rows from `row` on."""
     rows = indices // columns
-    return (2 * (rows + row) + 1) * (2 * (indices - rows * columns + column) + 1)
+    return factors(rows + row, indices - rows * columns)
+
+
+def sums_between(values: Tensor, ends: Tensor) -> Tensor:
+    """For each of the ascending `ends`, the sum of the values from the end before up to it."""
+    zero = values.new_zeros(1)
+    return torch.diff(torch.cat([zero, values.cumsum(0)])[ends], prepend=zero)
 
 
 def gather(blocks: Sequence[Block], parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Tensor]:

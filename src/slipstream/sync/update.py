@@ -19,7 +19,7 @@ from torch import Tensor
 from slipstream.errors import InvalidInput
 from slipstream.sync import arrays
 from slipstream.sync.arrays import Array
-from slipstream.sync.blocks import Block, Segment, matrix_shape, words
+from slipstream.sync.blocks import Block, Segment, factors, matrix_shape, sums_between, words
 from slipstream.sync.changes import WHOLE, Changes, Entry, decode, entries, merge
 from slipstream.sync.checksum import checksum
 
@@ -83,7 +83,7 @@ class Place(NamedTuple):
         columns = local - rows * self.columns - self.column
         rows = rows + self.row
         held = (rows >= self.low) & (rows < self.high) & (columns >= 0) & (columns < self.width)
-        weights = (2 * arrays.cast(rows, "i8") + 1) * (2 * (arrays.cast(columns, "i8") + self.column) + 1)
+        weights = factors(arrays.cast(rows, "i8"), arrays.cast(columns, "i8") + self.column)
         return (rows - self.low) * self.width + columns + self.offset, weights, held
 
 
@@ -196,7 +196,7 @@ class _Changed:
         self._old = served[indices]
         self._new = self._old + differences
         rises = (arrays.cast(self._new, "i8") - self._old) * weights
-        self.rises = rises.sum() if bounds is None else _sums(rises, bounds)  # of the checksum of each segment
+        self.rises = rises.sum() if bounds is None else sums_between(rises, bounds)  # of the checksum of each segment
 
     def swap(self) -> tuple[Array, Array]:
         """Write the new words. Returns what the tensors have then, and what they should have."""
@@ -205,12 +205,6 @@ class _Changed:
 
     def undo(self) -> None:
         self._served[self._indices] = self._old
-
-
-def _sums(values: Tensor, bounds: Tensor) -> Tensor:
-    """The sums of values up to each bound from the one before."""
-    zero = values.new_zeros(1)
-    return torch.diff(torch.cat([zero, values.cumsum(0)])[bounds], prepend=zero)
 
 
 class _Replaced:
