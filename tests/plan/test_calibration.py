@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.config.schema import ConfigError
-from slipstream.plan.calibration import Sampled, decode_points, fit, line, own_scenario
+from slipstream.plan.calibration import Sampled, decode_points, fit, fit_line, own_scenario
 from slipstream.plan.costs import EngineCost
 from slipstream.plan.engine import Request, SimulatedEngine
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
@@ -35,7 +35,7 @@ def sampled(slots: int, lengths: list[int]) -> list[Sampled]:
 def test_decode_rates_are_found_again() -> None:
     lengths = [50 + 37 * i % 400 for i in range(64)]
     points = decode_points(sampled(4, lengths), 4, -1.0) + decode_points(sampled(32, lengths), 32, -1.0)
-    found = line(points)
+    found = fit_line(points)
     assert found.fixed == pytest.approx(0.004, rel=0.1)
     assert found.each == pytest.approx(0.0002, rel=0.1)
     assert found.error < 0.05

@@ -21,7 +21,7 @@ from slipstream.plan.workload import Lengths, Workload
 
 Record = Mapping[str, Any]
 Array = NDArray[np.float64]
-LEAST_STEPS, WARM_UP = 6, 2  # steps that a fit needs, and those that compile or fill buffers
+LEAST_STEPS, WARM_UP = 6, 2  # steps that a fit needs; first steps that it ignores, since they compile and fill buffers
 LEAST_COMPLETIONS = 32
 
 
@@ -37,7 +37,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Fit:
-    """Rates of a run, its lengths, and what it reached. Errors are relative, root mean squares."""
+    """The rates, lengths, throughput and lag of a run. Errors are root mean squares, relative."""
 
     rates: Rates
     prompt: Lengths
@@ -68,14 +68,22 @@ def completions(events: Sequence[Record]) -> list[Sampled]:
     return sorted(found, key=lambda sampled: sampled.end)
 
 
+def _timed_steps(metrics: Sequence[Record]) -> list[Record]:
+    """The steps that took time. Raises `ConfigError` if they are too few, or trained on no tokens after `WARM_UP`."""
+    steps = [record for record in metrics if record.get("time/step_s")]
+    if len(steps) < LEAST_STEPS:
+        raise ConfigError(f"it has {len(steps)} steps, and a fit needs {LEAST_STEPS}; give a longer run")
+    if not any(record["train/packed_tokens"] for record in steps[WARM_UP:]):
+        raise ConfigError("its steps trained on no tokens; give a run that trained")
+    return steps
+
+
 def fit(metrics: Sequence[Record], events: Sequence[Record], options: Mapping[str, Any], prompt: float) -> Fit:
     """Rates of a run from its records. `prompt` is the mean number of tokens of a prompt.
 
     Raises `ConfigError` if the records are too short or have no timeline.
     """
-    steps = [record for record in metrics if record.get("time/step_s")]
-    if len(steps) < LEAST_STEPS:
-        raise ConfigError(f"it has {len(steps)} steps, and a fit needs {LEAST_STEPS}; give a longer run")
+    steps = _timed_steps(metrics)
     before, timed = steps[WARM_UP - 1], steps[WARM_UP:]
     slots, ranks = options.get("generator.max_num_seqs", 64), options.get("trainer.ranks", 1)
     sampled = completions(events)
@@ -85,8 +93,8 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], options: Mapping[st
             f"events.jsonl has {len(points)} whole completions after step {WARM_UP}, and a fit needs "
             f"{LEAST_COMPLETIONS}; give a longer run"
         )
-    train = line([(r["train/packed_tokens"] / ranks, r["time/step_s"]) for r in timed])
-    decode = line(points)
+    train = fit_line([(r["train/packed_tokens"] / ranks, r["time/step_s"]) for r in timed])
+    decode = fit_line(points)
     seconds = timed[-1]["time/window_s"] - before["time/window_s"]
     trained = sum(record["train/tokens"] for record in timed)
     busy = {name: (timed[-1][f"{name}/busy_s"] - before[f"{name}/busy_s"]) / seconds for name in ("train", "gen")}
@@ -119,12 +127,10 @@ class LinearFit:
     error: float
 
 
-def line(points: Sequence[tuple[float, float]]) -> LinearFit:
-    """Least squares; through the origin where it would be negative, or where all x are alike."""
+def fit_line(points: Sequence[tuple[float, float]]) -> LinearFit:
+    """Least squares; through the origin if `fixed` would be negative, or if all x are equal."""
     x, y = np.array(points).T
     alike = x.std() <= 1e-3 * x.mean()
-    if not x.mean():
-        raise ConfigError("its steps trained on no tokens; give a run that trained")
     each, fixed = (y.mean() / x.mean(), 0.0) if alike else np.polyfit(x, y, 1)
     if fixed < 0 or each < 0:
         each, fixed = (y.mean() / x.mean(), 0.0) if fixed < 0 else (0.0, y.mean())

@@ -183,7 +183,7 @@ class TrainerCost:
 
 @dataclass(frozen=True)
 class PublishCost:
-    """Seconds of a publish: until engines hold the weights, those that the trainer waits, and each engine's pause."""
+    """Seconds of a publish: `transfer` until engines have the weights, `hold` of the trainer, `pause` of an engine."""
 
     link: str
     transfer: float

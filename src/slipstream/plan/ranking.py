@@ -64,7 +64,7 @@ def rank(problem: Problem, lags: tuple[int, ...]) -> list[Plan]:
 
 
 def distinct(plans: list[Plan]) -> list[Plan]:
-    """The first plan of each placement and lag: the best kind of parallelism of the trainer."""
+    """The first plan of each placement, size of trainer and engines, and lag: with the trainer's best parallelism."""
     seen: dict[tuple[object, ...], Plan] = {}
     for found in plans:
         split = found.split
@@ -91,13 +91,13 @@ def simulated_figures(scenario: Scenario, warm: int = 0) -> Figures:
     )  # fmt: skip
 
 
-def simulate(plan: Plan, steps: int = 0) -> None:
+def simulate(plan: Plan) -> None:
     """Replace the figures of a plan by those of a simulation; keep them if it would have too many turns or tokens."""
     work, batches = plan.problem.work, LEAST_STEPS + plan.split.max_lag
     turns = work.rollouts * work.turns
     if turns * batches > MAX_SIMULATED_TURNS or work.sampled * batches > MAX_SIMULATED_TOKENS:
         return
-    steps = steps or max(LEAST_STEPS, min(STEPS, MAX_SIMULATED_TURNS // turns))
+    steps = max(LEAST_STEPS, min(STEPS, MAX_SIMULATED_TURNS // turns))
     for name, value in vars(simulated_figures(plan.scenario(steps))).items():
         setattr(plan, name, value)
     plan.source = "simulation"

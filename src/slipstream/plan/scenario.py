@@ -1,4 +1,4 @@
-"""What a simulation is given, and what it records of each step."""
+"""The input of a simulation, and its records of each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated: engines, trainer, publishes, the work, and the options of the loop."""
+    """The input of a simulation: engines, trainer, publishes, the work, and the options of the loop."""
 
     work: Workload
     engine: EngineCost
@@ -63,7 +63,7 @@ class StepRecord:
 
 @dataclass
 class Figures:
-    """What a run reaches, without its first steps. `records` are the steps of a simulation."""
+    """Speed, busy shares and lag of a run without its first steps. `records` are the steps of a simulation."""
 
     step_s: float = math.inf
     tokens_per_s: float = 0.0

@@ -230,11 +230,9 @@ class Simulation:
             return
         lags = self._lags(groups)
         sampled = sum(lags.values())
-        tools = self.work.rollouts * (self.work.turns - 1) * self.work.tool_tokens
-        packed = sampled + tools + self.work.groups * self.work.prompt.typical
         self.training = True
         self._share_gpus()
-        seconds = self.scenario.trainer.step(sampled, packed) * self._slowdown
+        seconds = self.scenario.trainer.step(sampled, sampled + self.work.unsampled) * self._slowdown
         seconds += 0.0 if self.state.step else self.scenario.first_step_s
         self._at(self.now + seconds, self._end_step, self.epoch, self.now, sampled, lags)
 

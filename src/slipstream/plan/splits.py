@@ -1,4 +1,4 @@
-"""Splits of GPUs between trainer and engines: which there are, whether they fit, and how fast they are by formula."""
+"""Splits of GPUs between trainer and engines: all that Slipstream can run, their memory, and their speed by formula."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED_SLOWDOWN = 1.7  # of each side on shared GPUs: decoding reads memory whil
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned."""
+    """Model, GPUs and work for which splits are ranked."""
 
     shape: Shape
     cluster: Cluster
@@ -192,8 +192,8 @@ def place_memory(plan: Plan) -> None:
     key_bytes = problem.shape.kv_bytes / min(split.tp, problem.shape.kv_heads)
     trainer = plan.trainer.memory()
     weights = problem.shape.weight_bytes / split.tp
-    beside = plan.publish.staging + (sum(trainer.values()) if split.placement == "single_copy" else 0)
-    share = total - HEADROOM - beside if beside else UTILIZATION * total
+    reserved = plan.publish.staging + (sum(trainer.values()) if split.placement == "single_copy" else 0)
+    share = total - HEADROOM - reserved if reserved else UTILIZATION * total
     usable = max(0.0, min(UTILIZATION * total, share) - weights - ENGINE_OVERHEAD)
     plan.kv_tokens = usable / key_bytes
     engine = {"weights": weights, "keys and values": usable, "staging": plan.publish.staging}
@@ -216,7 +216,7 @@ def place_memory(plan: Plan) -> None:
 
 
 def choose_slots(plan: Plan) -> None:
-    """Sequences of one engine: those that the gate lets in flight, as far as keys and values have space."""
+    """Set the sequences of one engine: as many as the gate admits and keys and values have space for."""
     work, split = plan.problem.work, plan.split
     wanted = max(1, split.max_lag + 1) * work.rollouts / split.engines
     mean = work.read + 0.75 * work.completion.typical  # lower would preempt sequences, higher would leave space
@@ -234,7 +234,7 @@ def engine_rate(plan: Plan, sequences: float) -> float:
 
 
 def estimate(plan: Plan) -> None:
-    """Set step time, rates, busy shares and lag by formula (Little's law for the lag)."""
+    """Set step time, rates, busy shares and lag by formula. The lag is a bound: what the gate allows."""
     work, split, overhead = plan.problem.work, plan.split, plan.problem.rates.step_overhead_s
     train = plan.trainer.step(work.sampled, work.packed)
     rollouts = work.rollouts * (1 if split.max_lag == 0 else split.max_lag + 0.5)

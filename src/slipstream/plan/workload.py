@@ -114,10 +114,14 @@ class Workload:
         return self.prompt.typical + (self.turns - 1) * self.tool_tokens
 
     @property
+    def unsampled(self) -> float:
+        """Mean number of other tokens in the trainer's passes of a step: rollouts of a group share their prompt."""
+        return self.groups * self.prompt.typical + self.rollouts * (self.turns - 1) * self.tool_tokens
+
+    @property
     def packed(self) -> float:
-        """Mean number of tokens in the trainer's passes of a step: rollouts of a group share their prompt."""
-        tools = self.rollouts * (self.turns - 1) * self.tool_tokens
-        return self.groups * self.prompt.typical + self.sampled + tools
+        """Mean number of tokens in the trainer's passes of a step."""
+        return self.sampled + self.unsampled
 
     @property
     def longest(self) -> int:
