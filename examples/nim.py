@@ -1,8 +1,8 @@
-"""Two players learn Nim against each other: each takes 1, 2 or 3 from a pile, and whoever takes the last wins.
+"""Two players learn Nim against each other: each takes 1, 2 or 3 from a pile, and the one who takes the last wins.
 
     python examples/nim.py [--seed 0] [--section.option value ...]
 
-At first both move at random. "first" moves first; each is an adapter of its own over one tiny model (`[[policies]]`).
+At first both move at random. "first" moves first; each trains its own adapter over one tiny model (`[[policies]]`).
 Whoever leaves a multiple of 4 can win. The evaluation also plays each against the other as it was at the start.
 """
 
@@ -19,7 +19,7 @@ MOVES = (1, 2, 3)
 
 
 class Nim:
-    """A game for each pile. The winner's reward is 1, the loser's 0; whoever makes a move that is none has lost."""
+    """A game for each pile. The winner's reward is 1, the loser's 0. An invalid move loses."""
 
     def __init__(self, test: int = 200) -> None:
         self.train = [Task(str(pile), f"{pile}:", {"pile": pile}) for pile in PILES]

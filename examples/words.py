@@ -3,8 +3,8 @@
     python examples/words.py [--seed 0] [--section.option value ...]
 
 At first the proposer writes words of any length, and in half of them a character that is no letter; the solver gets
-each letter right in two of three cases. No letter may be twice in a word, which would make it easy. Each is an adapter
-of its own over one tiny model (`[[policies]]`). The evaluation also plays each with the other as it was at the start.
+each letter right in two of three cases. No letter may be twice in a word, which would make it easy. Each trains its own
+adapter over one tiny model (`[[policies]]`). The evaluation also plays each with the other as it was at the start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Words:
     """The solver's reward is the share of letters in their places, 1 for a word that is reversed.
 
     The proposer's is the share of the longest length, if the solver has reversed the word in one of its tries: the
-    longer the better, but not beyond what the solver can do. A word that is none is not shown to the solver.
+    longer the better, but not beyond what the solver can do. The solver does not see an invalid word.
     """
 
     def __init__(self, train: int = 64, test: int = 400) -> None:

@@ -58,7 +58,7 @@ class AlgorithmConfig(Section):
 
 
 class PolicyConfig(Section):
-    """One of several policies: an adapter of its own, with its own objective."""
+    """One of several policies. Each has its own adapter and its own objective."""
 
     name: str = Field(description='Name by which episodes ask the policy: policy["NAME"].')
     learning_rate: float = option(0.0, "Peak learning rate of AdamW; 0: trainer.learning_rate.", ge=0)

@@ -265,7 +265,7 @@ def dump(config: Config) -> str:
             lines += [f"# {info.description}", f"{key} = {to_toml(getattr(getattr(config, name), key))}"]
         lines.append("")
     for name in LISTS:
-        for entry in getattr(config, name):  # only what is given, since [environment] or [algorithm] has the rest
+        for entry in getattr(config, name):  # only the options given: [environment] or [algorithm] has the others
             given = entry.model_dump(exclude_unset=True).items()
             lines += [f"[[{name}]]", *(f"{key} = {to_toml(value)}" for key, value in given), ""]
     return "\n".join(lines)

@@ -19,7 +19,7 @@ DEVICE = re.compile(r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
 NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
 
 
-# Parameters of `apply_chat_template` that are none of the template.
+# Parameters of `apply_chat_template` that Slipstream sets, or that change more than the rendered text.
 NO_TEMPLATE_ARGUMENTS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
     "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",

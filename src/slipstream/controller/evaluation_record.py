@@ -128,7 +128,7 @@ def add_policies(
 ) -> None:
     """Add the mean reward of each of several policies, with its interval, and that `against_start`.
 
-    Tasks in which a policy has no rollout, such as those that failed, are left out.
+    A policy's mean ignores tasks in which it has no rollout, such as failed ones.
     """
     names = {rollout.policy for each in played for episode in each.episodes for rollout in episode} - {""}
     found = {(name, "reward"): played for name in names}

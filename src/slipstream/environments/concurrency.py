@@ -23,7 +23,7 @@ class RateLimiter:
     def __init__(self, per_second: float) -> None:
         self._interval = 1 / per_second if per_second else 0.0
         self._next = 0.0  # time of the event loop
-        self._lock = asyncio.Lock()  # its waiters are in order of arrival, without those that were cancelled
+        self._lock = asyncio.Lock()  # first come, first served; a cancelled waiter leaves the queue
 
     async def wait(self) -> None:
         """Wait for the caller's turn."""

@@ -71,7 +71,7 @@ async def mcp_tools(*servers: str | Sequence[str], seconds: float = 9.0) -> Asyn
 
 
 def _validate_unchanged(server: str, schemas: list[Any]) -> None:
-    """Raise `ServerFailed` if the tools differ from those that this process first listed."""
+    """Raise `ServerFailed` if the tools differ from the server's first list in this process."""
     if schemas != _schemas.setdefault(server, schemas):
         pairs = itertools.zip_longest(schemas, _schemas[server])
         changed = next(new or old for new, old in pairs if new != old)

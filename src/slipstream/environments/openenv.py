@@ -61,7 +61,7 @@ class OpenEnvOptions(Section):
 class OpenEnv:
     """The environment of the server at `name`: a URL, or the "module:app" of a package.
 
-    Tasks are those that the server lists, else seeds. Raises `ConfigError` for a server that does not answer.
+    Tasks are the server's, or seeds if it lists none. Raises `ConfigError` for a server that does not answer.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
@@ -180,7 +180,7 @@ def _validate_schema(action: Any) -> dict[str, Any]:
 
 
 class PackageServer:
-    """A server of the app "module:app" in a process of its own, which ends when its standard input is closed."""
+    """A process that serves the app "module:app". It ends when its standard input is closed."""
 
     def __init__(self, app: str, python: str) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115

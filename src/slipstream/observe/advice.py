@@ -86,7 +86,7 @@ def _accepts(run: Run, change: str) -> bool:
 
 
 def describe_advice(run: Run) -> str:
-    """The advice for a run in words; "" if there is none, or if its records don't suffice."""
+    """The advice for a run in words; "" without advice, or with too few records."""
     try:
         found = advise(run)
     except Exception:  # of records that are short, damaged or of another release: advice must not end a run
