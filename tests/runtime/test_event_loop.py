@@ -21,7 +21,16 @@ from slipstream import run as run_module
 from slipstream.config.schema import SyncConfig
 from slipstream.controller.weight_publisher import WeightPublisher
 from slipstream.environments import text_limits
-from slipstream.runtime.event_loop import NICENESS, PER_ITERATION, call_throttled, lower_priority, throttle
+from slipstream.runtime import event_loop
+from slipstream.runtime.closing import run_bounded
+from slipstream.runtime.event_loop import (
+    NICENESS,
+    PER_ITERATION,
+    call_throttled,
+    lower_priority,
+    throttle,
+    yield_to_loop,
+)
 from slipstream.runtime.process import Launch, Launcher
 from slipstream.runtime.worker import Worker
 from slipstream.runtime.worker_main import START
@@ -215,3 +224,38 @@ def test_threads_with_lower_priority_leave_the_process_as_it_is() -> None:
     with ThreadPoolExecutor(1, initializer=lower_priority) as threads:
         assert threads.submit(niceness).result() == min(19, before + NICENESS)
     assert niceness() == before
+
+
+def test_a_thread_yields_while_the_loop_of_a_run_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "YIELD_S", 60.0)
+    began, passed = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        yield_to_loop()
+        passed.set()
+
+    async def main() -> bool:
+        await asyncio.sleep(0.01)  # an iteration that began with a wait
+        thread = asyncio.ensure_future(asyncio.to_thread(work))
+        await asyncio.sleep(0)  # the thread starts, and the loop has work until this coroutine waits again
+        began.wait()
+        early = passed.wait(0.1)
+        await thread
+        return early
+
+    assert not run_bounded(main())
+    assert passed.is_set()
+
+
+def test_a_thread_yields_for_a_bounded_time_and_not_after_the_loop() -> None:
+    async def busy() -> None:
+        await asyncio.sleep(0.01)
+        thread = threading.Thread(target=yield_to_loop)
+        thread.start()
+        thread.join(60)  # the loop never waits meanwhile
+        assert not thread.is_alive()
+
+    run_bounded(busy())
+    assert event_loop._busy.acquire(blocking=False)
+    event_loop._busy.release()

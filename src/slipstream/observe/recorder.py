@@ -24,7 +24,7 @@ from slipstream.errors import UserError
 from slipstream.observe.events import EventLog, strict_json, truncate_lines
 from slipstream.rollout import Batch, Group, float32_array, mean
 from slipstream.runtime.disk import describe_full_disk, free_bytes
-from slipstream.runtime.event_loop import lower_priority
+from slipstream.runtime.event_loop import lower_priority, yield_to_loop
 from slipstream.runtime.run_directory import PARTIAL
 
 Decode = Callable[[Sequence[int]], str]
@@ -172,11 +172,13 @@ def _columns(step: int, group: Group, advantages: Sequence[float | Sequence[floa
         "teacher": _lists([r.teacher[turn] if r.teacher else float32_array(()) for r, turn, _ in turns], pa.float32()),
     }
     other = pa.schema([field for field in SCHEMA if field.name not in large])
+    yield_to_loop()
     small = pa.RecordBatch.from_pylist(_rows(step, group, advantages, decode), other)
     return pa.RecordBatch.from_arrays([large.get(f.name) or small.column(f.name) for f in SCHEMA], schema=SCHEMA)
 
 
 def _lists(parts: Sequence[array[Any]], kind: pa.DataType) -> pa.ListArray:
+    yield_to_loop()
     ends = np.cumsum([0, *map(len, parts)], dtype=np.int32)
     return pa.ListArray.from_arrays(ends, pa.array(np.concatenate([np.asarray(part) for part in parts]), kind))
 

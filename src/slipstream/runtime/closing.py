@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from slipstream.runtime.event_loop import new_event_loop
+
 TASK_END_S = 5.0  # after the end of the main task
 Result = TypeVar("Result")
 
@@ -70,7 +72,7 @@ def run_bounded(main: Coroutine[Any, Any, Result]) -> Result:
         own.append(asyncio.current_task())
         return await main
 
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
             return runner.run(body())
         except asyncio.CancelledError:

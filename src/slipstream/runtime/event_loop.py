@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import sys
 import threading
 from collections import deque
@@ -13,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 NICENESS = 5  # of threads, relative to the process: Linux then gives a processor that both want to the event loop 3:1
+YIELD_S = 0.005  # for which a thread waits at most, so that a loop that is never idle does not stop it
 PER_ITERATION = 4  # calls and coroutines for each iteration; each takes some tenths of a millisecond
 
 
@@ -67,3 +69,41 @@ def lower_priority() -> None:
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS)
+
+
+_busy = threading.Lock()  # held while the event loop of a run has work
+
+
+class _YieldedSelector(selectors.DefaultSelector):
+    """Releases `_busy` while the event loop waits for events."""
+
+    _holds = False
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self._holds and (timeout is None or timeout > 0):  # else the loop has callbacks to run
+            self._holds = False
+            _busy.release()
+        events = super().select(timeout)
+        self._holds = self._holds or _busy.acquire(blocking=False)
+        return events
+
+    def close(self) -> None:
+        if self._holds:
+            self._holds = False
+            _busy.release()
+        super().close()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """An event loop that has priority over threads that call `yield_to_loop`."""
+    return asyncio.SelectorEventLoop(_YieldedSelector())
+
+
+def yield_to_loop() -> None:
+    """Wait while the event loop has work, for at most `YIELD_S`.
+
+    For threads, between two operations that hold the interpreter lock: Python gives it to any thread that waits for it,
+    so the event loop would wait for all of them each time it has released it, as at every message that it sends.
+    """
+    if _busy.acquire(timeout=YIELD_S):
+        _busy.release()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 # A full collection then runs after five million new containers. By default Python runs one after a growth of 25 %, and
-# visits every token of every list. The smaller collections visit at most ten thousand objects, in some milliseconds.
-THRESHOLDS = (1_000, 10, 500)
+# visits every token of every list. The smaller collections visit at most five thousand objects, in some milliseconds.
+THRESHOLDS = (500, 10, 1_000)
 
 
 def unshared_bytes(children: bool = False) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from slipstream import rollout
+from slipstream.runtime.event_loop import yield_to_loop
 
 # The types of `slipstream.rollout` by name, each with its fields.
 ROLLOUTS = {
@@ -43,6 +44,7 @@ def write_lines(path: Path, values: Iterable[Any]) -> None:
     """Write one line for each value. Each value is serialized by itself, to hold the interpreter lock briefly."""
     with path.open("wb") as file:
         for value in values:
+            yield_to_loop()
             file.write(dumps(value) + b"\n")
 
 

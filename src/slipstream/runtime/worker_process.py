@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakSet
 
 from slipstream.config.schema import RuntimeConfig
-from slipstream.runtime.event_loop import call_throttled
+from slipstream.runtime.event_loop import call_throttled, yield_to_loop
 from slipstream.runtime.messages import MessageStream
 from slipstream.runtime.process import Launch, Launcher, LocalProcess, Process
 from slipstream.runtime.worker import WorkerDied, WorkerError, fail_unawaited, handle, last_lines, methods_of, succeeded
@@ -344,4 +344,5 @@ class _Pieces:
         self.pieces: list[bytes] = []
 
     def write(self, data: Any) -> None:
+        yield_to_loop()
         self.pieces.append(bytes(data))
