@@ -61,7 +61,7 @@ def evaluated(config: Config) -> float:
     from slipstream.tools.evaluate import evaluate_policy
 
     record = evaluate_policy(config).record
-    tokens = record["eval/tasks"] * record["eval/samples"] * record["eval/mean_length"]
+    tokens = record["eval/tasks"] * record["eval/samples_per_task"] * record["eval/mean_length"]
     return float(tokens / record["eval/duration_s"])
 
 

@@ -138,7 +138,7 @@ async def measure(model: Path, folder: Path, link: str, options: argparse.Namesp
     finally:
         await pools.close()
     size = sum(p.stat().st_size for p in model.glob("*.safetensors"))  # of all weights, in the published format
-    found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    found = {name: statistics.median(row[name] for row in rows if name in row) for name in rows[-1]}
     if found["transfer_ms"] > 0:  # else generators fetch the version themselves
         found["transfer_gb_per_s"] = size / found["transfer_ms"] / 1e6
     described = {"link": link, "bytes": size, "engine_gib": weights_of_engine(folder / "logs" / "generator_0.log")}
