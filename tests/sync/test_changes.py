@@ -121,7 +121,7 @@ def test_a_damaged_frame_is_refused_and_changes_nothing(data: bytes, parameter: 
     update = Update(Tensors({"w": Part(ParameterShard(tensor, (7, 5)))}, divide({"w": (7, 5)}, 10)), fresh=False)
     for frame in (data, HEADER.pack(parameter, row, len(data), len(data) // 10, 0, low, 0) + data):
         try:
-            update.add(memoryview(frame))
+            update.add(update.decode(memoryview(frame)))
         except ValueError:
             continue
     assert not tensor.any()
@@ -162,7 +162,7 @@ def test_shards_get_the_changes_of_their_slices(
         both = (gather(blocks, tensors, torch.bfloat16) for tensors in (last, new))
         for number, (block, one, other) in enumerate(zip(blocks, *both, strict=True)):
             for data in coded(number, block, one, other):
-                update.add(memoryview(data))
+                update.add(update.decode(memoryview(data)))
     before = {name: checksum(t, index[name]) if t.numel() else 0 for name, t in served.items()}
     sums = update.checksums(before)
     update.apply()
@@ -211,7 +211,7 @@ def test_an_update_that_can_not_be_read_back_is_undone(whole: bool, monkeypatch:
     update = Update(Tensors({"w": Part(ParameterShard(served, (40,)))}, [block]), fresh=False)
     rows = encode_rows(block.segments[0], words(new).numpy())
     data = next(rows) if whole else encode(0, 40, found(old, new), 2)
-    update.add(memoryview(data))
+    update.add(update.decode(memoryview(data)))
     kind = staging._Replaced if whole else staging._Changed
     swap = kind.swap
 

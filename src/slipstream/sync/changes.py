@@ -8,8 +8,10 @@ small learning rate; or it has all words of some rows of a parameter.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +25,10 @@ PIECE = 2**18  # words that are compared at a time: they fit the cache
 LOW = {0: None, 8: np.uint8, 16: np.uint16}  # low bits of an index, and their type
 HEADER = struct.Struct("<IQQIIBB")
 WHOLE = 255  # in place of the low bits
+THREADS = {"cpu": 1, "cuda": 4}  # that code and decode blocks: the host of a GPU has idle cores
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Changes(NamedTuple):
@@ -176,6 +182,18 @@ def decode(entry: Entry, data: memoryview, length: int, size: int) -> Changes:
         differences = 2 * np.unpackbits(small.view(np.uint8), count=entry.number).astype(f"<i{size}") - 1
     differences[listed] = values
     return Changes(indices, differences)
+
+
+def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """The results of `function` in the order of `items`, of which at most `threads` are taken in advance."""
+    with ThreadPoolExecutor(threads) as pool:
+        pending = deque[Future[Result]]()
+        for item in items:
+            pending.append(pool.submit(function, item))
+            while pending and (len(pending) == threads or pending[0].done()):
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def merge(first: Changes, second: Changes) -> Changes:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +13,20 @@ from torch import Tensor
 
 from slipstream.sync import arrays
 from slipstream.sync.blocks import Block
-from slipstream.sync.changes import HEADER, Changes, choose_coding, count_small, encode, encode_rows, entries_of
+from slipstream.sync.changes import (
+    HEADER,
+    THREADS,
+    Changes,
+    choose_coding,
+    count_small,
+    encode,
+    encode_rows,
+    entries_of,
+    map_in_threads,
+)
 from slipstream.sync.frames import PLAIN, Stream
 
 FRAME = 2**16  # bytes from which entries make a frame
-THREADS = {"cpu": 1, "cuda": 4}  # that code blocks: the host of a GPU has idle cores
 
 
 class _BlockChanges(NamedTuple):
@@ -87,20 +95,20 @@ class Coder:
         self._ended(trailer, failure)
 
     def _code(self) -> None:
-        entries, size, threads = [PLAIN], 0, THREADS[self._device.type]
-        with ThreadPoolExecutor(threads) as pool:
-            encoded = deque[Future[list[bytes]]]()
-            while self._blocks or encoded:
-                while self._blocks and len(encoded) < threads:
-                    encoded.append(pool.submit(self._entries, self._blocks.popleft()))
-                for entry in encoded.popleft().result():
-                    entries.append(entry)
-                    size += len(entry)
-                    if size >= FRAME:
-                        self._stream.add(b"".join(entries))
-                        entries, size = [PLAIN], 0
+        entries, size = [PLAIN], 0
+        for coded in map_in_threads(self._entries, self._take_blocks(), THREADS[self._device.type]):
+            for entry in coded:
+                entries.append(entry)
+                size += len(entry)
+                if size >= FRAME:
+                    self._stream.add(b"".join(entries))
+                    entries, size = [PLAIN], 0
         if size:
             self._stream.add(b"".join(entries))
+
+    def _take_blocks(self) -> Iterator[_BlockChanges]:
+        while self._blocks:
+            yield self._blocks.popleft()  # to free its memory once it is coded
 
     @torch.no_grad()
     def _entries(self, changed: _BlockChanges) -> list[bytes]:

@@ -36,7 +36,7 @@ from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import address_towards, own_address
 from slipstream.sync import arrays
 from slipstream.sync.blocks import Block, divide, gather
-from slipstream.sync.changes import Changes, encode_rows, entries_of, find_changes
+from slipstream.sync.changes import THREADS, Changes, encode_rows, entries_of, find_changes, map_in_threads
 from slipstream.sync.checksum import checksum
 from slipstream.sync.coder import Coder
 from slipstream.sync.frames import (
@@ -364,8 +364,9 @@ class DeltaReceiver(Receiver):
         try:
             base = stream.wait_header()["base"]
             update = Update(self._tensors, base is None, 1 if base is None else handle["state"] - base)
-            for frame in stream.take():
-                update.add(unpack(frame))
+            frames = map(unpack, stream.take())
+            for decoded in map_in_threads(update.decode, frames, THREADS[self._device.type]):
+                update.add(decoded)
         except Refused as error:
             raise Superseded(f"version {handle['version']} did not arrive: {error}") from None
         except BaseException:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slipstream.sync.link import ParameterShard
 
 
-SLICE = 2**20  # changes that are staged at a time on a GPU, in 150 bytes each
+SLICE = 2**21  # changes that are staged at a time on a GPU, in 150 bytes each
 
 
 class RolledBack(InvalidInput):
@@ -252,10 +252,22 @@ class Update:
         self._earlier: dict[int, Changes] = {}  # by block, if a later step may change it again
         self._same: Any = True
 
-    def add(self, frame: memoryview) -> None:
-        """Stage the entries of a frame, and of them what the tensors hold. Raises `ValueError` for a wrong one."""
-        for entry, data in entries(frame):
-            (self._add_rows if entry.low == WHOLE else self._add_changes)(entry, data)
+    def decode(self, frame: memoryview) -> list[tuple[Entry, memoryview | Changes]]:
+        """The entries of a frame, for `add`, with decoded changes. Raises `ValueError` for a wrong one."""
+        return [(entry, data if entry.low == WHOLE else self._decode(entry, data)) for entry, data in entries(frame)]
+
+    def _decode(self, entry: Entry, data: memoryview) -> Changes:
+        if entry.place >= len(self._tensors.blocks):
+            raise ValueError("an entry of a block that does not exist")
+        return decode(entry, data, self._tensors.blocks[entry.place].length, self._tensors.word)
+
+    def add(self, decoded: Sequence[tuple[Entry, memoryview | Changes]]) -> None:
+        """Stage what the tensors hold of these entries. Raises `ValueError` for a wrong one."""
+        for entry, data in decoded:
+            if isinstance(data, Changes):
+                self._add_changes(entry.place, data)
+            else:
+                self._add_rows(entry, data)
 
     def _add_rows(self, entry: Entry, data: memoryview) -> None:
         if entry.place >= len(self._tensors.numbered) or not entry.number:
@@ -274,12 +286,8 @@ class Update:
             values = values[first - entry.row : last - entry.row, part.column : part.column + part.columns]
             self._replaced[segment].write(first, values, not self._fresh)
 
-    def _add_changes(self, entry: Entry, data: memoryview) -> None:
-        number = entry.place
-        if number >= len(self._tensors.blocks):
-            raise ValueError("an entry of a block that does not exist")
+    def _add_changes(self, number: int, changes: Changes) -> None:
         block = self._tensors.blocks[number]
-        changes = decode(entry, data, block.length, self._tensors.word)
         if any(segment in self._replaced for segment in block.segments):
             for segment, part in split(block, changes):
                 if segment in self._replaced:
