@@ -38,13 +38,18 @@ def load_model(
     `lora.path`. With `policies`, an adapter for each, all of them trainable. Raises `ConfigError`."""
     options = _quantized_loading(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
     loaded = load_causal_lm(model.path, device=device, dtype=dtype, **({} if device.type == "meta" else options))
-    if lora.rank == 0:
-        return loaded
+    return add_adapters(loaded, lora, policies) if lora.rank else loaded
+
+
+def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[str] = ()) -> Any:
+    """`loaded` with the adapters of `load_model`. Raises `ConfigError`."""
     targets: Any = lora.targets or "all-linear"
     head = loaded.get_output_embeddings()
     experts = expert_parameters(loaded)
-    if experts and not lora.targets:  # PEFT would count experts and routers as linear layers
-        targets = [name for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    if not lora.targets and (experts or loaded._is_stateful):
+        # PEFT would count experts and routers as linear layers, and refuses layers that Mamba's kernels read.
+        linear = [name for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head]
+        targets = [name for name in linear if not (loaded._is_stateful and name.endswith(".out_proj"))]
     if lora.experts and not experts:
         raise ConfigError("lora.experts = true, but the model has no experts that can be adapted; set it to false")
     from peft import LoraConfig as PeftLora
