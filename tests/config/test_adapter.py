@@ -29,6 +29,8 @@ def test_an_adapter_sets_its_options_and_its_base(tmp_path: Path) -> None:
     assert (config.model.path, lora.rank, lora.alpha, lora.targets) == ("owner/base", 4, 8.0, ["q_proj", "up_proj"])
     assert start(tmp_path, "--model.path=given", "--lora.rank=4").model.path == "given"
     assert start(tmp_path, target_parameters=["experts.down_proj"]).lora.experts
+    other = start(tmp_path, target_modules=r".*\.q_proj", use_rslora=True).lora
+    assert (other.targets, other.target_pattern, other.use_rslora) == ([], r".*\.q_proj", True)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,8 @@ def test_an_adapter_sets_its_options_and_its_base(tmp_path: Path) -> None:
         ([], {"bias": "all"}, 'has bias = "all", which'),
         ([], {"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights = "pissa_niter_4"'),
         ([], {"peft_type": "IA3"}, 'is no LoRA adapter: peft_type = "IA3"'),
-        ([], {"target_modules": ".*proj"}, "target_modules = .* is no list"),
+        ([], {"target_modules": 3}, "target_modules = 3 is no list or pattern"),
+        (["--lora.use_rslora=true"], {}, "lora.use_rslora = true, but the adapter at .* has false"),
         ([], {"base_model_name_or_path": None}, "model.path is not set"),
         (["--lora.path=nowhere"], {}, "lora.path = 'nowhere' has no adapter_config.json"),
     ],

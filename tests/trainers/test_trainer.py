@@ -354,6 +354,29 @@ def test_adapters_of_the_head_are_refused_by_their_option(tiny: Path) -> None:
         make_trainer(tiny, "--lora.rank=4", "--lora.targets=['q_proj', 'lm_head']")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(", r"lora.target_pattern = '\(': missing \)"),
+        ("q_proj", "lora.target_pattern = 'q_proj': .*q_proj not found"),
+        (".*(q_proj|lm_head)", "lora.target_pattern = .* adapts the language-model head"),
+    ],
+)
+def test_a_pattern_that_names_no_layers_to_adapt_is_refused(tiny: Path, pattern: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tiny, "--lora.rank=4", f"--lora.target_pattern={pattern}")
+
+
+def test_adapters_are_scaled_and_placed_by_their_options(tiny: Path) -> None:
+    """A pattern matches whole names, and the rank-stabilised scale is alpha / sqrt(rank)."""
+    flags = ("--lora.rank=4", "--lora.alpha=6", "--lora.use_rslora=true")
+    trainer = make_trainer(tiny, *flags, r"--lora.target_pattern=.*\.layers\.[12]\..*\.(q|up)_proj")
+    adapted = {name.partition(".lora_")[0].removeprefix("base_model.model.model.") for name in trainer.parameters}
+    assert adapted == {f"layers.{i}.{name}" for i in (1, 2) for name in ("self_attn.q_proj", "mlp.up_proj")}
+    scales = [getattr(module, "scaling", None) for module in trainer.model.modules()]
+    assert [scale["default"] for scale in scales if isinstance(scale, dict)] == [3.0] * 4
+
+
 def test_lora_trains_adapters_only_and_exports_them(tiny: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
