@@ -377,6 +377,27 @@ def test_adapters_are_scaled_and_placed_by_their_options(tiny: Path) -> None:
     assert [scale["default"] for scale in scales if isinstance(scale, dict)] == [3.0] * 4
 
 
+def test_adapters_drop_inputs_in_training_passes_alone(tiny: Path, tmp_path: Path) -> None:
+    """Scores are of the policy that engines serve. A resumed run, and layers that are computed again, drop the same."""
+    flags = ("--lora.rank=4", "--trainer.learning_rate=1e-2", "--algorithm.kl_coef=0.1", "--trainer.warmup_steps=1")
+    full = "--trainer.activation_checkpointing=full"
+    ways = (("--lora.dropout=0",), ("--lora.dropout=0.5",), ("--lora.dropout=0.5",), ("--lora.dropout=0.5", full))
+    plain, dropping, again, recomputing = (make_trainer(tiny, *flags, *way) for way in ways)
+    batch = random_batch(38)
+    drawn = [c for group in batch.groups for rollout in group.rollouts for c in rollout.completions]
+    for trainer in (plain, dropping):
+        trainer.step(batch)
+    for name, parameter in plain.parameters.items():
+        dropping.parameters[name].data.copy_(parameter.data)
+    assert dropping.score(drawn) == plain.score(drawn)
+    dropping.save(tmp_path / "saved").result()
+    for trainer in (again, recomputing):
+        trainer.restore(tmp_path / "saved")
+    norms = [trainer.step(batch).grad_norm for trainer in (plain, dropping, again, recomputing)]
+    assert norms[1] == norms[2] == pytest.approx(norms[3], rel=1e-5) != pytest.approx(norms[0], rel=0.01)
+    assert all(torch.equal(p, again.parameters[n]) for n, p in dropping.parameters.items())
+
+
 def test_lora_trains_adapters_only_and_exports_them(tiny: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

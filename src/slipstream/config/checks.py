@@ -183,6 +183,8 @@ CHECKS: tuple[Check, ...] = (
      "{sync.link} can't bring adapters ({lora.rank}) to vLLM; leave sync.link out"),
     (lambda c: c.lora.targets and c.lora.target_pattern,
      "{lora.target_pattern} and {lora.targets} both name modules to adapt; leave one of them out"),
+    (lambda c: c.lora.dropout and c.lora.experts,
+     "{lora.dropout} can't be with adapters on experts; set it to 0, or lora.experts = false"),
     (lambda c: c.serves_adapters and c.lora.experts,
      '{lora.experts} can\'t be with vLLM; set it to false, or generator.engine = "torch"'),
     (lambda c: c.serves_adapters and c.sync.in_flight == "recompute",
@@ -309,7 +311,7 @@ CHECKS: tuple[Check, ...] = (
     (lambda c: c.teacher.lag and c.teacher.engine == "vllm", 'teacher.lag needs teacher.engine = "torch"'),
 )  # fmt: skip
 IDLE: tuple[tuple[Any, ...], ...] = (  # a condition, its text, and options without effect if it does not hold
-    (lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.use_rslora", "lora.targets",
+    (lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.use_rslora", "lora.dropout", "lora.targets",
      "lora.target_pattern", "lora.experts"),
     (lambda c: c.scoring.kind, "scoring.kind",
      "scoring.options", "scoring.weights", "scoring.concurrency", "scoring.requests_per_second", "scoring.timeout"),

@@ -14,6 +14,7 @@ class LoraConfig(Section):
     rank: int = option(0, "Rank of the adapters; 0 trains all weights.", ge=0, le=4096)
     alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
     use_rslora: bool = option(False, "Rank-stabilised scale: alpha / sqrt(rank) instead of alpha / rank.")
+    dropout: float = option(0.0, "Share of an adapter's inputs that are zeroed in training passes.", ge=0, lt=1)
     targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")
     target_pattern: str = option(
         "", "Regular expression of the whole names of modules to adapt, such as `.*\\.(q|v)_proj`, in place of targets."

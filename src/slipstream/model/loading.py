@@ -58,8 +58,8 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[str] = ()) ->
     from peft import get_peft_model
 
     adapters = PeftLora(
-        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, target_modules=targets,
-        task_type="CAUSAL_LM", target_parameters=experts if lora.experts else [],
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, lora_dropout=lora.dropout,
+        target_modules=targets, task_type="CAUSAL_LM", target_parameters=experts if lora.experts else [],
     )  # fmt: skip
     try:
         with warnings.catch_warnings(action="ignore"):  # of a tied head, which is refused below
