@@ -54,3 +54,19 @@ def test_what_contradicts_an_adapter_or_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         start(tmp_path, *flags, **changes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora.bias=all", "--generator.engine=vllm"], 'lora.bias = "all" does not go with vLLM, .* without biases'),
+        (["--lora.dropout=0.1", "--lora.experts=true"], "lora.dropout = 0.1 can't be with adapters on experts"),
+        (
+            ["--lora.targets=['q_proj']", "--lora.target_pattern=.*"],
+            "both name modules to adapt; leave one of them out",
+        ),
+    ],
+)
+def test_options_of_adapters_that_cannot_be_together_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, ["--model.path=m", "--environment.name=addition", "--lora.rank=4", *flags])

@@ -228,6 +228,12 @@ CHECKS: tuple[Check, ...] = (
         (lambda c: c.lora.experts, "lora.experts", "set it to false"),
     ),
     *_conflicts(
+        lambda c: c.lora.bias != "none", "{lora.bias}",
+        (lambda c: c.serves_adapters, "vLLM, which serves adapters without biases", 'set it to "none", or '
+         'generator.engine = "torch"'),
+        (lambda c: c.policies, "[[policies]], which share the biases of their model", 'set it to "none"'),
+    ),
+    *_conflicts(
         lambda c: c.lora.quantization == "4bit", "{lora.quantization}",
         (lambda c: c.lora.rank == 0, "{lora.rank}, which trains every weight", "set it to 16, for example"),
         (lambda c: c.trainer.ranks > 1 and c.trainer.parallel != "ddp", "{trainer.parallel}", 'set it to "ddp"'),
@@ -311,7 +317,8 @@ CHECKS: tuple[Check, ...] = (
     (lambda c: c.teacher.lag and c.teacher.engine == "vllm", 'teacher.lag needs teacher.engine = "torch"'),
 )  # fmt: skip
 IDLE: tuple[tuple[Any, ...], ...] = (  # a condition, its text, and options without effect if it does not hold
-    (lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.use_rslora", "lora.dropout", "lora.targets",
+    (lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.use_rslora", "lora.dropout", "lora.bias",
+     "lora.targets",
      "lora.target_pattern", "lora.experts"),
     (lambda c: c.scoring.kind, "scoring.kind",
      "scoring.options", "scoring.weights", "scoring.concurrency", "scoring.requests_per_second", "scoring.timeout"),

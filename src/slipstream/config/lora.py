@@ -15,6 +15,9 @@ class LoraConfig(Section):
     alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
     use_rslora: bool = option(False, "Rank-stabilised scale: alpha / sqrt(rank) instead of alpha / rank.")
     dropout: float = option(0.0, "Share of an adapter's inputs that are zeroed in training passes.", ge=0, lt=1)
+    bias: Literal["none", "lora_only", "all"] = option(
+        "none", "Biases to train, too: those of adapted layers (lora_only), or all of the model."
+    )
     targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")
     target_pattern: str = option(
         "", "Regular expression of the whole names of modules to adapt, such as `.*\\.(q|v)_proj`, in place of targets."

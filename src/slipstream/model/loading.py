@@ -58,7 +58,7 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[str] = ()) ->
     from peft import get_peft_model
 
     adapters = PeftLora(
-        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, lora_dropout=lora.dropout,
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, lora_dropout=lora.dropout, bias=lora.bias,
         target_modules=targets, task_type="CAUSAL_LM", target_parameters=experts if lora.experts else [],
     )  # fmt: skip
     try:
@@ -71,6 +71,9 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[str] = ()) ->
             f"{chosen} adapts the language-model head, which can't be trained by adapters; name other modules, or "
             "leave it out to adapt every linear layer but the head"
         )
+    trained = (name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
+    if lora.bias != "none" and all(".lora_" in name for name in trained):
+        raise ConfigError(f'lora.bias = "{lora.bias}", but this model has no such biases; set it to "none"')
     if lora.path:
         _load_adapter(adapted, lora.path)
     if policies:
