@@ -318,8 +318,7 @@ CHECKS: tuple[Check, ...] = (
 )  # fmt: skip
 IDLE: tuple[tuple[Any, ...], ...] = (  # a condition, its text, and options without effect if it does not hold
     (lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.use_rslora", "lora.dropout", "lora.bias",
-     "lora.targets",
-     "lora.target_pattern", "lora.experts"),
+     "lora.targets", "lora.target_pattern", "lora.experts"),
     (lambda c: c.scoring.kind, "scoring.kind",
      "scoring.options", "scoring.weights", "scoring.concurrency", "scoring.requests_per_second", "scoring.timeout"),
     (_has_teacher, "teacher.path or teacher.lag", *(f"teacher.{name}" for name in TeacherConfig.model_fields)),
