@@ -31,7 +31,7 @@ MODULES = [
     "transformers.models.auto.tokenization_auto", "slipstream.run", "slipstream.__main__", "pyarrow.parquet",
     "slipstream.scoring.teacher", "slipstream.scoring.model", "slipstream.tools.verify", "tests.warm",
 ]  # fmt: skip
-VLLM = ["vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"]
+VLLM = ["vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "tests.vllm_in_process"]
 NEW = ("reward worker",)
 start_new = LocalProcess._start
 reference = contextvars.ContextVar("the class of the worker that is started", default="")

@@ -29,6 +29,8 @@ def test_an_adapter_sets_its_options_and_its_base(tmp_path: Path) -> None:
     assert (config.model.path, lora.rank, lora.alpha, lora.targets) == ("owner/base", 4, 8.0, ["q_proj", "up_proj"])
     assert start(tmp_path, "--model.path=given", "--lora.rank=4").model.path == "given"
     assert start(tmp_path, target_parameters=["experts.down_proj"]).lora.experts
+    other = start(tmp_path, target_modules=r".*\.q_proj", use_rslora=True).lora
+    assert (other.targets, other.target_pattern, other.use_rslora) == ([], r".*\.q_proj", True)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,8 @@ def test_an_adapter_sets_its_options_and_its_base(tmp_path: Path) -> None:
         ([], {"bias": "all"}, 'has bias = "all", which'),
         ([], {"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights = "pissa_niter_4"'),
         ([], {"peft_type": "IA3"}, 'is no LoRA adapter: peft_type = "IA3"'),
-        ([], {"target_modules": ".*proj"}, "target_modules = .* is no list"),
+        ([], {"target_modules": 3}, "target_modules = 3 is no list or pattern"),
+        (["--lora.use_rslora=true"], {}, "lora.use_rslora = true, but the adapter at .* has false"),
         ([], {"base_model_name_or_path": None}, "model.path is not set"),
         (["--lora.path=nowhere"], {}, "lora.path = 'nowhere' has no adapter_config.json"),
     ],
@@ -51,3 +54,19 @@ def test_what_contradicts_an_adapter_or_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         start(tmp_path, *flags, **changes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora.bias=all", "--generator.engine=vllm"], 'lora.bias = "all" does not go with vLLM, .* without biases'),
+        (["--lora.dropout=0.1", "--lora.experts=true"], "lora.dropout = 0.1 can't be with adapters on experts"),
+        (
+            ["--lora.targets=['q_proj']", "--lora.target_pattern=.*"],
+            "both name modules to adapt; leave one of them out",
+        ),
+    ],
+)
+def test_options_of_adapters_that_cannot_be_together_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, ["--model.path=m", "--environment.name=addition", "--lora.rank=4", *flags])

@@ -26,16 +26,19 @@ from slipstream.algorithms.advantages import group_mean, make_batch
 from slipstream.config import loading as configuration
 from slipstream.config.schema import ConfigError
 from slipstream.model import logprobs as logprobs_module
+from slipstream.model.loading import load_causal_lm
 from slipstream.model.packing import forward_length, group_by_prefix, plan, prefix_group_length
 from slipstream.model.policy import PackedPolicy
 from slipstream.rollout import Batch, Completion, Group, Rollout, Sample, VersionSpan, float32_array, int32_array
 from slipstream.runtime.disk import DiskFull
 from slipstream.runtime.run_directory import RunDirectory
 from slipstream.sync.sharded_weights import full_tensor, local_part
+from slipstream.tools.export import merge_adapter
 from slipstream.trainers.checkpoint import CheckpointFailed, _NoCopyStager
 from slipstream.trainers.failures import NotFinite, OutOfMemory, explain_out_of_memory
 from slipstream.trainers.trainer import Trainer
 from slipstream.trainers.trainer_worker import PytorchTrainerWorker
+from tests.families import FAMILIES
 
 
 def make_trainer(path: Path, *flags: str) -> Trainer:
@@ -298,12 +301,9 @@ def test_dropout_changes_no_probability(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "change", "refused"),
     [
-        ("Granite", {"logits_scaling": 8.0}, "scaled or capped"),
-        ("Granite", {"logits_scaling": 1.0}, ""),
-        ("Cohere", {"logit_scale": 0.25}, "scaled or capped"),
-        ("Gemma2", {"attn_logit_softcapping": None}, "scaled or capped"),
-        ("Gemma2", {"final_logit_softcapping": None}, "attn_logit_softcapping"),
+        ("NanoChat", {}, ""),  # a soft cap alone
         ("OPT", {}, ""),
+        ("HyperCLOVAX", {"logits_scaling": 0.5}, "scaled and capped"),  # it multiplies
     ],
 )
 def test_logits_that_are_not_the_heads_are_refused(kind: str, change: dict[str, Any], refused: str) -> None:
@@ -355,6 +355,85 @@ def test_resumed_is_bit_identical_to_uninterrupted(tiny: Path, tmp_path: Path, r
 def test_adapters_of_the_head_are_refused_by_their_option(tiny: Path) -> None:
     with pytest.raises(ConfigError, match=r"lora.targets = \[.*'lm_head'\] adapts the language-model head.*name"):
         make_trainer(tiny, "--lora.rank=4", "--lora.targets=['q_proj', 'lm_head']")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(", r"lora.target_pattern = '\(': missing \)"),
+        ("q_proj", "lora.target_pattern = 'q_proj': .*q_proj not found"),
+        (".*(q_proj|lm_head)", "lora.target_pattern = .* adapts the language-model head"),
+    ],
+)
+def test_a_pattern_that_names_no_layers_to_adapt_is_refused(tiny: Path, pattern: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tiny, "--lora.rank=4", f"--lora.target_pattern={pattern}")
+
+
+def test_adapters_are_scaled_and_placed_by_their_options(tiny: Path) -> None:
+    """A pattern matches whole names, and the rank-stabilised scale is alpha / sqrt(rank)."""
+    flags = ("--lora.rank=4", "--lora.alpha=6", "--lora.use_rslora=true")
+    trainer = make_trainer(tiny, *flags, r"--lora.target_pattern=.*\.layers\.[12]\..*\.(q|up)_proj")
+    adapted = {name.partition(".lora_")[0].removeprefix("base_model.model.model.") for name in trainer.parameters}
+    assert adapted == {f"layers.{i}.{name}" for i in (1, 2) for name in ("self_attn.q_proj", "mlp.up_proj")}
+    scales = [getattr(module, "scaling", None) for module in trainer.model.modules()]
+    assert [scale["default"] for scale in scales if isinstance(scale, dict)] == [3.0] * 4
+
+
+def test_adapters_drop_inputs_in_training_passes_alone(tiny: Path, tmp_path: Path) -> None:
+    """Scores are of the policy that engines serve. A resumed run, and layers that are computed again, drop the same."""
+    flags = ("--lora.rank=4", "--trainer.learning_rate=1e-2", "--algorithm.kl_coef=0.1", "--trainer.warmup_steps=1")
+    full = "--trainer.activation_checkpointing=full"
+    ways = (("--lora.dropout=0",), ("--lora.dropout=0.5",), ("--lora.dropout=0.5",), ("--lora.dropout=0.5", full))
+    plain, dropping, again, recomputing = (make_trainer(tiny, *flags, *way) for way in ways)
+    batch = random_batch(38)
+    drawn = [c for group in batch.groups for rollout in group.rollouts for c in rollout.completions]
+    for trainer in (plain, dropping):
+        trainer.step(batch)
+    for name, parameter in plain.parameters.items():
+        dropping.parameters[name].data.copy_(parameter.data)
+    assert dropping.score(drawn) == plain.score(drawn)
+    dropping.save(tmp_path / "saved").result()
+    for trainer in (again, recomputing):
+        trainer.restore(tmp_path / "saved")
+    norms = [trainer.step(batch).grad_norm for trainer in (plain, dropping, again, recomputing)]
+    assert norms[1] == norms[2] == pytest.approx(norms[3], rel=1e-5) != pytest.approx(norms[0], rel=0.01)
+    assert all(torch.equal(p, again.parameters[n]) for n, p in dropping.parameters.items())
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_biases_are_trained_with_adapters_and_exported(bias: str, tmp_path: Path) -> None:
+    """Whole, merged, and not in the start policy, which KL is measured to."""
+    FAMILIES["Phi"].build().save_pretrained(tmp_path / "base")
+    flags = ("--lora.rank=2", f"--lora.bias={bias}", "--trainer.learning_rate=0.01", "--trainer.warmup_steps=1")
+    trainer = make_trainer(tmp_path / "base", *flags, "--algorithm.kl_coef=0.1", "--lora.targets=['q_proj', 'fc1']")
+    names = {name.removeprefix("base_model.model.") for name in trainer.parameters if ".lora_" not in name}
+    assert ("lm_head.bias" in names) == (bias == "all") and "model.layers.0.mlp.fc1.base_layer.bias" in names
+    batch = random_batch(97)
+    drawn = [c for group in batch.groups for rollout in group.rollouts for c in rollout.completions]
+    start = trainer.score(drawn)
+    for _ in range(2):
+        trainer.step(batch)
+    (micro,) = trainer._micro_batches(batch.samples())
+    assert trainer._reference is not None
+    by_reference = sorted(trainer._reference.logprobs(micro).tolist())
+    assert by_reference == pytest.approx(sorted(v for values in start for v in values), abs=1e-5)
+    trainer.export(tmp_path / "policy")
+    merge_adapter(tmp_path / "policy", tmp_path / "merged")
+    ids = torch.arange(12)[None]
+    trainer.model.get_base_model().set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = trainer.model(ids).logits
+        for name in ("policy", "merged"):
+            loaded = load_causal_lm(str(tmp_path / name), device=torch.device("cpu"), dtype=torch.float32)
+            torch.testing.assert_close(loaded(ids).logits, wanted, atol=1e-5, rtol=1e-4)
+        base = load_causal_lm(str(tmp_path / "base"), device=torch.device("cpu"), dtype=torch.float32)
+        assert (base(ids).logits - wanted).abs().max() > 0.01
+
+
+def test_biases_of_a_model_without_any_are_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r'lora.bias = "all", but this model has no such biases'):
+        make_trainer(tiny, "--lora.rank=2", "--lora.bias=all")
 
 
 def test_lora_trains_adapters_only_and_exports_them(tiny: Path, tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from slipstream.config.schema import ConfigError
 from slipstream.config.toml import to_toml
 
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save")
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that change the base weights, too
 
 
 def with_adapter_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of a configuration with those of the adapter at `lora.path`: rank, alpha, targets, experts, and the
+    """The values of a configuration with those of the adapter at `lora.path`: rank, scale, targets, experts, and the
     base as `model.path` if that is not set.
 
     Raises `ConfigError` for an option that contradicts the adapter, and for an adapter that a run can't train. The
@@ -29,8 +29,11 @@ def with_adapter_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if "rank" in lora and not Path(path).exists():
         return values
     adapter = _read(path)
+    targets = adapter["target_modules"] or ()
+    pattern = targets if isinstance(targets, str) else ""
     found = {
-        "rank": adapter["r"], "alpha": float(adapter["lora_alpha"]), "targets": sorted(adapter["target_modules"] or ()),
+        "rank": adapter["r"], "alpha": float(adapter["lora_alpha"]), "use_rslora": bool(adapter.get("use_rslora")),
+        "targets": [] if pattern else sorted(targets), "target_pattern": pattern,
         "experts": bool(adapter.get("target_parameters")),
     }  # fmt: skip
     for name, value in found.items():
@@ -59,13 +62,15 @@ def _read(path: str) -> dict[str, Any]:
         raise ConfigError(f"{setting} is no LoRA adapter: peft_type = {to_toml(kind)}; give one that is")
     if why := unsupported(adapter):
         raise ConfigError(f"{setting} has {why}, which a run can't train; merge it into its base, and train that")
-    if not (targets is None or isinstance(targets, list)):
-        raise ConfigError(f"{setting}: target_modules = {to_toml(targets)} is no list; name the modules there")
+    if not (targets is None or isinstance(targets, list | str)):
+        raise ConfigError(
+            f"{setting}: target_modules = {to_toml(targets)} is no list or pattern; name the modules there"
+        )
     return adapter
 
 
 def unsupported(adapter: Mapping[str, Any]) -> str:
-    """The setting by which an adapter is more than `base + alpha / r * B A`, or ""."""
+    """The setting by which an adapter is more than `base + scale * B A`, or ""."""
     used = {name: adapter[name] for name in UNSUPPORTED if adapter.get(name)}
     if adapter.get("bias", "none") != "none":
         used["bias"] = adapter["bias"]

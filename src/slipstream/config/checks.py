@@ -181,6 +181,10 @@ CHECKS: tuple[Check, ...] = (
      "\"{=generator.engine}\"; leave sync.link out"),
     (lambda c: c.serves_adapters and c.sync.link not in ("lora", "auto"),
      "{sync.link} can't bring adapters ({lora.rank}) to vLLM; leave sync.link out"),
+    (lambda c: c.lora.targets and c.lora.target_pattern,
+     "{lora.target_pattern} and {lora.targets} both name modules to adapt; leave one of them out"),
+    (lambda c: c.lora.dropout and c.lora.experts,
+     "{lora.dropout} can't be with adapters on experts; set it to 0, or lora.experts = false"),
     (lambda c: c.serves_adapters and c.lora.experts,
      '{lora.experts} can\'t be with vLLM; set it to false, or generator.engine = "torch"'),
     (lambda c: c.serves_adapters and c.sync.in_flight == "recompute",
@@ -222,6 +226,12 @@ CHECKS: tuple[Check, ...] = (
         (lambda c: c.trainer.parallel != "fsdp", "{trainer.parallel}", 'set it to "fsdp"'),
         (lambda c: c.trainer.fsdp_shard_size, "{trainer.fsdp_shard_size}", "set it to 0"),
         (lambda c: c.lora.experts, "lora.experts", "set it to false"),
+    ),
+    *_conflicts(
+        lambda c: c.lora.bias != "none", "{lora.bias}",
+        (lambda c: c.serves_adapters, "vLLM, which serves adapters without biases", 'set it to "none", or '
+         'generator.engine = "torch"'),
+        (lambda c: c.policies, "[[policies]], which share the biases of their model", 'set it to "none"'),
     ),
     *_conflicts(
         lambda c: c.lora.quantization == "4bit", "{lora.quantization}",
@@ -307,7 +317,8 @@ CHECKS: tuple[Check, ...] = (
     (lambda c: c.teacher.lag and c.teacher.engine == "vllm", 'teacher.lag needs teacher.engine = "torch"'),
 )  # fmt: skip
 IDLE: tuple[tuple[Any, ...], ...] = (  # a condition, its text, and options without effect if it does not hold
-    (lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.targets", "lora.experts"),
+    (lambda c: c.lora.rank, "lora.rank", "lora.alpha", "lora.use_rslora", "lora.dropout", "lora.bias",
+     "lora.targets", "lora.target_pattern", "lora.experts"),
     (lambda c: c.scoring.kind, "scoring.kind",
      "scoring.options", "scoring.weights", "scoring.concurrency", "scoring.requests_per_second", "scoring.timeout"),
     (_has_teacher, "teacher.path or teacher.lag", *(f"teacher.{name}" for name in TeacherConfig.model_fields)),

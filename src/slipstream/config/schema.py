@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
 from slipstream.config.environments import EnvironmentConfig, SamplingConfig
+from slipstream.config.lora import LoraConfig as LoraConfig
 from slipstream.config.section import MAX_INT, Section, option
 from slipstream.config.section import ConfigError as ConfigError
 
@@ -51,19 +52,6 @@ class ModelConfig(Section):
         'Format of tool calls: "hermes" (the default with a chat template), "plain" (the default without), or one of '
         "vLLM's parsers, such as llama3_json, which need vllm.",
     )
-
-
-class LoraConfig(Section):
-    """Low-rank adapters instead of full fine-tuning."""
-
-    path: str = option("", "Trained adapter (PEFT directory) to start from; it sets rank, alpha, targets and experts.")
-    rank: int = option(0, "Rank of the adapters; 0 trains all weights.", ge=0, le=4096)
-    alpha: float = option(32.0, "Scale of the adapters: their product is multiplied by alpha / rank.", gt=0)
-    targets: list[str] = option([], "Module names to adapt; empty means every linear layer but the head.")
-    quantization: Literal["whole", "4bit"] = option(
-        "whole", "Base weights: in model.dtype, or in 4 bits by bitsandbytes, in engines and trainer."
-    )
-    experts: bool = option(False, "Adapt the experts of a mixture of experts, too.")
 
 
 class ScoringConfig(Section):

@@ -29,7 +29,7 @@ VARLEN: Any = varlen.varlen_attn
 GQA_ARGUMENTS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(VARLEN).parameters else {}
 SegmentRanges = tuple[range, tuple[range, ...]]  # query tokens, and the token ranges that they attend to
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}  # `layer_types` of Hugging Face configurations
-UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")  # extensions of attention that packing does not support
+UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")  # extensions of attention that packing does not support
 
 
 class Block(NamedTuple):
@@ -83,7 +83,7 @@ def attend(
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, *,
     cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
     max_length_q: int = 0, max_length_k: int = 0, key_index: Tensor | None = None, blocks: Sequence[Block] = (),
-    context: ContextParallelGroup | None = None, **others: Any,
+    context: ContextParallelGroup | None = None, softcap: float | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """A Hugging Face attention function: `[1, heads, tokens, size]` each, to `[1, tokens, heads, size of values]`.
 
@@ -101,9 +101,9 @@ def attend(
         q, k, v = map(context.to_heads, (q, k, v))
     if key_index is not None and not blocks:
         k, v = (_GatherRows.apply(rows, key_index) for rows in (k, v))  # type: ignore[no-untyped-call]
-    if blocks or q.dtype not in HALF_DTYPES:
+    if blocks or softcap or q.dtype not in HALF_DTYPES:
         each = blocks or _blocks_of_bounds(cu_seq_lens_q, cu_seq_lens_k)
-        out: Any = _attend_in_blocks(q, k, v, each, scaling, sliding_window)
+        out: Any = _attend_in_blocks(q, k, v, each, scaling, sliding_window, softcap)
     else:
         window = (sliding_window - 1 if sliding_window else -1, 0)
         bounds = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -128,7 +128,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _attend_in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scaling: float | None, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scaling: float, window: int | None, softcap: float | None
 ) -> Tensor:
     parts, places = [], []
     for block in blocks:
@@ -141,14 +141,35 @@ def _attend_in_blocks(
             mask = (seen <= at) & (seen > at - window) if window else seen <= at
         by_side = ((q, block.queries), (k, block.keys), (v, block.keys))
         queries, keys, values = (t[index].transpose(1, 2) for t, index in by_side)
-        grouped = q.shape[1] != k.shape[1]
-        out = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-        )
+        out = grouped_attention(queries, keys, values, mask, scaling, softcap)
         real = place < counts
         parts.append(out.transpose(1, 2)[real])
         places.append(block.queries[real])
     return torch.zeros_like(q).index_copy(0, torch.cat(places), torch.cat(parts))
+
+
+def grouped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> Tensor:
+    """Attention `[batch, heads, tokens, size]` where query heads share key/value heads; causal if `mask` is None.
+
+    `mask` is boolean, `[1 or batch, 1, queries, keys]` or without its first two dimensions. With a soft cap c the
+    scores x become c tanh(x / c): plain products, since fused kernels have none, so that memory grows with the number
+    of pairs.
+    """
+    if not softcap:
+        grouped = q.shape[1] != k.shape[1]
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        )
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    mask = mask.expand(q.shape[0], 1, *mask.shape[-2:]).unsqueeze(1)
+    by_group = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])
+    scores = torch.matmul(by_group, k.unsqueeze(2).transpose(-1, -2)) * scaling
+    weights = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, torch.finfo(q.dtype).min)
+    weights = weights.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return torch.matmul(weights, v.unsqueeze(2)).flatten(1, 2)
 
 
 def _blocks_of_bounds(query_bounds: Tensor, key_bounds: Tensor) -> tuple[Block, ...]:

@@ -52,6 +52,23 @@ def attention_heads(config: Any) -> AttentionHeads:
     return AttentionHeads(queries, key_values, getattr(text, "head_dim", None) or text.hidden_size // queries)
 
 
+class LogitMap(NamedTuple):
+    """Logits of the outputs x of a model's head: scale x, or with a soft cap scale softcap tanh(x / softcap)."""
+
+    scale: float
+    softcap: float
+
+
+def logit_map(config: Any) -> LogitMap:
+    """How a Hugging Face `config` maps outputs of the head to logits; soft caps apply to scaled outputs."""
+    text = config.get_text_config()
+    scale = 1.0 / (getattr(text, "logits_scaling", None) or 1.0)  # Granite
+    for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
+        factor = getattr(text, name, None)
+        scale *= 1.0 if factor is None else factor
+    return LogitMap(scale, (getattr(text, "final_logit_softcapping", None) or 0.0) / scale)
+
+
 def decoder_layers(model: nn.Module) -> list[Any]:
     """The decoder layers of a Hugging Face model, with or without adapters."""
     names = set(causal_lm(model)._no_split_modules or ())

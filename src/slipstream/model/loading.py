@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,32 +39,41 @@ def load_model(
     `lora.path`. With `policies`, an adapter for each, all of them trainable. Raises `ConfigError`."""
     options = _quantized_loading(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
     loaded = load_causal_lm(model.path, device=device, dtype=dtype, **({} if device.type == "meta" else options))
-    if lora.rank == 0:
-        return loaded
-    targets: Any = lora.targets or "all-linear"
+    return add_adapters(loaded, lora, policies) if lora.rank else loaded
+
+
+def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[str] = ()) -> Any:
+    """`loaded` with the adapters of `load_model`. Raises `ConfigError`."""
+    targets: Any = lora.target_pattern or lora.targets or "all-linear"
+    chosen = f"lora.target_pattern = {targets!r}" if lora.target_pattern else f"lora.targets = {lora.targets}"
     head = loaded.get_output_embeddings()
     experts = expert_parameters(loaded)
-    if experts and not lora.targets:  # PEFT would count experts and routers as linear layers
-        targets = [name for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head]
+    if targets == "all-linear" and (experts or loaded._is_stateful):
+        # PEFT would count experts and routers as linear layers, and refuses layers that Mamba's kernels read.
+        linear = [name for name, m in loaded.named_modules() if isinstance(m, nn.Linear) and m is not head]
+        targets = [name for name in linear if not (loaded._is_stateful and name.endswith(".out_proj"))]
     if lora.experts and not experts:
         raise ConfigError("lora.experts = true, but the model has no experts that can be adapted; set it to false")
     from peft import LoraConfig as PeftLora
     from peft import get_peft_model
 
     adapters = PeftLora(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM",
-        target_parameters=experts if lora.experts else [],
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, lora_dropout=lora.dropout, bias=lora.bias,
+        target_modules=targets, task_type="CAUSAL_LM", target_parameters=experts if lora.experts else [],
     )  # fmt: skip
     try:
         with warnings.catch_warnings(action="ignore"):  # of a tied head, which is refused below
             adapted = get_peft_model(loaded, adapters)
-    except ValueError as error:
-        raise ConfigError(f"lora.targets = {lora.targets}: {_first_line(error)}") from None
+    except (ValueError, re.error) as error:
+        raise ConfigError(f"{chosen}: {_first_line(error)}") from None
     if loaded.get_output_embeddings() is not head:
         raise ConfigError(
-            f"lora.targets = {lora.targets} adapts the language-model head, which can't be trained by adapters; name "
-            "other modules, or leave lora.targets out to adapt every linear layer but the head"
+            f"{chosen} adapts the language-model head, which can't be trained by adapters; name other modules, or "
+            "leave it out to adapt every linear layer but the head"
         )
+    trained = (name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
+    if lora.bias != "none" and all(".lora_" in name for name in trained):
+        raise ConfigError(f'lora.bias = "{lora.bias}", but this model has no such biases; set it to "none"')
     if lora.path:
         _load_adapter(adapted, lora.path)
     if policies:

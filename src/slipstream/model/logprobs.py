@@ -23,9 +23,10 @@ CHUNK_ON_GPU = 2**27  # a chunk of 2**29 is 1% faster for a 1.7B model, and take
 
 def head_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, mask: SamplingMask | None,
-    compiled: bool = False,
+    compiled: bool = False, *, bias: Tensor | None = None, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Log-probability of each target under p = softmax(hidden weight^T / temperature), and the entropy of p.
+    """Log-probability of each target under p = softmax(z / temperature), and the entropy of p, for logits
+    z = hidden weight^T + bias, or softcap tanh(z / softcap) of them.
 
     p covers the ids that `mask` keeps, those of top-k/top-p (None: all). `hidden` `[tokens, size]` and `weight`
     `[vocabulary, size]` have one dtype, to which logits are rounded, as in engines. `targets` and `temperatures` are
@@ -33,28 +34,32 @@ def head_logprobs(
     compiles the operations that are not matrix products.
     """
     result: tuple[Tensor, Tensor] = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, temperatures, mask, compiled
+        hidden, weight, bias, targets, temperatures, mask, compiled, softcap
     )
     return result
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """z = W h / T, p = softmax(z): log p_y = z_y - lse(z), d(log p_y)/dz = onehot(y) - p, H = lse(z) - sum(p z)."""
+    """z = (W h + b) / T, p = softmax(z): log p_y = z_y - lse(z), d(log p_y)/dz = onehot(y) - p, H = lse(z) - sum(p z).
+
+    With a soft cap c: z = c tanh(x / c) / T for x = W h + b, and dz/dx = (1 - (z T / c)^2) / T.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor, mask: SamplingMask | None,
-        compiled: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor,
+        mask: SamplingMask | None, compiled: bool, softcap: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         logprobs_and_entropy: Any = _compiled(_logprobs_and_entropy) if compiled else _logprobs_and_entropy
         logit_gradients: Any = _compiled(_logit_gradients) if compiled else _logit_gradients
-        frozen = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        frozen = ctx.needs_input_grad[0] and not any(ctx.needs_input_grad[1:3])
         gradient = torch.empty_like(hidden) if frozen else None  # of each log-probability to its hidden state
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, normaliser, entropy = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
         for chunk in _chunks(hidden, weight):
             excluded = mask.excluded(chunk, len(weight)) if mask else None
-            logits, temperature = head_product(hidden[chunk], weight), temperatures[chunk].to(exact)
+            logits, temperature = head_logits(hidden[chunk], weight, bias, softcap), temperatures[chunk].to(exact)
+            slope = _softcap_slope(logits, softcap) if gradient is not None else None  # before `logits` is overwritten
             inputs = logits, targets[chunk], temperature, excluded
             by_logits: Tensor | None = None
             if gradient is not None and not compiled:
@@ -65,33 +70,40 @@ class _HeadLogprobs(torch.autograd.Function):
                     by_logits = logit_gradients(*inputs, results[1], 1 / temperature)
             logprobs[chunk], normaliser[chunk], entropy[chunk] = results
             if gradient is not None and by_logits is not None:
-                torch.mm(by_logits, weight, out=gradient[chunk])
-        ctx.save_for_backward(hidden, weight, targets, temperatures, normaliser, gradient)
-        ctx.mask, ctx.logit_gradients = mask, logit_gradients
+                torch.mm(by_logits if slope is None else by_logits.mul_(slope), weight, out=gradient[chunk])
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normaliser, gradient)
+        ctx.mask, ctx.logit_gradients, ctx.softcap = mask, logit_gradients, softcap
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        hidden, weight, targets, temperatures, normaliser, gradient = ctx.saved_tensors
+        hidden, weight, bias, targets, temperatures, normaliser, gradient = ctx.saved_tensors
         if gradient is not None:
-            return (gradient * grads[0][:, None]).to(hidden.dtype), None, None, None, None, None
+            return (gradient * grads[0][:, None]).to(hidden.dtype), *[None] * 7
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros(weight.shape, dtype=normaliser.dtype, device=weight.device)
+        grad_weight, grad_bias = (
+            torch.zeros(tensor.shape, dtype=normaliser.dtype, device=hidden.device) if needed else None
+            for tensor, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
+        )
         for chunk in _chunks(hidden, weight):
             excluded = ctx.mask.excluded(chunk, len(weight)) if ctx.mask else None
-            logits = head_product(hidden[chunk], weight)
+            logits = head_logits(hidden[chunk], weight, bias, ctx.softcap)
+            slope = _softcap_slope(logits, ctx.softcap)
             temperature = temperatures[chunk].to(normaliser.dtype)
             logit_gradients = ctx.logit_gradients(
                 logits, targets[chunk], temperature, excluded, normaliser[chunk], grads[0][chunk] / temperature
             )
+            if slope is not None:
+                logit_gradients.mul_(slope)
             if grad_hidden is not None:
                 torch.mm(logit_gradients, weight, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, logit_gradients, hidden[chunk])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+            if grad_bias is not None:
+                grad_bias += logit_gradients.sum(0, dtype=grad_bias.dtype)
+        sums = (None if grad is None else grad.to(weight.dtype) for grad in (grad_weight, grad_bias))
+        return grad_hidden, *sums, *[None] * 5
 
 
 def _logprobs_and_entropy(
@@ -166,6 +178,19 @@ def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     """Slices of tokens whose logits fit a chunk; at least 64 tokens each."""
     size = max(64, (CHUNK_ON_GPU if hidden.is_cuda else CHUNK) // weight.shape[0])
     return [slice(at, at + size) for at in range(0, len(hidden), size)]
+
+
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float) -> Tensor:
+    """hidden weight^T + bias, or softcap tanh(./softcap) of them; in the dtype of `hidden`, as in models."""
+    logits = head_product(hidden, weight)
+    if bias is not None:
+        logits += bias
+    return logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
+
+
+def _softcap_slope(capped: Tensor, softcap: float) -> Tensor | None:
+    """Derivative of softcap tanh(x / softcap) by x where its value is `capped`; None without a soft cap."""
+    return 1 - (capped / softcap).square_() if softcap else None
 
 
 def head_product(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from slipstream.config.schema import ConfigError
 from slipstream.errors import InvalidInput
 from slipstream.model import attention
 from slipstream.model.context_parallel import ContextParallelGroup, gather_at_positions
-from slipstream.model.inspection import attention_heads, causal_lm, text_decoder
+from slipstream.model.inspection import LogitMap, attention_heads, causal_lm, logit_map, text_decoder
 from slipstream.model.logprobs import head_logprobs
 from slipstream.model.moe_routing import ExpertRouting
 from slipstream.model.packing import MicroBatch
@@ -29,12 +29,13 @@ class PackedPolicy(nn.Module):
     """A causal language model, with or without adapters, whose forward pass returns log-probabilities."""
 
     def __init__(self, model: Any, compiled: bool = False, context: ContextParallelGroup | None = None) -> None:
-        """Raises `InvalidInput` if the model's logits are not the outputs of its head, `ConfigError` for `context`."""
+        """Raises `InvalidInput` if the model's logits are not those of `logit_map`, `ConfigError` for `context`."""
         super().__init__()
         self.model = model
         self._compiled, self.context = compiled, context
         whole = causal_lm(model)
-        _validate_trainable(whole)
+        self._logits = logit_map(whole.config)
+        _validate_trainable(whole, self._logits)
         self.packs = _can_pack(whole)
         if self.packs:
             whole.set_attn_implementation(attention.NAME)
@@ -57,8 +58,9 @@ class PackedPolicy(nn.Module):
         own, indices = _local_micro_batch(batch, self.context) if self.context else (batch, None)
         self.routing.replay(own.experts)
         hidden = self._hidden_states(own)
-        sampled = (own.targets, own.temperatures, own.sampling_mask)
-        logprobs, entropy = self.predict(hidden[own.predicts], head.weight, *sampled, compiled=self._compiled)
+        sampled = (own.targets, own.temperatures / self._logits.scale, own.sampling_mask)
+        options = {"compiled": self._compiled, "bias": head.bias, "softcap": self._logits.softcap}
+        logprobs, entropy = self.predict(hidden[own.predicts], head.weight, *sampled, **options)
         if self.context and indices is not None:
             count, group = len(batch.predicts), self.context.group
             logprobs, entropy = (gather_at_positions(found, indices, count, group) for found in (logprobs, entropy))
@@ -106,15 +108,14 @@ def _can_pack(model: Any) -> bool:
     return bool(known and not (model._is_stateful or sinks))
 
 
-def _validate_trainable(model: Any) -> None:
+def _validate_trainable(model: Any, logits: LogitMap) -> None:
     kind, head = model.config.model_type, model.get_output_embeddings()
-    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        raise InvalidInput(f"the trainer can't train a {kind} with attn_logit_softcapping")
-    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
-        raise InvalidInput(f"the trainer can't train a {kind}: its head is not a linear layer without bias")
-    if not head.weight.is_meta and not _logits_are_head_outputs(model, head):
+    if not isinstance(head, nn.Linear):
+        raise InvalidInput(f"the trainer can't train a {kind}: its head is not a linear layer")
+    if not head.weight.is_meta and not _logits_follow(model, head, logits):
         raise InvalidInput(
-            f"the trainer can't train a {kind}: its logits are not what its head gives, but scaled or capped"
+            f"the trainer can't train a {kind}: its logits are neither its head's outputs, nor those scaled and capped "
+            "by logits_scaling, logit_scale, lm_head_multiplier and final_logit_softcapping of its config.json"
         )
 
 
@@ -126,12 +127,12 @@ class _Hidden(MoeModelOutputWithPast):  # type: ignore[misc]
 
 
 @torch.no_grad()
-def _logits_are_head_outputs(model: Any, head: nn.Linear) -> bool:
-    """Whether the model's logits are its head's outputs, tested with a random last hidden state."""
+def _logits_follow(model: Any, head: nn.Linear, expected: LogitMap) -> bool:
+    """Whether the model's logits are its head's outputs, mapped as `expected`; by a random last hidden state."""
     hidden = torch.randn(1, 2, head.in_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
     if not (largest := head(hidden).abs().amax().float().item()):
         return True  # a head of zeros gives the same logits scaled or not
-    hidden *= PROBE_LOGIT / largest
+    hidden *= PROBE_LOGIT / (largest * expected.scale)
     backbone = text_decoder(model)  # called by the model's forward method
     own = vars(backbone).pop("forward", None)
     backbone.forward = lambda *_, **__: _Hidden(last_hidden_state=hidden)
@@ -140,7 +141,9 @@ def _logits_are_head_outputs(model: Any, head: nn.Linear) -> bool:
     finally:
         del backbone.forward
         vars(backbone).update({"forward": own} if own else {})
-    return bool((logits - head(hidden)).abs().amax() < PROBE_LOGIT / 100)
+    outputs, cap = head(hidden), expected.softcap
+    wanted = expected.scale * (cap * torch.tanh(outputs / cap) if cap else outputs)
+    return bool((logits - wanted).abs().amax() < PROBE_LOGIT / 100)
 
 
 def _validate_context(size: int, config: Any, packs: bool) -> None:

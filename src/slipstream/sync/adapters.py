@@ -44,7 +44,8 @@ class AdapterMemory:
         targets = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in parameters}
         adapter_config = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.model.path,
-            "r": config.lora.rank, "lora_alpha": config.lora.alpha, "target_modules": sorted(targets), "bias": "none",
+            "r": config.lora.rank, "lora_alpha": config.lora.alpha, "use_rslora": config.lora.use_rslora,
+            "target_modules": sorted(targets), "bias": "none",
         }  # fmt: skip
         head, size = safetensors_header({split_name(name)[1]: shapes[name] for name in parameters}, dtype)
         self.config = json.dumps(adapter_config)

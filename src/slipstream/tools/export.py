@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -97,7 +98,8 @@ def merge_adapter(policy: Path, to: Path, requantize: bool = False) -> None:
     stored = {tensor for file in files for tensor in _header(file)[0]}
     factors = {} if quantized or unsupported(adapter) or adapter.get("fan_in_fan_out") else _factors(policy)
     if factors and factors.keys() <= stored:
-        _merge_files(base, files, to, factors, adapter["lora_alpha"] / adapter["r"])
+        rank = math.sqrt(adapter["r"]) if adapter.get("use_rslora") else adapter["r"]
+        _merge_files(base, files, to, factors, adapter["lora_alpha"] / rank)
     else:
         _merge_in_memory(base, policy, to)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -174,7 +175,7 @@ class AdapterFromFiles(VllmWorker):
             engine.load_adapter(path)
             return
         for name, tensor in load_file(Path(path) / ADAPTER_WEIGHTS).items():
-            inner = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+            inner = re.sub(r"(\.lora_\w+)\.weight$", r"\1.default.weight", name.removeprefix("base_model.model."))
             engine.model.get_parameter(inner).data.copy_(tensor)
 
 

@@ -50,7 +50,8 @@ def explain_out_of_memory(config: Config, what: str) -> Iterator[None]:
 def _remedies(config: Config) -> list[str]:
     trainer, algorithm, lora = config.trainer, config.algorithm, config.lora
     # With new adapters, the reference "start" is the base model, and takes no memory.
-    refers = algorithm.kl_coef > 0 and not (lora.rank and not lora.path and algorithm.reference == "start")
+    adapts_only = lora.rank and not lora.path and lora.bias == "none"
+    refers = algorithm.kl_coef > 0 and not (adapts_only and algorithm.reference == "start")
     remedies = {
         f"lower trainer.tokens_per_microbatch = {trainer.tokens_per_microbatch}": True,
         'set trainer.activation_checkpointing = "full"': trainer.activation_checkpointing != "full",

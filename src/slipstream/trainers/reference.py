@@ -24,7 +24,8 @@ from slipstream.trainers.parallel import TrainerRanks
 class Reference:
     """A frozen policy in the compute dtype; must be built before the policy's weights are sharded or replaced.
 
-    With new adapters, the start policy is the base model, and takes no memory. Weights that are not trained are shared.
+    With new adapters and frozen biases, the start policy is the base model, and takes no memory. Weights that are not
+    trained are shared.
     """
 
     def __init__(self, policy: PackedPolicy, config: Config, ranks: TrainerRanks) -> None:
@@ -34,7 +35,8 @@ class Reference:
         self._decay = config.algorithm.reference_decay
         self._averages, self._other = kind == "average", kind not in ("start", "average")
         self.average: dict[str, Tensor] = {}
-        self._without_adapters = kind == "start" and config.lora.rank > 0 and not config.lora.path
+        adapts_only = config.lora.rank > 0 and config.lora.bias == "none"
+        self._without_adapters = kind == "start" and adapts_only and not config.lora.path
         if self._without_adapters:
             self._policy = policy
         elif kind in ("start", "average"):

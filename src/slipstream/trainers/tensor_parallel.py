@@ -133,7 +133,7 @@ def _sum_rows(group: Any, module: Any, arguments: Any, output: Tensor) -> Any:
 
 def _predict(
     group: Any, rank: int, size: int, hidden: Tensor, weight: Tensor, targets: Tensor, temperatures: Tensor,
-    mask: SamplingMask | None, compiled: bool = False,
+    mask: SamplingMask | None, compiled: bool = False, *, bias: Tensor | None = None, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`head_logprobs` with a sharded head: gathers the head, and computes this rank's share of the tokens."""
     count = len(hidden)
@@ -141,7 +141,10 @@ def _predict(
     replicated = _SumGradients.apply(hidden, group)[own]  # type: ignore[no-untyped-call]
     whole = all_gather_tensor_autograd(weight, 0, group)
     own_mask = mask.at(range(count)[own]) if mask else None
-    found = head_logprobs(replicated, whole, targets[own], temperatures[own], own_mask, compiled)
+    if bias is not None:  # replicated
+        bias = _SumGradients.apply(bias, group)  # type: ignore[no-untyped-call]
+    sampled = (targets[own], temperatures[own], own_mask)
+    found = head_logprobs(replicated, whole, *sampled, compiled, bias=bias, softcap=softcap)
     positions = torch.arange(count, device=hidden.device)[own]
     logprobs, entropy = (gather_at_positions(values, positions, count, group) for values in found)
     return logprobs, entropy.detach()

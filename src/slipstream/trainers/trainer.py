@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,10 @@ class Trainer:
         if not self.ranks.is_fsdp:
             cast_parameters(self.model, self.device, compute)
         self.model.eval()  # without dropout, as engines sample
+        self._dropouts = [
+            m for name, m in self.model.named_modules() if config.lora.dropout and ".lora_dropout." in name
+        ]
+        self._seed = config.loop.seed
         self.step_count = self.token_count = self.skipped_count = self.skipped_in_a_row = 0
         self.micro_batches = 0  # done by this rank; progress for the supervisor
         self.before_update: Callable[[], None] = lambda: None
@@ -128,10 +133,11 @@ class Trainer:
         trained = [i for i, s in enumerate(samples) if any(s.advantages) or not skips_zero]
         summed = torch.zeros(len(SUMS), dtype=torch.float64, device=self.device)
         highest = torch.full((), -math.inf, device=self.device)
-        for micro in self._micro_batches([samples[i] for i in trained], batch.version):
-            sums_of_micro, ratios = self._backward(micro, weights[[trained[i] for i in micro.order]])
-            if self.ranks.is_leader and not micro.filler:
-                summed, highest = summed + sums_of_micro, torch.maximum(highest, ratios.max())
+        with self._adapter_dropout():
+            for micro in self._micro_batches([samples[i] for i in trained], batch.version):
+                sums_of_micro, ratios = self._backward(micro, weights[[trained[i] for i in micro.order]])
+                if self.ranks.is_leader and not micro.filler:
+                    summed, highest = summed + sums_of_micro, torch.maximum(highest, ratios.max())
         if trained:
             self.ranks.sum_gradients(self.parameters)
         totals = dict(zip(SUMS, self.ranks.all_reduce_sum(summed).tolist(), strict=True))
@@ -149,6 +155,22 @@ class Trainer:
             seconds=seconds,
             **self._meter.take_statistics(seconds, self.ranks),
         )
+
+    @contextmanager
+    def _adapter_dropout(self) -> Iterator[None]:
+        """Drop inputs of adapters during a block, by masks that depend on the seed, the step and the rank alone.
+
+        The backward pass is part of the block: it may compute layers again.
+        """
+        if self._dropouts:
+            torch.manual_seed(hash((self._seed, self.step_count, self.ranks.rank)) % 2**63)
+        for dropout in self._dropouts:
+            dropout.train()
+        try:
+            yield
+        finally:
+            for dropout in self._dropouts:
+                dropout.eval()
 
     def _micro_batches(self, samples: Sequence[Sample], version: int = 0) -> Iterator[MicroBatch]:
         """This rank's packed micro-batches. Each is packed while the device computes the previous one.

@@ -70,7 +70,7 @@ def config_of(model: Path, *flags: str) -> Config:
 def reference_at(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
 
 def logprobs_of(path: Path, completion: Completion) -> torch.Tensor:

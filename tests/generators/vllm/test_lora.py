@@ -29,13 +29,14 @@ LONG = 200
 
 
 class Served:
-    """An engine and a trainer's adapters, without the processes around them."""
+    """An engine and a trainer's adapters on some layers, without the processes around them."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         from slipstream.generators.vllm.engine import VllmEngine
         from slipstream.sync.adapters import AdapterSender
 
-        flags = ["--sync.link=lora", "--lora.rank=4", "--generator.max_num_seqs=8", "--loop.max_lag=1"]
+        flags = ["--sync.link=lora", "--lora.rank=4", "--generator.max_num_seqs=8", "--loop.max_lag=1",
+                 "--lora.use_rslora=true", r"--lora.target_pattern=.*\.layers\.[02]\..*_proj"]  # fmt: skip
         named = [f"--model.path={model}", "--environment.name=addition", "--generator.engine=vllm"]
         config = load_config(None, [*named, *flags])
         self.policy = load_model(config.model, config.lora, device=torch.device("cpu"), dtype=torch.float32)
@@ -203,7 +204,12 @@ def test_adapters_of_another_sender_are_served(served: Served, tmp_path: Path) -
     served.publish()
     flags = [f"--model.path={tmp_path}", "--environment.name=addition", "--generator.engine=vllm", "--sync.link=lora"]
     served.change()
-    other = AdapterSender(trained_parameters(served.policy), load_config(None, [*flags, "--lora.rank=4"]), tmp_path, 1)
+    other = AdapterSender(
+        trained_parameters(served.policy),
+        load_config(None, [*flags, "--lora.rank=4", "--lora.use_rslora=true"]),
+        tmp_path,
+        1,
+    )
     served.prepare(other.stage(served.version))
     served.engine.swap(served.version, served.weights.apply)
     other.close()
@@ -266,7 +272,14 @@ def test_an_adapter_of_another_host_is_fetched(served: Served, tmp_path: Path, m
     monkeypatch.setenv(ADDRESS, "127.0.0.2")
     config = load_config(
         None,
-        ["--model.path=m", "--environment.name=e", "--generator.engine=vllm", "--sync.link=lora", "--lora.rank=4"],
+        [
+            "--model.path=m",
+            "--environment.name=e",
+            "--generator.engine=vllm",
+            "--sync.link=lora",
+            "--lora.rank=4",
+            "--lora.use_rslora=true",
+        ],
     )
     parameters = trained_parameters(served.policy)
     monkeypatch.setattr(served, "sender", AdapterSender(parameters, config, tmp_path, 1))

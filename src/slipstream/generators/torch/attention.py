@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, PretrainedConfig
 
+from slipstream.model.attention import grouped_attention
 from slipstream.model.inspection import attention_heads
 
 ATTENTION = "slipstream_slots"
@@ -123,7 +124,8 @@ class StepLayout:
 
 def slot_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, sliding_window: int | None = None, *, slots: StepLayout, **_: Any,
+    scaling: float | None = None, sliding_window: int | None = None, *, slots: StepLayout,
+    softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of one layer over a packed row. `query`, `key`, `value`: `[1, heads, tokens, head size]`."""
     layer: Any = module.layer_idx
@@ -133,25 +135,29 @@ def slot_attention(
         source = tokens if slots.write_source is None else tokens[slots.write_source]
         stored[slots.write_slot, :, slots.write_position] = source
     heads, size, n = query.shape[1], query.shape[3], slots.running
+    scaling = scaling or size**-0.5
     # Queries that share a key-value head are passed as query positions, so that no head is repeated in memory.
     q = query[0, :, :n].transpose(0, 1).reshape(n, keys.shape[1], -1, size)
     k, v = keys[:n, :, : slots.width], values[:n, :, : slots.width]
-    newest = _attend(q, k, v, slots.decode_mask(sliding_window, query.dtype), scaling or size**-0.5)
+    newest = _attend(q, k, v, slots.decode_mask(sliding_window, query.dtype), scaling, softcap)
     newest = newest.reshape(n, heads, size)
     if slots.gather is None:
         return newest[None], None
     q, k, v = (t[0].transpose(0, 1)[slots.gather].transpose(1, 2) for t in (query, key, value))
     mask = slots.prompt_mask(sliding_window)
-    earlier = sdpa(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=heads != k.shape[1])
+    earlier = grouped_attention(q, k, v, mask, scaling, softcap)
     return torch.cat([newest, earlier.transpose(1, 2).reshape(-1, heads, size)[slots.scatter]])[None], None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None) -> Tensor:
     """Attention of few queries over long keys. On a CPU plain products take half the time of the fused kernel."""
-    if q.is_cuda or q.dtype != torch.float32:
+    if not softcap and (q.is_cuda or q.dtype != torch.float32):
         return sdpa(q, k, v, attn_mask=mask, scale=scaling)
-    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scaling).add_(mask)
-    return torch.matmul(scores.softmax(-1), v)
+    scores = torch.matmul(q, k.transpose(-1, -2)).mul_(scaling)
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    weights = scores.add_(mask).softmax(-1, dtype=torch.float32)
+    return torch.matmul(weights.to(q.dtype), v)
 
 
 AttentionInterface.register(ATTENTION, slot_attention)

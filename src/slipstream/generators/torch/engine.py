@@ -28,7 +28,10 @@ from slipstream.model.moe_routing import ExpertRouting
 from slipstream.rollout import Completion, Sampling, float32_array, int32_array, version_spans
 from slipstream.sync.single_copy import export_ipc_handles
 
-MODEL_TYPES = ("gemma3_text", "llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = (
+    "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "olmoe", "phi", "phi3", "qwen2",
+    "qwen3", "qwen3_moe",
+)  # fmt: skip
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 REMEDY = 'set generator.engine = "vllm"'
 REPLACEMENT = "\ufffd"  # decoded from an incomplete UTF-8 sequence
@@ -369,6 +372,7 @@ def validate_supported(config: Any) -> None:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     if unknown:
         raise GenerationError(f"the embedded generator can't serve layers of type {', '.join(unknown)}; {REMEDY}")
-    for option in ("attn_logit_softcapping", "use_bidirectional_attention"):
-        if getattr(config, option, None):
-            raise GenerationError(f"the embedded generator can't serve a {config.model_type} with {option}; {REMEDY}")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise GenerationError(
+            f"the embedded generator can't serve a {config.model_type} with use_bidirectional_attention; {REMEDY}"
+        )

@@ -32,6 +32,11 @@ def map_parameters(model: Any, shapes: Mapping[str, Sequence[int]], rank: int, s
         expert = next((e for e in _expert_tensors(parent, f"{member}.{kind}") if e in served), "")
         if expert:
             shards[name] = _map_experts(name, served[expert].data, tuple(shape), size)
+        elif name in served and member in projections and size > 1:
+            raise InvalidInput(
+                f"{name} is fused in the model's files, whose rows on {size} GPUs are not consecutive: it can't be "
+                f"updated in place; set generator.tensor_parallel_size = 1, or {USE_RESTART}"
+            )
         elif name in served:
             shards[name] = _map_single(name, served[name].data, tuple(shape), rank, size)
         elif member in fused and f"{parent}.{fused[member][0]}.{kind}" in served:
