@@ -4,10 +4,10 @@
     python benchmarks/publish_faults.py --verify off --links Checkpoint --faults 50     # shows that the check can fail
 
 Three embedded engines decode all the time, each a process, while a trainer process publishes tiny float32 models of
-which 2% of the values change. Faults are injected at random moments of publishes, with a fixed seed: an engine is killed
-(-9) or stopped for up to 0.5 s; a byte of a transfer is flipped, its connection cut or slowed down (by a proxy between
-engines and trainer); a byte of a served tensor is flipped during or after the swap; an engine claims another base than
-it has; two publishes overlap. An engine that died is replaced, and joins while publishes continue.
+which 2% of the values change. Faults are injected at random moments of publishes, with a fixed seed: an engine is
+killed (-9) or stopped for up to 0.5 s; a byte of a transfer is flipped, its connection cut or slowed down (by a proxy
+between engines and trainer); a byte of a served tensor is flipped during or after the swap; an engine claims another
+base than it has; two publishes overlap. An engine that died is replaced; the next fault waits until it has joined.
 
 Every completion is checked in this process against the values that the trainer had for the version that each span
 names: the log-probability of each token must be the same. A fault has ended when every engine serves the newest
