@@ -239,6 +239,7 @@ class Faults:
         if link == "Delta":
             self._publisher._trainer = ThroughProxy(self._publisher._trainer, self._proxy)
         self._replacing: set[EngineReplica] = set()
+        self._changing = asyncio.Lock()  # of the weights, which a publish may be reading
         self.replaced, self.failed_publishes = 0, 0
         self._tasks: list[asyncio.Task[Any]] = []
 
@@ -315,8 +316,6 @@ class Faults:
             await asyncio.wait((publishing, freed), return_when=asyncio.FIRST_COMPLETED)
             freed.cancel()
         await publishing
-
-    _changing = asyncio.Lock()
 
     async def _client(self, number: int) -> None:
         rng = random.Random(number)
