@@ -1,7 +1,6 @@
 """Publishes under faults: each sampled token must come from a published version, and engines must come back.
 
     python benchmarks/publish_faults.py [--faults 1000] [--seed 0] [--json benchmarks/results/publish_faults.json]
-    python benchmarks/publish_faults.py --verify off --links Checkpoint --faults 50     # shows that the check can fail
 
 Three embedded engines decode all the time, each a process, while a trainer process publishes tiny float32 models of
 which 2% of the values change. Faults are injected at random moments of publishes, with a fixed seed: an engine is
