@@ -211,6 +211,25 @@ def test_a_swap_that_is_rolled_back_leaves_the_old_version_and_the_next_one_arri
     assert engine.serves(trainer.parameters)
 
 
+def test_an_engine_without_memory_for_a_version_keeps_its_own_and_gets_the_next_one(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(trainer.info)
+    engine.swap(trainer.publish())
+    before = {name: tensor.clone() for name, tensor in trainer.parameters.items()}
+    handle = trainer.publish()
+
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(update.Update, "add", full)
+        engine.prepare(handle)
+    assert engine.serves(before)
+    engine.swap(trainer.publish())
+    assert engine.serves(trainer.parameters)
+
+
 def test_a_tensor_that_can_not_be_updated_is_refused_by_name(trainer: Trainer) -> None:
     shards = {name: ParameterShard(torch.zeros(shape, dtype=torch.bfloat16), shape) for name, shape in SHAPES.items()}
     shards["head"] = ParameterShard(torch.zeros(64, 130, dtype=torch.bfloat16).T, SHAPES["head"])

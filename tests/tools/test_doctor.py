@@ -8,6 +8,7 @@ import os
 import signal
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 
 import pytest
 
@@ -118,3 +119,31 @@ def test_faults_end_a_run_in_one_line_each(tiny: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(node_checks, "examine", found)
     with pytest.raises(RunError, match=r"\nlimits: first\nGPUs: second$"):
         asyncio.run(check_nodes(config, tmp_path))
+
+
+class TwoHosts(Runtime):
+    """Two hosts, which are this one under two addresses."""
+
+    hosts = 2
+
+    def nodes(self) -> list[Node]:
+        return [Node("one", "127.0.0.1", LocalProcess), Node("two", "127.0.0.2", LocalProcess)]
+
+
+def test_a_start_measures_the_network_once(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of the link and the checks of the nodes use the same rates. The next start measures again."""
+    measured, runtime = list[int](), TwoHosts()
+
+    async def counted(items: Any, *arguments: Any, measure: Any = node_checks.in_rounds) -> Any:
+        measured.append(len(items))
+        return await measure(items, *arguments)
+
+    monkeypatch.setattr(node_checks, "in_rounds", counted)
+    monkeypatch.setattr(node_checks, "current_runtime", lambda: runtime)
+    config = load_config(None, flags(tiny))
+    for start in (1, 2):
+        assert asyncio.run(node_checks.measure_network(runtime)).rate > 0
+        asyncio.run(check_nodes(config, tmp_path))
+        assert measured == [2] * start
+    asyncio.run(check_nodes(config, tmp_path))
+    assert measured == [2] * 3, "without a choice of the link the checks measure"

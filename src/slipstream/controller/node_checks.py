@@ -55,8 +55,13 @@ class Examination:
 
 
 async def check_nodes(config: Config, directory: Path) -> None:
-    """Check the nodes before a run starts workers on them. Raises `RunError` with a line for each fault."""
-    found = await examine(current_runtime(), config, directory.absolute(), all_nodes=False)
+    """Check the nodes before a run starts workers on them. Raises `RunError` with a line for each fault.
+
+    The bandwidth is what `measure_network` found for this run, else it is measured here.
+    """
+    runtime = current_runtime()
+    measured, runtime.bandwidth = runtime.bandwidth, {}
+    found = await examine(runtime, config, directory.absolute(), all_nodes=False, bandwidth=measured)
     if found.faults:
         lines = "\n".join(f"{fault.check}: {fault.text}" for fault in found.faults)
         raise RunError(f"the nodes of the run have faults; `slipstream doctor` checks them again:\n{lines}")
@@ -70,6 +75,7 @@ async def measure_network(runtime: Runtime) -> Network:
         return Network()
     async with _workers({node: _process(node) for node in hosts}, REPORT_TIMEOUT_S) as (workers, _):
         await _try_network(workers, Needs(), found)
+        runtime.bandwidth = found.bandwidth
         return await _network(workers, found)
 
 
@@ -81,14 +87,15 @@ async def _network(workers: Mapping[Node, NodeWorker], found: Examination) -> Ne
 
 async def examine(
     runtime: Runtime, config: Config | None, directory: Path, *, all_nodes: bool = True,
-    elsewhere: Mapping[str, Path] | None = None,
+    elsewhere: Mapping[str, Path] | None = None, bandwidth: Mapping[tuple[str, str], float] | None = None,
 ) -> Examination:  # fmt: skip
     """Check all nodes of the runtime, for a run in this directory or for any run.
 
     The network is tried between all nodes, or between hosts with different addresses. `elsewhere` has the directory of
-    nodes by name, for tests. Each wait has a limit: a node that does not answer is a fault.
+    nodes by name, for tests. `bandwidth` is measured unless it is given. Each wait has a limit: a node that does not
+    answer is a fault.
     """
-    found = Examination()
+    found = Examination(bandwidth=dict(bandwidth or {}))
     needs = await asyncio.to_thread(_needs, runtime, config, directory, found)
     async with _workers({node: _process(node) for node in runtime.nodes()}, REPORT_TIMEOUT_S) as (workers, failed):
         silent = await _collect(workers, config, directory, elsewhere or {}, found)
@@ -182,7 +189,7 @@ async def _try_imports(workers: Mapping[Node, NodeWorker], config: Config | None
 
 
 async def _try_network(workers: Mapping[Node, NodeWorker], needs: Needs, found: Examination) -> None:
-    """Try connections between all nodes, or of one with itself, then the bandwidth of each pair."""
+    """Try connections between all nodes, or of one with itself, then the bandwidth of each pair if one is unknown."""
     ports, failed = await gather({n: worker.listen(n.address) for n, worker in workers.items()}, NETWORK_TIMEOUT_S)
     peers = {node: (node.address, port) for node, port in ports.items()}
     pairs = [(one, other) for one in peers for other in peers if one != other or len(workers) == 1]
@@ -191,12 +198,14 @@ async def _try_network(workers: Mapping[Node, NodeWorker], needs: Needs, found: 
     found.faults += connection_faults({(one.name, other.name): why for (one, other), why in errors.items()})
     for node, why in (failed | {one: why for (one, _), why in silent.items()}).items():
         found.add("connections", f"node {node.name} {why}; check its network")
-    rates, broken = await in_rounds([*peers], lambda a, b: workers[a].measure_bandwidth(peers[b]), NETWORK_TIMEOUT_S)
-    found.bandwidth = {(a.name, b.name): rate for (a, b), rate in rates.items()}
-    for (a, b), why in broken.items():
-        if errors.get((a, b)) == "":
-            text = f"node {a.name} can't send to node {b.name}: the stream {why}; check MTU and routes"
-            found.add("bandwidth", text)
+    if len(found.bandwidth) < math.comb(len(workers), 2):
+        measure = lambda a, b: workers[a].measure_bandwidth(peers[b])  # noqa: E731
+        rates, broken = await in_rounds([*peers], measure, NETWORK_TIMEOUT_S)
+        found.bandwidth = {(a.name, b.name): rate for (a, b), rate in rates.items()}
+        for (a, b), why in broken.items():
+            if errors.get((a, b)) == "":
+                text = f"node {a.name} can't send to node {b.name}: the stream {why}; check MTU and routes"
+                found.add("bandwidth", text)
     found.faults += bandwidth_faults(found.bandwidth, needs)
 
 

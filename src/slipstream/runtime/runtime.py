@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ class Runtime:
     kind = "local"  # as `runtime.kind` of the configuration
     hosts = 1  # that workers may be on
     address = "127.0.0.1"  # of this process for workers: the loopback address if all of them are on this host
+    bandwidth: Mapping[tuple[str, str], float] = {}
 
     @property
     def gpus(self) -> int:

@@ -572,6 +572,41 @@ def test_a_failed_swap_ends_requests_in_flight(model: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("how", ["continue", "retry", "recompute"])
+def test_a_swap_that_is_rolled_back_leaves_the_server_at_the_version_before(how: Interruption, model: Path) -> None:
+    """Requests in flight continue, and the next swap succeeds. Workers that differ end the server."""
+    begun, answer = asyncio.Event(), asyncio.Event()
+    rolled_back = [True]
+
+    async def slow(body: dict[str, Any]) -> Any:
+        begun.set()
+        await answer.wait()
+        return await complete(body)
+
+    async def rpc(body: dict[str, Any]) -> Any:
+        return [0.001, {}, rolled_back[0]] if body["method"] == "swapped" else None
+
+    async def main() -> None:
+        async with faked(model, slow, rpc, sync__in_flight=how) as server:
+            drawing = asyncio.ensure_future(server.generate((3, 4), Sampling(max_tokens=4)))
+            await begun.wait()
+            assert await server.swap(1) is None and not server.dead
+            answer.set()
+            assert (await drawing).spans == ((0, 0, 4),)
+            rolled_back[0] = False
+            assert await server.swap(2) and not server.dead
+            assert (await server.generate((3, 4), Sampling(max_tokens=4))).spans == ((2, 0, 4),)
+
+            async def differ(*_: Any) -> list[Any]:
+                return [[0.001, {}, True], [0.001, {}, False]]
+
+            server._poll_workers = differ  # type: ignore[method-assign]
+            with pytest.raises(WorkerDied, match="serve two versions"):
+                await server.swap(3)
+
+    asyncio.run(main())
+
+
 def test_responses_are_held_during_a_swap(model: Path) -> None:
     """Workers count tokens before they are tagged, and a request unknown to the workers is sent again."""
     salts: list[str] = []

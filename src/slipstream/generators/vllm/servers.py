@@ -4,8 +4,7 @@ A `Server` is an `EngineWorker` over HTTP: completions by vLLM's own route, weig
 `worker_methods`. The workers count tokens as they sample them, so version boundaries are exact whatever the order of
 responses. During a swap no response is processed and no request is sent.
 
-A server that fails is removed for the rest of the run, since a restarted one serves other weights. Requests to it fail
-within a minute.
+A server that fails is removed from the run: a restarted one serves other weights. Its requests fail within a minute.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.worker import WorkerDied, succeeded
 from slipstream.runtime.worker_process import supervise
 from slipstream.sync.link import ConnectionInfo, PublishHandle
+from slipstream.sync.update import RolledBack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -212,12 +212,9 @@ class Server:
                 self._totals["busy_s"] += time.perf_counter() - self._busy_since
 
     async def _completes_others(self) -> bool:
-        """Whether the server completes a minimal request: then a failure is the fault of the failed request.
-
-        The limit is the episode's, since the request may queue.
-        """
+        """Whether the server completes a minimal request: then a failure is the fault of the failed request."""
         body = {"model": self._model, "prompt": [0], "max_tokens": 1, "cache_salt": uuid4().hex}
-        call = self._client.request("POST", "/v1/completions", body, self._config.longest_timeout)
+        call = self._client.request("POST", "/v1/completions", body, self._config.longest_timeout)  # it may queue
         response = asyncio.ensure_future(call)
         response.add_done_callback(succeeded)  # retrieves the error
         try:
@@ -255,7 +252,7 @@ class Server:
         results = await self._poll_workers(purpose, PREPARE_TIMEOUT_S, WorkerMethods.slipstream_prepared)
         return next(filter(None, results), "")
 
-    async def swap(self, version: int) -> tuple[float, dict[str, float]]:
+    async def swap(self, version: int) -> tuple[float, dict[str, float]] | None:
         """As `EngineWorker.swap`. A failure terminates the server: it is unknown which weights it serves."""
         how = self._config.sync.in_flight
         self._raise_if_dead()
@@ -272,6 +269,8 @@ class Server:
                 before = await (self._recompute() if how == "recompute" else self._swap_weights())
                 self._resolve_swap(version, before)
             pause_s = time.perf_counter() - started
+        except RolledBack:
+            return None
         except BaseException:  # a cancelled swap, too, leaves unknown which weights are served
             self.terminate(f"{self.name} was left in the middle of a swap")
             raise
@@ -309,16 +308,18 @@ class Server:
         self._requests[request].cancel()
 
     async def _swap_weights(self) -> TokenCounts:
-        """Let the workers swap in the prepared weights.
+        """Let the workers swap in the prepared weights. Returns the tokens of each request before the swap, by name.
 
-        Returns the number of tokens that each request had sampled before the swap, by the name it was sent with. Raises
-        `WorkerDied`.
+        Raises `RolledBack` if every worker serves the version before, and `WorkerDied`.
         """
-        purpose = "finish a swap"
+        limit = server_client.REQUEST_TIMEOUT_S
         await self._call_workers("apply", None, WorkerMethods.slipstream_apply)
-        swapped = await self._poll_workers(purpose, server_client.REQUEST_TIMEOUT_S, WorkerMethods.slipstream_swapped)
-        if any(worker[2] for worker in swapped):
-            raise self.terminate(f"{self.name} had other values after the swap than were sent")
+        swapped = await self._poll_workers("finish a swap", limit, WorkerMethods.slipstream_swapped)
+        rolled_back = [worker[2] for worker in swapped]
+        if all(rolled_back):
+            raise RolledBack(f"{self.name} has the old values again")
+        if any(rolled_back):
+            raise self.terminate(f"workers of {self.name} serve two versions: some could not write the new one")
         return server_client.by_request_name(swapped[0][1])
 
     async def _recompute(self) -> TokenCounts:
@@ -336,9 +337,8 @@ class Server:
         return before
 
     async def checksums(self, names: Sequence[str]) -> dict[str, int]:
-        purpose = "add up its weights"
+        purpose, limit = "add up its weights", server_client.REQUEST_TIMEOUT_S
         await self._call_workers(purpose, None, WorkerMethods.slipstream_start_checksums, list(names))
-        limit = server_client.REQUEST_TIMEOUT_S
         sums = await self._poll_workers(purpose, limit, WorkerMethods.slipstream_checksums)
         return requests.same_checksums(sums) if self._adapters else requests.sum_checksums(sums, names)
 

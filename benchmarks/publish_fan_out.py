@@ -1,0 +1,248 @@
+"""One publish to many receivers by `delta`: ready time and bytes from the trainer, one receiver compared with many.
+
+    sudo python benchmarks/publish_fan_out.py [--receivers 16] [--rate 8mbit] [--elements 64] [--changed 0.015]
+        [--publishes 5] [--json benchmarks/results/publish_fan_out.json]
+
+Each trainer and each receiver is a process on a host of its own: a network namespace on one bridge, with a link whose
+rate is limited both ways (`tc tbf`) after the first publish, which brings all weights. A receiver has the tensors of an
+engine, but samples nothing, so that 16 of them need little of the CPU and the network is the limit. One trainer
+publishes to one receiver, another to all others, in turns. `ready` is the time from the start of `stage` until all
+receivers have swapped, and `copies` is what the trainer sent of frames by the size of the version. Checksums of all
+receivers are compared with the trainer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from publish_network import serve
+from work import at_least_one, conditions
+
+from slipstream.config.loading import load_config
+from slipstream.generators.served_weights import ServedWeights
+from slipstream.runtime.addresses import ADDRESS
+from slipstream.sync.blocks import words
+from slipstream.sync.delta import DeltaSender
+from slipstream.sync.link import ParameterShard
+
+NET = "10.98.0."
+ROWS = 2**20 // 1024  # of a matrix of 1,024 columns: 1 M elements each
+
+
+def parameters(millions: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(ROWS, 1024, generator=generator).bfloat16()
+    return {f"w{i}": values.clone() for i in range(millions)}
+
+
+class TrainerEnd:
+    def __init__(self, millions: int, changed: float) -> None:
+        torch.set_num_threads(1)
+        self._parameters, self._changed = parameters(millions), changed
+        config = load_config(None, ["--model.path=m", "--environment.name=addition", "--model.dtype=bfloat16"])
+        self._sender = DeltaSender(self._parameters, config, Path(), 1)
+        self._seed = torch.Generator().manual_seed(1)
+
+    def connect(self) -> Any:
+        return self._sender.connection_info()
+
+    @torch.no_grad()
+    def change(self) -> None:
+        """Move a share of the elements to the next bfloat16 value."""
+        for parameter in self._parameters.values():
+            bits = words(parameter)
+            places = torch.randint(len(bits), (int(self._changed * len(bits)),), generator=self._seed)
+            bits[places] += torch.randint(0, 2, (len(places),), generator=self._seed).to(bits.dtype) * 2 - 1
+
+    def stage(self, version: int) -> Any:
+        self._before = self._sender._server.sent
+        self._handle = self._sender.stage(version)
+        return self._handle
+
+    def send(self) -> Any:
+        self._sizes = self._sender.send(self._handle)
+        return self._sizes["sums"]
+
+    def sent(self) -> tuple[int, int]:
+        """Bytes of frames that were sent since `stage`, and of the version's changes."""
+        assert self._sender._coder
+        self._sender._coder.join()
+        return self._sender._server.sent - self._before, self._sender._steps[self._handle["state"]].size
+
+
+class ReceiverEnd:
+    def __init__(self, millions: int, rank: int) -> None:
+        torch.set_num_threads(1)
+        self._shards = {n: ParameterShard(p, tuple(p.shape)) for n, p in parameters(millions).items()}
+        self._rank = rank
+
+    def connect(self, info: Any) -> None:
+        self._weights = ServedWeights("delta", info, self._shards, self._rank, rebind=False)
+
+    def publish(self, handle: Any) -> float:
+        """Receive a version and swap. Returns the end on the system's clock."""
+        self._weights.prepare(handle)
+        while not self._weights.prepared():
+            time.sleep(0.005)
+        self._weights.apply()
+        return time.monotonic()
+
+    def checksums(self) -> dict[str, str]:
+        self._weights.start_checksums(list(self._shards))
+        while (sums := self._weights.checksums()) is None:
+            time.sleep(0.01)
+        return {name: str(value % 2**64) for name, value in sums.items()}
+
+
+class Remote:
+    """A process of a host that serves one end."""
+
+    def __init__(self, host: int, prefix: str, *arguments: str) -> None:
+        command = ["ip", "netns", "exec", f"{prefix}{host}", sys.executable, __file__, *arguments]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self._process = subprocess.Popen(command, **pipes, env=os.environ | {ADDRESS: f"{NET}{host + 1}"})
+
+    def wait(self) -> Any:
+        assert self._process.stdout
+        if not (line := self._process.stdout.readline()):
+            sys.exit("a process ended")
+        return json.loads(line)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        print(json.dumps((method, arguments)), file=self._process.stdin)
+        return self.wait()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[str]:
+    """Network namespaces on one bridge, named by the result and their number."""
+    prefix = f"fan{os.getpid()}h"
+    try:
+        run(f"ip link add {prefix} type bridge")
+        run(f"ip link set {prefix} up")
+        for i in range(count):
+            run(f"ip netns add {prefix}{i}")
+            run(f"ip link add {prefix}{i} type veth peer name eth1 netns {prefix}{i}")
+            run(f"ip link set {prefix}{i} master {prefix} up")
+            run(f"ip -n {prefix}{i} addr add {NET}{i + 1}/24 dev eth1")
+            run(f"ip -n {prefix}{i} link set eth1 up")
+            run(f"ip -n {prefix}{i} link set lo up")
+        yield prefix
+    finally:
+        for i in range(count):
+            subprocess.run(["ip", "netns", "del", f"{prefix}{i}"], check=False)
+        subprocess.run(["ip", "link", "del", prefix], check=False)
+
+
+def shape(prefix: str, count: int, rate: str) -> None:
+    """Limit what each host sends and receives."""
+    for i in range(count):
+        for where in (f"tc -n {prefix}{i} qdisc add dev eth1", f"tc qdisc add dev {prefix}{i}"):
+            run(f"{where} root tbf rate {rate} burst 16kb latency 400ms")
+
+
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+def publish(version: int, trainer: Remote, receivers: list[Remote]) -> dict[str, float]:
+    """One publish to all receivers at the same time."""
+    if version:
+        trainer.call("change")
+    began, ends = time.monotonic(), [0.0] * len(receivers)
+    staged = trainer.call("stage", version)
+
+    def receive(number: int) -> None:
+        ends[number] = receivers[number].call("publish", staged)
+
+    threads = [threading.Thread(target=receive, args=(i,)) for i in range(len(receivers))]
+    for thread in threads:
+        thread.start()
+    sums = trainer.call("send")
+    for thread in threads:
+        thread.join()
+    assert all(receiver.call("checksums") == sums for receiver in receivers)
+    sent, size = trainer.call("sent")
+    return {"ready_s": max(ends) - began, "copies": sent / max(size, 1), "mb": size / 1e6}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    sides, count = {"one": 1, "many": options.receivers}, options.receivers + 3
+    ends: dict[str, tuple[Remote, list[Remote]]] = {}
+    with hosts(count) as prefix:
+        numbers = iter(range(count))
+        common = ("--elements", str(options.elements), "--changed", str(options.changed))
+        try:
+            for side, receivers in sides.items():
+                trainer = Remote(next(numbers), prefix, *common, "--end", "-1")
+                ends[side] = (
+                    trainer,
+                    [Remote(next(numbers), prefix, *common, "--end", str(i + 1)) for i in range(receivers)],
+                )
+            found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+            for trainer, others in ends.values():
+                for end in (trainer, *others):
+                    end.wait()
+                info = trainer.call("connect")
+                for end in others:
+                    end.call("connect", info)
+                publish(0, trainer, others)
+            shape(prefix, count, options.rate)
+            for version in range(1, options.publishes + 3):  # two until the sender knows the rates
+                for side, (trainer, others) in ends.items():
+                    found[side].append(publish(version, trainer, others))
+                    print(version, side, {k: round(v, 3) for k, v in found[side][-1].items()}, flush=True)
+        finally:
+            for trainer, others in ends.values():
+                for end in (trainer, *others):
+                    end.end()
+    medians = {side: {k: statistics.median(f[k] for f in found[side][2:]) for k in found[side][0]} for side in sides}
+    ratios = [many["ready_s"] / one["ready_s"] for one, many in zip(found["one"], found["many"], strict=True)][2:]
+    most = max(each["copies"] for each in found["many"][2:])
+    return medians | {"ready_by_one": statistics.median(ratios), "ratios": ratios, "copies_max": most}
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--receivers", type=at_least_one, default=16)
+    found.add_argument("--rate", default="8mbit")
+    found.add_argument("--elements", type=at_least_one, default=64, help="millions")
+    found.add_argument("--changed", type=float, default=0.015)
+    found.add_argument("--publishes", type=at_least_one, default=5)
+    found.add_argument("--json", type=Path)
+    found.add_argument("--end", type=int, default=0, help=argparse.SUPPRESS)
+    return found
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if options.end < 0:
+        return serve(TrainerEnd(options.elements, options.changed))
+    if options.end:
+        return serve(ReceiverEnd(options.elements, options.end))
+    found = measure(options)
+    print(json.dumps(found))
+    if options.json:
+        kept = {name: getattr(options, name) for name in ("receivers", "rate", "elements", "changed", "publishes")}
+        options.json.write_text(json.dumps(conditions() | kept | found, indent=1) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,396 @@
+"""Publishes under faults: each sampled token must come from a published version, and engines must come back.
+
+    python benchmarks/publish_faults.py [--faults 1000] [--seed 0] [--json benchmarks/results/publish_faults.json]
+
+Three embedded engines decode all the time, each a process, while a trainer process publishes tiny float32 models of
+which 2% of the values change. Faults are injected at random moments of publishes, with a fixed seed: an engine is
+killed (-9) or stopped for up to 0.5 s; a byte of a transfer is flipped, its connection cut or slowed down (by a proxy
+between engines and trainer); a byte of a served tensor is flipped during or after the swap; an engine claims another
+base than it has; two publishes overlap. An engine that died is replaced; the next fault waits until it has joined.
+
+Every completion is checked in this process against the values that the trainer had for the version that each span
+names: the log-probability of each token must be the same. A fault has ended when every engine serves the newest
+version; `back_s` is the time from the fault until then. `told_apart` is the fraction of spans that the version
+before, too, was compared with, and did not explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from work import SHAPES, conditions, save_model
+
+import slipstream
+from slipstream.config.schema import Config
+from slipstream.controller.launch import Cluster
+from slipstream.generators.pool import EngineReplica
+from slipstream.model.inspection import trained_parameters
+from slipstream.model.loading import load_model
+from slipstream.rollout import Completion, Sampling
+from slipstream.runtime.worker import WorkerDied, WorkerError, handle
+from slipstream.sync import update
+from slipstream.sync.checkpoint import CheckpointReceiver, CheckpointSender
+from slipstream.sync.delta import DeltaReceiver, DeltaSender
+from slipstream.sync.nccl import NcclReceiver, NcclSender
+from slipstream.sync.shared import SharedReceiver, SharedSender
+from slipstream.tools.verify import PerturbingTrainer
+
+ORDERS = "SLIPSTREAM_FAULTS"  # environment variable: a directory with a file for each fault that an engine is to make
+ENGINES, CLIENTS, TOKENS, TOLERANCE = 3, 6, 24, 1e-3
+LIMIT_S = 60.0
+COMMON = {"kill": 1, "stop": 12, "overlap": 12, "flip after swap": 1}  # weights of the kinds of faults
+TRANSFER = {"flip on the wire": 12, "cut": 12, "slow": 4, "wrong base": 8, "flip during swap": 8}
+KINDS = {
+    "Delta": COMMON | {"stop": 8, "overlap": 8} | TRANSFER,
+    "Checkpoint": COMMON, "Shared": COMMON, "Nccl": COMMON,
+}  # fmt: skip
+SHARES = {"Delta": 0.7, "Checkpoint": 0.135, "Shared": 0.135, "Nccl": 0.03}
+
+
+def take(order: str) -> bool:
+    """Whether this process is to make a fault now. True once for each order."""
+    path = Path(os.environ.get(ORDERS, "/nonexistent")) / f"{order}.{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+        return True
+    return False
+
+
+def swap_with_flip(changed: Any, swap: Any = update._Changed.swap) -> Any:
+    has, expected = swap(changed)
+    if len(changed._indices) and take("flip during swap"):
+        changed._served[changed._indices[0]] ^= 1
+        has = changed._served[changed._indices]
+    return has, expected
+
+
+update._Changed.swap = swap_with_flip  # type: ignore[method-assign]
+
+
+def faulty(base: Any) -> Any:
+    """A receiver that makes the faults which are ordered."""
+
+    class Faulty(base):
+        def attach(self, shards: Mapping[str, Any]) -> None:
+            self._all = shards
+            super().attach(shards)
+
+        def prepare(self, published: Any) -> Any:
+            if (getattr(self, "_held", 0) or 0) > 1 and take("wrong base"):
+                self._held -= 1
+            return super().prepare(published)
+
+        def swapped(self) -> None:
+            super().swapped()
+            if take("flip after swap"):
+                tensor = next(shard.tensor for name, shard in self._all.items() if name == "model.norm.weight")
+                if base is SharedReceiver:  # other processes have this memory, too
+                    tensor.data = tensor.detach().clone()
+                tensor.detach().view(torch.int32)[3] ^= 1 << 23
+
+    return Faulty
+
+
+class Delta:
+    Sender, Receiver = DeltaSender, faulty(DeltaReceiver)
+
+
+class Checkpoint:
+    Sender, Receiver = CheckpointSender, faulty(CheckpointReceiver)
+
+
+class Shared:
+    Sender, Receiver = SharedSender, faulty(SharedReceiver)
+
+
+class Nccl:
+    Sender, Receiver = NcclSender, faulty(NcclReceiver)
+
+
+class Trainer(PerturbingTrainer):
+    """Changes 2% of the values of each matrix, and all of each vector."""
+
+    def _noise(self, seed: int, strength: float) -> Iterator[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        for noise in super()._noise(seed, strength):
+            kept = torch.rand(noise.shape, generator=generator) < (0.02 if noise.ndim > 1 else 1.0)
+            yield noise * kept
+
+    async def values(self) -> dict[str, bytes]:
+        """The values of each parameter, in float32."""
+        return {n: p.detach().contiguous().numpy().tobytes() for n, p in self._trainer.parameters.items()}
+
+
+class Proxy:
+    """Passes connections to the trainer on. `fault` is made in the next one."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng, self.fault = rng, ""
+
+    async def open(self, target: tuple[str, int]) -> tuple[str, int]:
+        self._target = target
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        address: tuple[str, int] = server.sockets[0].getsockname()
+        return address
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        fault, self.fault = self.fault, ""
+        with contextlib.suppress(OSError):
+            inner, outer = await asyncio.open_connection(*self._target)
+            place = self._rng.randrange(40, 4000)
+            copies = [asyncio.ensure_future(self._copy(reader, outer, "", 0)),
+                      asyncio.ensure_future(self._copy(inner, writer, fault, place))]  # fmt: skip
+            await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+            for end in (writer, outer):
+                end.close()
+
+    async def _copy(self, source: asyncio.StreamReader, into: asyncio.StreamWriter, fault: str, place: int) -> None:
+        """Copy until the end, with the fault at byte `place`, or in the last data before it."""
+        at = 0
+        with contextlib.suppress(OSError):
+            while data := bytearray(await source.read(1000 if fault == "slow" else 65536)):
+                if fault == "slow":
+                    await asyncio.sleep(0.1)
+                if fault in ("cut", "flip on the wire") and (at + len(data) > place or at > 40):
+                    here = min(max(0, place - at), len(data) - 1)
+                    if fault == "cut":
+                        into.write(data[:here])
+                        return
+                    data[here] ^= 1 << self._rng.randrange(8)
+                    fault = ""
+                at += len(data)
+                into.write(data)
+                await into.drain()
+
+
+class ThroughProxy:
+    """The trainer, whose connection information names the proxy."""
+
+    def __init__(self, trainer: Any, proxy: Proxy) -> None:
+        self._trainer, self._proxy = trainer, proxy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    async def open_link(self, receivers: int) -> Any:
+        info = await self._trainer.open_link(receivers)
+        return info | {"address": await self._proxy.open(tuple(info["address"]))}
+
+
+class Oracle:
+    """A model of this process with the values of any version that was published."""
+
+    def __init__(self, config: Config) -> None:
+        self._model = load_model(config.model, config.lora, device=torch.device("cpu"), dtype=torch.float32)
+        self._parameters = trained_parameters(self._model)
+        self.values: dict[int, dict[str, bytes]] = {}
+        self.tokens = self.wrong = self.spans = self.told_apart = 0
+
+    @torch.no_grad()
+    def _differs(self, completion: Completion, version: int, start: int, end: int) -> bool:
+        for name, parameter in self._parameters.items():
+            found = torch.frombuffer(bytearray(self.values[version][name]), dtype=torch.float32)
+            parameter.copy_(found.view(parameter.shape))
+        prompt = len(completion.prompt_ids)
+        ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids[:end]]])
+        found = self._model(ids).logits[0].float().log_softmax(-1)[prompt + start - 1 : prompt + end - 1]
+        chosen = found.gather(1, ids[0, prompt + start :, None])[:, 0]
+        return bool(((chosen - torch.tensor([*completion.logprobs[start:end]])).abs() > TOLERANCE).any())
+
+    def check(self, completion: Completion) -> None:
+        for span in completion.spans:
+            tokens = span.end - span.start
+            if not tokens:
+                continue
+            unpublished = span.version not in self.values
+            if unpublished or self._differs(completion, span.version, span.start, span.end):
+                self.wrong += tokens
+                print(f"{tokens} tokens are not of version {span.version}", file=sys.stderr)
+            self.tokens += tokens
+            if span.version and not unpublished and self.spans % 10 == 0:
+                self.told_apart += self._differs(completion, span.version - 1, span.start, span.end)
+            self.spans += 1
+
+
+class Faults:
+    """The faults of one link."""
+
+    def __init__(self, link: str, cluster: Cluster, config: Config, rng: random.Random, orders: Path) -> None:
+        self._link, self._cluster, self._config, self._rng, self._orders = link, cluster, config, rng, orders
+        self._trainer: Any = handle(Trainer, cluster.trainer_process)
+        self._publisher: Any = cluster.link
+        self._proxy, self._oracle, self.version = Proxy(rng), Oracle(config), 0
+        if link == "Delta":
+            self._publisher._trainer = ThroughProxy(self._publisher._trainer, self._proxy)
+        self._replacing: set[EngineReplica] = set()
+        self._changing = asyncio.Lock()  # of the weights, which a publish may be reading
+        self.replaced, self.failed_publishes = 0, 0
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def run(self, count: int) -> dict[str, Any]:
+        self._oracle.values[0] = await self._trainer.values()
+        await self._publisher.connect(0)
+        self._cluster.generator.supervised = True
+        self._tasks = [asyncio.create_task(self._supervise()), *(asyncio.create_task(self._client(i))
+                       for i in range(CLIENTS))]  # fmt: skip
+        kinds = KINDS[self._link]
+        plan = [*kinds, *self._rng.choices([*kinds], [*kinds.values()], k=count)][:count]
+        back: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for kind in plan:
+            back[kind].append(await self._inject(kind))
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+        for task in self._tasks:
+            task.cancel()
+        oracle = self._oracle
+        return {
+            "link": self._link.lower(), "faults": count, "publishes": self.version, "engines_replaced": self.replaced,
+            "tokens": oracle.tokens, "tokens_of_no_published_version": oracle.wrong,
+            "told_apart": oracle.told_apart / max(1, -(-oracle.spans // 10)),
+            "by_kind": {kind: {"faults": len(times), "back_s": statistics.median(times), "back_s_max": max(times)}
+                        for kind, times in back.items() if times},
+        }  # fmt: skip
+
+    async def _inject(self, kind: str) -> float:
+        """Make one fault during a publish, and wait until it has ended. Returns the seconds."""
+        engine = self._rng.choice(self._cluster.generator.running)
+        pid, order = engine.process.process.pid, self._orders  # type: ignore[union-attr]
+        began, file = time.monotonic(), order / f"{kind}.{pid}"
+        if kind in ("wrong base", "flip after swap", "flip during swap"):
+            file.touch()
+        if kind in ("cut", "flip on the wire", "slow"):
+            self._proxy.fault = kind
+        publishing = asyncio.ensure_future(self._publish())
+        if kind in ("kill", "stop"):
+            await asyncio.sleep(self._rng.random() * 0.05)
+            began = time.monotonic()
+            os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            if kind == "stop":
+                await asyncio.sleep(self._rng.random() * 0.5)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        if kind in ("kill", "overlap"):
+            await self._publish()
+        await publishing
+        while not self._all_back() or file.exists() or self._proxy.fault:
+            if time.monotonic() - began > LIMIT_S:
+                sys.exit(f"{self._link}: after {kind!r} not all engines were back within {LIMIT_S:.0f} s")
+            if file.exists() or self._proxy.fault:
+                await self._publish()
+            await asyncio.sleep(0.005)
+        return time.monotonic() - began
+
+    def _all_back(self) -> bool:
+        engines = self._cluster.generator.generators
+        return len(engines) == ENGINES and all(
+            g.alive and g.quarantined is None and g.version == self.version for g in engines
+        )
+
+    async def _publish(self) -> None:
+        """Change the weights and publish them. Changes wait for an earlier publish, as a run's steps do."""
+        async with self._changing:
+            self.version += 1
+            version, free = self.version, asyncio.Event()
+            await self._trainer.change(version, 3.0)
+            self._oracle.values[version] = await self._trainer.values()
+            self._oracle.values.pop(version - 200, None)
+            publishing = asyncio.ensure_future(self._publisher.publish(version, "", free))
+            freed = asyncio.ensure_future(free.wait())
+            await asyncio.wait((publishing, freed), return_when=asyncio.FIRST_COMPLETED)
+            freed.cancel()
+        await publishing
+
+    async def _client(self, number: int) -> None:
+        rng = random.Random(number)
+        while True:
+            prompt = [rng.randrange(1, SHAPES["tiny"]["vocab_size"]) for _ in range(4)]
+            sampling = Sampling(max_tokens=TOKENS, ignore_eos=True, seed=rng.randrange(2**31))
+            with contextlib.suppress(WorkerDied):
+                self._oracle.check(await self._cluster.generator.generate(prompt, sampling))
+
+    async def _supervise(self) -> None:
+        pool = self._cluster.generator
+        while True:
+            for engine in [g for g in pool.generators if g.process.dead and g not in self._replacing]:
+                self._replacing.add(engine)
+                self._tasks.append(asyncio.create_task(self._replace(engine)))
+            await asyncio.sleep(0.01)
+
+    async def _replace(self, engine: EngineReplica) -> None:
+        self.replaced += 1
+        successor, start = engine.successor(self._config)
+        self._cluster.generator.change(add=[successor], remove=[engine])
+        await engine.process.stop(5)
+        await start()
+        successor.started = True
+        await self._publisher.join(successor)
+        with contextlib.suppress(WorkerError):
+            await self._publisher.publish_again(self.version)
+
+
+async def measure(link: str, count: int, seed: int, verify: str, scratch: Path) -> dict[str, Any]:
+    orders = scratch / f"orders {link}"
+    orders.mkdir()
+    os.environ[ORDERS] = str(orders)
+    config = slipstream.load_config(
+        None, [f"--model.path={scratch / 'model'}", "--environment.name=addition", f"--sync.link={__file__}:{link}",
+               f"--trainer.kind={__file__}:Trainer", f"--generator.replicas={ENGINES}", "--generator.threads=1",
+               "--trainer.threads=1", "--sync.in_flight=recompute", f"--sync.verify={verify}", "--loop.max_lag=2",
+               "--trainer.device=cpu", "--generator.device=cpu", "--model.dtype=float32"],
+    )  # fmt: skip
+    cluster = await Cluster.start(config, scratch / link)
+    faults = Faults(link, cluster, config, random.Random(seed), orders)
+    try:
+        began = time.monotonic()
+        return await faults.run(count) | {"seconds": time.monotonic() - began}
+    finally:
+        for task in faults._tasks:
+            task.cancel()
+        await cluster.close()
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--faults", type=int, default=1000)
+    found.add_argument("--links", nargs="+", default=[*SHARES], choices=[*SHARES])
+    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--verify", default="full", choices=["full", "off"], help="sync.verify")
+    found.add_argument("--json", type=Path)
+    return found
+
+
+def main() -> None:
+    options, found = parser().parse_args(), []
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        save_model("tiny", Path(temporary) / "model")
+        for link in options.links:
+            count = round(options.faults * SHARES[link])
+            found.append(asyncio.run(measure(link, count, options.seed, options.verify, Path(temporary))))
+            print(json.dumps(found[-1]), flush=True)
+    total = Counter[str]()
+    for each in found:
+        total.update({key: each[key] for key in ("faults", "tokens", "tokens_of_no_published_version")})
+    print(dict(total))
+    if options.json:
+        options.json.write_text(json.dumps(conditions() | dict(total) | {"links": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
