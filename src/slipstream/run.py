@@ -108,7 +108,7 @@ async def train_steps(run: RunContext) -> None:
         admit_groups(run)
         while batch := await next_batch(run):
             waited = run.totals.seconds_since_step()
-            batch_metrics = run.totals.batch(batch, run.state.version)
+            batch_metrics = await asyncio.to_thread(run.totals.batch, batch, run.state.version)
             publishes = (run.state.step + 1) % run.config.sync.every == 0
             async with run.cluster.trainer_turn(publishes):
                 stats = await take_step(run, batch, waited)
