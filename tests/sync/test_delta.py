@@ -117,6 +117,18 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.
     made.sender.close()
 
 
+def test_receivers_form_a_chain_also_once_the_network_is_slower_for_all(trainer: Trainer) -> None:
+    def sources(rate: float) -> int:
+        """The receivers that get the version from the trainer."""
+        state = trainer.publish()["state"]
+        ask = {"state": state, "base": None, "direct": False, "rate": rate}
+        found = [trainer.sender._find(ask | {"rank": rank, "listens": ["peer", rank]}) for rank in range(16)]
+        return sum(source is not None for _, source in found)
+
+    assert sources(0.0) == sources(1e6) == 1
+    assert [sources(1e5) for _ in range(2)] == [2, 1]
+
+
 def test_two_hundred_publishes_in_a_row_equal_a_full_copy(trainer: Trainer) -> None:
     engine, draw = Engine(trainer.info), random.Random(0)
     for _ in range(200):

@@ -217,9 +217,10 @@ class DeltaSender(Sender):
             here = {"rate": rate}, self._sources[state, base]
             if request["direct"] or asks in self._asked or state != self._state:  # a peer may wait for this receiver
                 return here
+            asked_rates = [r for rank, _ in self._asked if (r := self._rates[rank])]  # a network may be slower for all
             self._asked.add(asks)
             peer, self._rates[request["rank"]] = self._tails.get(request["base"]), request["rate"]
-            if request["rate"] >= SLOW * min(COMPRESSION, rate):
+            if request["rate"] >= SLOW * min(COMPRESSION, rate, median_high(asked_rates or [rate])):
                 self._tails[request["base"]] = request["listens"]
             return ({"peer": peer}, None) if peer else here
 
