@@ -96,6 +96,39 @@ def test_dead_ranks_and_reward_workers_are_replaced(cluster: str, tiny: Path, tm
     assert len(before) == 1 and before == after
 
 
+PLACED = """
+import os, pathlib, signal
+from slipstream.environments.addition import Addition
+
+class Placed(Addition):
+    async def rollout(self, task, policy):
+        process = pathlib.Path(__file__).parent / "processes" / str(os.getpid())
+        process.write_text(os.environ["RAY_RAYLET_PID"])
+        reward = await super().rollout(task, policy)
+        if len(list(process.parent.iterdir())) < 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return reward
+"""
+
+
+@pytest.mark.e2e
+def test_environment_workers_are_on_several_nodes_and_replaced(cluster: str, tiny: Path, tmp_path: Path) -> None:
+    """The first two that play an episode die."""
+    (tmp_path / "own.py").write_text(PLACED)
+    (tmp_path / "processes").mkdir()
+    flags = ["--loop.steps=4", f"--runtime.address={cluster}", "--environment.name=own.py:Placed",
+             "--environment.workers=2", "--environment.rollout_retries=3", "--environment.max_failures=99",
+             "--evaluation.tasks=0"]  # fmt: skip
+    done = train(tiny, tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 4 and set(summary["failures"]) == {"environment worker died"}
+    nodes = [process.read_text() for process in (tmp_path / "processes").iterdir()]
+    assert len(nodes) >= 3 and len(set(nodes)) >= 2
+    logs = sorted((tmp_path.resolve() / "run" / "logs").glob("*-worker-*.log"))
+    assert len(logs) == 2 and not any(map(writers, logs))
+
+
 EVEN = """
 from slipstream.environments.addition import Addition
 
