@@ -249,6 +249,23 @@ def test_a_server_that_does_not_answer_as_openenv_does_is_one_line(changes: dict
     assert why in str(raised.value) and len(str(raised.value)) < 500
 
 
+def test_arguments_of_resets_that_tasks_set_are_refused() -> None:
+    """A server that lists tasks gets a split and an index, another one gets a seed."""
+    splits = {
+        "list_environments": ["a"],
+        "a/splits": [{"type": "train", "name": "train"}],
+        "a/num_tasks": {"num_tasks": 9},
+    }
+    with misbehaving({"schema": SCHEMA}) as url:
+        loaded(url, reset={"index": 1, "size": 2})
+        with pytest.raises(ConfigError, match=r"options\.reset has seed, which each task sets"):
+            loaded(url, reset={"seed": 1})
+    with misbehaving({"schema": SCHEMA} | splits) as url:
+        loaded(url, reset={"seed": 1})
+        with pytest.raises(ConfigError, match=r"options\.reset has index, split, which"):
+            loaded(url, reset={"split": "test", "index": 1})
+
+
 def test_a_python_that_can_not_be_started_is_one_line() -> None:
     with pytest.raises(ConfigError, match="no OpenEnv server answers as it should there: FileNotFoundError"):
         loaded("some.module:app", python="/no/python")

@@ -88,6 +88,13 @@ class OpenEnv:
             raise ConfigError(
                 f"environment.name = 'openenv:{name}': no OpenEnv server answers as it should there: {why:.{MAX_WHY}}"
             ) from None
+        if overwritten := sorted({*taken.reset} & {*self.train[0].data}):
+            if self._server:
+                self._server.close()
+            raise ConfigError(
+                f"environment.options.reset has {', '.join(overwritten)}, which each task sets: leave it out; choose "
+                "tasks by options.seed, train and test"
+            )
         self._tools: list[Any] | None = None  # as first listed in this process
 
     async def rollout(self, task: Task, policy: Policy) -> Rollout:
