@@ -27,13 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from publish_network import serve
+from publish_network import change_elements, serve
 from work import at_least_one, conditions
 
 from slipstream.config.loading import load_config
 from slipstream.generators.served_weights import ServedWeights
 from slipstream.runtime.addresses import ADDRESS
-from slipstream.sync.blocks import words
 from slipstream.sync.delta import DeltaSender
 from slipstream.sync.link import ParameterShard
 
@@ -58,13 +57,8 @@ class TrainerEnd:
     def connect(self) -> Any:
         return self._sender.connection_info()
 
-    @torch.no_grad()
     def change(self) -> None:
-        """Move a share of the elements to the next bfloat16 value."""
-        for parameter in self._parameters.values():
-            bits = words(parameter)
-            places = torch.randint(len(bits), (int(self._changed * len(bits)),), generator=self._seed)
-            bits[places] += torch.randint(0, 2, (len(places),), generator=self._seed).to(bits.dtype) * 2 - 1
+        change_elements(self._parameters.values(), self._changed, self._seed)
 
     def stage(self, version: int) -> Any:
         self._before = self._sender._server.sent

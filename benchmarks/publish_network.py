@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,16 @@ class Memory:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
+@torch.no_grad()
+def change_elements(parameters: Iterable[torch.Tensor], share: float, generator: torch.Generator) -> None:
+    """Move a share of the elements to the next bfloat16 value, as a step at a small learning rate does."""
+    for parameter in parameters:
+        bits = words(parameter)
+        count = int(share * len(bits))
+        places = torch.randint(len(bits), (count,), generator=generator)
+        bits[places] += torch.randint(0, 2, (count,), generator=generator).to(bits.dtype) * 2 - 1
+
+
 class TrainerEnd(Memory):
     """Weights that change as in training, and the sender of a link."""
 
@@ -83,13 +93,8 @@ class TrainerEnd(Memory):
     def connect(self) -> Any:
         return self._sender.connection_info()
 
-    @torch.no_grad()
     def change(self) -> None:
-        for parameter in self._parameters.values():
-            bits = words(parameter)
-            count = int(self._changed * len(bits))
-            places = torch.randint(len(bits), (count,), generator=self._seed)
-            bits[places] += torch.randint(0, 2, (count,), generator=self._seed).to(bits.dtype) * 2 - 1
+        change_elements(self._parameters.values(), self._changed, self._seed)
 
     def stage(self, version: int) -> Any:
         self._sender.before_update()
