@@ -46,6 +46,13 @@ def spares_copy(config: Config) -> bool:
     return config.trainer.keep_compute_copy and not any(wrong(config) for wrong, *_ in COPY_CONFLICTS)
 
 
+def refers_to_base(config: Config) -> bool:
+    """Whether the start policy is the KL reference, and equals the base model without the adapters that are trained."""
+    lora = config.lora
+    adapts_only = lora.rank > 0 and not lora.path and lora.bias == "none"
+    return adapts_only and config.algorithm.reference == "start"
+
+
 def _shown(config: Config, bare: str, name: str) -> str:
     value: Any = config
     for key in name.split("."):

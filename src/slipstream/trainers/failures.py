@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from slipstream.config.checks import spares_copy
+from slipstream.config.checks import refers_to_base, spares_copy
 from slipstream.config.schema import Config, TrainerConfig
 from slipstream.errors import UserError
 
@@ -49,9 +49,7 @@ def explain_out_of_memory(config: Config, what: str) -> Iterator[None]:
 
 def _remedies(config: Config) -> list[str]:
     trainer, algorithm, lora = config.trainer, config.algorithm, config.lora
-    # With new adapters, the reference "start" is the base model, and takes no memory.
-    adapts_only = lora.rank and not lora.path and lora.bias == "none"
-    refers = algorithm.kl_coef > 0 and not (adapts_only and algorithm.reference == "start")
+    refers = algorithm.kl_coef > 0 and not refers_to_base(config)
     remedies = {
         f"lower trainer.tokens_per_microbatch = {trainer.tokens_per_microbatch}": True,
         'set trainer.activation_checkpointing = "full"': trainer.activation_checkpointing != "full",

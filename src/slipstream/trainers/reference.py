@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from slipstream.config.checks import refers_to_base
 from slipstream.config.schema import Config
 from slipstream.model.device import dtype_of
 from slipstream.model.loading import load_causal_lm
@@ -35,8 +36,7 @@ class Reference:
         self._decay = config.algorithm.reference_decay
         self._averages, self._other = kind == "average", kind not in ("start", "average")
         self.average: dict[str, Tensor] = {}
-        adapts_only = config.lora.rank > 0 and config.lora.bias == "none"
-        self._without_adapters = kind == "start" and adapts_only and not config.lora.path
+        self._without_adapters = refers_to_base(config)
         if self._without_adapters:
             self._policy = policy
         elif kind in ("start", "average"):
