@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -199,14 +199,22 @@ async def _try_network(workers: Mapping[Node, NodeWorker], needs: Needs, found: 
     for node, why in (failed | {one: why for (one, _), why in silent.items()}).items():
         found.add("connections", f"node {node.name} {why}; check its network")
     if len(found.bandwidth) < math.comb(len(workers), 2):
-        measure = lambda a, b: workers[a].measure_bandwidth(peers[b])  # noqa: E731
-        rates, broken = await in_rounds([*peers], measure, NETWORK_TIMEOUT_S)
-        found.bandwidth = {(a.name, b.name): rate for (a, b), rate in rates.items()}
-        for (a, b), why in broken.items():
-            if errors.get((a, b)) == "":
-                text = f"node {a.name} can't send to node {b.name}: the stream {why}; check MTU and routes"
-                found.add("bandwidth", text)
+        connected = {pair for pair, why in errors.items() if why == ""}
+        await _measure_bandwidth(workers, peers, connected, found)
     found.faults += bandwidth_faults(found.bandwidth, needs)
+
+
+async def _measure_bandwidth(
+    workers: Mapping[Node, NodeWorker], peers: Mapping[Node, tuple[str, int]], connected: Container[tuple[Node, Node]],
+    found: Examination,
+) -> None:  # fmt: skip
+    """Measure the bandwidth of each pair. A broken stream is a fault of pairs that are `connected`."""
+    rates, broken = await in_rounds([*peers], lambda a, b: workers[a].measure_bandwidth(peers[b]), NETWORK_TIMEOUT_S)
+    found.bandwidth = {(a.name, b.name): rate for (a, b), rate in rates.items()}
+    for (a, b), why in broken.items():
+        if (a, b) in connected:
+            text = f"node {a.name} can't send to node {b.name}: the stream {why}; check MTU and routes"
+            found.add("bandwidth", text)
 
 
 async def _try_all_reduce(nodes: Sequence[Node], runtime: Runtime, config: Config | None, found: Examination) -> None:

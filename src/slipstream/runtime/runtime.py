@@ -33,7 +33,7 @@ class Runtime:
     kind = "local"  # as `runtime.kind` of the configuration
     hosts = 1  # that workers may be on
     address = "127.0.0.1"  # of this process for workers: the loopback address if all of them are on this host
-    bandwidth: Mapping[tuple[str, str], float] = {}
+    bandwidth: Mapping[tuple[str, str], float] = {}  # bytes per second between nodes, if measured before the checks
 
     @property
     def gpus(self) -> int:
