@@ -69,6 +69,11 @@ def logit_map(config: Any) -> LogitMap:
     return LogitMap(scale, (getattr(text, "final_logit_softcapping", None) or 0.0) / scale)
 
 
+def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
+    """The dropout layers of adapters; an empty list for adapters without dropout, which have identities instead."""
+    return [m for name, m in model.named_modules() if ".lora_dropout." in name and isinstance(m, nn.Dropout)]
+
+
 def decoder_layers(model: nn.Module) -> list[Any]:
     """The decoder layers of a Hugging Face model, with or without adapters."""
     names = set(causal_lm(model)._no_split_modules or ())

@@ -16,7 +16,7 @@ from slipstream.errors import InvalidInput
 from slipstream.model import attention
 from slipstream.model.context_parallel import ContextParallelGroup, gather_at_positions
 from slipstream.model.inspection import LogitMap, attention_heads, causal_lm, logit_map, text_decoder
-from slipstream.model.logprobs import head_logprobs
+from slipstream.model.logprobs import head_logits, head_logprobs
 from slipstream.model.moe_routing import ExpertRouting
 from slipstream.model.packing import MicroBatch
 
@@ -141,8 +141,7 @@ def _logits_follow(model: Any, head: nn.Linear, expected: LogitMap) -> bool:
     finally:
         del backbone.forward
         vars(backbone).update({"forward": own} if own else {})
-    outputs, cap = head(hidden), expected.softcap
-    wanted = expected.scale * (cap * torch.tanh(outputs / cap) if cap else outputs)
+    wanted = expected.scale * head_logits(hidden, head.weight, head.bias, expected.softcap)
     return bool((logits - wanted).abs().amax() < PROBE_LOGIT / 100)
 
 

@@ -26,7 +26,7 @@ from slipstream.algorithms.token_gradients import token_gradients
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config.schema import Config, ConfigError, TrainerConfig
 from slipstream.model.device import current_device, dtype_of
-from slipstream.model.inspection import trained_parameters
+from slipstream.model.inspection import adapter_dropouts, trained_parameters
 from slipstream.model.loading import load_model, stored_dtype
 from slipstream.model.packing import MicroBatch, forward_length, group_by_prefix, pack, plan, prefix_group_length
 from slipstream.model.paths import validate_adapter
@@ -62,10 +62,7 @@ class Trainer:
         if not self.ranks.is_fsdp:
             cast_parameters(self.model, self.device, compute)
         self.model.eval()  # without dropout, as engines sample
-        self._dropouts = [
-            m for name, m in self.model.named_modules() if config.lora.dropout and ".lora_dropout." in name
-        ]
-        self._seed = config.loop.seed
+        self._dropouts, self._seed = adapter_dropouts(self.model), config.loop.seed
         self.step_count = self.token_count = self.skipped_count = self.skipped_in_a_row = 0
         self.micro_batches = 0  # done by this rank; progress for the supervisor
         self.before_update: Callable[[], None] = lambda: None
