@@ -1,4 +1,4 @@
-"""Keeps the event loop responsive: a bound on the work of each iteration, and threads with a lower priority than it."""
+"""Keeps the event loop responsive: bounds the work of each iteration, and gives it priority over threads."""
 
 from __future__ import annotations
 
@@ -80,18 +80,20 @@ class _YieldedSelector(selectors.DefaultSelector):
     _holds = False
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if self._holds and (timeout is None or timeout > 0):  # else the loop has callbacks to run
-            self._holds = False
-            _busy.release()
+        if timeout is None or timeout > 0:  # else the loop has callbacks to run
+            self._release()
         events = super().select(timeout)
         self._holds = self._holds or _busy.acquire(blocking=False)
         return events
 
     def close(self) -> None:
+        self._release()
+        super().close()
+
+    def _release(self) -> None:
         if self._holds:
             self._holds = False
             _busy.release()
-        super().close()
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
