@@ -208,13 +208,18 @@ def test_a_flipped_bit_of_a_served_tensor_shows_in_its_checksum(trainer: Trainer
     assert not engine.checksums_agree(trainer)
 
 
-def test_a_swap_that_is_rolled_back_leaves_the_old_version_and_the_next_one_arrives(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def publish_second(trainer: Trainer) -> tuple[Engine, dict[str, torch.Tensor], PublishHandle]:
+    """An engine that serves the first version, the weights of that version, and the second version for it."""
     engine = Engine(trainer.info)
     engine.swap(trainer.publish())
     before = {name: tensor.clone() for name, tensor in trainer.parameters.items()}
-    handle = trainer.publish()
+    return engine, before, trainer.publish()
+
+
+def test_a_swap_that_is_rolled_back_leaves_the_old_version_and_the_next_one_arrives(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, before, handle = publish_second(trainer)
     with monkeypatch.context() as patched, pytest.raises(RolledBack):
         patched.setattr(update._Changed, "swap", lambda changed: (changed._old, changed._new))
         engine.swap(handle)
@@ -226,10 +231,7 @@ def test_a_swap_that_is_rolled_back_leaves_the_old_version_and_the_next_one_arri
 def test_an_engine_without_memory_for_a_version_keeps_its_own_and_gets_the_next_one(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(trainer.info)
-    engine.swap(trainer.publish())
-    before = {name: tensor.clone() for name, tensor in trainer.parameters.items()}
-    handle = trainer.publish()
+    engine, before, handle = publish_second(trainer)
 
     def full(*_: Any) -> None:
         raise MemoryError
