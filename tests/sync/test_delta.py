@@ -446,10 +446,10 @@ def test_a_stage_that_fails_half_way_is_followed_by_all_weights(
     def find(old: Tensor, new: Tensor) -> Any:
         if next(calls) == 2:
             raise MemoryError
-        return changes.find_changes(old, new)
+        return changes.copy_changes(old, new)
 
     with monkeypatch.context() as patched, pytest.raises(MemoryError):
-        patched.setattr(delta, "find_changes", find)
+        patched.setattr(delta, "copy_changes", find)
         trainer.publish()
     engine.swap(trainer.publish())
     assert engine.serves(trainer.parameters) and engine.checksums_agree(trainer)

@@ -26,6 +26,10 @@ def cast(array: Array, kind: str) -> Array:
     return array.astype(kind) if isinstance(array, np.ndarray) else array.to(KINDS[kind])
 
 
+def concatenate(arrays: Sequence[Array]) -> Array:
+    return np.concatenate(arrays) if isinstance(arrays[0], np.ndarray) else torch.cat([*arrays])
+
+
 def on_host(array: Array) -> Any:
     return array if isinstance(array, np.ndarray) else array.cpu().numpy()
 
@@ -36,8 +40,10 @@ def to_ints(numbers: Sequence[Array]) -> list[int]:
     return torch.cat(flat).tolist() if flat else []
 
 
-def few_places(mask: Any) -> Any:
-    """The indices of true elements of NumPy's `mask`, faster if they are few: it looks at eight elements at a time."""
+def few_places(mask: Array) -> Array:
+    """The indices of true elements of `mask`, on a CPU faster if they are few: it looks at eight elements at a time."""
+    if isinstance(mask, Tensor):
+        return mask.nonzero().flatten()
     if len(mask) % 8:
         return np.flatnonzero(mask)
     eights = mask.view(np.uint64)

@@ -57,7 +57,7 @@ class Block:
         """
         if len(self.segments) == 1:
             segment = self.segments[0]
-            weights = _factors_at(cast(indices, "i8"), segment.columns, segment.row)
+            weights = _factors_at(indices, segment.columns, segment.row)
             return torch.as_tensor((weights * differences).sum()).reshape(1)
         at, by = torch.as_tensor(indices).long(), torch.as_tensor(differences)
         table = torch.tensor([(s.start, s.end, s.columns, s.row) for s in self.segments], device=at.device)
@@ -98,9 +98,9 @@ def factors(rows: Array, columns: Array) -> Array:
 
 
 def _factors_at(indices: Array, columns: Array | int, row: Array | int) -> Array:
-    """Factors of the words at these int64 indices of the rows from `row` on."""
+    """Factors of the words at these indices of the rows from `row` on."""
     rows = indices // columns
-    return factors(rows + row, indices - rows * columns)
+    return factors(cast(rows, "i8") + row, cast(indices - rows * columns, "i8"))
 
 
 def sums_between(values: Tensor, ends: Tensor) -> Tensor:
@@ -109,8 +109,13 @@ def sums_between(values: Tensor, ends: Tensor) -> Tensor:
     return torch.diff(torch.cat([zero, values.cumsum(0)])[ends], prepend=zero)
 
 
-def gather(blocks: Sequence[Block], parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """The words of each block, as elements of `dtype`. Each parameter is read once."""
+def gather(
+    blocks: Sequence[Block], parameters: Mapping[str, Tensor], dtype: torch.dtype, copy: bool = True
+) -> Iterator[Tensor]:
+    """The words of each block, as elements of `dtype`. Each parameter is read once.
+
+    Without `copy`, a block may be a view of a parameter, valid until the parameter changes.
+    """
     name, matrix = "", torch.empty(0)
     for block in blocks:
         gathered = None
@@ -119,6 +124,9 @@ def gather(blocks: Sequence[Block], parameters: Mapping[str, Tensor], dtype: tor
                 name = segment.name
                 matrix = parameters[name].detach()
                 matrix = matrix.reshape(matrix_shape(matrix.shape))
+            if not copy and len(block.segments) == 1 and matrix.dtype == dtype and matrix.is_contiguous():
+                gathered = matrix[segment.row : segment.stop]
+                continue
             if gathered is None:
                 gathered = torch.empty(block.length, dtype=dtype, device=matrix.device)
             segment.of(gathered).copy_(matrix[segment.row : segment.stop])

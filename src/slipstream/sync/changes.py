@@ -67,24 +67,27 @@ class Entry(NamedTuple):
     width: int
 
 
-def find_changes(old: Tensor, new: Tensor) -> Changes | None:
-    """Changes between two flat tensors of words; None if so many changed that the new words are smaller."""
+def copy_changes(old: Tensor, new: Tensor) -> Changes | None:
+    """Copy those words of `new` to `old` that differ, both flat tensors of words. Returns the changes.
+
+    Returns None, and leaves `old` as it was, if so many changed that the new words are smaller.
+    """
     before, after = arrays.as_array(old), arrays.as_array(new)
     most, wide = DENSE * len(new), "i4" if new.element_size() == 2 else "i8"
-    if isinstance(before, Tensor):
-        places = (before != after).nonzero().flatten()
-        if len(places) > most:
-            return None
-        return Changes(places.int(), arrays.cast(after[places], wide) - before[places])
-    parts, count = [Changes(np.empty(0, np.int32), np.empty(0, wide))], 0
-    for at in range(0, len(before), PIECE):
-        one, other = before[at : at + PIECE], after[at : at + PIECE]
+    parts, count = [Changes(arrays.cast(before[:0], "i4"), arrays.cast(before[:0], wide))], 0
+    piece = len(new) if isinstance(before, Tensor) else PIECE
+    for at in range(0, len(new), piece):
+        one, other = before[at : at + piece], after[at : at + piece]
         places = arrays.few_places(one != other)
         count += len(places)
         if count > most:
+            for part in parts:
+                before[part.indices] -= part.differences
             return None
-        parts.append(Changes(arrays.cast(places + at, "i4"), arrays.cast(other[places], wide) - one[places]))
-    return Changes(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+        values = other[places]
+        parts.append(Changes(arrays.cast(places + at, "i4"), arrays.cast(values, wide) - one[places]))
+        one[places] = values
+    return Changes(*map(arrays.concatenate, zip(*parts, strict=True)))
 
 
 def count_small(changes: Changes) -> tuple[Array, Array]:

@@ -19,14 +19,11 @@ import secrets
 import threading
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,14 +31,13 @@ from slipstream.config.schema import Config
 from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import address_towards, own_address
-from slipstream.sync import arrays
 from slipstream.sync.blocks import Block, divide, gather
-from slipstream.sync.changes import THREADS, Changes, encode_rows, entries_of, find_changes, map_in_threads
+from slipstream.sync.changes import THREADS, Changes, copy_changes, map_in_threads
 from slipstream.sync.checksum import checksum
 from slipstream.sync.coder import Coder
+from slipstream.sync.delta_sources import ChangeSource, WeightsSource
 from slipstream.sync.frames import (
     COMPRESSION,
-    PLAIN,
     SILENCE_LIMIT_S,
     FrameServer,
     Refused,
@@ -85,6 +81,9 @@ class DeltaSender(Sender):
         self._served: list[Tensor] = []  # words of each block of the sent version
         self._sums: dict[str, int] = {}
         self._copying = threading.Lock()  # of the served words, and of what undoes their changes
+        self._written: Any = None  # the event after served words were last written, on a GPU
+        if self._device.type == "cuda":
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._snapshots: weakref.WeakSet[WeightsSource] = weakref.WeakSet()
         self._lock = threading.Lock()  # of all that follows
         self._state = self._first = 0  # numbers of the staged weights, and of those before which no changes are known
@@ -164,39 +163,39 @@ class DeltaSender(Sender):
     def _compare(self, state: int, coder: Coder) -> None:
         """Find the changes since the last version, and keep a copy of the new words."""
         first = not self._served
-        for number, new in enumerate(gather(self._blocks, self._parameters, self._dtype)):
+        for number, new in enumerate(gather(self._blocks, self._parameters, self._dtype, copy=first)):
             block = self._blocks[number]
             if first:
                 self._served.append(new)
                 self._sum(block, new)
                 coder.changed += block.length
                 continue
-            found = find_changes(self._served[number], new)
+            found = self._keep(state, number, new)
             if found is None or len(found.indices):
-                self._keep(state, number, new, found)
                 coder.add(number, block, self._served[number], found)
+
+    def _keep(self, state: int, number: int, new: Tensor) -> Changes | None:
+        """Copy a block's new words over the old ones. Returns the changes, or None if the block is to be sent whole."""
+        old = self._served[number]
+        with self._copying:
+            found = copy_changes(old, new)
+            if found is None:
+                self._sum(self._blocks[number], old, -1)
+                self._sum(self._blocks[number], new)
+            for snapshot in self._snapshots:
+                if snapshot.state < state:
+                    snapshot.undo[number].append(old.clone() if found is None else found.on_host())
+            if found is None:
+                old.copy_(new)
+            if self._written:
+                self._written.record()
+        return found
 
     def _sum(self, block: Block, words: Tensor, sign: int = 1) -> None:
         """Add what these words contribute to the checksums of their parameters, or subtract it."""
         for segment in block.segments:
             by = sign * checksum(segment.of(words), (slice(segment.row, None),))
             self._sums[segment.name] = (self._sums.get(segment.name, 0) + by) % 2**64
-
-    def _keep(self, state: int, number: int, new: Tensor, found: Changes | None) -> None:
-        """Copy a block's new words over the old ones."""
-        old = self._served[number]
-        if found is None:
-            self._sum(self._blocks[number], old, -1)
-            self._sum(self._blocks[number], new)
-        with self._copying:
-            for snapshot in self._snapshots:
-                if snapshot.state < state:
-                    snapshot.undo[number].append(old.clone() if found is None else found.on_host())
-            if found is None:
-                old.copy_(new)
-            else:
-                served, changed = arrays.as_array(old), arrays.as_array(new)
-                served[found.indices] = changed[found.indices]
 
     def _find(self, request: Request) -> tuple[Request, Source | None]:
         """Answer a receiver: with a stream from the state that it has, or with the receiver before it in its chain.
@@ -228,81 +227,10 @@ class DeltaSender(Sender):
         """The changes since `base`, or all weights."""
         if base is not None:
             return ChangeSource(state, base, [self._steps[n] for n in range(base + 1, state + 1)])
-        snapshot = WeightsSource(state, self._steps[state], self._served, self._blocks, self._copying)
+        snapshot = WeightsSource(state, self._steps[state], self._served, self._blocks, self._copying, self._written)
         with self._copying:
             self._snapshots.add(snapshot)
         return snapshot
-
-
-class ChangeSource:
-    """The changes of consecutive steps."""
-
-    done = False  # it takes memory, and no receiver reads it any more
-
-    def __init__(self, state: int, base: int | None, steps: list[Stream]) -> None:
-        self._header, self._steps, self.used = {"base": base, "state": state}, steps, time.monotonic()
-
-    def wait_header(self) -> dict[str, Any]:
-        return self._header
-
-    @property
-    def trailer(self) -> dict[str, Any]:
-        return self._steps[-1].trailer
-
-    def frames(self, start: int = 0) -> Iterator[bytes]:
-        for frame in islice(chain.from_iterable(step.frames() for step in self._steps), start, None):
-            self.used = time.monotonic()
-            yield frame
-
-
-class WeightsSource(ChangeSource):
-    """All weights of a state. They are read when they are sent, without what later versions have changed since."""
-
-    def __init__(
-        self, state: int, step: Stream, served: list[Tensor], blocks: Sequence[Block], lock: threading.Lock
-    ) -> None:
-        super().__init__(state, None, [step])
-        self.state, self._served, self._blocks, self._lock = state, served, blocks, lock
-        self.undo: defaultdict[int, list[Tensor | Changes]] = defaultdict(list)
-        self._readers = 0
-        device = served[0].device if served else torch.device("cpu")
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def frames(self, start: int = 0) -> Iterator[bytes]:
-        self._readers, complete = self._readers + 1, False
-        try:
-            yield from self._frames(start)
-            complete = True
-        finally:
-            self._readers -= 1
-            self.done = complete and not self._readers
-
-    def _frames(self, start: int) -> Iterator[bytes]:
-        self._steps[-1].wait_end()
-        frame = 0
-        for number, block in enumerate(self._blocks):
-            count = entries_of(block)
-            if start < frame + count:
-                words = self._read(number)
-                entries = chain.from_iterable(encode_rows(segment, words) for segment in block.segments)
-                for entry in islice(entries, max(0, start - frame), None):
-                    self.used = time.monotonic()
-                    yield PLAIN + entry
-            frame += count
-
-    def _read(self, number: int) -> Any:
-        """The words of a block as this state has them, in NumPy's array."""
-        with self._lock, torch.cuda.stream(self._stream):
-            if not self._served:
-                raise Refused("a newer version is published")
-            words = np.array(self._served[number].cpu().numpy())
-            undo = list(self.undo[number])
-        for change in reversed(undo):
-            if isinstance(change, Tensor):
-                words = np.array(change.cpu().numpy())
-            else:
-                words[change.indices] -= change.differences.astype(words.dtype)
-        return words
 
 
 class DeltaReceiver(Receiver):

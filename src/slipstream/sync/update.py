@@ -179,7 +179,7 @@ def split(block: Block, changes: Changes) -> Iterator[tuple[Segment, Changes]]:
 
 
 class _Changed:
-    """Changed words of `segments`, before and after: with words of 2 bytes 8 bytes per element, 12 on a GPU.
+    """Changed words of `segments`, before and after: with words of 2 bytes 12 bytes per element.
 
     `located` is of `Place.locate`; `bounds` are the numbers of changes up to the end of each segment, if several.
     """
@@ -192,8 +192,9 @@ class _Changed:
         if not whole:
             indices, weights, differences = indices[held], weights[held], differences[held]
             bounds = None if bounds is None else torch.cat([bounds.new_zeros(1), held.cumsum(0)])[bounds]
-        self.segments, self._served, self._indices = segments, served, indices
-        self._old = served[indices]
+        # Of 8 bytes: NumPy would convert others in each use, and so lengthen the swap by a third.
+        self.segments, self._served, self._indices = segments, served, arrays.cast(indices, "i8")
+        self._old = served[self._indices]
         self._new = self._old + differences
         rises = (arrays.cast(self._new, "i8") - self._old) * weights
         self.rises = rises.sum() if bounds is None else sums_between(rises, bounds)  # of the checksum of each segment
