@@ -6,7 +6,8 @@
 Two tasks that SmolLM2-135M-Instruct solves about half the time: sums of two one-digit numbers, asked in four ways, and
 whether one two-digit number is larger than another, answered by yes or no. Held out are 25 of 100 pairs of digits, and
 200 of 1,000 comparisons. Each run is a process of its own, with generator and trainer on one GPU, and the embedded
-engine. `--jobs` runs share the GPUs, which lengthens wall times: compare those of one invocation.
+engine. `--jobs` runs share the GPUs, which lengthens wall times: compare those with as many runs at a time. Runs that
+FILE holds are not repeated, so an invocation that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -32,7 +34,7 @@ import slipstream
 
 PHRASES = ("What is {a} + {b}?", "Add {a} and {b}.", "{a} plus {b} is", "Calculate {a} + {b}.")
 FLAGS = {
-    "environment.prompt": "prompt", "environment.answer": "answer", "sampling.max_tokens": 32, "loop.steps": 80,
+    "environment.prompt": "prompt", "environment.answer": "answer", "sampling.max_tokens": 32, "loop.steps": 60,
     "loop.groups_per_step": 16, "loop.group_size": 8, "generator.max_num_seqs": 256, "trainer.learning_rate": 1e-5,
     "trainer.warmup_steps": 5, "evaluation.tasks": 200, "evaluation.every": 20, "checkpoint.every": 1000,
 }  # fmt: skip
@@ -92,6 +94,20 @@ def measure(run: Path, command: list[str | Path], gpus: Queue[str]) -> dict[str,
     return {"before": accuracies[0], "after": accuracies[-1], "seconds": round(seconds, 1)}
 
 
+def commands(
+    options: argparse.Namespace, flags: list[str], directory: Path
+) -> Iterator[tuple[dict[str, Any], Path, list[str | Path]]]:
+    """Of each run its task, lag and seed, its directory, and its command."""
+    for name in options.tasks:
+        config = write_tasks(name, directory)
+        for seed, lag in itertools.product(options.seeds, options.lags):
+            run = directory / f"{name}_lag{lag}_seed{seed}"
+            fixed = {"model.path": options.model, "run.dir": run, "loop.max_lag": lag, "loop.seed": seed} | FLAGS
+            command: list[str | Path] = [sys.executable, "-m", "slipstream", "train", config]
+            command += [*(f"--{option}={value}" for option, value in fixed.items()), *flags]
+            yield {"task": name, "max_lag": lag, "seed": seed}, run, command
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -105,25 +121,19 @@ def main() -> None:
     gpus: Queue[str] = Queue()
     for _, gpu in zip(range(options.jobs), itertools.cycle(options.gpus), strict=False):
         gpus.put(gpu)
+    runs = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else []
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.jobs) as pool:
         waiting = {}
-        for name in options.tasks:
-            config = write_tasks(name, Path(temporary))
-            for seed, lag in itertools.product(options.seeds, options.lags):
-                run = Path(temporary) / f"{name}_lag{lag}_seed{seed}"
-                fixed = {"model.path": options.model, "run.dir": run, "loop.max_lag": lag, "loop.seed": seed} | FLAGS
-                command = [sys.executable, "-m", "slipstream", "train", config]
-                command += [f"--{option}={value}" for option, value in fixed.items()] + flags
-                waiting[name, lag, seed] = pool.submit(measure, run, command, gpus)
-        runs = []
-        for (name, lag, seed), future in waiting.items():
-            runs.append({"task": name, "max_lag": lag, "seed": seed, **future.result()})
+        for key, run, command in commands(options, flags, Path(temporary)):
+            if not any(key.items() <= known.items() for known in runs):
+                waiting[pool.submit(measure, run, command, gpus)] = key
+        for future in as_completed(waiting):
+            runs.append(waiting[future] | future.result())
             print(json.dumps(runs[-1]), flush=True)
-    summary = summarize(runs)
-    print(json.dumps(summary, indent=1))
-    if options.json:
-        record = {**conditions(), "flags": FLAGS, "bars": BARS, "summary": summary, "runs": runs}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+            if options.json:
+                record = {**conditions(), "flags": FLAGS, "bars": BARS, "summary": summarize(runs), "runs": runs}
+                options.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(summarize(runs), indent=1))
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
