@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from slipstream.environments.base import Policy
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import EpisodeOptions, run_episode
-from slipstream.environments.load import load_environment
+from slipstream.environments.load import close_environment, load_environment
 from slipstream.rollout import Rollout, Sampling
 from tests.environments.test_conversation import CHATML, Letters, chat_tokenizer
 
@@ -33,6 +34,7 @@ def play(environment: Any, said: str, template: str | None = CHATML) -> tuple[Ro
             return rollout
         finally:
             await endpoint.close()
+            await close_environment(environment)
 
     return asyncio.run(main()), [tokenizer.decode(ids) for ids in generator.prompts]
 
@@ -139,21 +141,133 @@ def test_a_verifiers_environment_samples_through_the_endpoint(monkeypatch: pytes
         loaded("verifiers:other")
 
 
+CLASSIC = """
+import verifiers
+from datasets import Dataset
+
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+async def right(completion, answer, **_):
+    return float(completion[-1]["content"] == answer)
+
+async def length(completion, **_):
+    return len(str(completion)) / 1000
+
+async def used(completion, **_):
+    return float(any(message["role"] == "tool" for message in completion))
+
+def load_environment(tasks=9):
+    rows = Dataset.from_list([{"question": f"1+{i}?", "answer": str(1 + i)} for i in range(tasks)])
+"""
+SINGLE = (
+    CLASSIC
+    + """
+    rubric = verifiers.Rubric(funcs=[right, length], weights=[1.0, 1.0])
+    return verifiers.SingleTurnEnv(dataset=rows, rubric=rubric)
+"""
+)
+TOOLS = (
+    CLASSIC
+    + """
+    return verifiers.ToolEnv(tools=[add], max_turns=2, dataset=rows, rubric=verifiers.Rubric(funcs=[used]))
+"""
+)
+
+TASKSET = """
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+
+class Sum(vf.TaskData):
+    answer: str
+
+class Sums(vf.TasksetConfig):
+    tasks: int = 9
+
+def sums(kind, config, **more):
+    for i in range(config.tasks):
+        yield kind(Sum(prompt=f"1+{i}?", answer=str(1 + i), **more), config.task)
+"""
+SINGLE_TASKSET = (
+    TASKSET
+    + """
+class Single(vf.Task[Sum]):
+    @vf.reward
+    async def right(self, trace):
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.reward
+    async def length(self, trace):
+        return len(trace.last_reply) / 1000
+
+    @vf.metric
+    async def replies(self, trace):
+        return trace.num_turns
+
+class SingleSums(vf.Taskset[Single, Sums]):
+    def load(self):
+        return sums(Single, self.config, system_prompt="Add.")
+
+class Chat(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    NEEDS_CONTAINER = EXECUTES_CODE = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        messages = [{"role": "system", "content": data.system_prompt}, {"role": "user", "content": data.prompt}]
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            await client.chat.completions.create(model=ctx.model, messages=messages)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+__all__ = ["SingleSums", "Chat"]
+"""
+)
+TOOL_TASKSET = (
+    TASKSET
+    + """
+class Calculator(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    def add(self, a: int, b: int) -> int:
+        "Add two numbers."
+        return a + b
+
+class Calculation(vf.Task[Sum]):
+    @vf.reward
+    async def used(self, trace):
+        return float(any(message.role == "tool" for message in trace.messages))
+
+class ToolSums(vf.Taskset[Calculation, Sums]):
+    def load(self):
+        return sums(Calculation, self.config)
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Calculator(vf.SharedToolsetConfig())]
+
+__all__ = ["ToolSums"]
+
+if __name__ == "__main__":
+    Calculator.run()
+"""
+)
+
+
+def is_classic() -> bool:
+    """Whether the installed verifiers is older than 0.4."""
+    return hasattr(pytest.importorskip("verifiers"), "load_environment")
+
+
 @pytest.mark.verifiers
-def test_a_real_environment_of_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = pytest.importorskip("verifiers")
-    if not hasattr(library, "load_environment"):
-        pytest.skip("verifiers before 0.4 is not installed")
-    from datasets import Dataset
-
-    def right(completion: Any, answer: str, **_: Any) -> float:
-        return float(completion[-1]["content"] == answer)
-
-    module = ModuleType("slipstream_sums")
-    rows = [{"question": "1+1?", "answer": "2"}]
-    module.load_environment = lambda: library.SingleTurnEnv(  # type: ignore[attr-defined]
-        dataset=Dataset.from_list(rows), rubric=library.Rubric(funcs=[right])
-    )
-    monkeypatch.setitem(sys.modules, "slipstream_sums", module)
-    environment = loaded("verifiers:slipstream-sums")
-    assert play(environment, "2")[0].reward == 1.0 and play(environment, "3")[0].reward == 0.0
+def test_a_real_environment_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classic = is_classic()
+    (tmp_path / "single_sums.py").write_text(SINGLE if classic else SINGLE_TASKSET)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"tasks": 2} if classic else {"taskset": {"tasks": 2}, "agent": {"runtime": {"type": "subprocess"}}}
+    for said, right in (("1", 1.0), ("3", 0.0)):
+        environment = loaded("verifiers:single-sums", **options)
+        assert len(environment.train) == len(environment.test) == 2
+        rollout, [prompt] = play(environment, said)
+        assert rollout.metrics["right"] == right and rollout.reward == right + rollout.metrics["length"] > right
+        assert "1+0?" in prompt and len(rollout.completions) == 1

@@ -1,7 +1,7 @@
 """Any environment written for verifiers, named `verifiers:ENV`: single-turn, multi-turn, with tools.
 
-https://github.com/PrimeIntellect-ai/verifiers. The environment calls the policy's OpenAI-compatible URL, and its rubric
-computes the reward. Only releases before 0.4 have these environments (`vf.load_environment`).
+https://github.com/PrimeIntellect-ai/verifiers. The environment calls the policy's OpenAI-compatible URL and computes
+the reward. Before 0.4 `verifiers.load_environment` loads it; from 0.4 on it is a taskset (`verifiers_tasksets`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,43 @@ from slipstream.rollout import Rollout
 
 
 class Verifiers:
-    """The installed environment `name`, loaded with `options`.
+    """The installed environment `name`, of the generation that the installed verifiers has."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        try:
+            import verifiers
+        except ImportError:
+            needs = f"environment.name = 'verifiers:{name}' needs verifiers: pip install 'slipstream-rl[verifiers]'"
+            raise ConfigError(needs) from None
+        self._environment: Any
+        if hasattr(verifiers, "load_environment"):
+            self._environment = Loaded(name, options)
+        else:
+            from slipstream.environments.verifiers_tasksets import PlayedTaskset
+
+            self._environment = PlayedTaskset(name, options)
+        self.train: list[Task] = self._environment.train
+        self.test: list[Task] = self._environment.test
+
+    async def rollout(self, task: Task, policy: Policy) -> Rollout | list[Rollout]:
+        rollout: Rollout | list[Rollout] = await self._environment.rollout(task, policy)
+        return rollout
+
+    async def close(self) -> None:
+        if hasattr(self._environment, "close"):
+            await self._environment.close()
+
+
+class Loaded:
+    """The environment `name` of verifiers before 0.4, loaded with `options`.
 
     Its evaluation data is held out; without any, `test` is the training data.
     """
 
-    def __init__(self, name: str, **options: Any) -> None:
-        needs = (
-            f"environment.name = 'verifiers:{name}' needs verifiers before 0.4: pip install 'slipstream-rl[verifiers]'"
-        )
-        try:
-            import verifiers
-            from verifiers.types import ClientConfig
-        except ImportError:
-            raise ConfigError(needs) from None
-        if not hasattr(verifiers, "load_environment"):
-            raise ConfigError(needs)
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        import verifiers
+        from verifiers.types import ClientConfig
+
         try:
             self._environment = verifiers.load_environment(name, **options)
         except Exception as error:
