@@ -201,6 +201,21 @@ def test_concurrent_episodes_do_not_mix() -> None:
     asyncio.run(main())
 
 
+def test_completions_are_told_apart_by_the_session_that_a_request_names() -> None:
+    async def main() -> None:
+        async with served() as it:
+            policy = it.policy()
+            url = await policy.base_url()
+            for session, n in (("solver", 1), ("critic", 2), ("solver", 1)):
+                body, headers = {"messages": said(), "n": n}, {"X-Session-ID": session}
+                async with it.client.post(f"{url}/chat/completions", json=body, headers=headers) as response:
+                    assert response.status == 200
+            solver, critic = policy.sessions["solver"], policy.sessions["critic"]
+            assert [*policy.sessions] == ["solver", "critic"] and policy.completions == [solver[0], *critic, solver[1]]
+
+    asyncio.run(main())
+
+
 def test_concurrent_runs_have_different_ports() -> None:
     async def main() -> None:
         async with served() as one, served() as other:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,15 +24,20 @@ from tests.environments.test_conversation import CHATML, Letters, chat_tokenizer
 
 def play(environment: Any, said: str, template: str | None = CHATML) -> tuple[Rollout, list[str]]:
     """The first task, and what the policy read."""
-    tokenizer = chat_tokenizer(template)
-    chat, generator = ChatTokenizer(tokenizer), Letters(tokenizer, said)
+    [rollout], prompts = play_roles(environment, said, template=template)
+    return rollout, prompts
 
-    async def main() -> Rollout:
+
+def play_roles(environment: Any, *said: str, template: str | None = CHATML) -> tuple[tuple[Rollout, ...], list[str]]:
+    """A rollout for each role on the first task, and what the policy read."""
+    tokenizer = chat_tokenizer(template)
+    chat, generator = ChatTokenizer(tokenizer), Letters(tokenizer, *said)
+
+    async def main() -> tuple[Rollout, ...]:
         endpoint = Endpoint(chat)
         try:
             it = Policy(generator, chat, Sampling(), "0", endpoint)
-            [rollout] = await run_episode(environment, environment.train[0], it, EpisodeOptions(30.0))
-            return rollout
+            return await run_episode(environment, environment.train[0], it, EpisodeOptions(30.0))
         finally:
             await endpoint.close()
             await close_environment(environment)
@@ -195,6 +201,8 @@ SINGLE_TASKSET = (
 class Single(vf.Task[Sum]):
     @vf.reward
     async def right(self, trace):
+        if trace.last_reply == "crash":
+            raise ValueError("the grader is gone")
         return float(trace.last_reply == self.data.answer)
 
     @vf.reward
@@ -254,6 +262,27 @@ if __name__ == "__main__":
 )
 
 
+ROLES = """
+class RolesConfig(vf.EnvConfig):
+    solver: vf.AgentConfig = vf.AgentConfig()
+    critic: vf.AgentConfig = vf.AgentConfig()
+    user: vf.AgentConfig = vf.AgentConfig()
+
+class Roles(vf.Env[RolesConfig]):
+    async def setup(self, agents):
+        agents.user.trainable = False
+
+    async def run(self, task, agents):
+        for agent in (agents.user, agents.critic, agents.solver):
+            await agent.run(task)
+
+    async def finalize(self, task, episode):
+        episode.by_agent["critic"][0].record_reward("agreed", 2.0)
+
+__all__ += ["Roles"]
+"""
+
+
 def is_classic() -> bool:
     """Whether the installed verifiers is older than 0.4."""
     return hasattr(pytest.importorskip("verifiers"), "load_environment")
@@ -271,3 +300,55 @@ def test_a_real_environment_of_verifiers(tmp_path: Path, monkeypatch: pytest.Mon
         rollout, [prompt] = play(environment, said)
         assert rollout.metrics["right"] == right and rollout.reward == right + rollout.metrics["length"] > right
         assert "1+0?" in prompt and len(rollout.completions) == 1
+
+
+@pytest.mark.verifiers
+def test_each_trained_agent_of_an_episode_has_a_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_classic():
+        return
+    (tmp_path / "role_sums.py").write_text(SINGLE_TASKSET + ROLES)
+    monkeypatch.syspath_prepend(tmp_path)
+    here = {"runtime": {"type": "subprocess"}}
+    environment = loaded("verifiers:role-sums", solver=here, critic=here, user=here)
+    rollouts, prompts = play_roles(environment, "0", "22", "1")
+    assert len(prompts) == 3 and prompts[0].startswith("<|im_start|>system\nAdd.")
+    assert {r.role: (r.completions[0].text, round(r.reward, 3)) for r in rollouts} == {
+        "critic": ("22", 2.002),
+        "solver": ("1", 1.001),
+    }
+    assert rollouts[0].metrics == {"right": 0.0, "length": 0.002, "agreed": 2.0, "replies": 1.0}
+
+
+@pytest.mark.verifiers
+def test_a_taskset_has_its_own_held_out_tasks_and_names_what_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_classic():
+        return
+    (tmp_path / "failing_sums.py").write_text(SINGLE_TASKSET)
+    (tmp_path / "old_sums.py").write_text(SINGLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("PRIME_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # without the key of a login
+    agent = {"runtime": {"type": "subprocess"}}
+    held_out = {"taskset": {"tasks": 2}, "select": {"limit": 1}}
+    environment = loaded("verifiers:failing-sums", agent=agent, select={"skip": 3}, test=held_out)
+    assert [task.id for task in environment.train] == [f"failing-sums/{i}" for i in range(3, 9)]
+    assert environment.train[0].prompt[1]["content"] == "1+3?"
+    assert [task.id for task in environment.test] == ["failing-sums/test/0"]
+    with pytest.raises(Exception, match=r"TaskError: .*the grader is gone"):
+        play(environment, "crash")
+    for name, options, message in (
+        ("no-sums", {}, "taskset 'no-sums' not found"),
+        ("old-sums", {}, "pip install 'verifiers<0.4'"),
+        ("failing-sums", {}, "agent.runtime is a sandbox of Prime, and PRIME_API_KEY is not set"),
+        ("failing-sums", {"taskset": {"tusks": 1}}, "environment.options.taskset.tusks = 1"),
+        ("failing-sums", {"select": {"limit": 0}}, "environment.options.select.limit = 0"),
+        ("failing-sums", {"test": 1}, "environment.options.test = 1: make it a table"),
+        ("failing-sums", {"agent": agent, "taskset": {"tasks": 0}}, "has no tasks; check environment.options"),
+        ("failing-sums", {"agent": agent, "test": {"taskset": {"tasks": 0}}}, "check environment.options.test"),
+        ("failing-sums", {"agent": agent | {"harness": {"id": "codex"}}}, "'codex' needs a container"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+            loaded(f"verifiers:{name}", **options)
+        assert "\n" not in str(raised.value)

@@ -121,6 +121,7 @@ class Policy:
         self._sampled_at, self._refusals = [math.nan], [""]
         self.completions: list[Completion] = []
         self.recorded: list[Completion] = []  # copies, which the environment can't change
+        self.sessions: dict[str, list[Completion]] = {}  # those of its URL, by the session that a request names
         self.conversations: list[Conversation] = []
 
     @property
@@ -147,7 +148,7 @@ class Policy:
             own = self._asked[name] = copy.copy(self)  # with the same session, clock, deadline and record
             own.sampling = dataclasses.replace(self.sampling, policy=self._policies[name])
             own._policies, own._asked, own._seed, own._draws = {}, {}, f"{self._seed}/{name}", itertools.count()
-            own.secret, own.completions, own.conversations = secrets.token_urlsafe(16), [], []
+            own.secret, own.completions, own.sessions, own.conversations = secrets.token_urlsafe(16), [], {}, []
         return self._asked[name]
 
     async def sample(self, prompt: Prompt, **changes: Any) -> Completion:

@@ -34,6 +34,7 @@ BODY_TIMEOUT_S = 60.0
 BACKLOG = 1024  # TCP connections that wait for `accept`
 LOGPROB_COST = 16  # work per token with log-probabilities, relative to plain text
 ENDED = "there is no such episode, or it has ended"
+SESSION = "X-Session-ID"  # header of an agent's requests, by which `Policy.sessions` separates several agents
 
 
 class _Episode(NamedTuple):
@@ -93,7 +94,8 @@ class Endpoint:
         try:
             secret, _, route = request.path.lstrip("/").partition("/v1/")
             body = await self._read(request) if secret in self._episodes else b""
-            text, kind = await self._serve(request.method, secret, route, body)
+            session = request.headers.get(SESSION, "")
+            text, kind = await self._serve(request.method, secret, route, body, session)
             return web.Response(text=text, content_type=kind)
         except RequestError as error:
             status, kind, message, close = error.status, "invalid_request_error", str(error), error.close
@@ -122,7 +124,7 @@ class Endpoint:
         except Exception as error:  # of aiohttp or of a decompressor
             raise RequestError(400, f"the body can't be read: {' '.join(str(error).split())}", close=True) from None
 
-    async def _serve(self, method: str, secret: str, route: str, body: bytes) -> tuple[str, str]:
+    async def _serve(self, method: str, secret: str, route: str, body: bytes, session: str) -> tuple[str, str]:
         """The answer to a request, and its content type. Raises `RequestError`."""
         episode = self._episodes.get(secret)
         if episode is None:
@@ -138,6 +140,7 @@ class Endpoint:
         except ValueError as error:
             raise RequestError(400, str(error).replace("stop_strings", "stop")) from None
         completions = await self._sample(episode, fields, prompt)
+        episode.policy.sessions.setdefault(session, []).extend(completions)
         cost = LOGPROB_COST if fields.logprobs is not False else 1
         size = cost * sum(len(c.token_ids) for c in completions)
         return await run_in_thread(size, answer_text, fields, completions, self._tokenizer)

@@ -6,6 +6,7 @@ the reward. Before 0.4 `verifiers.load_environment` loads it; from 0.4 on it is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class Loaded:
         try:
             self._environment = verifiers.load_environment(name, **options)
         except Exception as error:
-            raise ConfigError(f"environment.name = 'verifiers:{name}': {' '.join(str(error).split())}") from None
+            raise load_failed(name, error) from None
         self._client = ClientConfig
         self.train = _tasks(name, self._environment.get_dataset())
         self.test = _tasks(name, self._environment.get_eval_dataset())
@@ -68,6 +69,23 @@ class Loaded:
         values = (outcome.get("metrics") or {}).items()
         metrics: dict[str, Any] = {name: float(value) for name, value in values if isinstance(value, int | float)}
         return policy.rollout(outcome["reward"], **metrics)
+
+
+def load_failed(name: str, error: Exception) -> ConfigError:
+    """The error of an environment that can't be loaded, in one line, with the remedy for one of another generation."""
+    import verifiers
+
+    text, cause = " ".join(str(error).split()), " ".join(str(error.__cause__ or "").split())
+    text += f" ({cause})" if cause not in text else ""
+    module = sys.modules.get(name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower())
+    exported = [getattr(module, export, None) for export in getattr(module, "__all__", ())]
+    classic, taskset = hasattr(module, "load_environment"), any(hasattr(one, "toolsets") for one in exported)
+    if hasattr(verifiers, "load_environment"):
+        if taskset and not classic:
+            text = "it is a taskset of verifiers 0.4 and later: pip install 'verifiers>=0.4'"
+    elif classic and not taskset:
+        text = "it is an environment of verifiers before 0.4: pip install 'verifiers<0.4'"
+    return ConfigError(f"environment.name = 'verifiers:{name}': {text}")
 
 
 def _tasks(name: str, rows: Sequence[dict[str, Any]]) -> list[Task]:

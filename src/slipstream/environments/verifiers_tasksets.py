@@ -8,35 +8,39 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from slipstream.config.schema import ConfigError
-from slipstream.environments.base import Policy, Task
-from slipstream.rollout import Rollout
+from slipstream.environments.base import Policy, Task, as_reward
+from slipstream.environments.verifiers import load_failed
+from slipstream.rollout import Completion, Rollout
 from slipstream.runtime.worker import fail_unawaited
 
 
 class PlayedTaskset:
     """The taskset of the installed package `name`. `options` are verifiers' [env], with two more tables.
 
-    `select` chooses the tasks, as verifiers' [select]. `test` changes the other options for held-out tasks; without it,
-    `test` is the training data.
+    `select` chooses the training tasks, as verifiers' [select]. `test` changes the other options for held-out tasks,
+    and may have its own `select`; without it, `test` is the training data.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        given = {**options}
-        changes = given.pop("test", None)
-        self._splits = {"train": Split(name, given)}
-        self.train = self.test = self._splits["train"].tasks
-        if changes is not None:
-            self._splits["test"] = Split(name, _merge(given, changes), "test/")
-            self.test = self._splits["test"].tasks
+        _validate_tables("environment.options", options, "taskset", "select", "test")
+        shared = {option: value for option, value in options.items() if option not in ("select", "test")}
+        select = {"select": options["select"]} if "select" in options else {}
+        self._splits = {"train": Split(name, "environment.options", shared | select)}
+        if "test" in options:
+            _validate_tables("environment.options.test", options["test"], "taskset", "select")
+            changed = _merge(shared, options["test"])
+            self._splits["test"] = Split(name, "environment.options.test", changed, "test")
+        self.train, self.test = (self._splits.get(split, self._splits["train"]).tasks for split in ("train", "test"))
 
-    async def rollout(self, task: Task, policy: Policy) -> Rollout:
-        return await self._splits["test" if task.data["held_out"] else "train"].rollout(task, policy)
+    async def rollout(self, task: Task, policy: Policy) -> list[Rollout]:
+        return await self._splits[task.data["split"]].rollout(task, policy)
 
     async def close(self) -> None:
         for split in self._splits.values():
@@ -46,36 +50,41 @@ class PlayedTaskset:
 class Split:
     """One environment of verifiers, and its tasks. Servers for its agents run from the first episode until `close`."""
 
-    def __init__(self, name: str, options: Mapping[str, Any], prefix: str = "") -> None:
+    def __init__(self, name: str, table: str, options: Mapping[str, Any], split: str = "train") -> None:
         from verifiers.v1 import SelectConfig
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
         given = {**options}
-        where = f"environment.name = 'verifiers:{name}'"
         try:
             select = SelectConfig.model_validate(given.pop("select", {}))
             config = resolve_env_config(_merge(given, {"taskset": {"id": name}}))
             self._environment = load_environment(config)
             taskset = self._environment.taskset.select(select)
             if not taskset.bounded:
-                raise ConfigError(f"{where} has infinitely many tasks; set environment.options.select.limit")
+                raise ConfigError(f"verifiers:{name} has tasks without an end: set {table}.select.limit")
             self._tasks = list(taskset)
+            if not self._tasks:
+                raise ConfigError(f"verifiers:{name} has no tasks; check {table}")
+            self._roles = _validate_agents(config, type(taskset).task_type())
         except ConfigError:
             raise
         except ValidationError as error:
             first = error.errors()[0]
-            option = ".".join(map(str, ("environment.options", *first["loc"])))
+            within = ("select",) if error.title == SelectConfig.__name__ else ()
+            option = ".".join(map(str, (table, *within, *first["loc"])))
             raise ConfigError(f"{option} = {first['input']!r:.60}: {first['msg']}") from None
         except Exception as error:
-            raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
+            raise load_failed(name, error) from None
+        prefix = "test/" if split == "test" else ""
         self.tasks = [
-            Task(f"{name}/{prefix}{task.data.idx}", _prompt(task.data), {"at": at, "held_out": bool(prefix)})
+            Task(f"{name}/{prefix}{task.data.idx}", _prompt(task.data), {"at": at, "split": split})
             for at, task in enumerate(self._tasks)
         ]
         self._serving: asyncio.Task[None] | None = None
         self._served: asyncio.Future[None]  # once they are up
 
-    async def rollout(self, task: Task, policy: Policy) -> Rollout:
+    async def rollout(self, task: Task, policy: Policy) -> list[Rollout]:
+        """A rollout for each agent that is trained. Raises `RuntimeError` for an episode that failed in verifiers."""
         from verifiers.v1 import EvalClientConfig, ModelContext
         from verifiers.v1.types import SamplingConfig
 
@@ -83,13 +92,23 @@ class Split:
         client = EvalClientConfig(base_url=await policy.base_url(), api_key_var="SLIPSTREAM_NEEDS_NO_KEY")
         context = ModelContext(model="policy", client=client, sampling=SamplingConfig())
         episode = await self._environment.run_episode(self._tasks[task.data["at"]], context)
-        for played in (episode, *episode.traces):
-            if not played.ok and played.last_error:
-                raise RuntimeError(f"verifiers: {played.last_error.type}: {played.last_error.message}")
-        trace = episode.traces[0]
+        if not self._environment.complete(episode):
+            errors = [played.last_error for played in (*episode.traces, episode) if played.last_error]
+            raise RuntimeError(
+                f"verifiers: {errors[0].type}: {errors[0].message}" if errors else "verifiers: it failed"
+            )
+        played = [trace for trace in episode.traces if trace.ok and trace.agent.trainable]
+        rollouts = [self._rollout(trace, policy.sessions[trace.id]) for trace in played if trace.id in policy.sessions]
+        if not rollouts:
+            raise RuntimeError("verifiers: no agent that is trained has asked the policy")
+        return rollouts
+
+    def _rollout(self, trace: Any, completions: Sequence[Completion]) -> Rollout:
+        """The completions of an agent, with the rewards and metrics of its trace."""
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward} | trace.metrics
-        metrics: dict[str, Any] = {name: float(value) for name, value in scores.items() if value is not None}
-        return policy.rollout(trace.reward, **metrics)
+        metrics = {name: float(value) for name, value in scores.items() if value is not None}
+        role = trace.agent.name if len(self._roles) > 1 else ""
+        return Rollout(tuple(completions), as_reward(trace.reward), metrics, role=role)
 
     async def close(self) -> None:
         if self._serving:
@@ -114,6 +133,35 @@ class Split:
             if self._served.done():
                 raise
             fail_unawaited(self._served, error)
+
+
+def _validate_agents(config: Any, task: type) -> list[str]:
+    """The names of an environment's agents. Raises `ConfigError` for a sandbox of Prime without a key, and
+    `ValueError` for a harness that can't play the tasks in the agent's runtime."""
+    from verifiers.v1.configs.agent import agent_config_fields
+    from verifiers.v1.utils.compile import validate_pairing
+    from verifiers.v1.utils.loaders import load_harness
+    from verifiers.v1.utils.prime import load_prime_config
+
+    harnesses, agents = config.agent_harnesses(), agent_config_fields(config)
+    for name, agent in agents.items():
+        if agent.runtime.type == "prime" and not (
+            os.environ.get("PRIME_API_KEY") or load_prime_config().get("api_key")
+        ):
+            chat = ', harness = { id = "null" }' if harnesses[name].id == "bash" else ""  # without a shell on this host
+            raise ConfigError(
+                f"environment.options.{name}.runtime is a sandbox of Prime, and PRIME_API_KEY is not set; set it, or "
+                f'another runtime, on this host by {name} = {{ runtime = {{ type = "subprocess" }}{chat} }}'
+            )
+        validate_pairing(load_harness(harnesses[name]), task, agent.runtime)
+    return [*agents]
+
+
+def _validate_tables(table: str, options: Mapping[str, Any], *names: str) -> None:
+    """Raise `ConfigError` for an option of these names that is no table."""
+    for name in names:
+        if not isinstance(options.get(name, {}), Mapping):
+            raise ConfigError(f"{table}.{name} = {options[name]!r:.60}: make it a table of options")
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
