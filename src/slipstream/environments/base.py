@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from slipstream.environments.endpoint import Endpoint
 
 DECODED = 128  # characters to encode that take as long as one token to decode
+SHARED = "shared"  # in place of the episode's secret in `Policy.shared_url`
 OPTIONS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "policy")  # of `Policy.sample`
 
 
@@ -121,7 +122,7 @@ class Policy:
         self._sampled_at, self._refusals = [math.nan], [""]
         self.completions: list[Completion] = []
         self.recorded: list[Completion] = []  # copies, which the environment can't change
-        self.sessions: dict[str, list[Completion]] = {}  # those of its URL, by the session that a request names
+        self.sessions: dict[str, list[Completion]] = {}  # of `open_session`
         self.conversations: list[Conversation] = []
 
     @property
@@ -243,6 +244,20 @@ class Policy:
         if self._endpoint is None:
             raise RuntimeError("this policy has no URL: it belongs to no episode, or its episode has ended")
         return await self._endpoint.open(self)
+
+    async def shared_url(self) -> str:
+        """As `base_url`, the same for all episodes: requests name a session of their episode in X-Session-ID.
+
+        For clients that keep one connection for each URL.
+        """
+        return (await self.base_url()).replace(self.secret, SHARED)
+
+    def open_session(self, session: str) -> None:
+        """Begin a session of this episode, whose name no other episode has: completions of its requests are in
+        `sessions[session]`, apart from those of others."""
+        self.sessions[session] = []
+        if self._endpoint:
+            self._endpoint.open_session(self, session)
 
     def end(self) -> None:
         """End the episode: its URL, if any, returns errors from now on."""

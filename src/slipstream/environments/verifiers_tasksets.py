@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Policy, Task, as_reward
+from slipstream.environments.episode import RolloutFailed
 from slipstream.environments.verifiers import load_failed
 from slipstream.rollout import Completion, Rollout
 from slipstream.runtime.worker import fail_unawaited
@@ -32,25 +33,25 @@ class PlayedTaskset:
         _validate_tables("environment.options", options, "taskset", "select", "test")
         shared = {option: value for option, value in options.items() if option not in ("select", "test")}
         select = {"select": options["select"]} if "select" in options else {}
-        self._splits = {"train": Split(name, "environment.options", shared | select)}
+        self._splits = [Split(name, "environment.options", shared | select)]
         if "test" in options:
             _validate_tables("environment.options.test", options["test"], "taskset", "select")
             changed = _merge(shared, options["test"])
-            self._splits["test"] = Split(name, "environment.options.test", changed, "test")
-        self.train, self.test = (self._splits.get(split, self._splits["train"]).tasks for split in ("train", "test"))
+            self._splits.append(Split(name, "environment.options.test", changed, "test/"))
+        self.train, self.test = self._splits[0].tasks, self._splits[-1].tasks
 
     async def rollout(self, task: Task, policy: Policy) -> list[Rollout]:
-        return await self._splits[task.data["split"]].rollout(task, policy)
+        return await next(split for split in self._splits if task.id in split.played).rollout(task, policy)
 
     async def close(self) -> None:
-        for split in self._splits.values():
+        for split in self._splits:
             await split.close()
 
 
 class Split:
     """One environment of verifiers, and its tasks. Servers for its agents run from the first episode until `close`."""
 
-    def __init__(self, name: str, table: str, options: Mapping[str, Any], split: str = "train") -> None:
+    def __init__(self, name: str, table: str, options: Mapping[str, Any], prefix: str = "") -> None:
         from verifiers.v1 import SelectConfig
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
@@ -62,8 +63,8 @@ class Split:
             taskset = self._environment.taskset.select(select)
             if not taskset.bounded:
                 raise ConfigError(f"verifiers:{name} has tasks without an end: set {table}.select.limit")
-            self._tasks = list(taskset)
-            if not self._tasks:
+            self.played = {f"{name}/{prefix}{task.data.idx}": task for task in taskset}
+            if not self.played:
                 raise ConfigError(f"verifiers:{name} has no tasks; check {table}")
             self._roles = _validate_agents(config, type(taskset).task_type())
         except ConfigError:
@@ -75,32 +76,32 @@ class Split:
             raise ConfigError(f"{option} = {first['input']!r:.60}: {first['msg']}") from None
         except Exception as error:
             raise load_failed(name, error) from None
-        prefix = "test/" if split == "test" else ""
         self.tasks = [
-            Task(f"{name}/{prefix}{task.data.idx}", _prompt(task.data), {"at": at, "split": split})
-            for at, task in enumerate(self._tasks)
+            Task(id, _prompt(task.data), task.data.model_dump(mode="json", exclude={"prompt"}, exclude_defaults=True))
+            for id, task in self.played.items()
         ]
         self._serving: asyncio.Task[None] | None = None
         self._served: asyncio.Future[None]  # once they are up
 
     async def rollout(self, task: Task, policy: Policy) -> list[Rollout]:
-        """A rollout for each agent that is trained. Raises `RuntimeError` for an episode that failed in verifiers."""
+        """A rollout for each agent that is trained. Raises `RolloutFailed` for an episode that failed in verifiers."""
         from verifiers.v1 import EvalClientConfig, ModelContext
         from verifiers.v1.types import SamplingConfig
 
         await self._serve()
-        client = EvalClientConfig(base_url=await policy.base_url(), api_key_var="SLIPSTREAM_NEEDS_NO_KEY")
+        client = EvalClientConfig(base_url=await policy.shared_url(), api_key_var="SLIPSTREAM_NEEDS_NO_KEY")
         context = ModelContext(model="policy", client=client, sampling=SamplingConfig())
-        episode = await self._environment.run_episode(self._tasks[task.data["at"]], context)
+        episode = await self._environment.run_episode(
+            self.played[task.id], context, on_trace=lambda trace: policy.open_session(trace.id)
+        )
         if not self._environment.complete(episode):
             errors = [played.last_error for played in (*episode.traces, episode) if played.last_error]
-            raise RuntimeError(
-                f"verifiers: {errors[0].type}: {errors[0].message}" if errors else "verifiers: it failed"
-            )
+            reason, detail = (errors[0].type, errors[0].message) if errors else ("incomplete episode", "")
+            raise RolloutFailed(reason, f"task {task.id}: verifiers: {detail}")
         played = [trace for trace in episode.traces if trace.ok and trace.agent.trainable]
-        rollouts = [self._rollout(trace, policy.sessions[trace.id]) for trace in played if trace.id in policy.sessions]
+        rollouts = [self._rollout(trace, policy.sessions[trace.id]) for trace in played if policy.sessions[trace.id]]
         if not rollouts:
-            raise RuntimeError("verifiers: no agent that is trained has asked the policy")
+            raise RolloutFailed("no completion", f"task {task.id}: no trainable agent of verifiers asked the policy")
         return rollouts
 
     def _rollout(self, trace: Any, completions: Sequence[Completion]) -> Rollout:
@@ -114,6 +115,7 @@ class Split:
         if self._serving:
             self._serving.cancel()
             [outcome] = await asyncio.gather(self._serving, return_exceptions=True)
+            self._serving = None
             if isinstance(outcome, Exception):
                 raise outcome
 
