@@ -6,7 +6,7 @@ import asyncio
 import re
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -109,27 +109,19 @@ class Judged:
     async def run_rollout(
         self, input: dict[str, Any], client: Any, model: str, sampling_args: dict[str, Any]
     ) -> dict[str, Any]:
-        import aiohttp
-
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(
-                f"{client.api_base_url}/chat/completions",
-                json={"model": model, "messages": input["prompt"], **sampling_args},
-            ) as response,
-        ):
-            said = (await response.json())["choices"][0]["message"]["content"]
+        reply = await client.chat.completions.create(model=model, messages=input["prompt"], **sampling_args)
+        said = reply.choices[0].message.content
         if said == "crash":
             return {"error": "the sandbox is gone", "reward": 0.0}
         return {"reward": float(said == input["answer"]), "metrics": {"exact": said == "2"}, "error": None}
 
 
 def use_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    library, types = ModuleType("verifiers"), ModuleType("verifiers.types")
+    library, clients = ModuleType("verifiers"), ModuleType("verifiers.clients")
     library.load_environment = lambda name, **options: {"judged": Judged}[name]()  # type: ignore[attr-defined]
-    types.ClientConfig = SimpleNamespace  # type: ignore[attr-defined]
+    clients.OpenAIChatCompletionsClient = lambda client: client  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "verifiers", library)
-    monkeypatch.setitem(sys.modules, "verifiers.types", types)
+    monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
 
 
 def test_a_verifiers_environment_samples_through_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
