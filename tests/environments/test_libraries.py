@@ -335,6 +335,7 @@ def test_a_taskset_has_its_own_held_out_tasks_and_names_what_fails(
         ("old-sums", {}, "pip install 'verifiers<0.4'"),
         ("failing-sums", {}, "agent.runtime is a sandbox of Prime, and PRIME_API_KEY is not set"),
         ("failing-sums", {"taskset": {"tusks": 1}}, "environment.options.taskset.tusks = 1"),
+        ("failing-sums", {"taskset": {"id": "x"}}, "environment.options.taskset.id = 'x', and"),
         ("failing-sums", {"select": {"limit": 0}}, "environment.options.select.limit = 0"),
         ("failing-sums", {"test": 1}, "environment.options.test = 1: make it a table"),
         ("failing-sums", {"agent": agent, "taskset": {"tasks": 0}}, "has no tasks; check environment.options"),

@@ -31,6 +31,10 @@ class PlayedTaskset:
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         _validate_tables("environment.options", options, "taskset", "select", "test")
+        if (other := options.get("taskset", {}).get("id", name)) != name:
+            raise ConfigError(
+                f"environment.options.taskset.id = {other!r:.60}, and environment.name is verifiers:{name}"
+            )
         shared = {option: value for option, value in options.items() if option not in ("select", "test")}
         select = {"select": options["select"]} if "select" in options else {}
         self._splits = [Split(name, "environment.options", shared | select)]
