@@ -16,7 +16,7 @@ from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Policy
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.episode import EpisodeOptions, run_episode
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.load import close_environment, load_environment
 from slipstream.rollout import Rollout, Sampling
 from tests.environments.test_conversation import CHATML, Letters, chat_tokenizer
@@ -28,7 +28,9 @@ def play(environment: Any, said: str, template: str | None = CHATML) -> tuple[Ro
     return rollout, prompts
 
 
-def play_roles(environment: Any, *said: str, template: str | None = CHATML) -> tuple[tuple[Rollout, ...], list[str]]:
+def play_roles(
+    environment: Any, *said: str, template: str | None = CHATML, **policies: str
+) -> tuple[tuple[Rollout, ...], list[str]]:
     """A rollout for each role on the first task, and what the policy read."""
     tokenizer = chat_tokenizer(template)
     chat, generator = ChatTokenizer(tokenizer), Letters(tokenizer, *said)
@@ -36,7 +38,7 @@ def play_roles(environment: Any, *said: str, template: str | None = CHATML) -> t
     async def main() -> tuple[Rollout, ...]:
         endpoint = Endpoint(chat)
         try:
-            it = Policy(generator, chat, Sampling(), "0", endpoint)
+            it = Policy(generator, chat, Sampling(), "0", endpoint, policies=policies)
             return await run_episode(environment, environment.train[0], it, EpisodeOptions(30.0))
         finally:
             await endpoint.close()
@@ -309,6 +311,10 @@ def test_each_trained_agent_of_an_episode_has_a_rollout(tmp_path: Path, monkeypa
         "solver": ("1", 1.001),
     }
     assert rollouts[0].metrics == {"right": 0.0, "length": 0.002, "agreed": 2.0, "replies": 1.0}
+    rollouts, _ = play_roles(environment, "0", "22", "1", critic="a", solver="b", user="c")
+    assert [(r.role, r.policy, r.completions[0].text) for r in rollouts] == [("a", "a", "22"), ("b", "b", "1")]
+    with pytest.raises(RolloutFailed, match=r"EnvError: .*policy\['user'\], and the run has critic, solver"):
+        play_roles(environment, "0", "22", "1", critic="a", solver="b")
 
 
 @pytest.mark.verifiers

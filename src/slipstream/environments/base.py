@@ -139,6 +139,11 @@ class Policy:
     def last_refusal(self, message: str) -> None:
         self._refusals[0] = message
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the policies in a run of several."""
+        return [*self._policies]
+
     def __getitem__(self, name: str) -> Policy:
         """The policy of this name, in a run of several. Raises `ConfigError` for an unknown name."""
         if name not in self._policies:

@@ -63,6 +63,7 @@ class Endpoint:
 
     def open_session(self, policy: Policy, session: str) -> None:
         """Serve `policy` to requests that name this session, until `end`."""
+        self._episodes.setdefault(policy.secret, _Episode(policy, set()))
         self._sessions[session] = policy.secret
 
     def end(self, policy: Policy) -> None:

@@ -93,26 +93,36 @@ class Split:
         from verifiers.v1.types import SamplingConfig
 
         await self._serve()
-        client = EvalClientConfig(base_url=await policy.shared_url(), api_key_var="SLIPSTREAM_NEEDS_NO_KEY")
+        url = await (policy[policy.names[0]] if policy.names else policy).shared_url()
+        client = EvalClientConfig(base_url=url, api_key_var="SLIPSTREAM_NEEDS_NO_KEY")
         context = ModelContext(model="policy", client=client, sampling=SamplingConfig())
-        episode = await self._environment.run_episode(
-            self.played[task.id], context, on_trace=lambda trace: policy.open_session(trace.id)
-        )
+        asked: dict[str, Policy] = {}
+
+        def begin(trace: Any) -> None:
+            if trace.agent.config.client.base_url == url:  # not of an agent with a model of its own
+                asked[trace.id] = policy[trace.agent.name] if policy.names else policy
+                asked[trace.id].open_session(trace.id)
+
+        episode = await self._environment.run_episode(self.played[task.id], context, on_trace=begin)
         if not self._environment.complete(episode):
             errors = [played.last_error for played in (*episode.traces, episode) if played.last_error]
             reason, detail = (errors[0].type, errors[0].message) if errors else ("incomplete episode", "")
             raise RolloutFailed(reason, f"task {task.id}: verifiers: {detail}")
-        played = [trace for trace in episode.traces if trace.ok and trace.agent.trainable]
-        rollouts = [self._rollout(trace, policy.sessions[trace.id]) for trace in played if policy.sessions[trace.id]]
+        rollouts = [
+            self._rollout(trace, completions, named=bool(policy.names))
+            for trace in episode.traces
+            if trace.ok and trace.agent.trainable and trace.id in asked
+            if (completions := asked[trace.id].sessions[trace.id])
+        ]
         if not rollouts:
             raise RolloutFailed("no completion", f"task {task.id}: no trainable agent of verifiers asked the policy")
         return rollouts
 
-    def _rollout(self, trace: Any, completions: Sequence[Completion]) -> Rollout:
+    def _rollout(self, trace: Any, completions: Sequence[Completion], named: bool) -> Rollout:
         """The completions of an agent, with the rewards and metrics of its trace."""
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward} | trace.metrics
         metrics = {name: float(value) for name, value in scores.items() if value is not None}
-        role = trace.agent.name if len(self._roles) > 1 else ""
+        role = trace.agent.name if len(self._roles) > 1 and not named else ""  # else its policy's name is the role
         return Rollout(tuple(completions), as_reward(trace.reward), metrics, role=role)
 
     async def close(self) -> None:
