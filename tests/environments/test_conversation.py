@@ -96,7 +96,8 @@ class Letters:
         ids = ids[: sampling.max_tokens]
         spans = (VersionSpan(3, 0, len(ids)),)
         logprobs = tuple(-0.01 * (i + 1) for i in range(len(ids)))
-        return Completion(tuple(prompt_ids), tuple(ids), logprobs, spans, "length" if cut else "stop")
+        reason = "length" if cut else "stop"
+        return Completion(tuple(prompt_ids), tuple(ids), logprobs, spans, reason, policy=sampling.policy)
 
     async def close(self) -> None: ...
 

@@ -201,6 +201,30 @@ def test_concurrent_episodes_do_not_mix() -> None:
     asyncio.run(main())
 
 
+def test_one_url_serves_the_sessions_of_all_episodes() -> None:
+    async def main() -> None:
+        async with served() as it:
+            one, other = it.policy("1"), it.policy("2")
+            url = await one.shared_url()
+            assert url == await other.shared_url()
+            for policy, session in ((one, "solver"), (one, "critic"), (other, "else")):
+                policy.open_session(session)
+
+            async def ask(session: str, n: int = 1) -> int:
+                body, headers = {"messages": said(), "n": n}, {"X-Session-ID": session}
+                async with it.client.post(f"{url}/chat/completions", json=body, headers=headers) as response:
+                    return response.status
+
+            assert [await ask(*each) for each in (("solver",), ("critic", 2), ("else",), ("solver",))] == [200] * 4
+            solver, critic = one.sessions["solver"], one.sessions["critic"]
+            assert one.completions == [solver[0], *critic, solver[1]] and len(critic) == 2
+            assert other.completions == other.sessions["else"] and len(other.completions) == 1
+            one.end()
+            assert [await ask(session) for session in ("solver", "unknown", "else")] == [404, 404, 200]
+
+    asyncio.run(main())
+
+
 def test_concurrent_runs_have_different_ports() -> None:
     async def main() -> None:
         async with served() as one, served() as other:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
-from types import ModuleType, SimpleNamespace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,25 +16,33 @@ from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Policy
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.episode import EpisodeOptions, run_episode
-from slipstream.environments.load import load_environment
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
+from slipstream.environments.load import close_environment, load_environment
 from slipstream.rollout import Rollout, Sampling
 from tests.environments.test_conversation import CHATML, Letters, chat_tokenizer
 
 
 def play(environment: Any, said: str, template: str | None = CHATML) -> tuple[Rollout, list[str]]:
     """The first task, and what the policy read."""
-    tokenizer = chat_tokenizer(template)
-    chat, generator = ChatTokenizer(tokenizer), Letters(tokenizer, said)
+    [rollout], prompts = play_roles(environment, said, template=template)
+    return rollout, prompts
 
-    async def main() -> Rollout:
+
+def play_roles(
+    environment: Any, *said: str, template: str | None = CHATML, **policies: str
+) -> tuple[tuple[Rollout, ...], list[str]]:
+    """A rollout for each role on the first task, and what the policy read."""
+    tokenizer = chat_tokenizer(template)
+    chat, generator = ChatTokenizer(tokenizer), Letters(tokenizer, *said)
+
+    async def main() -> tuple[Rollout, ...]:
         endpoint = Endpoint(chat)
         try:
-            it = Policy(generator, chat, Sampling(), "0", endpoint)
-            [rollout] = await run_episode(environment, environment.train[0], it, EpisodeOptions(30.0))
-            return rollout
+            it = Policy(generator, chat, Sampling(), "0", endpoint, policies=policies)
+            return await run_episode(environment, environment.train[0], it, EpisodeOptions(30.0))
         finally:
             await endpoint.close()
+            await close_environment(environment)
 
     return asyncio.run(main()), [tokenizer.decode(ids) for ids in generator.prompts]
 
@@ -101,27 +111,19 @@ class Judged:
     async def run_rollout(
         self, input: dict[str, Any], client: Any, model: str, sampling_args: dict[str, Any]
     ) -> dict[str, Any]:
-        import aiohttp
-
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(
-                f"{client.api_base_url}/chat/completions",
-                json={"model": model, "messages": input["prompt"], **sampling_args},
-            ) as response,
-        ):
-            said = (await response.json())["choices"][0]["message"]["content"]
+        reply = await client.chat.completions.create(model=model, messages=input["prompt"], **sampling_args)
+        said = reply.choices[0].message.content
         if said == "crash":
             return {"error": "the sandbox is gone", "reward": 0.0}
         return {"reward": float(said == input["answer"]), "metrics": {"exact": said == "2"}, "error": None}
 
 
 def use_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    library, types = ModuleType("verifiers"), ModuleType("verifiers.types")
+    library, clients = ModuleType("verifiers"), ModuleType("verifiers.clients")
     library.load_environment = lambda name, **options: {"judged": Judged}[name]()  # type: ignore[attr-defined]
-    types.ClientConfig = SimpleNamespace  # type: ignore[attr-defined]
+    clients.OpenAIChatCompletionsClient = lambda client: client  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "verifiers", library)
-    monkeypatch.setitem(sys.modules, "verifiers.types", types)
+    monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
 
 
 def test_a_verifiers_environment_samples_through_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,21 +141,213 @@ def test_a_verifiers_environment_samples_through_the_endpoint(monkeypatch: pytes
         loaded("verifiers:other")
 
 
+CLASSIC = """
+import verifiers
+from datasets import Dataset
+
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+async def right(completion, answer, **_):
+    return float(completion[-1]["content"] == answer)
+
+async def length(completion, **_):
+    return len(str(completion)) / 1000
+
+async def used(completion, **_):
+    return float(any(message["role"] == "tool" for message in completion))
+
+def load_environment(tasks=9):
+    rows = Dataset.from_list([{"question": f"1+{i}?", "answer": str(1 + i)} for i in range(tasks)])
+"""
+SINGLE = (
+    CLASSIC
+    + """
+    rubric = verifiers.Rubric(funcs=[right, length], weights=[1.0, 1.0])
+    return verifiers.SingleTurnEnv(dataset=rows, rubric=rubric)
+"""
+)
+TOOLS = (
+    CLASSIC
+    + """
+    return verifiers.ToolEnv(tools=[add], max_turns=2, dataset=rows, rubric=verifiers.Rubric(funcs=[used]))
+"""
+)
+
+TASKSET = """
+import verifiers.v1 as vf
+from openai import AsyncOpenAI
+
+class Sum(vf.TaskData):
+    answer: str
+
+class Sums(vf.TasksetConfig):
+    tasks: int = 9
+
+def sums(kind, config, **more):
+    for i in range(config.tasks):
+        yield kind(Sum(prompt=f"1+{i}?", answer=str(1 + i), **more), config.task)
+"""
+SINGLE_TASKSET = (
+    TASKSET
+    + """
+class Single(vf.Task[Sum]):
+    @vf.reward
+    async def right(self, trace):
+        if trace.last_reply == "crash":
+            raise ValueError("the grader is gone")
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.reward
+    async def length(self, trace):
+        return len(trace.last_reply) / 1000
+
+    @vf.metric
+    async def replies(self, trace):
+        return trace.num_turns
+
+class SingleSums(vf.Taskset[Single, Sums]):
+    def load(self):
+        return sums(Single, self.config, system_prompt="Add.")
+
+class Chat(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    NEEDS_CONTAINER = EXECUTES_CODE = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        messages = [{"role": "system", "content": data.system_prompt}, {"role": "user", "content": data.prompt}]
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            await client.chat.completions.create(model=ctx.model, messages=messages)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+__all__ = ["SingleSums", "Chat"]
+"""
+)
+TOOL_TASKSET = (
+    TASKSET
+    + """
+class Calculator(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    def add(self, a: int, b: int) -> int:
+        "Add two numbers."
+        return a + b
+
+class Calculation(vf.Task[Sum]):
+    @vf.reward
+    async def used(self, trace):
+        return float(any(message.role == "tool" for message in trace.messages))
+
+class ToolSums(vf.Taskset[Calculation, Sums]):
+    def load(self):
+        return sums(Calculation, self.config)
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Calculator(vf.SharedToolsetConfig())]
+
+__all__ = ["ToolSums"]
+
+if __name__ == "__main__":
+    Calculator.run()
+"""
+)
+
+
+ROLES = """
+class RolesConfig(vf.EnvConfig):
+    solver: vf.AgentConfig = vf.AgentConfig()
+    critic: vf.AgentConfig = vf.AgentConfig()
+    user: vf.AgentConfig = vf.AgentConfig()
+
+class Roles(vf.Env[RolesConfig]):
+    async def setup(self, agents):
+        agents.user.trainable = False
+
+    async def run(self, task, agents):
+        for agent in (agents.user, agents.critic, agents.solver):
+            await agent.run(task)
+
+    async def finalize(self, task, episode):
+        episode.by_agent["critic"][0].record_reward("agreed", 2.0)
+
+__all__ += ["Roles"]
+"""
+
+
+def is_classic() -> bool:
+    """Whether the installed verifiers is older than 0.4."""
+    return hasattr(pytest.importorskip("verifiers"), "load_environment")
+
+
 @pytest.mark.verifiers
-def test_a_real_environment_of_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = pytest.importorskip("verifiers")
-    if not hasattr(library, "load_environment"):
-        pytest.skip("verifiers before 0.4 is not installed")
-    from datasets import Dataset
+def test_a_real_environment_of_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    classic = is_classic()
+    (tmp_path / "single_sums.py").write_text(SINGLE if classic else SINGLE_TASKSET)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"tasks": 2} if classic else {"taskset": {"tasks": 2}, "agent": {"runtime": {"type": "subprocess"}}}
+    for said, right in (("1", 1.0), ("3", 0.0)):
+        environment = loaded("verifiers:single-sums", **options)
+        assert len(environment.train) == len(environment.test) == 2
+        rollout, [prompt] = play(environment, said)
+        assert rollout.metrics["right"] == right and rollout.reward == right + rollout.metrics["length"] > right
+        assert "1+0?" in prompt and len(rollout.completions) == 1
 
-    def right(completion: Any, answer: str, **_: Any) -> float:
-        return float(completion[-1]["content"] == answer)
 
-    module = ModuleType("slipstream_sums")
-    rows = [{"question": "1+1?", "answer": "2"}]
-    module.load_environment = lambda: library.SingleTurnEnv(  # type: ignore[attr-defined]
-        dataset=Dataset.from_list(rows), rubric=library.Rubric(funcs=[right])
-    )
-    monkeypatch.setitem(sys.modules, "slipstream_sums", module)
-    environment = loaded("verifiers:slipstream-sums")
-    assert play(environment, "2")[0].reward == 1.0 and play(environment, "3")[0].reward == 0.0
+@pytest.mark.verifiers
+def test_each_trained_agent_of_an_episode_has_a_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_classic():
+        return
+    (tmp_path / "role_sums.py").write_text(SINGLE_TASKSET + ROLES)
+    monkeypatch.syspath_prepend(tmp_path)
+    here = {"runtime": {"type": "subprocess"}}
+    environment = loaded("verifiers:role-sums", solver=here, critic=here, user=here)
+    rollouts, prompts = play_roles(environment, "0", "22", "1")
+    assert len(prompts) == 3 and prompts[0].startswith("<|im_start|>system\nAdd.")
+    assert {r.role: (r.completions[0].text, round(r.reward, 3)) for r in rollouts} == {
+        "critic": ("22", 2.002),
+        "solver": ("1", 1.001),
+    }
+    assert rollouts[0].metrics == {"right": 0.0, "length": 0.002, "agreed": 2.0, "replies": 1.0}
+    rollouts, _ = play_roles(environment, "0", "22", "1", critic="a", solver="b", user="c")
+    assert [(r.role, r.policy, r.completions[0].text) for r in rollouts] == [("a", "a", "22"), ("b", "b", "1")]
+    with pytest.raises(RolloutFailed, match=r"EnvError: .*policy\['user'\], and the run has critic, solver"):
+        play_roles(environment, "0", "22", "1", critic="a", solver="b")
+
+
+@pytest.mark.verifiers
+def test_a_taskset_has_its_own_held_out_tasks_and_names_what_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_classic():
+        return
+    (tmp_path / "failing_sums.py").write_text(SINGLE_TASKSET)
+    (tmp_path / "old_sums.py").write_text(SINGLE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("PRIME_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # without the key of a login
+    agent = {"runtime": {"type": "subprocess"}}
+    held_out = {"taskset": {"tasks": 2}, "select": {"limit": 1}}
+    environment = loaded("verifiers:failing-sums", agent=agent, select={"skip": 3}, test=held_out)
+    assert [task.id for task in environment.train] == [f"failing-sums/{i}" for i in range(3, 9)]
+    assert environment.train[0].prompt[1]["content"] == "1+3?"
+    assert [task.id for task in environment.test] == ["failing-sums/test/0"]
+    with pytest.raises(Exception, match=r"TaskError: .*the grader is gone"):
+        play(environment, "crash")
+    for name, options, message in (
+        ("no-sums", {}, "taskset 'no-sums' not found"),
+        ("old-sums", {}, "pip install 'verifiers<0.4'"),
+        ("failing-sums", {}, "agent.runtime is a sandbox of Prime, and PRIME_API_KEY is not set"),
+        ("failing-sums", {"taskset": {"tusks": 1}}, "environment.options.taskset.tusks = 1"),
+        ("failing-sums", {"taskset": {"id": "x"}}, "environment.options.taskset.id = 'x', and"),
+        ("failing-sums", {"select": {"limit": 0}}, "environment.options.select.limit = 0"),
+        ("failing-sums", {"test": 1}, "environment.options.test = 1: make it a table"),
+        ("failing-sums", {"agent": agent, "taskset": {"tasks": 0}}, "has no tasks; check environment.options"),
+        ("failing-sums", {"agent": agent, "test": {"taskset": {"tasks": 0}}}, "check environment.options.test"),
+        ("failing-sums", {"agent": agent | {"harness": {"id": "codex"}}}, "'codex' needs a container"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+            loaded(f"verifiers:{name}", **options)
+        assert "\n" not in str(raised.value)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from slipstream.environments.endpoint import Endpoint
 
 DECODED = 128  # characters to encode that take as long as one token to decode
+SHARED = "shared"  # in place of the episode's secret in `Policy.shared_url`
 OPTIONS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "policy")  # of `Policy.sample`
 
 
@@ -121,6 +122,7 @@ class Policy:
         self._sampled_at, self._refusals = [math.nan], [""]
         self.completions: list[Completion] = []
         self.recorded: list[Completion] = []  # copies, which the environment can't change
+        self.sessions: dict[str, list[Completion]] = {}  # of `open_session`
         self.conversations: list[Conversation] = []
 
     @property
@@ -137,6 +139,11 @@ class Policy:
     def last_refusal(self, message: str) -> None:
         self._refusals[0] = message
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the policies in a run of several."""
+        return [*self._policies]
+
     def __getitem__(self, name: str) -> Policy:
         """The policy of this name, in a run of several. Raises `ConfigError` for an unknown name."""
         if name not in self._policies:
@@ -147,7 +154,7 @@ class Policy:
             own = self._asked[name] = copy.copy(self)  # with the same session, clock, deadline and record
             own.sampling = dataclasses.replace(self.sampling, policy=self._policies[name])
             own._policies, own._asked, own._seed, own._draws = {}, {}, f"{self._seed}/{name}", itertools.count()
-            own.secret, own.completions, own.conversations = secrets.token_urlsafe(16), [], []
+            own.secret, own.completions, own.sessions, own.conversations = secrets.token_urlsafe(16), [], {}, []
         return self._asked[name]
 
     async def sample(self, prompt: Prompt, **changes: Any) -> Completion:
@@ -242,6 +249,20 @@ class Policy:
         if self._endpoint is None:
             raise RuntimeError("this policy has no URL: it belongs to no episode, or its episode has ended")
         return await self._endpoint.open(self)
+
+    async def shared_url(self) -> str:
+        """As `base_url`, the same for all episodes: requests name a session of their episode in X-Session-ID.
+
+        For clients that keep one connection for each URL.
+        """
+        return (await self.base_url()).replace(self.secret, SHARED)
+
+    def open_session(self, session: str) -> None:
+        """Begin a session of this episode, whose name no other episode has: completions of its requests are in
+        `sessions[session]`, apart from those of others."""
+        self.sessions[session] = []
+        if self._endpoint:
+            self._endpoint.open_session(self, session)
 
     def end(self) -> None:
         """End the episode: its URL, if any, returns errors from now on."""

@@ -17,7 +17,7 @@ from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.config.schema import ConfigError
-from slipstream.environments.base import Policy
+from slipstream.environments.base import SHARED, Policy
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.openai_api import JSON, ROUTES, RequestError, SamplingRequest, answer_text, parse_request
 from slipstream.environments.text_limits import run_in_thread
@@ -34,6 +34,7 @@ BODY_TIMEOUT_S = 60.0
 BACKLOG = 1024  # TCP connections that wait for `accept`
 LOGPROB_COST = 16  # work per token with log-probabilities, relative to plain text
 ENDED = "there is no such episode, or it has ended"
+SESSION = "X-Session-ID"  # header of requests to `Policy.shared_url`
 
 
 class _Episode(NamedTuple):
@@ -47,6 +48,7 @@ class Endpoint:
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._episodes: dict[str, _Episode] = {}
+        self._sessions: dict[str, str] = {}  # the secret of each session's episode
         self._server: asyncio.Task[web.AppRunner] | None = None
         context = tokenizer.limits.context
         self._max_body = max(MIN_BODY_LIMIT, BYTES_PER_TOKEN * context) if context else MAX_BODY
@@ -59,8 +61,15 @@ class Endpoint:
         host, port = (await asyncio.shield(self._server)).addresses[0][:2]
         return f"http://{host}:{port}/{policy.secret}/v1"
 
+    def open_session(self, policy: Policy, session: str) -> None:
+        """Serve `policy` to requests that name this session, until `end`."""
+        self._episodes.setdefault(policy.secret, _Episode(policy, set()))
+        self._sessions[session] = policy.secret
+
     def end(self, policy: Policy) -> None:
         """Stop serving `policy`: abort its requests and answer 404 from now on."""
+        for session in policy.sessions:
+            self._sessions.pop(session, None)
         if episode := self._episodes.pop(policy.secret, None):
             for request in episode.requests:
                 request.cancel()
@@ -92,8 +101,10 @@ class Endpoint:
         secret, close = "", False
         try:
             secret, _, route = request.path.lstrip("/").partition("/v1/")
+            session = request.headers.get(SESSION, "")
+            secret = self._sessions.get(session, "") if secret == SHARED else secret
             body = await self._read(request) if secret in self._episodes else b""
-            text, kind = await self._serve(request.method, secret, route, body)
+            text, kind = await self._serve(request.method, secret, route, body, session)
             return web.Response(text=text, content_type=kind)
         except RequestError as error:
             status, kind, message, close = error.status, "invalid_request_error", str(error), error.close
@@ -122,7 +133,7 @@ class Endpoint:
         except Exception as error:  # of aiohttp or of a decompressor
             raise RequestError(400, f"the body can't be read: {' '.join(str(error).split())}", close=True) from None
 
-    async def _serve(self, method: str, secret: str, route: str, body: bytes) -> tuple[str, str]:
+    async def _serve(self, method: str, secret: str, route: str, body: bytes, session: str) -> tuple[str, str]:
         """The answer to a request, and its content type. Raises `RequestError`."""
         episode = self._episodes.get(secret)
         if episode is None:
@@ -138,6 +149,7 @@ class Endpoint:
         except ValueError as error:
             raise RequestError(400, str(error).replace("stop_strings", "stop")) from None
         completions = await self._sample(episode, fields, prompt)
+        episode.policy.sessions.get(session, []).extend(completions)
         cost = LOGPROB_COST if fields.logprobs is not False else 1
         size = cost * sum(len(c.token_ids) for c in completions)
         return await run_in_thread(size, answer_text, fields, completions, self._tokenizer)
