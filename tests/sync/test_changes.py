@@ -31,6 +31,7 @@ from slipstream.sync.checksum import checksum
 from slipstream.sync.link import ParameterShard
 from slipstream.sync.update import Part, RolledBack, Tensors, Update
 
+CPU = torch.device("cpu")
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 shapes = st.lists(
     st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5
@@ -69,7 +70,7 @@ def change(tensor: Tensor, seed: int, share: float, by: int = 3, far: int = 1000
 def found(old: Tensor, new: Tensor) -> Changes:
     changes = copy_changes(words(old.clone()), words(new))
     assert changes is not None
-    return changes.on_host()
+    return changes
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 3000), share=st.sampled_from([0.0, 0.001, 0.1, 0.35]),
@@ -84,8 +85,8 @@ def test_coded_changes_turn_the_old_words_into_the_new_ones(
     if changes is None:  # so many that the whole is smaller
         assert (words(old) != words(new)).sum() > 0.4 * count
         return
-    ((entry, data),) = entries(memoryview(encode(3, count, changes.on_host(), size)))
-    decoded = decode(entry, data, count, size)
+    ((entry, data),) = entries(memoryview(encode(3, count, changes, size)))
+    decoded = decode(entry, data, count, size, CPU).on_host()
     applied = words(old).clone()
     applied[torch.as_tensor(decoded.indices)] += torch.as_tensor(decoded.differences)
     assert torch.equal(applied, words(new)) and entry.place == 3
@@ -106,7 +107,7 @@ def test_damaged_data_is_refused_or_harmless(
     data: bytes, size: int, number: int, listed: int, low: int, width: int
 ) -> None:
     try:
-        changes = decode(Entry(0, 0, len(data), number, listed, low, width), memoryview(data), 60, size)
+        changes = decode(Entry(0, 0, len(data), number, listed, low, width), memoryview(data), 60, size, CPU)
     except ValueError:
         return
     assert len(changes.indices) == len(changes.differences)
@@ -132,7 +133,7 @@ def coded(number: int, block: Block, old: Tensor, new: Tensor) -> list[bytes]:
     changes = copy_changes(old.clone(), new)
     if changes is None:
         return [entry for segment in block.segments for entry in encode_rows(segment, new.numpy())]
-    return [encode(number, block.length, changes.on_host(), 2)]
+    return [encode(number, block.length, changes, 2)]
 
 
 @given(sizes=shapes, seed=st.integers(0, 10**6), halves=st.booleans(), shares=shares)
@@ -195,7 +196,7 @@ def test_merged_changes_lead_from_the_first_version_to_the_last() -> None:
     versions = [randomly(3, (500,), 2)]
     for seed in range(4):
         versions.append(change(versions[-1], seed, 0.1))
-    first, *others = (found(a, b) for a, b in pairwise(versions))
+    first, *others = (found(a, b).on_host() for a, b in pairwise(versions))
     for other in others:
         first = merge(first, other)
     served = versions[0].clone()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 # A full collection then runs after five million new containers. By default Python runs one after a growth of 25 %, and
-# visits every token of every list. The smaller collections visit 50 and 200 objects: lists of 8,192 tokens among 500 take
-# over ten milliseconds, for which the collection holds the interpreter lock.
+# visits every token of every list. The smaller collections visit 50 and 200 objects: with 500, among them lists of
+# 8,192 tokens, one takes over ten milliseconds, in which no other thread runs.
 THRESHOLDS = (50, 4, 25_000)
 
 

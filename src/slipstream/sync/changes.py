@@ -1,4 +1,4 @@
-"""Changed elements of a block between two versions: found on its device, coded and decoded on the host.
+"""Changed elements of a block between two versions: found, coded and decoded on its device.
 
 Blocks of words (`blocks`) are compared and coded in order. An entry has the indices of a block's changed words by Elias
 and Fano (low bits as they are, high bits in unary), and differences, of one bit each if they are 1 or -1 as usual at a
@@ -8,12 +8,12 @@ small learning rate; or it has all words of some rows of a parameter.
 from __future__ import annotations
 
 import struct
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from slipstream.sync import arrays
@@ -22,13 +22,9 @@ from slipstream.sync.blocks import Block, Segment
 
 DENSE = 0.4  # share of changed elements from which a block is sent whole without coding its changes
 PIECE = 2**18  # words that are compared at a time: they fit the cache
-LOW = {0: None, 8: np.uint8, 16: np.uint16}  # low bits of an index, and their type
+LOW = {0: "u1", 8: "u1", 16: "i2"}  # low bits of an index, and their kind
 HEADER = struct.Struct("<IQQIIBB")
 WHOLE = 255  # in place of the low bits
-THREADS = {"cpu": 1, "cuda": 4}  # that code and decode blocks: the host of a GPU has idle cores
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class Changes(NamedTuple):
@@ -107,21 +103,22 @@ def choose_coding(length: int, count: int, small: Sequence[int], size: int) -> C
 
 
 def encode(block: int, length: int, changes: Changes, size: int) -> bytes:
-    """An entry with the changes of a block of `length` words of `size` bytes, as NumPy's arrays."""
+    """An entry with the changes of a block of `length` words of `size` bytes."""
     indices, differences = changes
-    count, amounts = len(indices), np.abs(differences)
+    count, amounts = len(indices), abs(differences)
     low, width, _, expected = choose_coding(length, count, arrays.to_ints(count_small(changes)), size)
-    unary = np.zeros((length >> low) + count, np.uint8)
-    unary[(indices >> low) + np.arange(count)] = 1
-    listed = np.flatnonzero({0: amounts != 1, 1: amounts >= 128, size: np.zeros(count, np.bool_)}[width])
+    ones = (indices >> low) + arrays.count_up(indices, count)
+    unary = arrays.cast(arrays.count_up(indices, (length >> low) + count) < 0, "u1")
+    unary[ones] = 1
+    listed = arrays.places({0: amounts != 1, 1: amounts >= 128}.get(width, amounts < 0))
     parts = [
-        np.packbits(unary),
-        indices.astype(LOW[low]) if low else unary[:0],
-        differences.astype(f"<i{width}") if width else np.packbits(differences > 0),
-        listed.astype("<u4"),
-        differences[listed].astype(f"<i{size}"),
+        arrays.pack_bits(unary),
+        arrays.cast(indices, LOW[low])[: count if low else 0],
+        arrays.cast(differences, f"i{width}") if width else arrays.pack_bits(differences > 0),
+        arrays.cast(listed, "i4"),
+        arrays.cast(differences[listed], f"i{size}"),
     ]
-    data = b"".join(part.tobytes() for part in parts)
+    data = arrays.to_bytes(parts)
     assert len(data) == expected
     return HEADER.pack(block, 0, len(data), count, len(listed), low, width) + data
 
@@ -156,47 +153,31 @@ def entries(frame: memoryview) -> Iterator[tuple[Entry, memoryview]]:
         at += entry.size
 
 
-def decode(entry: Entry, data: memoryview, length: int, size: int) -> Changes:
+def decode(entry: Entry, data: memoryview, length: int, size: int, device: torch.device) -> Changes:
     """The changes of a block of `length` words of `size` bytes. Raises `ValueError` if `data` contradicts itself."""
     if entry.low not in LOW or entry.width not in (0, 1, size):
         raise ValueError("changes in an unknown coding")
-    bits = (length >> entry.low) + entry.number
-    types = ("u1", f"<u{entry.low // 8 or 1}", f"<i{entry.width or 1}", "<u4", f"<i{size}")
-    counts = (-(-bits // 8), entry.number * (entry.low > 0), entry.number if entry.width else -(-entry.number // 8),
-              entry.listed, entry.listed)  # fmt: skip
-    if sum(np.dtype(kind).itemsize * count for kind, count in zip(types, counts, strict=True)) != len(data):
+    bits, number = (length >> entry.low) + entry.number, entry.number
+    sizes = (-(-bits // 8), number * entry.low // 8, number * entry.width if entry.width else -(-number // 8),
+             4 * entry.listed, size * entry.listed)  # fmt: skip
+    if sum(sizes) != len(data):
         raise ValueError("changes of another length than their header says")
-    parts, at = [], 0
-    for kind, count in zip(types, counts, strict=True):
-        parts.append(np.frombuffer(data, kind, count, at))
-        at += parts[-1].nbytes
-    unary, lows, small, listed, values = parts
-    high = np.flatnonzero(np.unpackbits(unary, count=bits).view(np.bool_))
-    if len(high) != entry.number or (listed >= entry.number).any():
-        raise ValueError(f"{len(high)} indices for {entry.number} differences")
-    indices = (high - np.arange(entry.number)).astype(np.int32) << entry.low
+    raw, ends = arrays.from_bytes(data, device), [*accumulate(sizes)]
+    unary, lows, small, listed, values = (raw[end - size : end] for size, end in zip(sizes, ends, strict=True))
+    high, listed = arrays.places(arrays.unpack_bits(unary, bits)), arrays.view(listed, "i4")
+    if len(high) != number or ((listed < 0) | (listed >= number)).any():
+        raise ValueError(f"{len(high)} indices for {number} differences")
+    indices = arrays.cast(high - arrays.count_up(high, number), "i4") << entry.low
     if entry.low:
-        indices |= lows
-    if (indices >= length).any() or (np.diff(indices) <= 0).any():
+        indices |= arrays.cast(arrays.view(lows, LOW[entry.low]), "i4") & (1 << entry.low) - 1
+    if ((indices < 0) | (indices >= length)).any() or (indices[1:] <= indices[:-1]).any():
         raise ValueError("a change of an element that the block does not have")
     if entry.width:
-        differences = small.astype(f"<i{size}")
+        differences = arrays.cast(arrays.view(small, f"i{entry.width}"), f"i{size}")
     else:
-        differences = 2 * np.unpackbits(small.view(np.uint8), count=entry.number).astype(f"<i{size}") - 1
-    differences[listed] = values
+        differences = 2 * arrays.cast(arrays.unpack_bits(small, number), f"i{size}") - 1
+    differences[arrays.cast(listed, "i8")] = arrays.view(values, f"i{size}")
     return Changes(indices, differences)
-
-
-def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """The results of `function` in the order of `items`, of which at most `threads` are taken in advance."""
-    with ThreadPoolExecutor(threads) as pool:
-        pending = deque[Future[Result]]()
-        for item in items:
-            pending.append(pool.submit(function, item))
-            while pending and (len(pending) == threads or pending[0].done()):
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
 
 
 def merge(first: Changes, second: Changes) -> Changes:

@@ -1,11 +1,11 @@
-"""Codes the changed blocks of one version in threads, for the `delta` link."""
+"""Codes the changed blocks of one version in a thread, for the `delta` link."""
 
 from __future__ import annotations
 
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +15,12 @@ from slipstream.sync import arrays
 from slipstream.sync.blocks import Block
 from slipstream.sync.changes import (
     HEADER,
-    THREADS,
     Changes,
     choose_coding,
     count_small,
     encode,
     encode_rows,
     entries_of,
-    map_in_threads,
 )
 from slipstream.sync.frames import PLAIN, Stream
 
@@ -96,8 +94,8 @@ class Coder:
 
     def _code(self) -> None:
         entries, size = [PLAIN], 0
-        for coded in map_in_threads(self._entries, self._take_blocks(), THREADS[self._device.type]):
-            for entry in coded:
+        while self._blocks:
+            for entry in self._entries(self._blocks.popleft()):  # to free its memory once it is coded
                 entries.append(entry)
                 size += len(entry)
                 if size >= FRAME:
@@ -106,10 +104,6 @@ class Coder:
         if size:
             self._stream.add(b"".join(entries))
 
-    def _take_blocks(self) -> Iterator[_BlockChanges]:
-        while self._blocks:
-            yield self._blocks.popleft()  # to free its memory once it is coded
-
     @torch.no_grad()
     def _entries(self, changed: _BlockChanges) -> list[bytes]:
         number, block, words, changes = changed
@@ -117,4 +111,4 @@ class Coder:
             if changes is None:
                 whole = arrays.on_host(words)
                 return [entry for segment in block.segments for entry in encode_rows(segment, whole)]
-            return [encode(number, block.length, changes.on_host(), words.element_size())]
+            return [encode(number, block.length, changes, words.element_size())]

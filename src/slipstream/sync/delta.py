@@ -32,7 +32,7 @@ from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import address_towards, own_address
 from slipstream.sync.blocks import Block, divide, gather
-from slipstream.sync.changes import THREADS, Changes, copy_changes, map_in_threads
+from slipstream.sync.changes import Changes, copy_changes
 from slipstream.sync.checksum import checksum
 from slipstream.sync.coder import Coder
 from slipstream.sync.delta_sources import ChangeSource, WeightsSource
@@ -293,9 +293,8 @@ class DeltaReceiver(Receiver):
         try:
             base = stream.wait_header()["base"]
             update = Update(self._tensors, base is None, 1 if base is None else handle["state"] - base)
-            frames = map(unpack, stream.take())
-            for decoded in map_in_threads(update.decode, frames, THREADS[self._device.type]):
-                update.add(decoded)
+            for frame in stream.take():
+                update.add(update.decode(unpack(frame)))
         except Refused as error:
             raise Superseded(f"version {handle['version']} did not arrive: {error}") from None
         except BaseException:

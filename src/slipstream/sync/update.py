@@ -118,6 +118,7 @@ class Tensors:
             for segment in block.segments:
                 self.segments[segment.parameter].append((segment, number))
         self.word = self.numbered[0].words.element_size() if parts else 1
+        self.device = self.numbered[0].words.device if parts else torch.device("cpu")
         held = [part.words for part in self.numbered if part.words.numel()]
         self.memory: Tensor | None = None
         if held and isinstance(arrays.as_array(held[0]), Tensor):
@@ -147,7 +148,7 @@ class Tensors:
         return self.numbered[segment.parameter].words_of(place.low, place.high)
 
     def stage(self, number: int, changes: Changes) -> list[_Changed]:
-        """Stage changes of a block, given as NumPy's arrays."""
+        """Stage changes of a block."""
         block = self.blocks[number]
         if self.memory is None:
             return list(self._stage_segments(block, changes))
@@ -260,7 +261,7 @@ class Update:
     def _decode(self, entry: Entry, data: memoryview) -> Changes:
         if entry.place >= len(self._tensors.blocks):
             raise ValueError("an entry of a block that does not exist")
-        return decode(entry, data, self._tensors.blocks[entry.place].length, self._tensors.word)
+        return decode(entry, data, self._tensors.blocks[entry.place].length, self._tensors.word, self._tensors.device)
 
     def add(self, decoded: Sequence[tuple[Entry, memoryview | Changes]]) -> None:
         """Stage what the tensors hold of these entries. Raises `ValueError` for a wrong one."""
@@ -290,13 +291,14 @@ class Update:
     def _add_changes(self, number: int, changes: Changes) -> None:
         block = self._tensors.blocks[number]
         if any(segment in self._replaced for segment in block.segments):
-            for segment, part in split(block, changes):
+            for segment, part in split(block, changes.on_host()):
                 if segment in self._replaced:
                     self._replaced[segment].add(part)
         else:
-            if number in self._earlier:
-                changes = merge(self._earlier[number], changes)
             if self._several:
+                changes = changes.on_host()
+                if number in self._earlier:
+                    changes = merge(self._earlier[number], changes)
                 self._earlier[number] = changes
             self._changed[number] = self._tensors.stage(number, changes)
 
