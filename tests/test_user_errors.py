@@ -42,6 +42,9 @@ class NoTrain:
     test = tasks
     async def rollout(self, task, policy): ...
 class NoRollout: train = test = tasks
+class Alone:
+    train = test = tasks
+    async def rollout(self): ...
 class Empty:
     train = test = []
     async def rollout(self, task, policy): ...
@@ -204,6 +207,12 @@ CORPUS = {
     TRAIN + "--generator.device=": 'generator.device = "": it must be "auto"',
     TRAIN + "--generator.replicas=0": "generator.replicas = 0: it must be greater than or equal to 1",
     TRAIN + "--trainer.ranks=-2": "trainer.ranks = -2: it must be greater than or equal to 1",
+    TRAIN
+    + "--generator.replicas=5000": "generator.replicas = 5000 are more engines than a run can start; give at most",
+    TRAIN
+    + "--generator.max_num_seqs=1000000": "generator.max_num_seqs = 1000000: it must be less than or equal to 655",
+    TRAIN + "--loop.group_size=1000000000000": "group_size = 1000000000000: it must be less than or equal to 65536",
+    TRAIN + "--trainer.threads=100000": "trainer.threads = 100000: it must be less than or equal to 4096",
     TRAIN + "--generator.threads=1.5": "generator.threads = 1.5: it must be a whole number",
     TRAIN + "--generator.engine=vllm --generator.tensor_parallel_size=2": "_size = 2, but there are 0 GPUs here",
     TRAIN + "--sync.link=nccl_direct": "is vLLM's own; set generator.engine",
@@ -254,6 +263,7 @@ CORPUS = {
     EVAL + "envs.py:number": "has no 'train'; an environment needs it",
     EVAL + "envs.py:NoTrain": "has no 'train'; an environment needs it",
     EVAL + "envs.py:NoRollout": "has no 'rollout'; an environment needs it",
+    EVAL + "envs.py:Alone": "rollout can't be called with 2 arguments (too many positional arguments); write `async",
     EVAL + "envs.py:Empty": "has no training tasks",
     EVAL + "envs.py:Needs": "environment.options.size must be set: envs.py:Needs needs it",
     EVAL + "code": "environment.options.train is not set; give a JSONL file",
@@ -263,6 +273,7 @@ CORPUS = {
     EVAL + "envs.py:three": "takes 3 arguments; write `async def rollout(task, policy)`",
     EVAL + "envs.py:policy_sync": "write it as `async def`",
     EVAL + "envs.py:reward": "environment.dataset is not set; a function needs dataset = FILE",
+    EVAL + "envs.py:reward --environment.dataset=gone.jsonl": "dataset 'gone.jsonl': there is no such file",
     EVAL + "addition --environment.options.digits=0": "environment.options.digits = 0 can't be; give 1 to 9",
     EVAL + "gsm8k --environment.options.data=gone/": "dataset 'gone/': there is no such file or directory",
     EVAL + "gsm8k --environment.options.data=tasks.csv": "tasks.csv, row 1: not a task: it has no column 'question'",

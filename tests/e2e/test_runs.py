@@ -475,6 +475,7 @@ def test_groups_without_signal_are_warned_of_once(model: Path, tmp_path: Path) -
 
 
 HELD_OUT = """
+import time
 from slipstream.environments.base import Task
 
 class Some:
@@ -487,6 +488,11 @@ class Some:
 
 class None_(Some):
     bad = tuple("012345")
+
+class Blocks(Some):
+    async def rollout(self, task, policy):
+        await policy.sample(task.prompt)
+        return time.sleep(3600 * (task.id == "3")) or 1.0
 
 class Empty(Some):
     test = []
@@ -514,6 +520,8 @@ def test_an_evaluation_says_why_episodes_failed_and_fails_if_all_did(
     status, out, err = evaluated("None_")
     assert status == 1 and not out
     assert err.splitlines()[-1].startswith("slipstream: all 6 held-out tasks failed, the last with: KeyError: 'no")
+    status, out, err = evaluated("Blocks", "--environment.timeout=10")
+    assert status == 0 and "(1 failed: blocked the event loop 1)" in out
     status, out, err = evaluated("Empty")
     assert status == 2 and "there is nothing to evaluate on" in err
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from slipstream.config import engine_args
 from slipstream.config.environment_checks import environment_faults, sampling_faults
 from slipstream.config.policy_checks import policy_faults
-from slipstream.config.schema import DEVICE, NO_DEVICE, SECTIONS, Config, TeacherConfig
+from slipstream.config.schema import AUTO, DEVICE, MAX_WORKERS, NO_DEVICE, SECTIONS, Config, TeacherConfig
 from slipstream.config.toml import is_writable, to_toml
 
 TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
@@ -181,6 +181,8 @@ CHECKS: tuple[Check, ...] = (
         (lambda c: c.lora.rank, "{lora.rank}", "set it to 0"),
         (lambda c: c.model.dtype not in ("bfloat16", "auto"), "{model.dtype}", 'set it to "bfloat16"'),
     ),
+    (lambda c: MAX_WORKERS < c.generator.replicas < AUTO,
+     f"{{generator.replicas}} are more engines than a run can start; give at most {MAX_WORKERS}"),
     (lambda c: c.generator.min_replicas > c.generator.replicas,
      "{generator.min_replicas} engines can't be alive of {generator.replicas}; lower the one or raise the other"),
     (lambda c: c.sync.link == "lora" and not c.serves_adapters,

@@ -99,6 +99,13 @@ def _validate(environment: Any, name: str) -> None:
     for attribute in ("train", "test", "rollout"):
         if not hasattr(environment, attribute):
             raise ConfigError(f"environment.name = {name!r} has no {attribute!r}; an environment needs it")
+    try:
+        inspect.signature(environment.rollout).bind("task", "policy")
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.name = {name!r}: rollout can't be called with 2 arguments ({error}); write "
+            "`async def rollout(self, task, policy)`"
+        ) from None
     for split in ("train", "test"):
         tasks = getattr(environment, split)
         if not hasattr(tasks, "__len__") or not hasattr(tasks, "__getitem__"):

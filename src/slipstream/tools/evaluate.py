@@ -28,6 +28,7 @@ from slipstream.controller.launch import start_generators
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
+from slipstream.environments.episode import EventLoopWatchdog, blocked_limit
 from slipstream.environments.load import LoadedEnvironment, close_environment, load_environments
 from slipstream.environments.reward_workers import cores
 from slipstream.errors import RunError
@@ -143,7 +144,8 @@ async def _play(
         if scoring:
             await scoring.start()
         slots = EpisodeSlots(config.environment.max_concurrent or 2 * pool.max_num_seqs)
-        with Interrupts():
+        limit = min(environment.options.timeout for environment in environments)
+        with Interrupts(), EventLoopWatchdog(blocked_limit(limit)):
             record = await evaluate(config, environments, pool, tokenizer, endpoint, scoring, slots, played=played)
     if dead := pool.dead:
         raise dead
