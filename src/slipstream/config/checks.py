@@ -16,6 +16,7 @@ from slipstream.config import engine_args
 from slipstream.config.environment_checks import environment_faults, sampling_faults
 from slipstream.config.policy_checks import policy_faults
 from slipstream.config.schema import AUTO, DEVICE, MAX_WORKERS, NO_DEVICE, SECTIONS, Config, TeacherConfig
+from slipstream.config.section import is_url
 from slipstream.config.toml import is_writable, to_toml
 
 TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
@@ -156,10 +157,6 @@ def _truncates(config: Config) -> bool:
     return any(sampling.top_k or sampling.top_p < 1 for sampling in config.each_sampling)
 
 
-def _urls(config: Config) -> list[Any]:
-    return [urlsplit(url) for url in config.generator.servers]
-
-
 COPY_CONFLICTS: tuple[Conflict, ...] = (  # of `trainer.keep_compute_copy = false`
     (lambda c: c.trainer.ranks > 1, '{trainer.ranks}, which keep none with "fsdp"', "leave it out"),
     (lambda c: c.trainer.parallel != "fsdp", "{trainer.parallel}", "leave that out"),
@@ -284,9 +281,10 @@ CHECKS: tuple[Check, ...] = (
         lambda c: c.generator.servers, "generator.servers",
         (lambda c: c.generator.engine != "vllm", "{generator.engine}", 'set it to "vllm"'),
         (lambda c: c.generator.replicas != len(c.generator.servers), "{generator.replicas}", "leave it out"),
-        (lambda c: not all(u.scheme in ("http", "https") and u.netloc for u in _urls(c)),
+        (lambda c: not all(map(is_url, c.generator.servers)),
          "servers = {=generator.servers}", "each is a URL such as http://host:8000"),
-        (lambda c: len({u.netloc for u in _urls(c)}) < len(_urls(c)), "servers = {=generator.servers}",
+        (lambda c: len({urlsplit(url).netloc for url in c.generator.servers}) < len(c.generator.servers),
+         "servers = {=generator.servers}",
          "name each once"),
         *((lambda c, n=n: _changed(c, n), n, "give it to `vllm serve` instead")
           for n in ("generator.tensor_parallel_size", "generator.gpu_memory_utilization", "generator.engine_args",

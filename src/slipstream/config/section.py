@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,6 +28,15 @@ def option(default: Any, description: str, **bounds: Any) -> Any:
     if type(default) is int:
         bounds.setdefault("le", MAX_INT)
     return Field(default, description=description, validate_default=True, **bounds)
+
+
+def is_url(text: str) -> bool:
+    """Whether the text is an HTTP URL with a host."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of brackets, or of a port above 65535
+        return False
 
 
 Options = TypeVar("Options", bound=Section)
