@@ -7,11 +7,14 @@ logs/
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -30,6 +33,7 @@ try:
 except ImportError:  # on Windows
     raise ConfigError(NO_SYSTEM) from None
 
+LOCKING_S = 60.0  # after which a process has locked what it created
 PARTIAL, DAMAGED = ".partial", ".damaged"
 READY = "ready"  # key of the state that names the file of ready groups
 STEP = "step_"  # and a number: the name of a complete checkpoint
@@ -156,6 +160,33 @@ def lock(path: Path, mode: str = "w") -> IO[str]:
         file.close()
         raise
     return file
+
+
+@contextmanager
+def scratch_directory(command: str) -> Iterator[Path]:
+    """A temporary directory for a command without a run. After an exception, which may name a log, its `logs` stay.
+
+    Removes the directories that killed commands of this user left: no process holds their locks.
+    """
+    prefix = f"slipstream-{command}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is locked, or has no lock: its logs were kept
+            if left.lstat().st_uid == os.getuid() and time.time() - (left / "lock").stat().st_mtime > LOCKING_S:
+                with lock(left / "lock", "r+"):
+                    shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    with lock(folder / "lock"):
+        kept = ""
+        try:
+            yield folder
+        except Exception:
+            kept = "logs"
+            raise
+        finally:
+            for path in [path for path in folder.iterdir() if path.name != kept]:
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+            with contextlib.suppress(OSError):  # logs are kept
+                folder.rmdir()
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:

@@ -6,8 +6,6 @@ Starts the engines alone, without a trainer, so that they get all GPUs that the 
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -43,6 +41,7 @@ from slipstream.observe.recorder import write_rollouts
 from slipstream.rollout import Batch, Group
 from slipstream.runtime.closing import closing, run_bounded
 from slipstream.runtime.placement import place, resolve_auto
+from slipstream.runtime.run_directory import scratch_directory
 from slipstream.runtime.runtime import current_runtime, open_runtime
 from slipstream.scoring.load import load_scoring
 from slipstream.tools.export import merge_adapter
@@ -155,19 +154,16 @@ async def _play(
 @asynccontextmanager
 async def _engines(config: Config) -> AsyncIterator[GeneratorPool]:
     """The started engines of the configuration. Their logs are removed unless there is an error, which may name one."""
-    runtime, folder = current_runtime(), Path(tempfile.mkdtemp(prefix="slipstream-eval-"))
+    runtime = current_runtime()
     placement = place(config, runtime.gpus)
     runtime.reserve(config, placement)
-    try:
+    with scratch_directory("eval") as folder:
         if config.generator.engine == "vllm" and adapter_config(config.model.path):
             merge_adapter(Path(config.model.path), folder / "model", requantize=True)
             config = with_options(config, model=config.model.model_dump() | {"path": str(folder / "model")})
         pool = await start_generators(config, folder, placement)
         async with closing(pool.close):
             yield pool
-    finally:
-        shutil.rmtree(folder / "model", ignore_errors=True)
-    shutil.rmtree(folder)
 
 
 def describe(evaluation: Evaluation) -> str:
