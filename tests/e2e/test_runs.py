@@ -393,6 +393,8 @@ def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path
     assert "warning: 1 of 20 training tasks are left out" in said and "task 7 (5000 tokens)" in said
     last = "failed in each of 4 tries, the last with: KeyError: 'no answer'"
     assert f"warning: task 3 is left out from now on: it {last}" in said
+    blocked = r"warning: an episode blocked the event loop: it held up all others for 1 s at \S+broken\.py, line \d+"
+    assert len(re.findall(blocked, said)) == 1
     summary = json.loads((tmp_path / "some" / "summary.json").read_text())
     assert summary["steps"] == 6
     assert summary["tasks_retired"] == {"7": "prompt of 5000 tokens", "3": "KeyError"}
@@ -522,6 +524,7 @@ def test_an_evaluation_says_why_episodes_failed_and_fails_if_all_did(
     assert err.splitlines()[-1].startswith("slipstream: all 6 held-out tasks failed, the last with: KeyError: 'no")
     status, out, err = evaluated("Blocks", "--environment.timeout=10")
     assert status == 0 and "(1 failed: blocked the event loop 1)" in out
+    assert re.search(r"blocked the event loop: it held up all others for 1 s at \S+held.py, line \d+; await there", err)
     status, out, err = evaluated("Empty")
     assert status == 2 and "there is nothing to evaluate on" in err
 

@@ -5,7 +5,9 @@ Starts the engines alone, without a trainer, so that they get all GPUs that the 
 
 from __future__ import annotations
 
+import asyncio
 import re
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.evaluation import evaluate, held_out_tasks
 from slipstream.controller.evaluation_record import PlayedTask, all_failed, describe_failures
 from slipstream.controller.launch import start_generators
+from slipstream.controller.rollouts import report_slow_episodes
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
@@ -144,8 +147,13 @@ async def _play(
             await scoring.start()
         slots = EpisodeSlots(config.environment.max_concurrent or 2 * pool.max_num_seqs)
         limit = min(environment.options.timeout for environment in environments)
-        with Interrupts(), EventLoopWatchdog(blocked_limit(limit)):
-            record = await evaluate(config, environments, pool, tokenizer, endpoint, scoring, slots, played=played)
+        note = partial(print, "slipstream:", file=sys.stderr)
+        slow = asyncio.create_task(report_slow_episodes(slots, note))
+        try:
+            with Interrupts(), EventLoopWatchdog(blocked_limit(limit), note):
+                record = await evaluate(config, environments, pool, tokenizer, endpoint, scoring, slots, played=played)
+        finally:
+            slow.cancel()
     if dead := pool.dead:
         raise dead
     return record
