@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from slipstream.config import engine_args
 from slipstream.config.environment_checks import environment_faults, sampling_faults
 from slipstream.config.policy_checks import policy_faults
-from slipstream.config.schema import AUTO, DEVICE, MAX_WORKERS, NO_DEVICE, SECTIONS, Config, TeacherConfig
-from slipstream.config.section import is_url
+from slipstream.config.schema import AUTO, DEVICE, NO_DEVICE, SECTIONS, Config, TeacherConfig
+from slipstream.config.section import MAX_WORKERS, is_url
 from slipstream.config.toml import is_writable, to_toml
 
 TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")

@@ -12,11 +12,10 @@ from pydantic_core import PydanticCustomError
 from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
 from slipstream.config.environments import EnvironmentConfig, SamplingConfig
 from slipstream.config.lora import LoraConfig as LoraConfig
-from slipstream.config.section import MAX_INT, Section, option
+from slipstream.config.section import MAX_INT, MAX_SEQUENCES, MAX_WORKERS, Section, option
 from slipstream.config.section import ConfigError as ConfigError
 
 AUTO = MAX_INT  # "auto" as a number
-MAX_WORKERS, MAX_SEQUENCES = 2**12, 2**16  # processes or threads of a kind, and groups of a step or rollouts of a group
 DEVICE = re.compile(r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
 NO_DEVICE = 'it must be "auto", "cpu", "cuda" or "cuda:N": Slipstream computes on CPUs and on CUDA GPUs'
 

@@ -33,6 +33,7 @@ from slipstream.rollout import Rollout
 from slipstream.runtime.closing import abandon, gather_all
 from slipstream.runtime.worker import succeeded
 
+EVENTS = asyncio.events.__file__  # of the frame that calls a task's step
 AGAIN_S = 0.01  # after which an ignored interruption is raised again
 MAX_REWARD = 1e12  # absolute value; float32 has to hold the squares of advantages
 MAX_REWARD_ERRORS_IN_A_ROW = 512  # a weak policy may give only malformed answers for a while
@@ -251,6 +252,15 @@ def blocked_limit(timeout: float) -> float:
     return min(timeout, 5.0, max(1.0, timeout / 10))
 
 
+def _users_line(frame: FrameType | None) -> str:
+    """File and line of the innermost frame of the user's code in an asyncio task; "" without one."""
+    while frame and frame.f_code.co_filename != EVENTS:
+        if not frame.f_code.co_filename.startswith((PACKAGE, STANDARD_LIBRARY)):
+            return f" at {frame.f_code.co_filename}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 class EventLoopWatchdog:
     """Interrupts an episode that blocks the event loop (a `time.sleep`, a busy loop) for longer than `limit` seconds.
 
@@ -286,12 +296,9 @@ class EventLoopWatchdog:
 
     def _on_alarm(self, _number: int, frame: FrameType | None) -> None:
         if CURRENT_EPISODE.get():
-            while frame and frame.f_code.co_filename.startswith((PACKAGE, STANDARD_LIBRARY)):
-                frame = frame.f_back
-            where = f" at {frame.f_code.co_filename}, line {frame.f_lineno}" if frame else ""
             blocked = EpisodeBlocked(
-                f"it held up all others for {self._limit:g} s{where}; await there, or use asyncio.to_thread or "
-                "environment.workers"
+                f"it held up all others for {self._limit:g} s{_users_line(frame)}; await there, or use "
+                "asyncio.to_thread or environment.workers"
             )
             if not self._warned:
                 self._warned = True
