@@ -91,7 +91,7 @@ class LoopConfig(Section):
 
     steps: int = option(100, "Optimizer steps.", ge=1)
     max_tokens: int = option(0, "Trained tokens that end the run, unless loop.steps does; 0: no limit.", ge=0)
-    groups_per_step: int = option(8, "Groups (tasks) that one step trains on.", ge=1, le=MAX_SEQUENCES)
+    groups_per_step: int = option(8, "Groups (tasks) that one step trains on.", ge=1)
     group_size: int = option(8, "Rollouts per task; advantages compare them with each other.", ge=2, le=MAX_SEQUENCES)
     max_lag: int = option(
         1,

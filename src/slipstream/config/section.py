@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from slipstream.errors import InvalidInput
 
 MAX_INT = 2**63 - 1  # of TOML, of torch and of a seed
-MAX_WORKERS, MAX_SEQUENCES = 2**12, 2**16  # processes or threads of a kind, and groups of a step or rollouts of a group
+MAX_WORKERS, MAX_SEQUENCES = 2**12, 2**16  # processes or threads of a kind; rollouts of a group, sequences of an engine
 
 
 class ConfigError(InvalidInput):
