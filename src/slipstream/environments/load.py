@@ -99,13 +99,6 @@ def _validate(environment: Any, name: str) -> None:
     for attribute in ("train", "test", "rollout"):
         if not hasattr(environment, attribute):
             raise ConfigError(f"environment.name = {name!r} has no {attribute!r}; an environment needs it")
-    try:
-        inspect.signature(environment.rollout).bind("task", "policy")
-    except TypeError as error:
-        raise ConfigError(
-            f"environment.name = {name!r}: rollout can't be called with 2 arguments ({error}); write "
-            "`async def rollout(self, task, policy)`"
-        ) from None
     for split in ("train", "test"):
         tasks = getattr(environment, split)
         if not hasattr(tasks, "__len__") or not hasattr(tasks, "__getitem__"):
@@ -125,6 +118,13 @@ def _validate(environment: Any, name: str) -> None:
                 )
     if not len(environment.train):
         raise ConfigError(f"environment.name = {name!r} has no training tasks; check environment.options")
+    try:
+        inspect.signature(environment.rollout).bind("task", "policy")
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.name = {name!r}: rollout can't be called with 2 arguments ({error}); write "
+            "`async def rollout(self, task, policy)`"
+        ) from None
 
 
 def _construct(kind: type, config: EnvironmentConfig, from_name: dict[str, str]) -> Any:
