@@ -42,6 +42,9 @@ class NoTrain:
     test = tasks
     async def rollout(self, task, policy): ...
 class NoRollout: train = test = tasks
+class Alone:
+    train = test = tasks
+    async def rollout(self): ...
 class Empty:
     train = test = []
     async def rollout(self, task, policy): ...
@@ -94,6 +97,7 @@ CORPUS = {
     "train --resume nothing": "nothing holds no run to resume",
     "train --resume run.toml": "run.toml holds no run to resume",
     "train --resume run": "not valid TOML",
+    "train --resume unfinished --run.dir other": "run.dir = 'other' does nothing with --resume: the run stays in unf",
     "train gone.toml": "gone.toml: No such file or directory; give the path of a TOML file",
     "train nothing": "nothing: Is a directory; give the path of a TOML file",
     "train latin.toml": "latin.toml: not UTF-8 at byte 19; save it as UTF-8",
@@ -174,6 +178,10 @@ CORPUS = {
     "study lag run.toml --lags 1,1": "--lags 1,1 is no list of different whole numbers",
     "study lag run.toml --corrections zz": "zz is unknown; give default, none, importance",
     "study lag run.toml --seeds 0": "--seeds 0: give at least 1 of each",
+    "study lag run.toml --loop.max_tokens 9 --seeds 100000000": "--seeds 100000000: give at least 1 of each, and at",
+    "study lag run.toml --loop.max_tokens 9 --target nan": "--target nan: give a finite number",
+    "study lag run.toml --loop.max_tokens 9 --dir run.toml": "--dir run.toml: File exists; name another directory",
+    "config run.toml --environment.workers=100000": "environment.workers = 100000: it must be less than or equal to",
     "study lag run.toml --loop.max_lag 2": "--loop.max_lag is set by the study; give --lags",
     "study lag --draw --dir gone": "gone/lag.json holds no study",
     "study lag --draw --dir run.toml": "run.toml/lag.json holds no study",
@@ -204,6 +212,12 @@ CORPUS = {
     TRAIN + "--generator.device=": 'generator.device = "": it must be "auto"',
     TRAIN + "--generator.replicas=0": "generator.replicas = 0: it must be greater than or equal to 1",
     TRAIN + "--trainer.ranks=-2": "trainer.ranks = -2: it must be greater than or equal to 1",
+    TRAIN
+    + "--generator.replicas=5000": "generator.replicas = 5000 are more engines than a run can start; give at most",
+    TRAIN
+    + "--generator.max_num_seqs=1000000": "generator.max_num_seqs = 1000000: it must be less than or equal to 655",
+    TRAIN + "--loop.group_size=1000000000000": "group_size = 1000000000000: it must be less than or equal to 65536",
+    TRAIN + "--trainer.threads=100000": "trainer.threads = 100000: it must be less than or equal to 4096",
     TRAIN + "--generator.threads=1.5": "generator.threads = 1.5: it must be a whole number",
     TRAIN + "--generator.engine=vllm --generator.tensor_parallel_size=2": "_size = 2, but there are 0 GPUs here",
     TRAIN + "--sync.link=nccl_direct": "is vLLM's own; set generator.engine",
@@ -211,6 +225,7 @@ CORPUS = {
     TRAIN + "--sync.placement=colocated": 'set it to "recompute", "retry" or "drain"',
     TRAIN + "--sync.every=3": "checkpoint.every = 50 is no multiple of sync.every = 3",
     TRAIN + "--generator.servers='[\"x\"]' --generator.engine=vllm": "each is a URL such as http://host:8000",
+    TRAIN + "--generator.servers='[\"http://[::1\"]' --generator.engine=vllm": "each is a URL such as http://host:8000",
     TRAIN + "--generator.engine=torhc": 'generator.engine = "torhc" is unknown; give "torch", "vllm" or your own',
     TRAIN + "--sync.link=gone.py:Link": "can't be loaded: there is no file",
     TRAIN + "--lora.rank=100000000": "it must be less than or equal to 4096",
@@ -232,6 +247,8 @@ CORPUS = {
     TRAIN + "--scoring.kind=mdoel": 'scoring.kind = "mdoel" is unknown; give "http", "model" or your own',
     TRAIN + "--scoring.kind=http": "scoring.options.url is not set",
     TRAIN + "--scoring.kind=http --scoring.options.url=x": "is not a URL; give one such as",
+    TRAIN
+    + "--scoring.kind=http --scoring.options.url=http://h:99999": "'http://h:99999' is not a URL; give one such as",
     TRAIN + "--scoring.kind=envs.py:number": "is neither a function nor a class",
     TRAIN + "--scoring.kind=envs.py:three": "write `def score(task, rollout)`",
     TRAIN + "--scoring.kind=envs.py:Scorer": "has no `async def score(self, task, rollout)`",
@@ -254,6 +271,7 @@ CORPUS = {
     EVAL + "envs.py:number": "has no 'train'; an environment needs it",
     EVAL + "envs.py:NoTrain": "has no 'train'; an environment needs it",
     EVAL + "envs.py:NoRollout": "has no 'rollout'; an environment needs it",
+    EVAL + "envs.py:Alone": "rollout can't be called with 2 arguments (too many positional arguments); write `async",
     EVAL + "envs.py:Empty": "has no training tasks",
     EVAL + "envs.py:Needs": "environment.options.size must be set: envs.py:Needs needs it",
     EVAL + "code": "environment.options.train is not set; give a JSONL file",
@@ -263,6 +281,7 @@ CORPUS = {
     EVAL + "envs.py:three": "takes 3 arguments; write `async def rollout(task, policy)`",
     EVAL + "envs.py:policy_sync": "write it as `async def`",
     EVAL + "envs.py:reward": "environment.dataset is not set; a function needs dataset = FILE",
+    EVAL + "envs.py:reward --environment.dataset=gone.jsonl": "dataset 'gone.jsonl': there is no such file",
     EVAL + "addition --environment.options.digits=0": "environment.options.digits = 0 can't be; give 1 to 9",
     EVAL + "gsm8k --environment.options.data=gone/": "dataset 'gone/': there is no such file or directory",
     EVAL + "gsm8k --environment.options.data=tasks.csv": "tasks.csv, row 1: not a task: it has no column 'question'",

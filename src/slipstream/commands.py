@@ -20,6 +20,7 @@ from slipstream.config.loading import (
     load_config,
     load_policy_config,
     load_verify_config,
+    parse_flags,
     with_policy,
 )
 from slipstream.config.schema import ConfigError
@@ -47,6 +48,9 @@ def train(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.run import resume, train
 
     if options.resume:
+        moved = None if config else dict(parse_flags(flags)).get("run.dir")
+        if moved and Path(str(moved)).absolute() != options.resume.absolute():
+            raise ConfigError(f"run.dir = {str(moved)!r} does nothing with --resume: the run stays in {options.resume}")
         summary = resume(options.resume, flags, quiet=options.quiet)
     else:
         assert config

@@ -21,7 +21,7 @@ from slipstream.config.schema import Config
 from slipstream.controller.checkpoints import save_if_due, save_if_requested
 from slipstream.controller.control import serve_commands
 from slipstream.controller.evaluation import evaluate_if_due
-from slipstream.controller.finish import close, finish, report_full_disk, stop_generation, stop_on_signals
+from slipstream.controller.finish import close, finish, report_file_errors, stop_generation, stop_on_signals
 from slipstream.controller.metrics import record_step, record_trainer_time
 from slipstream.controller.publishing import enough_engines, publish
 from slipstream.controller.rollouts import admit_groups, take_groups
@@ -47,7 +47,7 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
         config = resolve_config(config)
         name = "-".join(Path(each.name.partition(":")[0]).stem for each in config.each_environment)
         path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        with report_full_disk(path), contextlib.closing(RunDirectory.create(path)) as directory:
+        with report_file_errors(path), contextlib.closing(RunDirectory.create(path)) as directory:
             return run_bounded(run_in(directory, config, quiet))
 
 
@@ -56,7 +56,7 @@ def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dic
 
     `flags` override its configuration, and are saved in it once the run has started.
     """
-    with report_full_disk(path), contextlib.closing(RunDirectory.open(path)) as directory:
+    with report_file_errors(path), contextlib.closing(RunDirectory.open(path)) as directory:
         config = load_config(directory.config, flags)
         with open_runtime(config.runtime):
             return run_bounded(run_in(directory, resolve_config(config), quiet))
@@ -88,7 +88,7 @@ async def training_loop(run: RunContext) -> dict[str, Any]:
     After the death of a trainer rank, training continues from the last checkpoint with new ranks.
     """
     limit = min(environment.options.timeout for environment in run.environments)
-    with run.progress, stop_on_signals(run), EventLoopWatchdog(blocked_limit(limit)):
+    with run.progress, stop_on_signals(run), EventLoopWatchdog(blocked_limit(limit), run.progress.warn):
         async with serve_commands(run):
             await start(run)
             async with end_if_stalled(run):

@@ -212,13 +212,10 @@ def test_slow_episodes_are_reported_with_their_source_line(monkeypatch: pytest.M
                 await asyncio.sleep(0.01)
 
     async def main() -> None:
-        config = load_config(None, ["--model.path=m", "--environment.name=e"])
-        run: Any = SimpleNamespace(
-            config=config, episode_slots=EpisodeSlots(), progress=SimpleNamespace(note=said.append)
-        )
-        report = asyncio.create_task(rollouts.report_slow_episodes(run))
+        slots = EpisodeSlots()
+        report = asyncio.create_task(rollouts.report_slow_episodes(slots, said.append))
         policy = Policy(Scripted(()), ChatTokenizer(build_tokenizer()), Sampling(), "0")
-        options = EpisodeOptions(300.0, slots=run.episode_slots)
+        options = EpisodeOptions(300.0, slots=slots)
         playing = asyncio.create_task(run_episode(Loops(), Task("7", "?"), policy, options))
         async with asyncio.timeout(30):
             while len(said) < 2:

@@ -393,6 +393,8 @@ def test_a_broken_environment_costs_rollouts_or_stops_with_its_error(model: Path
     assert "warning: 1 of 20 training tasks are left out" in said and "task 7 (5000 tokens)" in said
     last = "failed in each of 4 tries, the last with: KeyError: 'no answer'"
     assert f"warning: task 3 is left out from now on: it {last}" in said
+    blocked = r"warning: an episode blocked the event loop: it held up all others for 1 s at \S+broken\.py, line \d+"
+    assert len(re.findall(blocked, said)) == 1
     summary = json.loads((tmp_path / "some" / "summary.json").read_text())
     assert summary["steps"] == 6
     assert summary["tasks_retired"] == {"7": "prompt of 5000 tokens", "3": "KeyError"}
@@ -475,6 +477,7 @@ def test_groups_without_signal_are_warned_of_once(model: Path, tmp_path: Path) -
 
 
 HELD_OUT = """
+import time
 from slipstream.environments.base import Task
 
 class Some:
@@ -487,6 +490,11 @@ class Some:
 
 class None_(Some):
     bad = tuple("012345")
+
+class Blocks(Some):
+    async def rollout(self, task, policy):
+        await policy.sample(task.prompt)
+        return time.sleep(3600 * (task.id == "3")) or 1.0
 
 class Empty(Some):
     test = []
@@ -514,6 +522,9 @@ def test_an_evaluation_says_why_episodes_failed_and_fails_if_all_did(
     status, out, err = evaluated("None_")
     assert status == 1 and not out
     assert err.splitlines()[-1].startswith("slipstream: all 6 held-out tasks failed, the last with: KeyError: 'no")
+    status, out, err = evaluated("Blocks", "--environment.timeout=10")
+    assert status == 0 and "(1 failed: blocked the event loop 1)" in out
+    assert re.search(r"blocked the event loop: it held up all others for 1 s at \S+held.py, line \d+; await there", err)
     status, out, err = evaluated("Empty")
     assert status == 2 and "there is nothing to evaluate on" in err
 

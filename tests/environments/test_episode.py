@@ -22,11 +22,12 @@ import pytest
 from slipstream.config.plugins import Interrupts
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
-from slipstream.environments.concurrency import EpisodeSlots
+from slipstream.environments.concurrency import PACKAGE, EpisodeSlots
 from slipstream.environments.episode import (
     EpisodeOptions,
     EventLoopWatchdog,
     RolloutFailed,
+    _users_line,
     run_episode,
     validate_numbers,
 )
@@ -149,6 +150,20 @@ def test_a_failing_episode_fails_one_rollout(body: Any, reason: str) -> None:
     assert failure.reason == reason
     assert failure.detail
     assert time.monotonic() - began < 10 * LIMIT
+
+
+def test_the_line_of_a_blocking_episode_is_not_of_the_script_that_started_the_loop() -> None:
+    found: list[str] = []
+    names: dict[str, Any] = {"look": lambda frame: found.append(_users_line(frame)), "sys": sys}
+    exec(compile("def library(): look(sys._getframe())", f"{PACKAGE}/library.py", "exec"), names)
+
+    async def main() -> None:
+        names["library"]()
+        asyncio.get_running_loop().call_soon(names["library"])
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert found[0].startswith(f" at {__file__}, line ") and found[1] == ""
 
 
 def test_ctrl_c_in_an_episode_is_no_failure_of_it() -> None:

@@ -32,6 +32,15 @@ def drain(engine: Engine) -> dict[Any, Completion]:
     return finished
 
 
+def test_too_many_sequences_for_the_memory_name_the_option() -> None:
+    engine = Engine(build_model(), slots=10**12)
+    engine.submit(0, (5, 6), Sampling(max_tokens=6))
+    with pytest.raises(
+        GenerationError, match=r"^keys and values of 1\d+ sequences .*; lower generator.max_num_seqs = 1"
+    ):
+        engine.step()
+
+
 def test_a_request_without_a_distribution_fails_alone() -> None:
     """NaN in the weights of one token fails its request; other requests and the next one in its slot are unaffected."""
     model = build_model("llama", vocab_size=8 * BLOCK + 97)

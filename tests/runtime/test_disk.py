@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.config.loading import load_config
+from slipstream.controller.finish import report_file_errors
 from slipstream.errors import RunError
 from slipstream.observe.recorder import Recorder, RecordError
 from slipstream.run import resume, train
@@ -33,6 +34,7 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/there/file")
         (RuntimeError("unexpected pos 704 vs 598"), 512, ""),  # torch, after an unreported failed write
         (RuntimeError("unexpected pos 704 vs 598"), 10**9, None),
         (OSError(errno.EACCES, "Permission denied"), 10**9, None),
+        (OSError(errno.EACCES, "Permission denied"), 0, None),  # as in /proc, which has no free bytes
     ],
 )
 def test_every_library_error_of_a_full_disk_is_detected(
@@ -74,6 +76,22 @@ def test_the_message_names_the_full_file_system(
 
 def full(*_: object, **__: object) -> None:
     raise NO_SPACE
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_a_run_reports_a_file_that_can_not_be_used(in_worker: bool, tmp_path: Path) -> None:
+    """Errors of other files are errors of the program, whose traceback is needed."""
+    (tmp_path / "run").mkdir()
+
+    def failing(name: str) -> Exception:
+        error = OSError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / name))
+        return WorkerError(str(error), "PermissionError", "", False, "trainer") if in_worker else error
+
+    said = rf"^{tmp_path}/run/checkpoints can't be used \(Permission denied\); mend that, then: start the run again$"
+    with pytest.raises(RunError, match=said), report_file_errors(tmp_path / "run"):
+        raise failing("run/checkpoints")
+    with pytest.raises(type(failing("other"))), report_file_errors(tmp_path / "run"):
+        raise failing("other")
 
 
 def test_a_run_reports_the_full_disk_and_the_command_that_resumes_it(

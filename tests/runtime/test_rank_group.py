@@ -6,6 +6,7 @@ tests/trainers/test_parallel.py tests the computation of the ranks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import signal
@@ -19,6 +20,7 @@ from slipstream.rollout import Sampling
 from slipstream.runtime.addresses import RANKS_FILE, own_address, private_store
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.rank_group import RankGroup, trainer_process
+from slipstream.runtime.run_directory import RunDirectory
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
 from slipstream.trainers.base import TrainerWorker
 from tests.processes import changing
@@ -129,7 +131,10 @@ def test_the_error_of_a_rank_is_raised_while_others_wait_for_it() -> None:
 
 
 def test_ranks_on_one_host_meet_at_a_file_of_their_user(tmp_path: Path) -> None:
-    """No other user of the host can join the group. Ranks that are restarted get a new file."""
+    """No other user of the host can join the group. Ranks that are restarted get a new file.
+
+    A killed run leaves none behind once its directory is used again.
+    """
 
     async def main() -> None:
         first, second = (trainer_process(tmp_path, Placement(((),), ()), 2) for _ in range(2))
@@ -138,8 +143,10 @@ def test_ranks_on_one_host_meet_at_a_file_of_their_user(tmp_path: Path) -> None:
         assert files[0] == files[1] != files[2] == files[3]
         private = Path(files[0]).parent
         assert private.stat().st_mode & 0o777 == 0o700 and "MASTER_PORT" not in first.processes[0]._launch.environment
-        await asyncio.gather(first.stop(), second.stop())
+        await first.stop()
         assert not private.exists()
+        with contextlib.closing(RunDirectory.create(tmp_path)):  # as after the controller was killed
+            assert not Path(files[2]).parent.exists()
 
     asyncio.run(main())
 

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from slipstream.config.schema import RuntimeConfig
-from slipstream.errors import UserError
+from slipstream.errors import InvalidInput, UserError
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, float32_array, int32_array
 from slipstream.runtime.process import Launch, LocalProcess, process_group_alive
 from slipstream.runtime.rank_group import DEATH_DETECTION_S, detect_death
@@ -141,8 +141,11 @@ class Echo(Worker):
 class Failing(Worker):
     """A worker whose background work raises."""
 
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
     async def run(self) -> None:
-        raise OSError("no device")
+        raise self._error
 
     async def wait(self) -> None:
         await asyncio.sleep(600)
@@ -329,12 +332,16 @@ def test_a_result_that_can_not_be_serialized_is_an_error_of_its_call(tmp_path: P
     run(body, tmp_path)
 
 
-def test_background_work_that_raises_ends_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError("no device"), InvalidInput("lower the number")], ids=repr)
+def test_background_work_that_raises_ends_the_process(error: Exception, tmp_path: Path) -> None:
+    """Errors for users have no traceback."""
+
     async def main() -> None:
         process = WorkerProcess("failing", tmp_path / "failing.log")
-        failing = await process.start(Failing, "tests.runtime.test_worker:Failing")
-        with pytest.raises(WorkerDied, match="no device"):
+        failing = await process.start(Failing, "tests.runtime.test_worker:Failing", error)
+        with pytest.raises(WorkerDied, match=str(error)) as caught:
             await failing.wait()
+        assert ("  File " in str(caught.value)) == isinstance(error, OSError)
         await process.stop()
 
     asyncio.run(main())

@@ -15,8 +15,10 @@ from slipstream.config.loading import load_config, load_verify_config
 from slipstream.config.schema import Config
 from slipstream.generators.vllm.requests import VllmRequest
 from slipstream.rollout import Completion, Sampling, VersionSpan, int32_array
+from slipstream.runtime import run_directory
+from slipstream.runtime.run_directory import scratch_directory
 from slipstream.tools import verify as verification
-from slipstream.tools.verify import RAISE_TOKENS, PerturbingTrainer, Verdict, _longer, _scratch, _verdict
+from slipstream.tools.verify import RAISE_TOKENS, PerturbingTrainer, Verdict, _longer, _verdict
 from tests.conftest import build_model, build_tokenizer
 
 
@@ -75,7 +77,7 @@ def test_the_change_is_enlarged_if_a_and_b_give_equal_answers(
 def test_logs_are_kept_after_an_error(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     try:
-        with _scratch() as folder:
+        with scratch_directory("verify") as folder:
             for name in ("A", "logs"):
                 (folder / name).mkdir()
                 (folder / name / "file").touch()
@@ -84,6 +86,18 @@ def test_logs_are_kept_after_an_error(fails: bool, tmp_path: Path, monkeypatch: 
     except OSError:
         pass
     assert [str(path.relative_to(folder)) for path in folder.rglob("file")] == (["logs/file"] if fails else [])
+    assert folder.exists() == fails
+
+
+def test_directories_of_killed_commands_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(run_directory, "LOCKING_S", -1.0)
+    killed = tmp_path / "slipstream-verify-killed"
+    (killed / "A").mkdir(parents=True)
+    (killed / "lock").touch()
+    (kept := tmp_path / "slipstream-verify-kept" / "logs").mkdir(parents=True)
+    with scratch_directory("verify") as used, scratch_directory("verify") as other:
+        assert used.exists() and other.exists() and kept.exists() and not killed.exists()
 
 
 def test_a_swap_without_sequences_in_flight_is_reported() -> None:

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 from slipstream.config import engine_args
 from slipstream.config.environment_checks import environment_faults, sampling_faults
 from slipstream.config.policy_checks import policy_faults
-from slipstream.config.schema import DEVICE, NO_DEVICE, SECTIONS, Config, TeacherConfig
+from slipstream.config.schema import AUTO, DEVICE, NO_DEVICE, SECTIONS, Config, TeacherConfig
+from slipstream.config.section import MAX_WORKERS, is_url
 from slipstream.config.toml import is_writable, to_toml
 
 TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
@@ -156,10 +157,6 @@ def _truncates(config: Config) -> bool:
     return any(sampling.top_k or sampling.top_p < 1 for sampling in config.each_sampling)
 
 
-def _urls(config: Config) -> list[Any]:
-    return [urlsplit(url) for url in config.generator.servers]
-
-
 COPY_CONFLICTS: tuple[Conflict, ...] = (  # of `trainer.keep_compute_copy = false`
     (lambda c: c.trainer.ranks > 1, '{trainer.ranks}, which keep none with "fsdp"', "leave it out"),
     (lambda c: c.trainer.parallel != "fsdp", "{trainer.parallel}", "leave that out"),
@@ -181,6 +178,8 @@ CHECKS: tuple[Check, ...] = (
         (lambda c: c.lora.rank, "{lora.rank}", "set it to 0"),
         (lambda c: c.model.dtype not in ("bfloat16", "auto"), "{model.dtype}", 'set it to "bfloat16"'),
     ),
+    (lambda c: MAX_WORKERS < c.generator.replicas < AUTO,
+     f"{{generator.replicas}} are more engines than a run can start; give at most {MAX_WORKERS}"),
     (lambda c: c.generator.min_replicas > c.generator.replicas,
      "{generator.min_replicas} engines can't be alive of {generator.replicas}; lower the one or raise the other"),
     (lambda c: c.sync.link == "lora" and not c.serves_adapters,
@@ -282,9 +281,10 @@ CHECKS: tuple[Check, ...] = (
         lambda c: c.generator.servers, "generator.servers",
         (lambda c: c.generator.engine != "vllm", "{generator.engine}", 'set it to "vllm"'),
         (lambda c: c.generator.replicas != len(c.generator.servers), "{generator.replicas}", "leave it out"),
-        (lambda c: not all(u.scheme in ("http", "https") and u.netloc for u in _urls(c)),
+        (lambda c: not all(map(is_url, c.generator.servers)),
          "servers = {=generator.servers}", "each is a URL such as http://host:8000"),
-        (lambda c: len({u.netloc for u in _urls(c)}) < len(_urls(c)), "servers = {=generator.servers}",
+        (lambda c: len({urlsplit(url).netloc for url in c.generator.servers}) < len(c.generator.servers),
+         "servers = {=generator.servers}",
          "name each once"),
         *((lambda c, n=n: _changed(c, n), n, "give it to `vllm serve` instead")
           for n in ("generator.tensor_parallel_size", "generator.gpu_memory_utilization", "generator.engine_args",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from slipstream.config.section import Section, option
+from slipstream.config.section import MAX_WORKERS, Section, option
 
 BUILT_IN = {
     "addition": "slipstream.environments.addition:Addition",
@@ -94,12 +94,17 @@ class EnvironmentConfig(Section):
         ge=1,
     )
     workers: int = option(
-        0, "Processes that play the episodes, each with the whole environment; 0: the controller plays them.", ge=0
+        0,
+        "Processes that play the episodes, each with the whole environment; 0: the controller plays them.",
+        ge=0,
+        le=MAX_WORKERS,
     )
     worker_memory_gb: float = option(
         0.0, "Memory above which a worker gets no further episode and is replaced after its last; 0: no limit.", ge=0
     )
-    reward_workers: int = option(0, "Most processes for reward functions that are not async; 0 is one per core.", ge=0)
+    reward_workers: int = option(
+        0, "Most processes for reward functions that are not async; 0 is one per core.", ge=0, le=MAX_WORKERS
+    )
     reward_error: Literal["zero", "fail"] = option(
         "zero", "If a reward function raises: reward 0, counted, with a warning; or a failed rollout."
     )

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from slipstream.config.algorithm import AlgorithmConfig, PolicyConfig
 from slipstream.config.environments import EnvironmentConfig, SamplingConfig
 from slipstream.config.lora import LoraConfig as LoraConfig
-from slipstream.config.section import MAX_INT, Section, option
+from slipstream.config.section import MAX_INT, MAX_SEQUENCES, MAX_WORKERS, Section, option
 from slipstream.config.section import ConfigError as ConfigError
 
 AUTO = MAX_INT  # "auto" as a number
@@ -83,7 +83,7 @@ class TeacherConfig(Section):
     )
     engine_args: dict[str, Any] = option({}, "Further engine arguments, as vLLM names them (vllm).")
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".', pattern=DEVICE.pattern)
-    threads: int = option(0, "CPU threads; 0 divides the cores between processes.", ge=0)
+    threads: int = option(0, "CPU threads; 0 divides the cores between processes.", ge=0, le=MAX_WORKERS)
 
 
 class LoopConfig(Section):
@@ -92,7 +92,7 @@ class LoopConfig(Section):
     steps: int = option(100, "Optimizer steps.", ge=1)
     max_tokens: int = option(0, "Trained tokens that end the run, unless loop.steps does; 0: no limit.", ge=0)
     groups_per_step: int = option(8, "Groups (tasks) that one step trains on.", ge=1)
-    group_size: int = option(8, "Rollouts per task; advantages compare them with each other.", ge=2)
+    group_size: int = option(8, "Rollouts per task; advantages compare them with each other.", ge=2, le=MAX_SEQUENCES)
     max_lag: int = option(
         1,
         'Most versions between sampling and training of a token; 0 is synchronous. "auto": as `slipstream plan` says.',
@@ -126,14 +126,14 @@ class GeneratorConfig(Section):
         le=1,
     )
     engine_args: dict[str, Any] = option({}, "Further engine arguments, as vLLM names them (vllm).")
-    max_num_seqs: int = option(64, "Sequences that one engine decodes at once.", ge=1)
+    max_num_seqs: int = option(64, "Sequences that one engine decodes at once.", ge=1, le=MAX_SEQUENCES)
     max_restarts: int = option(
         3, "Restarts of an engine that dies again within 10 minutes of service; 0: none. Servers stay dead.", ge=0
     )
     min_replicas: int = option(1, "Generators that must be alive for the trainer to take steps.", ge=1)
     max_model_len: int = option(0, "Longest prompt plus completion in tokens; 0 means the model's own limit.", ge=0)
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".', pattern=DEVICE.pattern)
-    threads: int = option(0, "CPU threads of each engine; 0 divides the cores between processes.", ge=0)
+    threads: int = option(0, "CPU threads of each engine; 0 divides the cores between processes.", ge=0, le=MAX_WORKERS)
 
     @property
     def engines(self) -> int:
@@ -162,7 +162,7 @@ class TrainerConfig(Section):
     """The optimizer and its schedule."""
 
     kind: str = option("pytorch", '"pytorch", or your own worker class as "module:Class" or "file.py:Class".')
-    ranks: int = option(1, "Processes of the trainer, each with its own GPU.", ge=1)
+    ranks: int = option(1, "Processes of the trainer, each with its own GPU.", ge=1, le=MAX_WORKERS)
     parallel: Literal["fsdp", "ddp", "tensor"] = option(
         "fsdp", "Ranks have shards of weights and optimizer (fsdp), copies (ddp), or tensor parallelism (tensor)."
     )
@@ -190,7 +190,7 @@ class TrainerConfig(Section):
         0.0, "Largest log-probability difference to the engine at start; 0 means 1e-3 (float32) or 0.5.", ge=0
     )
     device: str = option("auto", '"auto", "cpu", "cuda" or "cuda:N".', pattern=DEVICE.pattern)
-    threads: int = option(0, "CPU threads of the trainer; 0 divides the cores between processes.", ge=0)
+    threads: int = option(0, "CPU threads of the trainer; 0 divides the cores between processes.", ge=0, le=MAX_WORKERS)
 
 
 class SyncConfig(Section):

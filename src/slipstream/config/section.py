@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slipstream.errors import InvalidInput
 
 MAX_INT = 2**63 - 1  # of TOML, of torch and of a seed
+MAX_WORKERS, MAX_SEQUENCES = 2**12, 2**16  # processes or threads of a kind; rollouts of a group, sequences of an engine
 
 
 class ConfigError(InvalidInput):
@@ -27,6 +29,15 @@ def option(default: Any, description: str, **bounds: Any) -> Any:
     if type(default) is int:
         bounds.setdefault("le", MAX_INT)
     return Field(default, description=description, validate_default=True, **bounds)
+
+
+def is_url(text: str) -> bool:
+    """Whether the text is an HTTP URL with a host."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of brackets, or of a port above 65535
+        return False
 
 
 Options = TypeVar("Options", bound=Section)

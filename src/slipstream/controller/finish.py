@@ -27,7 +27,7 @@ from slipstream.observe.page import write_report
 from slipstream.observe.recorder import RecordError
 from slipstream.observe.run_data import load_run
 from slipstream.runtime.closing import close_at_once, closing
-from slipstream.runtime.disk import DiskFull, describe_full_disk, writing
+from slipstream.runtime.disk import DiskFull, describe_full_disk, describe_unusable_file, writing
 from slipstream.runtime.run_directory import write_json
 from slipstream.runtime.worker import WorkerError
 
@@ -159,14 +159,18 @@ async def close(run: RunContext) -> None:
 
 
 @contextlib.contextmanager
-def report_full_disk(path: Path) -> Iterator[None]:
-    """Turn errors caused by a full disk into a `RunError` with the command that resumes the run in `path`."""
+def report_file_errors(path: Path) -> Iterator[None]:
+    """Turn errors of a full disk, and of files in `path`, into a `RunError` with the command that resumes the run."""
     try:
         yield
     except RecordError:
         raise  # its message already names the full disk
     except (OSError, WorkerError, DiskFull) as error:
-        if not (full := describe_full_disk(error, path)):
+        if full := describe_full_disk(error, path):
+            what = f"{full}; free space"
+        elif unusable := describe_unusable_file(error, path):
+            what = f"{unusable}; mend that"
+        else:
             raise
         again = f"slipstream train --resume {path}" if (path / "config.toml").exists() else "start the run again"
-        raise RunError(f"{full}; free space, then: {again}") from None
+        raise RunError(f"{what}, then: {again}") from None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Policy, Task
+from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, episode_limits, run_episode
 from slipstream.errors import RunError
 from slipstream.objective import has_signal
@@ -206,15 +207,15 @@ def run_error(run: RunContext, found: str, last: RolloutFailed) -> RunError:
     return RunError(f"{found}, the last with: {last.reason}\n{last.detail}\n{resume}")
 
 
-async def report_slow_episodes(run: RunContext) -> None:
+async def report_slow_episodes(slots: EpisodeSlots, note: Callable[[str], object]) -> None:
     """Report the longest-running episode when its age reaches `SLOW_EPISODE_S`, and again each time it doubles."""
     due = SLOW_EPISODE_S
     while True:
         await asyncio.sleep(due / 10)
-        longest = run.episode_slots.longest
+        longest = slots.longest
         if longest and longest.seconds >= due:
             where = f", and is at {longest.where}" if longest.where else ""
-            run.progress.note(
+            note(
                 f"an episode of task {longest.task_id} has taken {longest.seconds:.0f} s of its time limit of "
                 f"{longest.timeout:g} s (environment.timeout){where}"
             )

@@ -149,7 +149,7 @@ async def start(run: RunContext) -> None:
     await start_cluster(run)
     run.progress.watch(partial(pool_state, run))
     run.episode_slots = episode_slots(run.config, run.cluster.generator.max_num_seqs)
-    run.slow_episode_report = asyncio.create_task(report_slow_episodes(run))
+    run.slow_episode_report = asyncio.create_task(report_slow_episodes(run.episode_slots, run.progress.note))
     if run.scoring:  # later than the engines, since it may share a GPU with them
         await report_startup(run.scoring.start(), run.progress.note, run.directory.path / "logs")
     await asyncio.to_thread(run.recorder.load_libraries)

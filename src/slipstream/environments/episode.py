@@ -7,6 +7,7 @@ the episode, and for its score.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import signal
@@ -22,7 +23,7 @@ from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.plugins import is_ctrl_c
 from slipstream.config.schema import Config, ConfigError
 from slipstream.environments.base import Environment, InvalidReward, Policy, Task, as_reward, play
-from slipstream.environments.concurrency import Episode, EpisodeSlots
+from slipstream.environments.concurrency import PACKAGE, STANDARD_LIBRARY, Episode, EpisodeSlots
 from slipstream.environments.conversation import ConversationLimits
 from slipstream.environments.reward_workers import CURRENT_EPISODE, EpisodeContext, RewardErrorCounter, ScoringError
 from slipstream.environments.rollout_checks import InvalidRollout
@@ -32,6 +33,7 @@ from slipstream.rollout import Rollout
 from slipstream.runtime.closing import abandon, gather_all
 from slipstream.runtime.worker import succeeded
 
+EVENTS = asyncio.events.__file__  # of the frame that calls a task's step
 AGAIN_S = 0.01  # after which an ignored interruption is raised again
 MAX_REWARD = 1e12  # absolute value; float32 has to hold the squares of advantages
 MAX_REWARD_ERRORS_IN_A_ROW = 512  # a weak policy may give only malformed answers for a while
@@ -202,9 +204,11 @@ def _as_rollout_failed(error: BaseException, task: Task, policy: Policy) -> Roll
             reason = "reward is not a number"
         case ScoringError():
             reason = error.reason
+        case EpisodeBlocked():
+            return RolloutFailed("blocked the event loop", f"task {task.id}: {error}")
         case _:
             leaf = first_error(error)
-            reason = "blocked the event loop" if isinstance(error, EpisodeBlocked) else type(leaf).__name__
+            reason = type(leaf).__name__
             refused = f"\nIts URL had answered: {policy.last_refusal}" if policy.last_refusal else ""
             return RolloutFailed(reason, f"task {task.id}:\n{_tail(leaf)}{refused}")
     return RolloutFailed(reason, f"task {task.id}: {error}")
@@ -248,15 +252,26 @@ def blocked_limit(timeout: float) -> float:
     return min(timeout, 5.0, max(1.0, timeout / 10))
 
 
+def _users_line(frame: FrameType | None) -> str:
+    """File and line of the innermost frame of the user's code in an asyncio task; "" without one."""
+    while frame and frame.f_code.co_filename != EVENTS:
+        if not frame.f_code.co_filename.startswith((PACKAGE, STANDARD_LIBRARY)):
+            return f" at {frame.f_code.co_filename}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
 class EventLoopWatchdog:
     """Interrupts an episode that blocks the event loop (a `time.sleep`, a busy loop) for longer than `limit` seconds.
 
     A timer of the event loop postpones an alarm signal again and again. The signal arrives if the loop is blocked; its
-    handler raises `EpisodeBlocked` if an episode is running. Works in the main thread on systems with SIGALRM.
+    handler raises `EpisodeBlocked` if an episode is running, and calls `warn` the first time: many episodes may block
+    the loop, one after the other. Works in the main thread on systems with SIGALRM.
     """
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, limit: float, warn: Callable[[str], object] = print) -> None:
+        self._limit, self._warn = limit, warn
+        self._warned = False
         self._active = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
         self._beat: asyncio.TimerHandle | None = None
 
@@ -279,9 +294,17 @@ class EventLoopWatchdog:
         signal.setitimer(signal.ITIMER_REAL, self._limit, self._limit)
         self._beat = asyncio.get_running_loop().call_later(min(1.0, self._limit / 4), self._heartbeat)
 
-    def _on_alarm(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_alarm(self, _number: int, frame: FrameType | None) -> None:
         if CURRENT_EPISODE.get():
-            raise EpisodeBlocked
+            blocked = EpisodeBlocked(
+                f"it held up all others for {self._limit:g} s{_users_line(frame)}; await there, or use "
+                "asyncio.to_thread or environment.workers"
+            )
+            if not self._warned:
+                self._warned = True
+                with contextlib.suppress(Exception):  # the episode may have been printing
+                    self._warn(f"an episode blocked the event loop: {blocked}")
+            raise blocked
 
     def _on_ignored(self, ignored: sys.UnraisableHookArgs) -> None:
         """Raise soon again what Python ignored, since the alarm arrived in a destructor or the like."""

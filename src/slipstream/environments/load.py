@@ -118,6 +118,13 @@ def _validate(environment: Any, name: str) -> None:
                 )
     if not len(environment.train):
         raise ConfigError(f"environment.name = {name!r} has no training tasks; check environment.options")
+    try:
+        inspect.signature(environment.rollout).bind("task", "policy")
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.name = {name!r}: rollout can't be called with 2 arguments ({error}); write "
+            "`async def rollout(self, task, policy)`"
+        ) from None
 
 
 def _construct(kind: type, config: EnvironmentConfig, from_name: dict[str, str]) -> Any:

@@ -19,6 +19,7 @@ LOOPBACK = "127.0.0.1"
 ADDRESS = "SLIPSTREAM_ADDRESS"  # environment variable: address of this worker for workers on other hosts
 INTERFACE = "SLIPSTREAM_INTERFACE"  # environment variable: `sync.interface`
 RANKS_FILE = "SLIPSTREAM_RANKS_FILE"  # environment variable: rendezvous file of trainer ranks on one host
+RANKS_PREFIX = ".ranks-"  # of its directory, in that of the run
 SIOCGIFADDR = 0x8915  # see netdevice(7)
 
 

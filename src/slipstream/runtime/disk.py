@@ -16,6 +16,7 @@ from slipstream.errors import UserError
 FULL = (errno.ENOSPC, errno.EDQUOT)
 TEXTS = tuple(os.strerror(number) for number in FULL)  # in the messages of C++ and Rust libraries
 MESSAGE = "the disk is full"
+DENIED = re.compile(r"\[Errno \d+\] ([^:]+): '([^']+)'")  # the text of an `OSError`: reason and file
 NAMED = re.compile(f"(?:{'|'.join(map(re.escape, TEXTS))}): '([^']+)'")  # the file, in the text of an `OSError`
 SHARED_MEMORY = Path("/dev/shm")
 FULL_BELOW_BYTES = 2**16  # free space
@@ -45,7 +46,8 @@ def describe_full_disk(error: BaseException, path: Path) -> str:
     if isinstance(error, DiskFull) or str(error).startswith(MESSAGE):  # the latter in another process
         return str(error)
     reported = (isinstance(error, OSError) and error.errno in FULL) or any(text in str(error) for text in TEXTS)
-    if not reported and free_bytes(path) >= FULL_BELOW_BYTES:
+    has_other_reason = isinstance(error, OSError) and error.errno and not reported
+    if has_other_reason or (not reported and free_bytes(path) >= FULL_BELOW_BYTES):
         return ""
     if found := NAMED.search(str(error)):
         named = Path(found[1])
@@ -54,6 +56,13 @@ def describe_full_disk(error: BaseException, path: Path) -> str:
             (p for p in (path, SHARED_MEMORY, Path(tempfile.gettempdir())) if free_bytes(p) < FULL_BELOW_BYTES), path
         )
     return f"{MESSAGE}: {named} can't be written, and {free_bytes(named) / 1e6:.1f} MB are left there"
+
+
+def describe_unusable_file(error: BaseException, directory: Path) -> str:
+    """A message of one line if an `OSError`, of this process or of a worker, names a file in `directory`, else ""."""
+    if (found := DENIED.search(str(error))) and Path(found[2]).absolute().is_relative_to(directory.absolute()):
+        return f"{found[2]} can't be used ({found[1]})"
+    return ""
 
 
 def directory_bytes(path: Path) -> int:

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from slipstream.config.schema import RuntimeConfig
-from slipstream.runtime.addresses import RANKS_FILE, private_store
+from slipstream.runtime.addresses import RANKS_FILE, RANKS_PREFIX, private_store
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.runtime import Runtime, current_runtime
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
@@ -94,7 +94,7 @@ def trainer_process(
 ) -> WorkerProcess | RankGroup:  # fmt: skip
     """The trainer's process, or one for each rank, with its GPU, rank, these variables and those of `_rendezvous`."""
     runtime, processes = current_runtime(), []
-    store, where = _rendezvous(runtime) if ranks > 1 else (None, {})
+    store, where = _rendezvous(runtime, directory) if ranks > 1 else (None, {})
     for rank in range(ranks):
         environment = {**(variables or {}), **where}
         environment |= {
@@ -106,13 +106,14 @@ def trainer_process(
     return RankGroup(processes, store) if store else processes[0]
 
 
-def _rendezvous(runtime: Runtime) -> tuple[Any, dict[str, str]]:
+def _rendezvous(runtime: Runtime, run: Path) -> tuple[Any, dict[str, str]]:
     """A new store by which ranks form their process group, and the environment variables that name it.
 
     A TCP store has no authentication, so ranks on this host use a file in a directory that only their user can open.
+    It is in the directory of the run, which removes it at its next start if the controller was killed.
     """
     if runtime.kind == "local":
-        directory = TemporaryDirectory(prefix="slipstream-ranks-")
+        directory = TemporaryDirectory(prefix=RANKS_PREFIX, dir=run.absolute())
         return directory, {RANKS_FILE: f"{directory.name}/store"}
     store = private_store(runtime.address)
     address = {"MASTER_ADDR": runtime.address, "MASTER_PORT": str(store.port)}

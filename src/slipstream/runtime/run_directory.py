@@ -7,11 +7,14 @@ logs/
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -20,6 +23,7 @@ from slipstream.config.loading import dump
 from slipstream.config.schema import Config, ConfigError
 from slipstream.errors import NO_SYSTEM
 from slipstream.rollout import Group
+from slipstream.runtime.addresses import RANKS_PREFIX
 from slipstream.runtime.closing import finish_in_thread
 from slipstream.runtime.integrity import MANIFEST, STATE, Damaged, manifest, read_whole, sealed
 from slipstream.runtime.serialization import read_lines, write_lines
@@ -29,6 +33,7 @@ try:
 except ImportError:  # on Windows
     raise ConfigError(NO_SYSTEM) from None
 
+LOCKING_S = 60.0  # after which a process has locked what it created
 PARTIAL, DAMAGED = ".partial", ".damaged"
 READY = "ready"  # key of the state that names the file of ready groups
 STEP = "step_"  # and a number: the name of a complete checkpoint
@@ -137,6 +142,8 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.path / "lock")
+            for left in self.path.glob(f"{RANKS_PREFIX}*"):  # by the trainer of a killed controller
+                shutil.rmtree(left, ignore_errors=True)
         except BlockingIOError:
             raise ConfigError(f"{self.path} is in use by another process; stop that run first") from None
         except OSError as error:
@@ -153,6 +160,33 @@ def lock(path: Path, mode: str = "w") -> IO[str]:
         file.close()
         raise
     return file
+
+
+@contextmanager
+def scratch_directory(command: str) -> Iterator[Path]:
+    """A temporary directory for a command without a run. After an exception, which may name a log, its `logs` stay.
+
+    Removes the directories that killed commands of this user left: no process holds their locks.
+    """
+    prefix = f"slipstream-{command}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is locked, or has no lock: its logs were kept
+            if left.lstat().st_uid == os.getuid() and time.time() - (left / "lock").stat().st_mtime > LOCKING_S:
+                with lock(left / "lock", "r+"):
+                    shutil.rmtree(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    with lock(folder / "lock"):
+        kept = ""
+        try:
+            yield folder
+        except Exception:
+            kept = "logs"
+            raise
+        finally:
+            for path in [path for path in folder.iterdir() if path.name != kept]:
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+            with contextlib.suppress(OSError):  # logs are kept
+                folder.rmdir()
 
 
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:

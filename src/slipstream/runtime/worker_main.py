@@ -174,8 +174,13 @@ def end_process_group() -> None:
 def main() -> None:
     atexit.register(fast_exit)  # before workers register handlers: handlers run in reverse order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    try:
         asyncio.run(WorkerServer(Connection(int(sys.argv[1]))).serve())
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    except UserError as error:  # of background work; the controller shows the end of the log
+        print(error, file=sys.stderr)
+        sys.last_value = error
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from slipstream.config.section import ConfigError, Section, parse_options
+from slipstream.config.section import ConfigError, Section, is_url, parse_options
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.reward_workers import ScoringError
@@ -55,8 +54,7 @@ class Judge:
         taken = parse_options("scoring", JudgeOptions, options)
         self._url, self._attempts = taken.url, taken.retries + 1
         self._timeout, self._backoff = taken.timeout, taken.backoff
-        parts = urlsplit(self._url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if not is_url(self._url):
             raise ConfigError(
                 f"scoring.options.url = {self._url!r} is not a URL; give one such as http://host:8000/score"
             )

@@ -5,9 +5,9 @@ Starts the engines alone, without a trainer, so that they get all GPUs that the 
 
 from __future__ import annotations
 
+import asyncio
 import re
-import shutil
-import tempfile
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,9 +25,11 @@ from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.evaluation import evaluate, held_out_tasks
 from slipstream.controller.evaluation_record import PlayedTask, all_failed, describe_failures
 from slipstream.controller.launch import start_generators
+from slipstream.controller.rollouts import report_slow_episodes
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
+from slipstream.environments.episode import EventLoopWatchdog, blocked_limit
 from slipstream.environments.load import LoadedEnvironment, close_environment, load_environments
 from slipstream.environments.reward_workers import cores
 from slipstream.errors import RunError
@@ -42,6 +44,7 @@ from slipstream.observe.recorder import write_rollouts
 from slipstream.rollout import Batch, Group
 from slipstream.runtime.closing import closing, run_bounded
 from slipstream.runtime.placement import place, resolve_auto
+from slipstream.runtime.run_directory import scratch_directory
 from slipstream.runtime.runtime import current_runtime, open_runtime
 from slipstream.scoring.load import load_scoring
 from slipstream.tools.export import merge_adapter
@@ -143,8 +146,14 @@ async def _play(
         if scoring:
             await scoring.start()
         slots = EpisodeSlots(config.environment.max_concurrent or 2 * pool.max_num_seqs)
-        with Interrupts():
-            record = await evaluate(config, environments, pool, tokenizer, endpoint, scoring, slots, played=played)
+        limit = min(environment.options.timeout for environment in environments)
+        note = partial(print, "slipstream:", file=sys.stderr)
+        slow = asyncio.create_task(report_slow_episodes(slots, note))
+        try:
+            with Interrupts(), EventLoopWatchdog(blocked_limit(limit), note):
+                record = await evaluate(config, environments, pool, tokenizer, endpoint, scoring, slots, played=played)
+        finally:
+            slow.cancel()
     if dead := pool.dead:
         raise dead
     return record
@@ -153,19 +162,16 @@ async def _play(
 @asynccontextmanager
 async def _engines(config: Config) -> AsyncIterator[GeneratorPool]:
     """The started engines of the configuration. Their logs are removed unless there is an error, which may name one."""
-    runtime, folder = current_runtime(), Path(tempfile.mkdtemp(prefix="slipstream-eval-"))
+    runtime = current_runtime()
     placement = place(config, runtime.gpus)
     runtime.reserve(config, placement)
-    try:
+    with scratch_directory("eval") as folder:
         if config.generator.engine == "vllm" and adapter_config(config.model.path):
             merge_adapter(Path(config.model.path), folder / "model", requantize=True)
             config = with_options(config, model=config.model.model_dump() | {"path": str(folder / "model")})
         pool = await start_generators(config, folder, placement)
         async with closing(pool.close):
             yield pool
-    finally:
-        shutil.rmtree(folder / "model", ignore_errors=True)
-    shutil.rmtree(folder)
 
 
 def describe(evaluation: Evaluation) -> str:

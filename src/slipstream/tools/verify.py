@@ -10,12 +10,9 @@ import asyncio
 import os
 import random
 import re
-import shutil
 import sys
-import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,7 @@ from slipstream.model.device import dtype_name
 from slipstream.model.loading import load_tokenizer
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.placement import gpus_here, place, resolve_auto
+from slipstream.runtime.run_directory import scratch_directory
 from slipstream.runtime.worker import handle, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.sync.sharded_weights import full_tensor, local_part_like
@@ -213,7 +211,7 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
     config = with_options(config, trainer={**config.trainer.model_dump(), "kind": trainer})
     vocabulary, rng = len(load_tokenizer(config.model.path)), random.Random(SEED)
     asked = [tuple(rng.randrange(vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))) for _ in range(prompts)]
-    with _scratch() as folder:
+    with scratch_directory("verify") as folder:
         completions, observed = await _publish_midway(config, folder, asked, _greedy(tokens), after, strength)
         by_a, by_b = ([(c, s) for c in completions for s in c.spans if s.version == v] for v in (0, 1))
         # If no token by A was kept, as under `retry`, A answers all of B's prompts, to see that the answers differ.
@@ -240,21 +238,6 @@ def _for_local_engines(config: Config) -> Config:
 def _longer(completions: Sequence[Completion], tokens: int) -> str:
     """What to raise for longer completions."""
     return RAISE_TOKENS if any(len(c.token_ids) == tokens for c in completions) else "raise generator.max_model_len"
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A temporary directory. After an exception, which may name a log, the logs are kept."""
-    folder = Path(tempfile.mkdtemp(prefix="slipstream-verify-"))
-    removed = [folder]
-    try:
-        yield folder
-    except Exception:
-        removed = [path for path in folder.iterdir() if path.name != "logs"]
-        raise
-    finally:
-        for path in removed:
-            shutil.rmtree(path)
 
 
 async def _publish_midway(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface, PretrainedConfig
 
+from slipstream.generators.base import GenerationError
 from slipstream.model.attention import grouped_attention
 from slipstream.model.inspection import attention_heads
 
@@ -45,17 +46,24 @@ class SlotCache:
         return self.keys[0].shape[2]
 
     def reserve(self, positions: int) -> None:
-        """Grow the cache to sequences of this many tokens."""
+        """Grow the cache to sequences of this many tokens. Raises `GenerationError` if memory is short."""
         if positions <= self.positions:
             return
         target = max(positions, self.positions + self.positions // 2)
         target = -(-target // GROWTH) * GROWTH
         slots, heads, _, size = self._shape
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                new = torch.zeros((slots, heads, target, size), **self._options)
-                new[:, :, : old.shape[2]] = old
-                tensors[layer] = new
+        try:
+            for tensors in (self.keys, self.values):
+                for layer, old in enumerate(tensors):
+                    new = torch.zeros((slots, heads, target, size), **self._options)
+                    new[:, :, : old.shape[2]] = old
+                    tensors[layer] = new
+        except RuntimeError as error:  # torch has no class of its own for a CPU without memory
+            gb = 2 * self._layers * slots * heads * target * size * self.keys[0].element_size() / 1e9
+            raise GenerationError(
+                f"keys and values of {slots} sequences of {target} tokens take {gb:,.1f} GB, which can't be allocated; "
+                f"lower generator.max_num_seqs = {slots} or generator.max_model_len ({str(error).splitlines()[0]:.80})"
+            ) from error
 
     def clear_slot(self, slot: int) -> None:
         """Set all keys and values of one slot to zero."""

@@ -16,7 +16,7 @@ import ray
 from slipstream.config.schema import ConfigError
 from slipstream.runtime.addresses import LOOPBACK
 
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
 
 
 def connect(address: str, option: str) -> None:

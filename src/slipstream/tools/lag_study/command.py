@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -27,6 +28,7 @@ from slipstream.tools.lag_study.plots import AXES, draw
 from slipstream.tools.lag_study.results import RunResult, Study, default_target, markdown, read_result
 
 DATA = "lag.json"
+MAX_RUNS = 1000  # at once, or of a lag and a correction
 
 
 def study_lag(plan: Plan, *, jobs: int, target: float | None, command: Sequence[str]) -> list[str]:
@@ -35,14 +37,18 @@ def study_lag(plan: Plan, *, jobs: int, target: float | None, command: Sequence[
     `target` is the accuracy to reach, by default that of `default_target`. Returns a line for each failed run, or one
     if runs are left after an interrupt. Raises `ConfigError` before any run starts.
     """
-    if jobs < 1 or plan.seeds < 1:
-        raise ConfigError(f"--jobs {jobs} --seeds {plan.seeds}: give at least 1 of each")
+    if not (1 <= jobs <= MAX_RUNS and 1 <= plan.seeds <= MAX_RUNS):
+        raise ConfigError(f"--jobs {jobs} --seeds {plan.seeds}: give at least 1 of each, and at most {MAX_RUNS}")
+    if target is not None and not math.isfinite(target):
+        raise ConfigError(f"--target {target}: give a finite number")
     plan.check()
-    plan.directory.mkdir(parents=True, exist_ok=True)
     try:
+        plan.directory.mkdir(parents=True, exist_ok=True)
         held = lock(plan.directory / "lock")
     except BlockingIOError:
         raise ConfigError(f"{plan.directory} is in use by another study; stop that one first") from None
+    except OSError as error:
+        raise ConfigError(f"--dir {plan.directory}: {error.strerror}; name another directory") from None
     with held:
         runner = Runner(plan, jobs)
         asyncio.run(runner.run())
