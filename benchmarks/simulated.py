@@ -24,6 +24,8 @@ RATE = "SLIPSTREAM_SIMULATED_RATE"  # environment variable: tokens/s of each seq
 def lower_priority() -> None:
     """Give this process the lowest priority, and its session too: Linux may divide processors among sessions first."""
     os.nice(NICE)
+    if hasattr(os, "SCHED_IDLE"):  # it runs while no other process wants the processor
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(OSError):  # a kernel that shares by process only
         Path("/proc/self/autogroup").write_text(str(NICE))
 
