@@ -11,8 +11,8 @@ work. In a stall the loop's thread runs, waits for a processor (as Linux counts 
 interpreter lock, whose owner may be waiting for a processor. A separate process that only sleeps measures the stalls of
 the machine.
 
-The simulated processes represent GPUs, so they run at the lowest priority (nice 19): on a host with few cores they
-would otherwise compete with the controller, and the stalls would be those of the scheduler.
+The simulated processes represent GPUs, so they run only while a processor is idle: on a host with few cores they would
+otherwise compete with the controller, and the stalls would be those of the scheduler.
 """
 
 from __future__ import annotations
