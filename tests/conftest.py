@@ -116,12 +116,12 @@ def build_model(family: str = "qwen3", seed: int = 0, **changes: Any) -> Any:
     return model.eval()
 
 
-def build_tokenizer() -> Any:
-    """One token a character, with `<pad>` 0 and `<eos>` 1."""
+def build_tokenizer(most: int = VOCABULARY) -> Any:
+    """One token a character, `most` in all, with `<pad>` 0 and `<eos>` 1."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    symbols = ["<pad>", "<eos>", *"0123456789+= .", *"abcdefghijklmnopqrstuvwxyz"]
+    symbols = ["<pad>", "<eos>", *"0123456789+= .", *"abcdefghijklmnopqrstuvwxyz"][:most]
     tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

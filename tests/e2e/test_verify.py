@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,23 @@ from tests.e2e.test_runs import slipstream
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
+def save_ending_model(path: Path, vocabulary: int) -> Path:
+    """A model all of whose tokens are end-of-sequence tokens."""
+    sizes: dict[str, Any] = {"head_dim": 32, "max_position_embeddings": 2048, "vocab_size": vocabulary}
+    build_model(**sizes, eos_token_id=[*range(vocabulary)]).save_pretrained(path)
+    build_tokenizer(vocabulary).save_pretrained(path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model all of whose tokens are end-of-sequence tokens."""
-    path = tmp_path_factory.mktemp("verify") / "model"
-    build_model(head_dim=32, max_position_embeddings=2048, eos_token_id=[*range(VOCABULARY)]).save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
-    return path
+    return save_ending_model(tmp_path_factory.mktemp("verify") / "model", VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 16 tokens, fewer than vLLM's kernels for adapters compute at a time."""
+    return save_ending_model(tmp_path_factory.mktemp("verify") / "small", 16)
 
 
 @pytest.mark.e2e
@@ -76,8 +87,9 @@ def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path
         (["--generator.max_model_len=6", "--sampling.max_tokens=1"], 1, "slipstream: "),
     ],
 )
-def test_verify(flags: list[str], status: int, said: str, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_verify(flags: list[str], status: int, said: str, request: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """With `continue`, sequences keep the keys of old weights, which differs from a fresh engine: the command fails."""
+    model = request.getfixturevalue("small_vocabulary" if "--sync.link=lora" in flags else "model")
     found = main(["verify", str(model), *flags])
     shown = capfd.readouterr()
     assert found == status, shown.out + shown.err
