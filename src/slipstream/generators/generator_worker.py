@@ -172,8 +172,9 @@ class GeneratorWorker(Worker):
         }
 
     def close(self) -> None:
-        if self._weights:
-            self._weights.close()
+        weights, self._weights = self._weights, None  # first: a call that still waits for checksums asks no workers
+        if weights:
+            weights.close()
 
     @asynccontextmanager
     async def _drained(self) -> AsyncIterator[None]:
