@@ -31,12 +31,17 @@ def concatenate(arrays: Sequence[Array]) -> Array:
     return np.concatenate(arrays) if isinstance(arrays[0], np.ndarray) else torch.cat([*arrays])
 
 
-def count_up(array: Array, count: int) -> Array:
+def arange(array: Array, count: int) -> Array:
     """The numbers from 0 to `count`, where `array` is."""
     return np.arange(count) if isinstance(array, np.ndarray) else torch.arange(count, device=array.device)
 
 
-def places(mask: Array) -> Array:
+def zeros(array: Array, count: int) -> Array:
+    """A mask of `count` false elements, where `array` is."""
+    return np.zeros(count, np.bool_) if isinstance(array, np.ndarray) else array.new_zeros(count, dtype=torch.bool)
+
+
+def nonzero(mask: Array) -> Array:
     """The indices of true elements."""
     return np.flatnonzero(mask) if isinstance(mask, np.ndarray) else mask.nonzero().flatten()
 
@@ -87,10 +92,10 @@ def to_ints(numbers: Sequence[Array]) -> list[int]:
     return torch.cat(flat).tolist() if flat else []
 
 
-def few_places(mask: Array) -> Array:
+def nonzero_sparse(mask: Array) -> Array:
     """The indices of true elements of `mask`, on a CPU faster if they are few: it looks at eight elements at a time."""
     if isinstance(mask, Tensor) or len(mask) % 8:
-        return places(mask)
+        return nonzero(mask)
     eights = mask.view(np.uint64)
     some = np.flatnonzero(eights != 0)
     within = np.flatnonzero(eights[some].view(np.bool_))

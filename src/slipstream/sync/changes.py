@@ -74,7 +74,7 @@ def copy_changes(old: Tensor, new: Tensor) -> Changes | None:
     piece = len(new) if isinstance(before, Tensor) else PIECE
     for at in range(0, len(new), piece):
         one, other = before[at : at + piece], after[at : at + piece]
-        places = arrays.few_places(one != other)
+        places = arrays.nonzero_sparse(one != other)
         count += len(places)
         if count > most:
             for part in parts:
@@ -107,10 +107,10 @@ def encode(block: int, length: int, changes: Changes, size: int) -> bytes:
     indices, differences = changes
     count, amounts = len(indices), abs(differences)
     low, width, _, expected = choose_coding(length, count, arrays.to_ints(count_small(changes)), size)
-    ones = (indices >> low) + arrays.count_up(indices, count)
-    unary = arrays.cast(arrays.count_up(indices, (length >> low) + count) < 0, "u1")
-    unary[ones] = 1
-    listed = arrays.places({0: amounts != 1, 1: amounts >= 128}.get(width, amounts < 0))
+    ones = (indices >> low) + arrays.arange(indices, count)
+    unary = arrays.zeros(indices, (length >> low) + count)
+    unary[ones] = True
+    listed = arrays.nonzero({0: amounts != 1, 1: amounts >= 128}.get(width, amounts < 0))
     parts = [
         arrays.pack_bits(unary),
         arrays.cast(indices, LOW[low])[: count if low else 0],
@@ -164,10 +164,10 @@ def decode(entry: Entry, data: memoryview, length: int, size: int, device: torch
         raise ValueError("changes of another length than their header says")
     raw, ends = arrays.from_bytes(data, device), [*accumulate(sizes)]
     unary, lows, small, listed, values = (raw[end - size : end] for size, end in zip(sizes, ends, strict=True))
-    high, listed = arrays.places(arrays.unpack_bits(unary, bits)), arrays.view(listed, "i4")
+    high, listed = arrays.nonzero(arrays.unpack_bits(unary, bits)), arrays.view(listed, "i4")
     if len(high) != number or ((listed < 0) | (listed >= number)).any():
         raise ValueError(f"{len(high)} indices for {number} differences")
-    indices = arrays.cast(high - arrays.count_up(high, number), "i4") << entry.low
+    indices = arrays.cast(high - arrays.arange(high, number), "i4") << entry.low
     if entry.low:
         indices |= arrays.cast(arrays.view(lows, LOW[entry.low]), "i4") & (1 << entry.low) - 1
     if ((indices < 0) | (indices >= length)).any() or (indices[1:] <= indices[:-1]).any():
