@@ -87,8 +87,8 @@ async def training_loop(run: RunContext) -> dict[str, Any]:
 
     After the death of a trainer rank, training continues from the last checkpoint with new ranks.
     """
-    limit = min(environment.options.timeout for environment in run.environments)
-    with run.progress, stop_on_signals(run), EventLoopWatchdog(blocked_limit(limit), run.progress.warn):
+    limit = blocked_limit(environment.options.timeout for environment in run.environments)
+    with run.progress, stop_on_signals(run), EventLoopWatchdog(limit, run.progress.warn):
         async with serve_commands(run):
             await start(run)
             async with end_if_stalled(run):

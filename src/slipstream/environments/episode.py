@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar
@@ -246,9 +246,13 @@ def _tail(error: BaseException) -> str:
     return "\n".join([*frames, message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} ..."])
 
 
-def blocked_limit(timeout: float) -> float:
-    """Seconds for which an episode may block the event loop: at most 5, and a tenth of its timeout if that is more than
-    1. A blocked loop stops the clocks of all other episodes."""
+def blocked_limit(timeouts: Iterable[float]) -> float:
+    """Seconds for which an episode may block the event loop, from the timeouts of the environments on it.
+
+    At most 5, and a tenth of the shortest timeout if that is more than 1: a blocked loop stops the clocks of all other
+    episodes.
+    """
+    timeout = min(timeouts)
     return min(timeout, 5.0, max(1.0, timeout / 10))
 
 

@@ -63,7 +63,7 @@ class EpisodeWorker(Worker):
 
         self._environment = load_environment(options)
         self._tokenizer, self._endpoint = tokenizer, Endpoint(tokenizer)
-        self._blocked_limit = blocked_limit(options.timeout)
+        self._blocked_limit = blocked_limit([options.timeout])
         self._clocks: dict[int, Clock] = {}  # of the episodes
         self._answers: dict[int, asyncio.Future[Completion]] = {}  # to requests without an answer yet
         self._numbers = itertools.count()

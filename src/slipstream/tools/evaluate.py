@@ -146,11 +146,11 @@ async def _play(
         if scoring:
             await scoring.start()
         slots = EpisodeSlots(config.environment.max_concurrent or 2 * pool.max_num_seqs)
-        limit = min(environment.options.timeout for environment in environments)
+        limit = blocked_limit(environment.options.timeout for environment in environments)
         note = partial(print, "slipstream:", file=sys.stderr)
         slow = asyncio.create_task(report_slow_episodes(slots, note))
         try:
-            with Interrupts(), EventLoopWatchdog(blocked_limit(limit), note):
+            with Interrupts(), EventLoopWatchdog(limit, note):
                 record = await evaluate(config, environments, pool, tokenizer, endpoint, scoring, slots, played=played)
         finally:
             slow.cancel()
