@@ -99,7 +99,7 @@ class Split:
         asked: dict[str, Policy] = {}
 
         def begin(trace: Any) -> None:
-            if trace.agent.config.client.base_url == url:  # not of an agent with a model of its own
+            if trace.agent.config.client.base_url == url:  # an agent may have another model
                 asked[trace.id] = policy[trace.agent.name] if policy.names else policy
                 asked[trace.id].open_session(trace.id)
 

@@ -33,7 +33,7 @@ try:
 except ImportError:  # on Windows
     raise ConfigError(NO_SYSTEM) from None
 
-LOCKING_S = 60.0  # after which a process has locked what it created
+LOCKING_S = 60.0  # within which a process locks the scratch directory that it has created
 PARTIAL, DAMAGED = ".partial", ".damaged"
 READY = "ready"  # key of the state that names the file of ready groups
 STEP = "step_"  # and a number: the name of a complete checkpoint

@@ -58,7 +58,7 @@ class SlotCache:
                     new = torch.zeros((slots, heads, target, size), **self._options)
                     new[:, :, : old.shape[2]] = old
                     tensors[layer] = new
-        except RuntimeError as error:  # torch has no class of its own for a CPU without memory
+        except RuntimeError as error:  # torch raises this class if host memory is short
             gb = 2 * self._layers * slots * heads * target * size * self.keys[0].element_size() / 1e9
             raise GenerationError(
                 f"keys and values of {slots} sequences of {target} tokens take {gb:,.1f} GB, which can't be allocated; "
