@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import slipstream
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError, TrainerConfig
 from slipstream.errors import InvalidInput
@@ -456,3 +459,12 @@ def test_a_taken_port_is_reported_while_receivers_connect(monkeypatch: pytest.Mo
             bad.check_connection()
     for sender in senders:
         sender.close()
+
+
+def test_publishes_measure_time_by_a_clock_that_can_not_be_set_back() -> None:
+    """The wall clock only dates what is shown, and files that another run left."""
+    source, wall = Path(slipstream.__file__).parent, re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.|from time import")
+    packages = ("sync", "generators", "trainers", "scheduling", "controller", "runtime")
+    paths = itertools.chain(*((source / package).rglob("*.py") for package in packages))
+    found = {str(path.relative_to(source)) for path in paths if wall.search(path.read_text())}
+    assert found <= {"controller/control.py", "runtime/run_directory.py"}
