@@ -89,11 +89,6 @@ def test_an_engine_and_then_the_trainer_are_killed_in_a_transfer(
     """The other engine gets the version; then it keeps that, until another trainer brings the next."""
     with processes() as started:
 
-        def start_trainer(receivers: int) -> tuple[Remote, Any]:
-            flags = ["trainer", link, str(tmp_path), "--sync.max_mb_per_s=0.03"]
-            started.append(Remote(three[0][0], ENDS, *flags, **{ADDRESS: three[0][1]}))
-            return started[-1], started[-1].call("open", receivers)
-
         def start_publish(version: int) -> list[Future[bool]]:
             """Versions 10 and 20 take about two seconds: return in the middle of it."""
             handle = trainer.call("stage", version)
@@ -104,9 +99,11 @@ def test_an_engine_and_then_the_trainer_are_killed_in_a_transfer(
                 assert not any(one.done() for one in received)
             return received
 
+        flags = ["trainer", link, str(tmp_path), "--sync.max_mb_per_s=0.03"]
+        trainer, successor = (Remote(three[0][0], ENDS, *flags, **{ADDRESS: three[0][1]}) for _ in range(2))
         engines = [Remote(three[1][0], ENDS, "engine", link, SILENCE_LIMIT_S="0.5") for _ in range(2)]
-        started.extend(engines)
-        trainer, info = start_trainer(2)
+        started.extend([trainer, successor, *engines])
+        info = trainer.call("open", 2)
         for rank, engine in enumerate(engines, 1):
             engine.call("connect", info, rank)
         assert all(one.result(60) for one in start_publish(1))
@@ -118,8 +115,8 @@ def test_an_engine_and_then_the_trainer_are_killed_in_a_transfer(
         with pytest.raises(RuntimeError, match=r"no byte from"):
             lost.result(60)
         assert engines[0].call("serves", 10)
-        trainer, info = start_trainer(1)
-        engines[0].call("connect", info, 1)
+        trainer = successor
+        engines[0].call("connect", trainer.call("open", 1), 1)
         assert start_publish(21)[0].result(60)
 
 
