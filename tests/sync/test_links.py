@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,14 @@ from slipstream.config.schema import Config, ConfigError, TrainerConfig
 from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights, local_shards
 from slipstream.model.inspection import trained_parameters
-from slipstream.sync import nccl_direct
+from slipstream.runtime.addresses import ADDRESS
+from slipstream.sync import adapters, frames, nccl_direct
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import ParameterShard, PublishHandle, find_link
 from slipstream.trainers.master_weights import compute_on
 from slipstream.trainers.parallel import TrainerRanks
 from tests.conftest import build_model
+from tests.sync.test_delta import Proxy
 
 LINKS = ("shared", "checkpoint", "nccl", "delta")
 DEVICE = torch.device("cpu")
@@ -410,6 +414,33 @@ def test_staged_adapters_are_a_valid_safetensors_file(dtype: torch.dtype, tmp_pa
         sender.release(handle)
         assert not Path(handle["path"]).exists()
         assert all(torch.equal(files[1][n], wanted[n]) for n in wanted), "what an engine has loaded is its own"
+    sender.close()
+
+
+def test_random_cuts_and_flips_leave_only_published_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two engines on other hosts, which fetch each version at the same time; one has a slow network."""
+    monkeypatch.setenv(ADDRESS, "127.0.0.2")  # not the loopback address of one host
+    monkeypatch.setattr(frames, "RETRY_S", 0.001)
+    monkeypatch.setattr(adapters, "FRAME", 1024)
+    parameters = {"a.lora_A.default.weight": torch.nn.Parameter(torch.zeros(64, 64))}
+    sender, draw = adapters.AdapterSender(parameters, lora_config(), tmp_path, 2), random.Random(0)
+
+    def read(address: Any) -> torch.Tensor:
+        with adapters.adapter_files(handle | {"server": address}) as path:
+            return adapters.read_adapter(path, DEVICE)["a.lora_A.weight"]
+
+    with ThreadPoolExecutor(2) as pool:
+        for version in range(25):
+            parameters["a.lora_A.default.weight"].data.fill_(version)
+            handle = sender.stage(version)
+            proxies = [Proxy(handle["server"], [draw.randrange(1, 20000)], draw.randrange(1, 9000)) for _ in range(2)]
+            proxies[0].rate = 2e6
+            found = pool.map(read, [proxy.address for proxy in proxies])
+            assert all(bool((tensor == version).all()) for tensor in found)
+            assert all(proxy.connections > 1 for proxy in proxies)
+            sender.release(handle)
+            for proxy in proxies:
+                proxy.close()
     sender.close()
 
 
