@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,27 @@ def test_the_rate_of_a_transfer_is_that_at_which_its_frames_came() -> None:
     stream.end()
     fetching.join()
     assert 1e5 < into.rate < 1.2e6 and into.upstream_rate == 7e5
+    server.close()
+
+
+@pytest.mark.parametrize(("data", "packed"), [(bytes(300_000), True), (random.Random(0).randbytes(300_000), False)])
+def test_frames_are_compressed_where_that_is_faster(data: bytes, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large frame that does not shrink is not compressed whole to find that out."""
+    compressed, stream, into = list[int](), frames.Stream({}), frames.Stream()
+
+    def compress(data: memoryview, level: int, original: Any = zlib.compress) -> bytes:
+        compressed.append(len(data))
+        return bytes(original(data, level))
+
+    monkeypatch.setattr(zlib, "compress", compress)
+    for _ in range(2):
+        stream.add(frames.PLAIN + data)
+    stream.end()
+    server = frames.FrameServer("127.0.0.1", b"secret", lambda request: ({"rate": 1e4}, stream))
+    frames.fetch(server.address, b"secret", {}, into, 10.0)
+    assert [bytes(frames.unpack(frame)) for frame in into.frames()] == [data] * 2
+    assert compressed == ([frames.PROBE, len(data)] * 2 if packed else [frames.PROBE])
+    assert (into.size < 10_000) == packed
     server.close()
 
 
