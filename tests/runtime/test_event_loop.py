@@ -257,5 +257,4 @@ def test_a_thread_yields_for_a_bounded_time_and_not_after_the_loop() -> None:
         assert not thread.is_alive()
 
     run_bounded(busy())
-    assert event_loop._busy.acquire(blocking=False)
-    event_loop._busy.release()
+    assert not event_loop._YieldedSelector.busy.locked()
