@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 NICENESS = 5  # of threads, relative to the process: Linux then gives a processor that both want to the event loop 3:1
 YIELD_S = 0.02  # for which a thread waits at most, so that a loop that is never idle does not stop it
-PER_ITERATION = 1  # calls and coroutines for each iteration; each, with what it resumes, takes up to two milliseconds
 
 
 class _Throttle:
@@ -24,23 +23,21 @@ class _Throttle:
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], object]] = deque()
-        self._used = 0  # calls in this iteration
+        self._called = False  # in this iteration
 
     def call(self, function: Callable[[], object]) -> None:
-        if not self._used:
-            asyncio.get_running_loop().call_soon(self._begin)
-        if self._used < PER_ITERATION and not self._waiting:
-            self._used += 1
-            function()
-        else:
+        if self._called:
             self._waiting.append(function)
+            return
+        self._called = True
+        asyncio.get_running_loop().call_soon(self._begin)  # first, in case the call raises
+        function()
 
     def _begin(self) -> None:
-        """Begin an iteration: make the calls that have waited longest."""
-        self._used = min(PER_ITERATION, len(self._waiting))
-        if self._used:
-            asyncio.get_running_loop().call_soon(self._begin)  # first, in case a call raises
-        for _ in range(self._used):
+        """Begin an iteration: make the call that has waited longest."""
+        self._called = bool(self._waiting)
+        if self._called:
+            asyncio.get_running_loop().call_soon(self._begin)
             self._waiting.popleft()()
 
 
@@ -48,15 +45,16 @@ _throttles: WeakKeyDictionary[asyncio.AbstractEventLoop, _Throttle] = WeakKeyDic
 
 
 def call_throttled(function: Callable[..., object], *arguments: Any) -> None:
-    """Call the function now, or in the next iteration of the event loop that has made fewer than `PER_ITERATION` calls.
+    """Call the function now, or in the next iteration of the event loop that has made no such call.
 
-    Calls are made in order. `throttle` counts as a call. The loop's exception handler gets what a delayed call raises.
+    Each call, with what it resumes, may take a millisecond. Calls are made in order. `throttle` counts as a call. The
+    loop's exception handler gets what a delayed call raises.
     """
     _throttles.setdefault(asyncio.get_running_loop(), _Throttle()).call(partial(function, *arguments))
 
 
 async def throttle() -> None:
-    """Wait for a call of `call_throttled`, so that few callers continue in one iteration, in order of arrival."""
+    """Wait for a call of `call_throttled`, so that one caller continues in each iteration, in order of arrival."""
     admitted = asyncio.Event()
     call_throttled(admitted.set)
     await admitted.wait()
