@@ -1,33 +1,38 @@
 """One publish to many receivers by `delta`: ready time and bytes from the trainer, one receiver compared with many.
 
-    sudo python benchmarks/publish_fan_out.py [--receivers 16] [--rate 8mbit] [--elements 64] [--changed 0.015]
+    python benchmarks/publish_fan_out.py [--receivers 16] [--rate 8mbit] [--elements 64] [--changed 0.015]
         [--publishes 5] [--json benchmarks/results/publish_fan_out.json]
 
-Each trainer and each receiver is a process on a host of its own: a network namespace on one bridge, with a link whose
-rate is limited both ways (`tc tbf`) after the first publish, which brings all weights. A receiver has the tensors of an
-engine, but samples nothing, so that 16 of them need little of the CPU and the network is the limit. One trainer
-publishes to one receiver, another to all others, in turns. `ready` is the time from the start of `stage` until all
-receivers have swapped, and `copies` is what the trainer sent of frames by the size of the version. Checksums of all
-receivers are compared with the trainer's.
+Needs the rights to make network namespaces (root). Each trainer and each receiver is a process on a host of its own: a
+network namespace on one bridge, with a link whose rate is limited both ways (`tc tbf`) after the first publish, which
+brings all weights to one receiver after the other. A receiver has the tensors of an engine, but samples nothing, so
+that 16 of them need little of the CPU and the network is the limit. One trainer publishes to one receiver, another to
+all others, in turns. `ready` is the time from the start of `stage` until all receivers have swapped, and `copies` is
+what the trainer sent of frames by the size of the version. Checksums of all receivers are compared with the trainer's.
+The first publishes over the shaped links are not counted: the sender has to learn that all networks are slower.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from publish_network import change_elements, serve
+from publish_network import change_elements
 from work import at_least_one, conditions
 
 from slipstream.config.loading import load_config
@@ -37,6 +42,7 @@ from slipstream.sync.delta import DeltaSender
 from slipstream.sync.link import ParameterShard
 
 NET = "10.98.0."
+LEARNING = 3  # publishes over the shaped links until the sender knows their rates
 ROWS = 2**20 // 1024  # of a matrix of 1,024 columns: 1 M elements each
 
 
@@ -48,7 +54,6 @@ def parameters(millions: int) -> dict[str, torch.Tensor]:
 
 class TrainerEnd:
     def __init__(self, millions: int, changed: float) -> None:
-        torch.set_num_threads(1)
         self._parameters, self._changed = parameters(millions), changed
         config = load_config(None, ["--model.path=m", "--environment.name=addition", "--model.dtype=bfloat16"])
         self._sender = DeltaSender(self._parameters, config, Path(), 1)
@@ -78,7 +83,6 @@ class TrainerEnd:
 
 class ReceiverEnd:
     def __init__(self, millions: int, rank: int) -> None:
-        torch.set_num_threads(1)
         self._shards = {n: ParameterShard(p, tuple(p.shape)) for n, p in parameters(millions).items()}
         self._rank = rank
 
@@ -89,9 +93,13 @@ class ReceiverEnd:
         """Receive a version and swap. Returns the end on the system's clock."""
         self._weights.prepare(handle)
         while not self._weights.prepared():
-            time.sleep(0.005)
+            time.sleep(0.01)
         self._weights.apply()
         return time.monotonic()
+
+    def trim(self) -> None:
+        """Return freed memory to the system. glibc keeps it, and 16 receivers of 192 M elements would need 22 GB."""
+        ctypes.CDLL(None).malloc_trim(0)
 
     def checksums(self) -> dict[str, str]:
         self._weights.start_checksums(list(self._shards))
@@ -100,27 +108,39 @@ class ReceiverEnd:
         return {name: str(value % 2**64) for name, value in sums.items()}
 
 
+FORK = multiprocessing.get_context("fork")
+
+
 class Remote:
-    """A process of a host that serves one end."""
+    """One end in a process on a host. Processes are forked, so that they share the memory of what is imported."""
 
-    def __init__(self, host: int, prefix: str, *arguments: str) -> None:
-        command = ["ip", "netns", "exec", f"{prefix}{host}", sys.executable, __file__, *arguments]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-        self._process = subprocess.Popen(command, **pipes, env=os.environ | {ADDRESS: f"{NET}{host + 1}"})
+    def __init__(self, host: int, prefix: str, make: Callable[[], Any]) -> None:
+        self._pipe, other = FORK.Pipe()
+        self._process = FORK.Process(target=self._serve, args=(other, host, prefix, make), daemon=True)
+        self._process.start()
+        other.close()
 
-    def wait(self) -> Any:
-        assert self._process.stdout
-        if not (line := self._process.stdout.readline()):
-            sys.exit("a process ended")
-        return json.loads(line)
+    def _serve(self, pipe: Connection, host: int, prefix: str, make: Callable[[], Any]) -> None:
+        with Path(f"/run/netns/{prefix}{host}").open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns failed")
+        os.environ[ADDRESS] = f"{NET}{host + 1}"
+        torch.set_num_threads(1)
+        end = make()
+        while True:
+            method, arguments = pipe.recv()
+            pipe.send(getattr(end, method)(*arguments))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        print(json.dumps((method, arguments)), file=self._process.stdin)
-        return self.wait()
+        self._pipe.send((method, arguments))
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            sys.exit(f"a process ended in {method!r}")
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
 
 
 @contextlib.contextmanager
@@ -155,10 +175,19 @@ def run(command: str) -> None:
     subprocess.run(command.split(), check=True)
 
 
+def publish_all_weights(trainer: Remote, receivers: list[Remote]) -> None:
+    """The first publish, to one receiver after the other: each needs memory for all weights twice."""
+    info, staged = trainer.call("connect"), trainer.call("stage", 0)
+    trainer.call("send")
+    for receiver in receivers:
+        receiver.call("connect", info)
+        receiver.call("publish", staged)
+        receiver.call("trim")
+
+
 def publish(version: int, trainer: Remote, receivers: list[Remote]) -> dict[str, float]:
-    """One publish to all receivers at the same time."""
-    if version:
-        trainer.call("change")
+    """One publish of changes to all receivers at the same time."""
+    trainer.call("change")
     began, ends = time.monotonic(), [0.0] * len(receivers)
     staged = trainer.call("stage", version)
 
@@ -181,24 +210,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     ends: dict[str, tuple[Remote, list[Remote]]] = {}
     with hosts(count) as prefix:
         numbers = iter(range(count))
-        common = ("--elements", str(options.elements), "--changed", str(options.changed))
         try:
             for side, receivers in sides.items():
-                trainer = Remote(next(numbers), prefix, *common, "--end", "-1")
-                ends[side] = (
-                    trainer,
-                    [Remote(next(numbers), prefix, *common, "--end", str(i + 1)) for i in range(receivers)],
-                )
+                trainer = Remote(next(numbers), prefix, partial(TrainerEnd, options.elements, options.changed))
+                others = [Remote(next(numbers), prefix, partial(ReceiverEnd, options.elements, i + 1))
+                          for i in range(receivers)]  # fmt: skip
+                ends[side] = trainer, others
             found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for trainer, others in ends.values():
-                for end in (trainer, *others):
-                    end.wait()
-                info = trainer.call("connect")
-                for end in others:
-                    end.call("connect", info)
-                publish(0, trainer, others)
+                publish_all_weights(trainer, others)
             shape(prefix, count, options.rate)
-            for version in range(1, options.publishes + 3):  # two until the sender knows the rates
+            for version in range(1, options.publishes + LEARNING + 1):
                 for side, (trainer, others) in ends.items():
                     found[side].append(publish(version, trainer, others))
                     print(version, side, {k: round(v, 3) for k, v in found[side][-1].items()}, flush=True)
@@ -206,9 +228,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for trainer, others in ends.values():
                 for end in (trainer, *others):
                     end.end()
-    medians = {side: {k: statistics.median(f[k] for f in found[side][2:]) for k in found[side][0]} for side in sides}
-    ratios = [many["ready_s"] / one["ready_s"] for one, many in zip(found["one"], found["many"], strict=True)][2:]
-    most = max(each["copies"] for each in found["many"][2:])
+    one, many = (found[side][LEARNING:] for side in sides)
+    medians = {side: {k: statistics.median(f[k] for f in counted) for k in counted[0]}
+               for side, counted in (("one", one), ("many", many))}  # fmt: skip
+    ratios = [b["ready_s"] / a["ready_s"] for a, b in zip(one, many, strict=True)]
+    most = max(each["copies"] for each in many)
     return medians | {"ready_by_one": statistics.median(ratios), "ratios": ratios, "copies_max": most}
 
 
@@ -220,22 +244,16 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--changed", type=float, default=0.015)
     found.add_argument("--publishes", type=at_least_one, default=5)
     found.add_argument("--json", type=Path)
-    found.add_argument("--end", type=int, default=0, help=argparse.SUPPRESS)
     return found
 
 
 def main() -> None:
     options = parser().parse_args()
-    if options.end < 0:
-        return serve(TrainerEnd(options.elements, options.changed))
-    if options.end:
-        return serve(ReceiverEnd(options.elements, options.end))
     found = measure(options)
     print(json.dumps(found))
     if options.json:
         kept = {name: getattr(options, name) for name in ("receivers", "rate", "elements", "changed", "publishes")}
         options.json.write_text(json.dumps(conditions() | kept | found, indent=1) + "\n")
-    return None
 
 
 if __name__ == "__main__":

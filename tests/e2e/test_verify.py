@@ -12,6 +12,7 @@ from slipstream.cli import main
 from tests.conftest import VOCABULARY, build_model, build_tokenizer
 from tests.e2e.test_runs import slipstream
 
+TWO_ENGINES = ["--generator.replicas=2"]
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
@@ -73,9 +74,10 @@ def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path
             marks=needs_vllm,
         ),
         (["--sync.placement=colocated", "--generator.threads=1"], 0, "EXACT"),
-        (["--sync.in_flight=retry"], 0, "tokens were discarded"),
+        ([*TWO_ENGINES, "--sync.in_flight=retry"], 0, "tokens were discarded"),
+        *(([*TWO_ENGINES, f"--sync.link={link}"], 0, "EXACT") for link in ("shared", "checkpoint", "nccl", "delta")),
         pytest.param(
-            ["--generator.engine=vllm", "--generator.replicas=2", "--sync.link=lora", "--lora.rank=8"],
+            [*TWO_ENGINES, "--generator.engine=vllm", "--sync.link=lora", "--lora.rank=8"],
             0,
             "EXACT",
             marks=needs_vllm,

@@ -1,8 +1,9 @@
-"""The two ends of a link in processes: python -m tests.sync.link_ends trainer|engine LINK DIRECTORY."""
+"""The two ends of a link in processes: python -m tests.sync.link_ends trainer|engine LINK DIRECTORY FLAG ..."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from slipstream.config.adapter import ADAPTER
 from slipstream.config.loading import load_config
 from slipstream.generators.served_weights import ServedWeights
+from slipstream.sync import adapters, delta
 from slipstream.sync.adapters import adapter_files, read_adapter
 from slipstream.sync.link import ParameterShard, find_link
 from tests.hosts import serve
@@ -21,24 +23,24 @@ SHAPES = {"embed": (300, 64), "norm": (64,), "experts": (4, 24, 16), "head": (13
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """The weights of a version: a thousandth of them differ from the version before."""
+    """The weights of a version: a thousandth of them differ from the version before, of every tenth version all."""
     torch.manual_seed(0)
     found = {name: torch.randn(shape).bfloat16() for name, shape in SHAPES.items()}
     for one in range(1, version + 1):
         for tensor in found.values():
-            tensor.view(-1)[one % 7 :: 1000] += one
+            tensor.view(-1)[one % 7 :: 1000 if one % 10 else 1] += one
     return found
 
 
 class Trainer:
     """The sender, whose parameters are `weights` of the staged version."""
 
-    def __init__(self, link: str, directory: str) -> None:
+    def __init__(self, link: str, directory: str, *flags: str) -> None:
         self._kind, self._directory = find_link(link)[0], Path(directory)
         self._parameters = {name: torch.nn.Parameter(tensor) for name, tensor in weights(0).items()}
-        flags = ["--model.path=m", "--environment.name=e", "--model.dtype=bfloat16"]
-        flags += ["--generator.engine=vllm", "--lora.rank=4", "--sync.link=lora"] if link == "lora" else []
-        self._config = load_config(None, flags)
+        own = ["--model.path=m", "--environment.name=e", "--model.dtype=bfloat16"]
+        own += ["--generator.engine=vllm", "--lora.rank=4", "--sync.link=lora"] if link == "lora" else []
+        self._config = load_config(None, [*own, *flags])
         self._sender: Any = None
 
     def open(self, receivers: int) -> Any:
@@ -85,24 +87,34 @@ class Engine:
         while not self._weights.prepared():
             time.sleep(0.001)
         self._weights.apply()
-        wanted = weights(handle["version"])
+        return self.serves(handle["version"])
+
+    def serves(self, version: int) -> bool:
+        wanted = weights(version)
         return all(torch.equal(t, wanted[name][self._index[name]]) for name, t in self._served.items())
 
 
 class AdapterEngine:
     """Reads adapters as a vLLM worker does."""
 
-    def __init__(self, link: str) -> None: ...
+    def __init__(self, link: str) -> None:
+        self._served = -1
+
+    def connect(self, info: Any, rank: int) -> None: ...
+
+    def serves(self, version: int) -> bool:
+        return version == self._served
 
     def publish(self, handle: Any) -> bool:
         """Whether the adapter that was read has the values of the version."""
         with adapter_files(handle) as path:
             found, config = read_adapter(path, torch.device("cpu")), json.loads((path / ADAPTER).read_text())
-        wanted = weights(handle["version"])
+        wanted, self._served = weights(handle["version"]), handle["version"]
         return config["r"] == 4 and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    delta.SILENCE_LIMIT_S = adapters.SILENCE_LIMIT_S = float(os.environ.get("SILENCE_LIMIT_S", "60"))
     engine = AdapterEngine if sys.argv[2] == "lora" else Engine
     serve(Trainer(*sys.argv[2:]) if sys.argv[1] == "trainer" else engine(sys.argv[2]))

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -379,6 +380,72 @@ def swap_at_once(engines: list[Engine], handle: PublishHandle) -> list[float]:
     for thread in threads:
         thread.join()
     return seconds
+
+
+def test_the_rate_of_a_transfer_is_that_at_which_its_frames_came() -> None:
+    """Not a rate at which the kernel's buffers took frames that came slowly."""
+    stream = frames.Stream({})
+    server, into = frames.FrameServer("127.0.0.1", b"secret", lambda request: ({}, stream)), frames.Stream()
+    fetching = threading.Thread(target=frames.fetch, args=(server.address, b"secret", {}, into, 10.0))
+    fetching.start()
+    for _ in range(20):
+        stream.add(frames.PLAIN + bytes(9999))
+        time.sleep(0.01)
+    stream.rate = 7e5
+    stream.end()
+    fetching.join()
+    assert 1e5 < into.rate < 1.2e6 and into.upstream_rate == 7e5
+    server.close()
+
+
+@pytest.mark.parametrize(("data", "packed"), [(bytes(300_000), True), (random.Random(0).randbytes(300_000), False)])
+def test_frames_are_compressed_where_that_is_faster(data: bytes, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large frame that does not shrink is not compressed whole to find that out."""
+    compressed, stream, into = list[int](), frames.Stream({}), frames.Stream()
+
+    def compress(data: memoryview, level: int, original: Any = zlib.compress) -> bytes:
+        compressed.append(len(data))
+        return bytes(original(data, level))
+
+    monkeypatch.setattr(zlib, "compress", compress)
+    for _ in range(2):
+        stream.add(frames.PLAIN + data)
+    stream.end()
+    server = frames.FrameServer("127.0.0.1", b"secret", lambda request: ({"rate": 1e4}, stream))
+    frames.fetch(server.address, b"secret", {}, into, 10.0)
+    assert [bytes(frames.unpack(frame)) for frame in into.frames()] == [data] * 2
+    assert compressed == ([frames.PROBE, len(data)] * 2 if packed else [frames.PROBE])
+    assert (into.size < 10_000) == packed
+    server.close()
+
+
+def test_a_network_is_judged_by_transfers_that_it_slowed_down() -> None:
+    rate = delta.NetworkRate()
+    found = []
+    for measured, upstream in ((9e6, 0.0), (1e6, 0.0), (9e6, 8e6), (1e6, 1.1e6), (1e6, 1.1e6), (1e6, 9e6)):
+        rate.add(measured, upstream)
+        found.append(rate.estimate)
+    assert found == [9e6, 1e6, 9e6, 9e6, 1e6, 1e6]
+
+
+def test_frames_are_small_on_a_slow_network(trainer: Trainer) -> None:
+    """An entry may span several."""
+    engine, sizes = Engine(trainer.info), []
+    engine.swap(trainer.publish())
+    trainer.sender._rates = {1: 1.0}
+    for share in (1.0, 0.02):
+        engine.swap(handle := trainer.publish(share))
+        sizes += map(len, trainer.sender._steps[handle["state"]].frames())
+        assert engine.serves(trainer.parameters)
+    assert len(sizes) > 20 and max(sizes) == coder.MIN_FRAME + 1
+
+
+def test_changes_that_end_in_an_entry_are_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, before, _ = publish_second(trainer)
+    monkeypatch.setattr(coder, "encode", lambda *arguments: changes.encode(*arguments)[:-1])
+    with pytest.raises(ValueError, match="end in an entry"):
+        engine.swap(trainer.publish())
+    assert engine.serves(before)
 
 
 def test_many_engines_pass_a_version_on(trainer: Trainer) -> None:

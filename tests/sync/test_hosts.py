@@ -6,7 +6,9 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,44 @@ def test_engines_on_other_hosts_come_and_go(link: str, three: list[tuple[str, st
         engines += [add(2), add(0)]
         connect()
         assert all(publish(trainer, engines, version) == [True] * 4 for version in (1, 2))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("link", ["delta", "lora"])
+def test_an_engine_and_then_the_trainer_are_killed_in_a_transfer(
+    link: str, three: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """The other engine gets the version; then it keeps that, until another trainer brings the next."""
+    with processes() as started:
+
+        def start_publish(version: int) -> list[Future[bool]]:
+            """Versions 10 and 20 take about a second: return in the middle of it."""
+            handle = trainer.call("stage", version)
+            received = [engine.start("publish", handle) for engine in engines]
+            trainer.call("send")
+            if not version % 10:
+                time.sleep(0.2)
+                assert not any(one.done() for one in received)
+            return received
+
+        flags = ["trainer", link, str(tmp_path), "--sync.max_mb_per_s=0.06"]
+        trainer, successor = (Remote(three[0][0], ENDS, *flags, **{ADDRESS: three[0][1]}) for _ in range(2))
+        engines = [Remote(three[1][0], ENDS, "engine", link, SILENCE_LIMIT_S="0.5") for _ in range(2)]
+        started.extend([trainer, successor, *engines])
+        info = trainer.call("open", 2)
+        for rank, engine in enumerate(engines, 1):
+            engine.call("connect", info, rank)
+        received = start_publish(10)
+        engines.pop(0).kill()
+        assert received[1].result(60)
+        (lost,) = start_publish(20)
+        trainer.kill()
+        with pytest.raises(RuntimeError, match=r"no byte from"):
+            lost.result(60)
+        assert engines[0].call("serves", 10)
+        trainer = successor
+        engines[0].call("connect", trainer.call("open", 1), 1)
+        assert start_publish(21)[0].result(60)
 
 
 @pytest.mark.e2e

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import slipstream
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError, TrainerConfig
 from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights, local_shards
 from slipstream.model.inspection import trained_parameters
-from slipstream.sync import nccl_direct
+from slipstream.runtime.addresses import ADDRESS
+from slipstream.sync import adapters, frames, nccl_direct
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import ParameterShard, PublishHandle, find_link
 from slipstream.trainers.master_weights import compute_on
 from slipstream.trainers.parallel import TrainerRanks
 from tests.conftest import build_model
+from tests.sync.test_delta import Proxy
 
 LINKS = ("shared", "checkpoint", "nccl", "delta")
 DEVICE = torch.device("cpu")
@@ -410,6 +417,33 @@ def test_staged_adapters_are_a_valid_safetensors_file(dtype: torch.dtype, tmp_pa
     sender.close()
 
 
+def test_random_cuts_and_flips_leave_only_published_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two engines on other hosts, which fetch each version at the same time; one has a slow network."""
+    monkeypatch.setenv(ADDRESS, "127.0.0.2")  # not the loopback address of one host
+    monkeypatch.setattr(frames, "RETRY_S", 0.001)
+    monkeypatch.setattr(adapters, "FRAME", 1024)
+    parameters = {"a.lora_A.default.weight": torch.nn.Parameter(torch.zeros(64, 64))}
+    sender, draw = adapters.AdapterSender(parameters, lora_config(), tmp_path, 2), random.Random(0)
+
+    def read(address: Any) -> torch.Tensor:
+        with adapters.adapter_files(handle | {"server": address}) as path:
+            return adapters.read_adapter(path, DEVICE)["a.lora_A.weight"]
+
+    with ThreadPoolExecutor(2) as pool:
+        for version in range(25):
+            parameters["a.lora_A.default.weight"].data.fill_(version)
+            handle = sender.stage(version)
+            proxies = [Proxy(handle["server"], [draw.randrange(1, 20000)], draw.randrange(1, 9000)) for _ in range(2)]
+            proxies[0].rate = 2e6
+            found = pool.map(read, [proxy.address for proxy in proxies])
+            assert all(bool((tensor == version).all()) for tensor in found)
+            assert all(proxy.connections > 1 for proxy in proxies)
+            sender.release(handle)
+            for proxy in proxies:
+                proxy.close()
+    sender.close()
+
+
 def test_only_adapters_are_published(tmp_path: Path) -> None:
     trained, served = make_lora(1), make_lora(2)
     sender, _ = find_link("shared")
@@ -456,3 +490,12 @@ def test_a_taken_port_is_reported_while_receivers_connect(monkeypatch: pytest.Mo
             bad.check_connection()
     for sender in senders:
         sender.close()
+
+
+def test_publishes_measure_time_by_a_clock_that_can_not_be_set_back() -> None:
+    """The wall clock only dates what is shown, and files that another run left."""
+    source, wall = Path(slipstream.__file__).parent, re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.|from time import")
+    packages = ("sync", "generators", "trainers", "scheduling", "controller", "runtime")
+    paths = itertools.chain(*((source / package).rglob("*.py") for package in packages))
+    found = {str(path.relative_to(source)) for path in paths if wall.search(path.read_text())}
+    assert found <= {"controller/control.py", "runtime/run_directory.py"}

@@ -140,6 +140,17 @@ def entries_of(block: Block) -> int:
     return sum(-(-(s.stop - s.row) // rows_per_entry(s)) for s in block.segments)
 
 
+def split_entries(data: memoryview) -> tuple[memoryview, memoryview]:
+    """The whole entries at the beginning of `data`, and the rest."""
+    end = at = 0
+    while at <= len(data):
+        end = at
+        if len(data) - at < HEADER.size:
+            break
+        at += HEADER.size + Entry(*HEADER.unpack_from(data, at)).size
+    return data[:end], data[end:]
+
+
 def entries(frame: memoryview) -> Iterator[tuple[Entry, memoryview]]:
     """The entries of a frame: header and data. Raises `ValueError` if they don't fill it."""
     at = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import traceback
 from collections import Counter, deque
@@ -25,6 +26,14 @@ from slipstream.sync.changes import (
 from slipstream.sync.frames import PLAIN, Stream
 
 FRAME = 2**16  # bytes from which entries make a frame
+MIN_FRAME = 2**12
+HOP_S = 0.02  # seconds that a frame may take on a slow network: each receiver of a chain delays those after it as long
+
+
+def largest_frame(rate: float) -> float:
+    """Bytes of the largest frame for networks of `rate` bytes per second."""
+    size = max(MIN_FRAME, rate * HOP_S)
+    return size if rate > 0 and size < FRAME else math.inf
 
 
 class _BlockChanges(NamedTuple):
@@ -71,11 +80,15 @@ class Coder:
             self.size += HEADER.size + choose_coding(block.length, count, [next(numbers), next(numbers)], word).size
         return rises
 
-    def start(self, trailer: dict[str, Any]) -> None:
-        """Start a thread that codes what was added, and ends the stream."""
+    def start(self, trailer: dict[str, Any], rate: float = 0.0) -> None:
+        """Start a thread that codes what was added, and ends the stream.
+
+        `rate` is of the receivers' networks, in bytes per second (0.0: unknown).
+        """
         if self._own:
             self._own.wait_stream(torch.cuda.current_stream(self._device))
-        self._thread = threading.Thread(target=self._run, args=(trailer,), name="delta coder", daemon=True)
+        run = (trailer, largest_frame(rate))
+        self._thread = threading.Thread(target=self._run, args=run, name="delta coder", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -83,26 +96,34 @@ class Coder:
         if self._thread:
             self._thread.join()
 
-    def _run(self, trailer: dict[str, Any]) -> None:
+    def _run(self, trailer: dict[str, Any], largest: float) -> None:
         failure = ""
         try:
-            self._code()
+            self._code(largest)
         except Exception as error:  # such as a full GPU
             traceback.print_exc()
             failure = f"{type(error).__name__}: {error}"
         self._ended(trailer, failure)
 
-    def _code(self) -> None:
+    def _code(self, largest: float) -> None:
         entries, size = [PLAIN], 0
         while self._blocks:
             for entry in self._entries(self._blocks.popleft()):  # to free its memory once it is coded
                 entries.append(entry)
                 size += len(entry)
-                if size >= FRAME:
-                    self._stream.add(b"".join(entries))
+                if size >= min(FRAME, largest):
+                    self._add(b"".join(entries), largest)
                     entries, size = [PLAIN], 0
         if size:
-            self._stream.add(b"".join(entries))
+            self._add(b"".join(entries), largest)
+
+    def _add(self, frame: bytes, largest: float) -> None:
+        """Add a frame, or several if it is larger."""
+        if len(frame) <= largest + 1:
+            self._stream.add(frame)
+            return
+        for at in range(1, len(frame), int(largest)):
+            self._stream.add(PLAIN + frame[at : at + int(largest)])
 
     @torch.no_grad()
     def _entries(self, changed: _BlockChanges) -> list[bytes]:

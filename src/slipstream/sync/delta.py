@@ -32,7 +32,7 @@ from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import address_towards, own_address
 from slipstream.sync.blocks import Block, divide, gather
-from slipstream.sync.changes import Changes, copy_changes
+from slipstream.sync.changes import Changes, copy_changes, split_entries
 from slipstream.sync.checksum import checksum
 from slipstream.sync.coder import Coder
 from slipstream.sync.delta_sources import ChangeSource, WeightsSource
@@ -63,6 +63,7 @@ from slipstream.sync.update import Part, Tensors, Update
 BLOCK = {"cpu": 2**20, "cuda": 2**27}  # words that are coded together
 SLOW = 0.25  # of the median rate, or of `COMPRESSION`: no receiver waits for one below
 MIN_MEASURED = 2**20  # bytes of a stream that measures the rate of a network
+BOTTLENECK = 0.5  # of the rate of the receiver before: below it a receiver's own network is the slowest of the chain
 WINDOW = 2**26  # bytes of a version that a receiver holds for others
 
 
@@ -131,7 +132,9 @@ class DeltaSender(Sender):
                 self._forget(str(error) or type(error).__name__)
             raise
         sums = {name: str(value) for name, value in self._sums.items()}  # too large for msgpack
-        coder.start(sums)
+        with self._lock:
+            rate = self._median_rate()
+        coder.start(sums, rate)
         return {"bytes": coder.size, "changed": coder.changed / self._total, "sums": sums}
 
     def close(self) -> None:
@@ -211,8 +214,7 @@ class DeltaSender(Sender):
                 if state != self._state or state not in self._steps:
                     raise Refused("a newer version is published")
                 self._sources[state, base] = self._open(state, base)
-            asks, known_rates = (request["rank"], request["base"]), list(filter(None, self._rates.values()))
-            rate = median_high(known_rates or [0.0])
+            asks, rate = (request["rank"], request["base"]), self._median_rate()
             here = {"rate": rate}, self._sources[state, base]
             if request["direct"] or asks in self._asked or state != self._state:  # a peer may wait for this receiver
                 return here
@@ -222,6 +224,10 @@ class DeltaSender(Sender):
             if request["rate"] >= SLOW * min(COMPRESSION, rate, median_high(asked_rates or [rate])):
                 self._tails[request["base"]] = request["listens"]
             return ({"peer": peer}, None) if peer else here
+
+    def _median_rate(self) -> float:
+        """Of the receivers' networks, in bytes per second; 0.0: unknown."""
+        return median_high(list(filter(None, self._rates.values())) or [0.0])
 
     def _open(self, state: int, base: int | None) -> ChangeSource:
         """The changes since `base`, or all weights."""
@@ -244,7 +250,7 @@ class DeltaReceiver(Receiver):
         self._dtype: torch.dtype = getattr(torch, connection_info["dtype"])
         self._shapes: Shapes = connection_info["shapes"]
         self._blocks = divide(self._shapes, connection_info["block"])
-        self._rank, self._device, self._rate = rank, device, 0.0
+        self._rank, self._device, self._rate = rank, device, NetworkRate()
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._held: int | None = None  # the state that the engine serves, and the checksums of its shards
         self._sums: dict[str, int] = {}
@@ -286,21 +292,27 @@ class DeltaReceiver(Receiver):
     def _receive(self, handle: PublishHandle) -> tuple[Update, dict[str, int], dict[str, str]]:
         """An update, checksums of the engine's shards with the update, and checksums that the trainer published."""
         stream = Stream(window=WINDOW)
-        request = {"state": handle["state"], "base": self._held, "rank": self._rank, "rate": self._rate,
+        request = {"state": handle["state"], "base": self._held, "rank": self._rank, "rate": self._rate.estimate,
                    "listens": self._relay.address}  # fmt: skip
         self._incoming = request, stream
         threading.Thread(target=self._fetch, args=(request, stream), name="delta", daemon=True).start()
         try:
             base = stream.wait_header()["base"]
             update = Update(self._tensors, base is None, 1 if base is None else handle["state"] - base)
+            rest = memoryview(b"")
             for frame in stream.take():
-                update.add(update.decode(unpack(frame)))
+                data = unpack(frame)
+                whole, rest = split_entries(memoryview(bytes(rest) + data) if rest else data)
+                update.add(update.decode(whole))
+            if rest:
+                raise ValueError("the changes end in an entry")
         except Refused as error:
             raise Superseded(f"version {handle['version']} did not arrive: {error}") from None
         except BaseException:
             stream.end("the receiver failed")
             raise
-        self._rate = stream.rate if stream.size >= MIN_MEASURED else self._rate
+        if stream.size >= MIN_MEASURED:
+            self._rate.add(stream.rate, stream.upstream_rate)
         return update, update.checksums(self._sums), stream.trailer
 
     def _fetch(self, request: Request, stream: Stream) -> None:
@@ -318,6 +330,18 @@ class DeltaReceiver(Receiver):
     def _agree(self, sums: Mapping[str, int], published: Mapping[str, str]) -> bool:
         """Whether shards that are whole parameters will have the published checksums."""
         return all(sums[name] == int(published[name]) for name, part in self._tensors.parts.items() if part.whole)
+
+
+class NetworkRate:
+    """Estimates a receiver's network from the rates of its last two transfers: `estimate` in bytes per second."""
+
+    def __init__(self) -> None:
+        self.estimate = self._last = 0.0  # 0.0: unknown
+
+    def add(self, measured: float, upstream: float) -> None:
+        """`upstream`: rate at which the frames reached the receiver before this one; 0.0 if the trainer sent them."""
+        kept_up = measured >= BOTTLENECK * upstream > 0  # this network is at least as fast, maybe as fast as before
+        self.estimate, self._last = max(measured, self._last if kept_up else 0.0), measured
 
 
 class Delta:

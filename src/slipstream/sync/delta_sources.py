@@ -22,6 +22,7 @@ class ChangeSource:
     """The changes of consecutive steps."""
 
     done = False  # it takes memory, and no receiver reads it any more
+    rate = 0.0
 
     def __init__(self, state: int, base: int | None, steps: list[Stream]) -> None:
         self._header, self._steps, self.used = {"base": base, "state": state}, steps, time.monotonic()

@@ -32,6 +32,7 @@ SILENCE_S = 20.0  # without a byte, after which a connection counts as broken
 RETRY_S = 0.2
 SILENCE_LIMIT_S = 60.0  # without a byte: the transfer of a version fails
 COMPRESSION = 2e8  # bytes per second of the fastest network on which compression is tried
+PROBE = 2**16  # bytes of a larger frame that are compressed first, since 3 MB of a GPU's changes take 50 ms
 FAILURES = (OSError, EOFError, ValueError)  # of a connection or its data: try again
 Address = tuple[str, int]
 Request = dict[str, Any]
@@ -50,6 +51,9 @@ class Source(Protocol):
 
     used: float
     """Time of the last read."""
+
+    rate: float
+    """Bytes per second in which the frames arrived, once all have; 0.0 if they are made here."""
 
     @property
     def trailer(self) -> dict[str, Any]: ...
@@ -77,7 +81,7 @@ class Stream:
         self.size = self._reached = 0  # bytes of the frames, and with the part of the next one
         self.used = time.monotonic()
         self.progressed = 0.0  # time of the last further byte
-        self.rate = 0.0  # bytes per second of the network by which the frames came
+        self.rate = self.upstream_rate = 0.0  # bytes per second from first to last frame, here and in the server
 
     def __len__(self) -> int:
         return self._dropped + len(self._frames)
@@ -157,16 +161,15 @@ class Limiter:
         self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
         self.slice = max(1, int(rate / 10)) if rate else 2**62  # bytes between two waits: some move in every second
 
-    def wait(self, size: int) -> float:
-        """Wait until so many bytes may be sent. Returns the seconds."""
+    def wait(self, size: int) -> None:
+        """Wait until so many bytes may be sent."""
         if not self._rate:
-            return 0.0
+            return
         with self._lock:
             now = time.monotonic()
             self._free = max(now, self._free) + size / self._rate
             delay = self._free - now
         time.sleep(delay)
-        return delay
 
 
 class Listener:
@@ -232,18 +235,26 @@ class FrameServer:
     def _send_source(self, connection: Channel, source: Source, start: int, rate: float) -> None:
         """Send the rest of a source, compressed if that is faster at `rate` bytes per second (0.0: unknown)."""
         _send(connection, source.wait_header())
-        since = time.monotonic()
         for plain in source.frames(start):
-            connection.waited += time.monotonic() - since
             frame = plain
             if plain[:1] == PLAIN and 0 < rate < COMPRESSION:
-                began, frame = time.perf_counter(), PACKED + zlib.compress(memoryview(plain)[1:], 1)
-                if time.perf_counter() - began > (len(plain) - len(frame)) / rate:
-                    frame, rate = plain, 0.0  # don't try again
+                data = memoryview(plain)[1:]
+                packed = _compress(data[:PROBE], rate)
+                if packed and len(data) > PROBE:
+                    packed = _compress(data, rate)
+                if packed:
+                    frame = PACKED + packed
+                else:
+                    rate = 0.0  # don't try again
             connection.send_bytes(frame)
             self.sent += len(frame)
-            since = time.monotonic()
-        _send(connection, {"trailer": source.trailer, "waited": connection.waited})
+        _send(connection, {"trailer": source.trailer, "rate": source.rate})
+
+
+def _compress(data: memoryview, rate: float) -> bytes | None:
+    """The data compressed, or None if that took longer than it saves at `rate` bytes per second."""
+    began, packed = time.perf_counter(), zlib.compress(data, 1)
+    return packed if time.perf_counter() - began <= (len(data) - len(packed)) / rate else None
 
 
 def unpack(frame: bytes) -> memoryview:
@@ -288,12 +299,18 @@ def _fetch_from(address: Address, secret: bytes, request: Request, into: Stream)
             into.begin(header)
         elif into.header != header:
             raise Refused("the stream was replaced while it was read")
-        began, before, last = time.monotonic(), into.size, 0.0
-        while (message := connection.recv_bytes(into.reach))[:1] != JSON:
+        began, before, last = 0.0, into.size, 0.0
+
+        def progress(size: int) -> None:
+            nonlocal began
+            began = began or time.monotonic()
+            into.reach(size)
+
+        while (message := connection.recv_bytes(progress))[:1] != JSON:
             last = time.monotonic()
             into.add(bytes(message))
         end = _parse(message)
-        into.rate = (into.size - before) / max(last - began - end["waited"], 1e-6)
+        into.rate, into.upstream_rate = (into.size - before) / max(last - began, 1e-6), end["rate"]
         into.end(trailer=end["trailer"])
     return None
 
@@ -326,7 +343,6 @@ class Channel:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(SILENCE_S), 0))
         self._socket, self._limiter = connected, limiter or Limiter()
-        self.waited = 0.0  # seconds in which nothing was sent for want of a frame, or because of the limiter
 
     def __enter__(self) -> Channel:
         return self
@@ -350,13 +366,15 @@ class Channel:
         self._socket.sendall(length + self._sent(length), MORE)
         for at in range(0, len(view), self._limiter.slice):
             part = view[at : at + self._limiter.slice]
-            self.waited += self._limiter.wait(len(part))
+            self._limiter.wait(len(part))
             self._socket.sendall(part, MORE)
         self._socket.sendall(self._sent(message))
 
     def recv_bytes(self, progress: Callable[[int], None] = lambda size: None) -> memoryview:
         """The next message. `progress` is called with the bytes of it so far. Raises `PermissionError` if damaged."""
-        return self._open(LENGTH.unpack(self._open(LENGTH.size))[0], progress)
+        size = LENGTH.unpack(self._open(LENGTH.size))[0]
+        progress(0)
+        return self._open(size, progress)
 
     def _open(self, size: int, progress: Callable[[int], None] = lambda size: None) -> memoryview:
         data = memoryview(self._read(size + DIGEST, progress))

@@ -205,6 +205,7 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
     fresh = _for_local_engines(config)
     if not config.generator.servers:
         config = fresh
+    fresh = with_options(fresh, generator=fresh.generator.model_dump() | {"replicas": 1})
     if min(prompts, tokens) < 1 or after < 0:
         raise ConfigError(
             f"verify with --prompts {prompts} --tokens {tokens} --after {after} compares nothing; give at least 1 "
