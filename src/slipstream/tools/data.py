@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.config.loading import load_config
-from slipstream.config.schema import ConfigError
+from slipstream.config.schema import ConfigError, LoopConfig
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.load import close_environment, load_environments
@@ -40,9 +40,11 @@ def data(path: str | None, flags: Sequence[str], shown: int) -> None:
         for task in training[:shown]:
             console.print(_described(task, each.id_of(task), chat, special), soft_wrap=True)
         most = config.sampling_of(each.options).max_tokens
+        share = each.options.weight / sum(options.weight for options in config.each_environment)
         for name, tasks in ("training", training), ("held-out", held_out):
             for line in _lengths(plural(len(tasks), f"{name} task"), tasks, chat, most) if len(tasks) else ():
                 console.print(line, markup=False, soft_wrap=True)
+        console.print(_epochs(len(training), share, config.loop), "", sep="\n", markup=False, soft_wrap=True)
         asyncio.run(close_environment(each.environment))
 
 
@@ -63,6 +65,13 @@ def _described(task: Task, name: str, chat: ChatTokenizer, special: set[int]) ->
             found.append(f"«{text}»" if token in special else text, style=SPECIAL if token in special else "")
             found.append_text(BOUNDARY)
     return found.append("\n")
+
+
+def _epochs(tasks: int, share: float, loop: LoopConfig) -> str:
+    """The steps of an epoch, in which each task is visited once, and the epochs of the run."""
+    steps = tasks / (loop.groups_per_step * share)
+    each = f"{loop.groups_per_step} groups a step" + f", {share:.0%} of them here" * (share < 1)
+    return f"an epoch is {steps:.3g} steps ({each}): loop.steps = {loop.steps} is {loop.steps / steps:.3g} epochs"
 
 
 def _lengths(title: str, tasks: Sequence[Task], chat: ChatTokenizer, most: int) -> list[str]:
