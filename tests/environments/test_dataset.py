@@ -327,6 +327,11 @@ GOOD = {"question": "1+1?", "answer": "2"}
         ([GOOD], {"reward": {"regex": {"pattern": "("}}}, r"pattern = '\(' is not a regular expression: missing \)"),
         ([{**GOOD, "answer": "ab"}], {"reward": "choice"}, "line 1: .*its answer is 'ab', none of the choices A to Z"),
         ([{**GOOD, "answer": [3]}], {"reward": "code"}, "line 1: .*3 is not a test; a test is an assertion"),
+        (
+            [{**GOOD, "answer": "def f(): return 1"}],
+            {"reward": "code"},
+            "every program would pass; call f",
+        ),
         ([{**GOOD, "answer": ["f("]}], {"reward": "code"}, "line 1: not a task: 'f\\(' is not Python: '\\(' was never"),
         (
             [{**GOOD, "answer": {"inputs": ["1", "2"], "outputs": ["1"]}}],

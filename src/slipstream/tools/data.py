@@ -54,8 +54,9 @@ def _described(task: Task, name: str, chat: ChatTokenizer, special: set[int]) ->
         token_ids = chat.encode(task.prompt)
     except GenerationError as error:
         return Text(f"{name} ({task.source}): {error}\n", style="red")
-    known = task.data.get("wanted", task.data)  # by the rewards of a dataset
-    found = Text(f"{name} ({task.source}): {len(token_ids)} tokens; expected answer {known!r:.200}\n", style="bold")
+    wanted = f"expected answer {task.data['wanted']!r:.200}" if "wanted" in task.data else f"data {task.data!r:.200}"
+    where = f" ({task.source})" if task.source else ""
+    found = Text(f"{name}{where}: {len(token_ids)} tokens; {wanted}\n", style="bold")
     cut = len(token_ids) > HEAD + TAIL
     for index, token in enumerate(token_ids):
         if cut and index == HEAD:
