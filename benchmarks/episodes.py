@@ -9,7 +9,8 @@ if the fault of a neighbour in its worker ends it, as `environment.rollout_retri
 process after a delay: this measures the controller and the workers, without engines, trainer and recorder.
 
 A timer on this process's event loop is due every millisecond; a stall is its delay. The bar is for the longest stall of
-each tenth of a second; `stall_parts` are the parts of these, such as the wait for a processor. `phases` are the longest
+each tenth of a second; `stall_parts` are the parts of these, such as the wait for a processor. `machine` has the same
+of a process that only sleeps. `phases` are the longest
 stalls during each call of these kinds. The garbage collector is set as in a run. Processes that are left over are found
 by an environment variable that workers and their children inherit.
 """
@@ -34,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from controller import PARTS, Watch, described, machine, quantile, save_tokenizer
+from controller import BEAT, PARTS, Watch, described, machine, quantile, save_tokenizer
 from simulated import VOCABULARY
 from transformers import PreTrainedTokenizerFast
 from work import at_least_one, conditions
@@ -192,6 +193,16 @@ def watch_phases(watch: Watch) -> None:
     gc.callbacks.append(watch.collected)
 
 
+def longest_of_spans(late: list[float]) -> list[float]:
+    """The longest of successive delays in each `SPAN_S`, in ms; a delay follows the last one by `BEAT`."""
+    found, at = dict[int, float](), 0.0
+    for delay in late:
+        span = int(at / SPAN_S)
+        found[span] = max(delay, found.get(span, 0.0))
+        at += BEAT + delay / 1000
+    return [*found.values()]
+
+
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -212,6 +223,7 @@ def summary(kinds: list[str], options: argparse.Namespace, scratch: Path) -> tup
         "faults": dict(Counter(filter(None, kinds))), "seconds": round(time.perf_counter() - began, 1),
         "closing_s": round(closing, 1), "stall": described(watch.longest(spans)),
         "stall_parts": {part: described(watch.longest(spans, part)) for part in PARTS},
+        "stall_with_a_processor": described(watch.longest(spans, PARTS[0], PARTS[2])),
         "beat": described([1000 * (came - due) for due, came in watch.stalls]),
         "phases": {name: described(watch.longest(spans)) for name, spans in sorted(watch.phases.items())},
         "finished": len(played.rewards), "unfinished": succeeding - len(played.rewards),
@@ -238,7 +250,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     found["different"] = sum(reward != expected.get(index) for index, reward in rewards.items())
     return {
         "episodes": options.episodes, "workers": options.workers, "without_faults": without, "with_faults": found,
-        "machine": described(late.get()),
+        "machine": described(longest_of_spans(late.get())),
     }  # fmt: skip
 
 

@@ -82,6 +82,8 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
     run, given = Path(target) / "config.toml", dict(parse_flags(flags))
     dataset = "dataset" if "environment.dataset" in given else ""
     environment = str(given.get("environment.name") or environment or dataset)
+    if target.endswith(".toml") and _read(target).get("policies"):
+        raise ConfigError(f"{target} has [[policies]], which a run alone can play: train with evaluation.every")
     if target.endswith(".toml") and environment and _read(target).get("environments"):
         config = load_config(target, [flag for flag in flags if not flag.startswith("--environment.")])
         rest = [flag for flag in flags if not flag.startswith("--environments.")]  # of which `config` has the values
