@@ -10,9 +10,9 @@ process after a delay: this measures the controller and the workers, without eng
 
 A timer on this process's event loop is due every millisecond; a stall is its delay. The bar is for the longest stall of
 each tenth of a second; `stall_parts` are the parts of these, such as the wait for a processor. `machine` has the same
-of a process that only sleeps. `phases` are the longest
-stalls during each call of these kinds. The garbage collector is set as in a run. Processes that are left over are found
-by an environment variable that workers and their children inherit.
+of a process that only sleeps. `phases` are the longest stalls during each call of these kinds. The garbage collector is
+set as in a run. Processes that are left over are found by an environment variable that workers and their children
+inherit.
 """
 
 from __future__ import annotations
