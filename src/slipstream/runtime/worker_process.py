@@ -34,7 +34,9 @@ LOG_BYTES = 2**16
 HEARTBEAT_S = 2.5  # between two heartbeats
 HEARTBEAT_TIMEOUT_S = 15.0  # of silence after which a process with pending calls counts as hung
 SERIALIZER = ThreadPoolExecutor(2, "serializer")  # of arguments of many megabytes
-STARTER = ThreadPoolExecutor(1, "starter")  # of processes and threads, for which the event loop would wait
+# The event loop would wait until the system has let a process or a thread begin.
+PROCESS_STARTER = ThreadPoolExecutor(1, "starter of processes")
+THREAD_STARTER = ThreadPoolExecutor(1, "starter of threads")
 
 Large = Future[list[bytes]]  # serialized arguments, in pieces, for one or several processes
 
@@ -100,7 +102,7 @@ class WorkerProcess:
 
     async def _start_process(self) -> Process:
         """Start the process in a thread. It is killed if this is cancelled or the worker ends meanwhile."""
-        starting = self._loop.run_in_executor(STARTER, self._launcher, self._launch)
+        starting = self._loop.run_in_executor(PROCESS_STARTER, self._launcher, self._launch)
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -198,7 +200,7 @@ class WorkerProcess:
 
     def _in_thread(self, end: Callable[[], None]) -> None:
         """End the process in a thread: waiting for it, or walking through /proc, would block the event loop."""
-        STARTER.submit(threading.Thread(target=end, name=f"end of {self.name}").start)
+        THREAD_STARTER.submit(threading.Thread(target=end, name=f"end of {self.name}").start)
 
     def _send(self, number: int, method: str | None, arguments: bytes | Large) -> None:
         if not self._outgoing:
@@ -249,7 +251,7 @@ class WorkerProcess:
         if not self.dead and self.process:
             self.dying = True
             name = f"end of {self.name}"
-            STARTER.submit(threading.Thread(target=describe, args=(self.process,), name=name, daemon=True).start)
+            THREAD_STARTER.submit(threading.Thread(target=describe, args=(self.process,), name=name, daemon=True).start)
 
     def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in the event loop, if it is not closed."""
