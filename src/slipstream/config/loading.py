@@ -148,17 +148,25 @@ def load_verify_config(target: str, flags: list[str]) -> Config:
     return load_config(run, [*changes, *flags])
 
 
-def policy_of(target: str) -> Path:
-    """The policy that the run in directory `target` has written.
+def policy_of(target: str, name: str = "") -> Path:
+    """The policy that the run in directory `target` has written; of several the one with this name.
 
-    Raises `ConfigError` before the end of the run, and for a run of several policies.
+    Raises `ConfigError` before the end of the run, for a run of several policies without a name, and for unknown names.
     """
     if not (policy := Path(target) / "policy").is_dir():
         raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
-    if several := sorted(each.parent.as_posix() for each in policy.glob(f"*/{ADAPTER}")):
-        found = ", ".join(several)
-        raise ConfigError(f"{target} has several policies, which a run alone can play; each is an adapter: {found}")
-    return policy
+    several = sorted(each.parent for each in policy.glob(f"*/{ADAPTER}"))
+    if several and not name:
+        found = ", ".join(each.as_posix() for each in several)
+        how = "each is an adapter, which `export` and `push` take with --policy NAME"
+        raise ConfigError(f"{target} has several policies, which a run alone can play; {how}: {found}")
+    if name and policy / name not in several:
+        names = [each.name for each in several]
+        known = (
+            f"which has {', '.join(names)}{suggest(name, names)}" if several else "which has one; leave --policy out"
+        )
+        raise ConfigError(f"--policy {name} is no policy of {target}, {known}")
+    return policy / name
 
 
 def validate(values: Mapping[str, Any]) -> Config:
