@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Iterator
@@ -20,11 +19,12 @@ from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import SHAPES, find_shape
 from slipstream.plan.splits import can_shard_trainer
 from slipstream.rollout import mean
+from slipstream.runtime.priority import TRACKER_NICENESS, lower_process_priority
 from slipstream.runtime.process import Launch, child_environment
 
 STEPS, LEAST_STEPS, MAX_ROLLOUTS = 24, 6, 20_000  # of one simulation
 LEAST_GAIN = 1.05
-TIMEOUT_S, NICENESS = 60.0, 10  # of the process that simulates for a run
+TIMEOUT_S = 60.0  # of the process that simulates for a run
 MOST_ERROR = 0.2  # of the busy time of each side, as a share of the run's time, in the simulation of the run as it is
 SHAPE = SHAPES["0.6B"]  # of no effect: all rates are measured
 
@@ -142,5 +142,5 @@ def describe_figures(found: Fit, simulated: Figures) -> str:
 
 
 if __name__ == "__main__":
-    os.nice(NICENESS)
+    lower_process_priority(TRACKER_NICENESS)
     print(describe_advice(Run(Path(sys.argv[1]))))
