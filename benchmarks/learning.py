@@ -37,7 +37,7 @@ FLAGS = {
     "environment.prompt": "prompt", "environment.answer": "answer", "sampling.max_tokens": 32, "loop.steps": 50,
     "loop.groups_per_step": 16, "loop.group_size": 8, "generator.max_num_seqs": 256, "trainer.learning_rate": 1e-5,
     "trainer.warmup_steps": 5, "evaluation.tasks": 200, "evaluation.every": 25, "checkpoint.every": 1000,
-    "trainer.compile": False,  # it takes longer than the steps that it would speed up
+    "trainer.compile": "false",  # it takes longer than the steps that it would speed up
 }  # fmt: skip
 BARS = {"gain": 0.25, "lag_difference": 0.03}  # of held-out accuracy: at least, at most
 

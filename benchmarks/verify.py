@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--shape", default="1M")
     found.add_argument("--dtype", default="float32")
     found.add_argument("--prompts", type=int, default=32)
-    found.add_argument("--tokens", type=int, default=128)
+    found.add_argument(
+        "--tokens", type=int, help="of a completion; by default lengths are tried until one outlasts the publish"
+    )
     found.add_argument("--after", type=int, default=24)
     found.add_argument("--json", type=Path)
     return found

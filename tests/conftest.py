@@ -26,13 +26,18 @@ settings.register_profile("slipstream", deadline=None, derandomize=True, max_exa
 settings.load_profile("slipstream")
 torch.set_num_threads(1)
 
-# The files that take longest, which workers are given first: the short ones fill up what time is left.
+# The files that take longest, which workers are given first: the short ones fill up what time is left. Files that
+# compute and files that wait alternate.
 LONG = (
-    "generators/vllm/test_engine.py", "e2e/test_runs.py", "runtime/test_ray_ends.py", "generators/vllm/test_servers.py",
-    "e2e/test_verify.py", "runtime/test_faults.py", "e2e/test_study.py", "trainers/test_parallel_options.py",
-    "runtime/test_ray.py", "e2e/test_trainer_restart.py", "runtime/test_node_network.py", "e2e/test_two_hosts.py",
-    "runtime/test_ray_heal.py", "controller/test_colocation.py", "generators/vllm/test_lora.py", "e2e/test_scoring.py",
-    "generators/test_interruption.py", "e2e/test_control.py", "e2e/test_systems.py", "runtime/test_ray_mailbox.py",
+    "generators/vllm/test_remote_servers.py", "runtime/test_ray_ends.py", "e2e/test_runs.py", "runtime/test_ray.py",
+    "generators/vllm/test_engine.py", "runtime/test_faults.py", "generators/vllm/test_servers.py", "e2e/test_verify.py",
+    "trainers/test_parallel_options.py", "e2e/test_two_hosts.py", "test_families.py", "runtime/test_ray_heal.py",
+    "e2e/test_study.py", "runtime/test_node_network.py", "e2e/test_policies.py", "e2e/test_trainer_restart.py",
+    "sync/test_hosts.py", "runtime/test_hung.py", "controller/test_engine_supervisor.py", "e2e/test_control.py",
+    "trainers/test_trainer.py", "e2e/test_systems.py", "trainers/test_parallel.py", "controller/test_colocation.py",
+    "generators/test_interruption.py", "controller/test_staggered_publisher.py", "generators/vllm/test_lora.py",
+    "e2e/test_scoring.py", "controller/test_engine_restart.py", "environments/test_sandbox.py",
+    "observe/test_estimates.py", "trainers/test_step_objective.py", "e2e/test_several_environments.py",
 )  # fmt: skip
 VOCABULARY = 97
 COMMON: dict[str, Any] = {

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import _require_libraries
+from tests.conftest import LONG, _require_libraries
 
 REASONS = {
     "could not import 'verifiers': No module named 'verifiers'": "failed",
@@ -27,3 +27,7 @@ def test_a_missing_library_fails_its_tests(reason: str, outcome: str, monkeypatc
 
 def test_ci_requires_all_libraries() -> None:
     assert "SLIPSTREAM_TEST_LIBRARIES=required make test" in (Path(__file__).parents[1] / ".ci/run").read_text()
+
+
+def test_the_files_that_run_first_exist() -> None:
+    assert [name for name in LONG if not (Path(__file__).parent / name).exists()] == []

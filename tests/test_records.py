@@ -55,6 +55,7 @@ def script(path: Path, arguments: list[str]) -> None:
     spec = importlib.util.spec_from_file_location(f"record_of_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # in which dataclasses look for their annotations
     spec.loader.exec_module(module)
     options, flags = module.parser().parse_known_args(arguments)
     if path.stem == "end_to_end":

@@ -30,6 +30,7 @@ MODULES = [
     "transformers.models.qwen3.modeling_qwen3", "slipstream.runtime.worker_main",
     "transformers.models.auto.tokenization_auto", "slipstream.run", "slipstream.__main__", "pyarrow.parquet",
     "slipstream.scoring.teacher", "slipstream.scoring.model", "slipstream.tools.verify", "tests.warm",
+    "slipstream.generators.torch.adapters", "torch.distributed.checkpoint._fsspec_filesystem", "pandas",
 ]  # fmt: skip
 VLLM = ["vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker", "tests.vllm_in_process"]
 NEW = ("reward worker",)

@@ -171,6 +171,7 @@ def _add_policy_commands(into: Subparsers) -> None:
     push.add_argument("--public", action="store_true", help="create a public repository (default: private)")
     for command in (exported, push):
         command.add_argument("--merge", action="store_true", help="merge the trained adapters into their base")
+        command.add_argument("--policy", metavar="NAME", default="", help="which of several policies")
 
     verify = _add(into, "verify", commands.verify, "check that engine and weight link switch policies exactly")
     verify.add_argument("target", metavar="MODEL|RUN_DIR", help="model directory, run directory, or Hub name")

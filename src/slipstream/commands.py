@@ -129,13 +129,13 @@ def generate(options: argparse.Namespace, flags: list[str]) -> None:
 def export(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.tools.export import export
 
-    print(export(options.run, options.to, options.merge))
+    print(export(options.run, options.to, options.merge, options.policy))
 
 
 def push(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.tools.push import push
 
-    print(push(options.run, options.name, options.merge, options.public))
+    print(push(options.run, options.name, options.merge, options.public, options.policy))
 
 
 def verify(options: argparse.Namespace, flags: list[str]) -> int:

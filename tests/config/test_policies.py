@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config.loading import dump, load_config
+from slipstream.config.loading import dump, load_config, load_policy_config
 from slipstream.config.schema import ConfigError
 
 GOOD = """
@@ -73,6 +73,11 @@ def test_bad_policies_are_refused_by_name(path: Path, flag: str, message: str) -
     with pytest.raises(ConfigError) as error:
         load_config(path, [flag])
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_several_policies_are_played_by_a_run_alone(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run.toml has \[\[policies\]\], which a run alone can play: train with"):
+        load_policy_config(str(path), None, [])
 
 
 def test_an_evaluation_against_the_start_needs_tasks(path: Path) -> None:

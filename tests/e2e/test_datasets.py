@@ -62,3 +62,42 @@ def test_multiple_choice_in_json(tiny: Path, tmp_path: Path) -> None:
         test = 0.2
     """
     assert metrics_of_run(tmp_path, tiny, environment) == {"choice", "correct"}
+
+
+def test_a_table_chats_and_programming_problems_in_one_run(tiny: Path, tmp_path: Path) -> None:
+    """The shapes of a spreadsheet, of ShareGPT and OpenAI, and of HumanEval."""
+    (tmp_path / "quiz.csv").write_text("Question;Answer\n" + "".join(f'"{i}; 1?";{i}\n' for i in range(9)))
+    chats = [{"messages": [{"role": "user", "content": [{"type": "text", "text": f"{i}+1="}]}]} for i in range(9)]
+    for chat in chats:
+        chat["messages"].append({"role": "assistant", "content": "1"})
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    problem = {"prompt": "def f(x):\n", "test": "def check(g):\n    assert g(1) == 1\n", "entry_point": "f"}
+    (tmp_path / "code.jsonl").write_text((json.dumps(problem) + "\n") * 9)
+    (tmp_path / "run.toml").write_text(
+        CONFIG.partition("[environment]")[0].format(model=tiny)
+        + r"""
+        [[environments]]
+        dataset = "quiz.csv"
+        prompt = "Question"
+        answer = "Answer"
+        reward = "exact"
+
+        [[environments]]
+        dataset = "chats.jsonl"
+        prompt = "messages"
+        answer = "messages"
+        reward = { regex = { pattern = "[0-4]" } }
+
+        [[environments]]
+        dataset = "code.jsonl"
+        answer = "{test}\ncheck({entry_point})"
+        reward = "code"
+    """
+    )
+    slipstream("train", "run.toml", "--loop.groups_per_step=3", cwd=tmp_path)
+    steps = lines(tmp_path / "run/metrics.jsonl")
+    assert not any(step["rollout/failed"] for step in steps)
+    rewards = {name for step in steps for name in step if name.startswith("env/")}
+    assert {"env/exact", "env/regex", "env/correct"} <= rewards
+    last = lines(tmp_path / "run/evaluations.jsonl")[-1]
+    assert {f"eval/environments/{name}/score" for name in ("quiz.csv", "chats.jsonl", "code.jsonl")} <= last.keys()

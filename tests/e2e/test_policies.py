@@ -121,7 +121,7 @@ def test_two_policies_learn_opposites_and_continue_after_a_kill(
     assert main(["generate", str(whole / "policy" / "low"), "--prompt", "1+1="]) == 0
     for tool in ("eval", "verify", "export", "push"):
         assert main([tool, str(whole), *(["someone/name"] if tool == "push" else [])]) == 2, tool
-        assert f"which a run alone can play; each is an adapter: {whole}/policy/high, " in capsys.readouterr().err, tool
+        assert f"take with --policy NAME: {whole}/policy/high, " in capsys.readouterr().err, tool
     assert main(["train", "--resume", str(whole), "--policies.1.name=other", "--loop.steps=30"]) == 2
     assert (
         "[[policies]] can't be changed when a run is resumed; it was started with: low, high" in capsys.readouterr().err

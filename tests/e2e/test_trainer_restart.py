@@ -24,6 +24,7 @@ from tests.processes import descendants, output
 pytestmark = pytest.mark.e2e
 __all__ = ["model"]  # the fixture
 STEPS = 10
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 IMPATIENT = """
 import sys
 from slipstream.runtime import process, worker_process
@@ -68,7 +69,7 @@ def start(model: Path, directory: Path, max_lag: int, *flags: str, path: Path | 
     command = [sys.executable, "-c", IMPATIENT, *common, *own]
     paths = os.pathsep.join(p or "." for p in (*([str(path)] if path else []), *sys.path))
     environment = os.environ | {"PYTHONPATH": paths}
-    return warm.Command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return warm.Command(command, env=environment, **PIPES)
 
 
 def processes(run: subprocess.Popen[str], log: str) -> list[int]:
@@ -196,8 +197,7 @@ def test_the_last_restart_ends_the_run_with_the_command_that_resumes_it(
     assert re.search(r"^slipstream: trainer died \(log: .*\)\nIt was killed by SIGKILL", ended.stderr, re.M)
     assert "The trainer was restarted 1 times before (runtime.max_restarts)" in ended.stderr
     assert f"slipstream train --resume {tmp_path / 'run'}" in ended.stderr
-    resumed = subprocess.run([*kill.MODULE, "train", "--resume", str(tmp_path / "run")], check=False, timeout=120)
-    assert resumed.returncode == 0
+    end(warm.Command([*kill.MODULE, "train", "--resume", str(tmp_path / "run")], **PIPES))
     kill.audit(tmp_path / "run", STEPS)
     assert kill.same_bits(kill.weights(tmp_path / "run"), undisturbed)
 

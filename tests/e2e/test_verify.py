@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.e2e
 def test_the_command_prints_exact(model: Path) -> None:
-    done = slipstream("verify", model, popen=subprocess.Popen)
+    done = slipstream("verify", model)
     assert "\nlink           shared, in flight: recompute\n" in done.stdout, 'which sync.link = "auto" resolves to'
     assert done.stdout.strip().endswith("EXACT") and "NOT EXACT" not in done.stdout
 
@@ -61,20 +60,20 @@ def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        pytest.param(["--generator.engine=vllm", "--sync.link=nccl", "--tokens=1000"], 0, "EXACT", marks=needs_vllm),
+        pytest.param(["--generator.engine=vllm", "--sync.link=nccl", "--tokens=300"], 0, "EXACT", marks=needs_vllm),
         pytest.param(
             [
                 "--generator.engine=vllm",
                 "--sync.link=checkpoint",
                 "--sync.restart=true",
                 "--sync.in_flight=retry",
-                "--tokens=1000",
+                "--tokens=300",
             ],
             0,
             "EXACT",
             marks=needs_vllm,
         ),
-        (["--sync.placement=colocated"], 0, "EXACT"),
+        (["--sync.placement=colocated", "--generator.threads=1"], 0, "EXACT"),
         ([*TWO_ENGINES, "--sync.in_flight=retry"], 0, "tokens were discarded"),
         *(([*TWO_ENGINES, f"--sync.link={link}"], 0, "EXACT") for link in ("shared", "checkpoint", "nccl", "delta")),
         pytest.param(
@@ -94,6 +93,9 @@ def test_verify(flags: list[str], status: int, said: str, request: Any, capfd: p
     model = request.getfixturevalue("small_vocabulary" if "--sync.link=lora" in flags else "model")
     found = main(["verify", str(model), *flags])
     shown = capfd.readouterr()
+    if not status and "NOT SEEN" in shown.out + shown.err:  # a busy host may publish after the last token
+        found = main(["verify", str(model), *flags, "--tokens=1000"])
+        shown = capfd.readouterr()
     assert found == status, shown.out + shown.err
     assert said in shown.out + shown.err and "Traceback" not in shown.err
     assert shown.out.rstrip().endswith(" EXACT") == (not status or "NOT EXACT" in said)

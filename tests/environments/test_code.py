@@ -60,6 +60,11 @@ def test_reward_is_the_share_of_tests_passed() -> None:
         ([{"input": "x"}], "is not a test"),
         (["assert f( == 1"], "is not Python: invalid syntax"),
         ([{"call": "f(", "expected": 1}], "is not Python"),
+        (
+            ["N = 3\ndef check(f):\n    assert f(1) == 1\n"],
+            "every program would pass; call check(...) in it",
+        ),  # HumanEval
+        (["import math"], "'import math' calls and asserts nothing, so every program would pass; add an assertion"),
     ],
 )
 def test_malformed_tests_name_file_and_line(tmp_path: Path, tests: Any, message: str) -> None:

@@ -120,6 +120,17 @@ def test_chats_without_their_last_reply() -> None:
     assert exact.metrics == {"exact": 1.0, "regex": 0.0, "correct": 1.0}
 
 
+def test_content_in_parts_is_text() -> None:
+    asked, said = (
+        [{"type": "text", "text": "1+1?"}, {"type": "text", "text": "Be brief."}],
+        [{"type": "text", "text": "2"}],
+    )
+    jsonl("d.jsonl", {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]})
+    made = environment(dataset="d.jsonl", prompt="messages", answer="messages", reward="math")
+    assert made.train[0].prompt == ({"role": "user", "content": "1+1?\nBe brief."},)
+    assert [rollout.reward for rollout in played(made, 0, "2", "3")] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("choices", "answer"),
     [
@@ -292,6 +303,11 @@ GOOD = {"question": "1+1?", "answer": "2"}
         ([{**GOOD, "question": 7}], {}, "line 1: .*its 'question' is 7, neither text nor a list of messages"),
         ([{**GOOD, "question": ["a"]}], {}, r"line 1: .*its 'question' is \['a'\], neither text nor"),
         ([{**GOOD, "question": [{"role": "assistant", "content": "a"}]}], {}, "line 1: .*its 'question' is empty"),
+        (
+            [{**GOOD, "question": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}],
+            {},
+            "line 1: .*a message of its 'question' is no text and no list of parts",
+        ),
         ([GOOD, [1]], {}, "line 2: .*it is \\[1\\], no table of columns"),
         ([GOOD, "{"], {}, "line 2: .*not JSON"),
         ([], {}, "dataset 'd.jsonl', split train, holds no tasks"),
@@ -311,6 +327,11 @@ GOOD = {"question": "1+1?", "answer": "2"}
         ([GOOD], {"reward": {"regex": {"pattern": "("}}}, r"pattern = '\(' is not a regular expression: missing \)"),
         ([{**GOOD, "answer": "ab"}], {"reward": "choice"}, "line 1: .*its answer is 'ab', none of the choices A to Z"),
         ([{**GOOD, "answer": [3]}], {"reward": "code"}, "line 1: .*3 is not a test; a test is an assertion"),
+        (
+            [{**GOOD, "answer": "def f(): return 1"}],
+            {"reward": "code"},
+            "every program would pass; call f",
+        ),
         ([{**GOOD, "answer": ["f("]}], {"reward": "code"}, "line 1: not a task: 'f\\(' is not Python: '\\(' was never"),
         (
             [{**GOOD, "answer": {"inputs": ["1", "2"], "outputs": ["1"]}}],

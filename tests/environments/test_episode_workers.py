@@ -181,6 +181,43 @@ def test_faults_cost_the_episodes_of_one_worker(tmp_path: Path, monkeypatch: pyt
     assert {f.reason for f in failures[""]} <= {"environment worker died"}
 
 
+def test_episodes_neither_gather_in_the_last_workers_nor_join_one_that_is_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_environment, "HANG_S", 100.0)
+    monkeypatch.setattr(worker_environment, "HANG_CHECKS", 1000)
+
+    async def main() -> None:
+        async with faults(tmp_path, "", "crash", "slow", "deaf") as environment:
+
+            async def pids(count: int) -> list[float]:
+                found = await asyncio.gather(*(play(environment, 0) for _ in range(count)))
+                assert all(isinstance(rollout, Rollout) for rollout in found), found
+                return [rollout.metrics["pid"] for rollout in found if isinstance(rollout, Rollout)]
+
+            assert sorted(Counter(before := await pids(4)).values()) == [2, 2]
+            slow = [asyncio.create_task(play(environment, 2)) for _ in range(2)]
+            await asyncio.sleep(0.5)
+            assert isinstance(await play(environment, 1), RolloutFailed)  # and a slow one with it
+            await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+            [remaining] = [task for task in slow if not task.done()]
+            after = await pids(1)
+            assert after[0] not in before, "it waits for the worker that replaces the dead one"
+            remaining.cancel()
+            blocking = asyncio.create_task(play(environment, 3))
+            async with asyncio.timeout(30):
+                while all(process.responsive for process in environment._alive):
+                    await asyncio.sleep(0.05)
+            assert len({*await pids(3)}) == 1
+            blocking.cancel()
+            for process in environment._alive:
+                if not process.responsive:
+                    process.process.kill()
+            await asyncio.wait([blocking, remaining])
+
+    asyncio.run(main())
+
+
 def test_a_worker_that_cannot_load_the_environment_says_why(tmp_path: Path) -> None:
     async def main() -> None:
         async with faults(tmp_path, "") as environment:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.observe.advice import advise, describe_advice
+from slipstream.observe import advice
+from slipstream.observe.advice import advice_in_process, advise, describe_advice
 from slipstream.observe.run_data import load_run
 from tests.plan.test_calibration import records
 
@@ -71,18 +74,11 @@ def test_a_run_that_its_simulation_does_not_explain_gets_no_advice(tmp_path: Pat
 def test_a_colocated_run_gets_no_advice(tmp_path: Path) -> None:
     found = run(tmp_path / "run", decode=2.0, train=2.0, lag=0)
     with (found.path / "config.toml").open("a") as file:
-        file.write('[sync]\nplacement = "colocated"\n')
+        file.write('[sync]\nplacement = "colocated"\nin_flight = "recompute"\n')
     assert advise(load_run(found.path)) is None
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        "ranks = 4\ncontext_parallel = 4",
-        'ranks = 1\nparallel = "tensor"\n[lora]\nrank = 4',
-        'ranks = 2\nparallel = "tensor"',
-    ],
-)
+@pytest.mark.parametrize("given", ["ranks = 4\ncontext_parallel = 4", 'ranks = 2\nparallel = "tensor"'])
 def test_changes_that_a_run_refuses_are_left_out(tmp_path: Path, given: str) -> None:
     found = run(tmp_path / "run", decode=0.7, train=2.0, lag=2)
     with (found.path / "config.toml").open("a") as file:
@@ -110,3 +106,14 @@ def test_short_records_give_no_advice(tmp_path: Path) -> None:
     found = run(tmp_path / "run", decode=2.0, train=1.0, lag=1)
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     assert describe_advice(load_run(found.path)) == ""
+
+
+def test_a_process_gives_the_same_advice_and_is_killed_after_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(tmp_path / "run", decode=2.0, train=0.7, lag=1)
+    assert asyncio.run(advice_in_process(found.path)) == describe_advice(found) != ""
+    monkeypatch.setattr(advice, "TIMEOUT_S", 0.05)
+    assert asyncio.run(advice_in_process(found.path)) == ""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert not any("slipstream.observe.advice" in Path(f"/proc/{pid}/cmdline").read_text() for pid in children)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.schema import ConfigError
+from slipstream.config.loading import load_config
+from slipstream.config.schema import Config, ConfigError
 from slipstream.plan.calibration import Sampled, decode_points, fit, fit_line, own_scenario
 from slipstream.plan.costs import EngineCost
 from slipstream.plan.engine import Request, SimulatedEngine
@@ -17,6 +18,10 @@ from tests.plan.cases import scenario, work
 
 SHAPE = find_shape("0.6B")
 RATES = Rates(decode_fixed_s=0.004, decode_sequence_s=0.0002)
+
+
+def config(*flags: str) -> Config:
+    return load_config(None, ["--model.path=model", "--environment.name=addition", *flags])
 
 
 def sampled(slots: int, lengths: list[int]) -> list[Sampled]:
@@ -59,7 +64,7 @@ def records(steps: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def test_training_rates_and_gaps_are_found_again() -> None:
-    found = fit(*records(20), {"generator.max_num_seqs": 16}, 10.0)
+    found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
     assert found.rates.train_fixed_s == pytest.approx(0.5, rel=1e-6)
     assert found.rates.train_token_s == pytest.approx(0.001, rel=1e-6)
     assert found.rates.step_overhead_s == pytest.approx(0.02, rel=1e-6)
@@ -70,15 +75,15 @@ def test_training_rates_and_gaps_are_found_again() -> None:
 def test_short_records_are_refused() -> None:
     metrics, events = records(5)
     with pytest.raises(ConfigError, match="it has 5 steps, and a fit needs 6"):
-        fit(metrics, events, {}, 10.0)
+        fit(metrics, events, config(), 10.0)
     metrics, events = records(8)
     with pytest.raises(ConfigError, match=r"events.jsonl has 0 whole completions"):
-        fit(metrics, [], {}, 10.0)
+        fit(metrics, [], config(), 10.0)
 
 
 def test_a_run_is_simulated_with_its_own_options() -> None:
-    found = fit(*records(20), {"generator.max_num_seqs": 16}, 10.0)
-    own = own_scenario(found, {"loop.max_lag": 0, "loop.groups_per_step": 2, "loop.group_size": 5}, SHAPE)
+    found = fit(*records(20), config("--generator.max_num_seqs=16"), 10.0)
+    own = own_scenario(found, config("--loop.max_lag=0", "--loop.groups_per_step=2", "--loop.group_size=5"), SHAPE)
     figures = simulated_figures(own)
     assert (own.max_lag, own.work.rollouts) == (0, 10)
     assert figures.lag_mean == 0

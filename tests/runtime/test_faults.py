@@ -44,7 +44,6 @@ from tests.conftest import in_flight
 from tests.processes import (
     ENDLESS,
     changing,
-    command_line,
     descendants,
     lives,
     module_for_processes,
@@ -494,36 +493,6 @@ def test_a_dead_vllm_generator_is_named_in_the_error_of_the_publish(tmp_path: Pa
             os.killpg(pid_of(pools.generator.generators[0].process), signal.SIGKILL)
             with pytest.raises(WorkerDied, match=r"^generator 0 died \(log: "):
                 await publishing
-
-    asyncio.run(main())
-
-
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_a_generator_ends_when_its_vllm_core_dies(
-    patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the core is a process of its own, as on GPUs, vLLM never answers pending requests after its death."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-
-    async def main() -> None:
-        async with started(patient, tmp_path, "shared", "--generator.engine=vllm") as pools:
-            await pools.link.connect(0)
-            process = pools.generator.generators[0].process
-            assert isinstance(process, WorkerProcess)
-
-            async def on_and_on() -> None:  # on a busy host the core often ends before it is found
-                while True:
-                    await pools.generator.generate([5, 6, 7], Sampling(max_tokens=1500))
-
-            drawing = asyncio.ensure_future(on_and_on())
-            await asyncio.wait([drawing], timeout=1.0)
-            cores = {p for p in descendants(pid_of(process)) if b"EngineCore" in command_line(p)}
-            began = time.monotonic()
-            for core in cores:
-                os.kill(core, signal.SIGKILL)
-            with pytest.raises(WorkerDied, match=r"(?s)^generator 0 died \(log: .*vLLM's engine core died"):
-                await drawing
-            assert cores and time.monotonic() - began < 20
 
     asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,11 +13,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
-from slipstream.config.schema import ConfigError
+from slipstream.cli import main
+from slipstream.config.schema import ConfigError, RuntimeConfig
+from slipstream.controller.node_checks import examine
 from slipstream.runtime.placement import Placement
+from slipstream.runtime.runtime import current_runtime, open_runtime
 from tests import warm
 
 pytest.importorskip("ray")
@@ -170,6 +175,82 @@ def test_what_no_node_can_hold_is_named(cluster: str, tiny: Path, tmp_path: Path
 def test_an_address_without_a_cluster_is_refused(tiny: Path, tmp_path: Path) -> None:
     done = train(tiny, tmp_path, "--loop.steps=1", "--runtime.address=127.0.0.1:1")
     assert done.returncode == 2 and "no Ray cluster answers there" in done.stderr and "Traceback" not in done.stderr
+
+
+CLIENT = """
+import sys, time, slipstream
+name, address = sys.argv[1:]
+run = slipstream.attach(name, address=address)
+while run.status()["step"] < 2:
+    time.sleep(0.2)
+assert run.generate("1+1=", max_tokens=2).versions[0] >= 1
+for wrong in (lambda: run.scale(0), lambda: run.generate("1", bogus=1), lambda: run.generate("1" * 2**20)):
+    try:
+        wrong()
+        raise SystemExit("it was not refused")
+    except slipstream.ConfigError as error:
+        print(error)
+assert run.pause() == "paused" and run.checkpoint().exists() and run.resume() == "running"
+print(run.stop())
+"""
+
+
+@pytest.mark.e2e
+def test_a_run_is_controlled_by_its_name(cluster: str, tiny: Path, tmp_path: Path) -> None:
+    """From a process that has no access to its directory's socket."""
+    (tmp_path / "empty.toml").write_text("")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)}
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "slipstream", *arguments]
+        done = warm.Command(words, stdout=PIPE, stderr=PIPE, text=True, env=environment, cwd="/")
+        out, err = done.communicate(timeout=60)
+        return subprocess.CompletedProcess(words, done.returncode, out, err)
+
+    flags = [*FLAGS, "--loop.steps=100000", f"--runtime.address={cluster}", f"--model.path={tiny}"]
+    train = [sys.executable, "-m", "slipstream", "train", "empty.toml", *flags]
+    run = warm.Command([*train, "--run.dir=named"], cwd=tmp_path, env=environment, stderr=PIPE, text=True)
+    (tmp_path / "other").mkdir()
+    try:
+        while not command("runs", "--address", cluster, "--json").stdout.startswith("[\n"):
+            assert run.poll() is None, run.stderr and run.stderr.read()
+        twin = warm.Command([*train, "--run.dir=other/named"], cwd=tmp_path, env=environment, stderr=PIPE, text=True)
+        said = twin.communicate()[1]
+        assert twin.returncode == 2 and 'a run named "named" is on this Ray cluster already' in said
+        client = [sys.executable, "-c", CLIENT, "named", cluster]
+        subprocess.run(client, env=environment, cwd="/", check=True, timeout=120)
+        assert run.wait(120) == 0
+    finally:
+        run.kill()
+    assert json.loads((tmp_path / "named" / "summary.json").read_text())["stopped"] == "slipstream stop"
+    over = command("status", "named", "--address", cluster)
+    assert over.returncode == 2 and 'no run named "named" is on the Ray cluster' in over.stderr
+    assert command("runs", "--address", cluster).stdout.startswith("no runs on the cluster")
+
+
+@pytest.mark.e2e
+def test_the_nodes_of_a_cluster_are_checked_together(
+    cluster: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Connections, bandwidth and an all-reduce between all nodes."""
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("")
+    flags = [f"--model.path={tiny}", "--environment.name=addition", f"--runtime.address={cluster}"]
+    status = main(["doctor", "run.toml", "--json", "--runtime.kind=ray", *flags])
+    found = json.loads(capsys.readouterr().out)
+    assert status == 0 and not found["faults"] and set(found["checks"].values()) == {"ok"}
+    assert len(found["nodes"]) == 4 and len({node["node"] for node in found["nodes"]}) == 4
+    assert len(found["bandwidth"]) == 6 and all(rate["bytes_per_s"] > 1e7 for rate in found["bandwidth"])
+
+
+@pytest.mark.e2e
+def test_a_node_that_does_not_see_the_run_directory_is_named(cluster: str, tmp_path: Path) -> None:
+    with open_runtime(RuntimeConfig(kind="ray", address=cluster)):
+        names = [node.name for node in current_runtime().nodes()]
+        elsewhere = {names[2]: tmp_path / "none"}
+        found = asyncio.run(examine(current_runtime(), None, tmp_path, all_nodes=False, elsewhere=elsewhere))
+    [fault] = found.faults
+    assert fault.text == f"node {names[2]}: {tmp_path} is not there; mount one file system for run.dir on all nodes"
 
 
 def test_the_trainer_is_one_group_and_each_engine_another() -> None:

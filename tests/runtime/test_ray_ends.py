@@ -97,7 +97,7 @@ def lines_of_ray(printed: str) -> list[str]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_ray_of_the_run_ends_with_it(number: int, tiny: Path, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     with run(tiny, tmp_path, mark) as process:
@@ -113,7 +113,7 @@ def test_a_ray_of_the_run_ends_with_it(number: int, tiny: Path, tmp_path: Path) 
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_leaves_nothing_on_a_cluster(number: int, cluster: tuple[str, str], tiny: Path, tmp_path: Path) -> None:
     address, mark = cluster
     with run(tiny, tmp_path, uuid.uuid4().hex, f"--runtime.address={address}") as process:

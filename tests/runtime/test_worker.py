@@ -26,6 +26,7 @@ import pytest
 from slipstream.config.schema import RuntimeConfig
 from slipstream.errors import InvalidInput, UserError
 from slipstream.rollout import Batch, Completion, Group, Rollout, VersionSpan, float32_array, int32_array
+from slipstream.runtime.priority import at_niceness
 from slipstream.runtime.process import Launch, LocalProcess, process_group_alive
 from slipstream.runtime.rank_group import DEATH_DETECTION_S, detect_death
 from slipstream.runtime.worker import Worker, WorkerDied, WorkerError, handle, large_arguments, succeeded
@@ -533,6 +534,54 @@ def test_the_event_loop_neither_waits_for_processes_nor_scans_proc(
 
     asyncio.run(main())
     assert threads and threading.main_thread() not in threads
+
+
+def test_a_start_does_not_block_the_event_loop_and_is_undone_if_it_is_cancelled_or_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy host the system takes long to start a process."""
+    started, start = [], LocalProcess._start
+
+    def slow(launch: Launch, theirs: socket.socket) -> Any:
+        time.sleep(0.3)
+        started.append(start(launch, theirs))
+        return started[-1]
+
+    monkeypatch.setattr(LocalProcess, "_start", staticmethod(slow))
+
+    async def main() -> None:
+        cancelled, killed = (WorkerProcess(f"echo {i}") for i in range(2))
+        starting = [asyncio.ensure_future(process.start(Echo, REFERENCE, "")) for process in (cancelled, killed)]
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        await asyncio.sleep(0.01)
+        assert time.monotonic() - began < 0.2
+        starting[0].cancel()
+        killed.kill()
+        with pytest.raises(asyncio.CancelledError):
+            await starting[0]
+        with pytest.raises(WorkerDied, match="echo 1 was killed"):
+            await starting[1]
+        async with asyncio.timeout(10):
+            while len(started) < 2 or any(alive(process.pid) for process in started):
+                await asyncio.sleep(0.02)
+
+    asyncio.run(main())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of sessions are those of Linux")
+def test_a_worker_of_low_priority_has_a_session_of_low_priority(tmp_path: Path) -> None:
+    async def main() -> None:
+        process = WorkerProcess("echo", tmp_path / "log", environment=at_niceness(7))
+        pid = await (await process.start(Echo, REFERENCE, "")).pid()
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 7
+        session = Path(f"/proc/{pid}/autogroup")
+        async with asyncio.timeout(10):
+            while session.exists() and not session.read_text().endswith("nice 7\n"):
+                await asyncio.sleep(0.05)
+        await process.stop()
+
+    asyncio.run(main())
 
 
 def test_an_incomplete_message_does_not_block_other_workers(monkeypatch: pytest.MonkeyPatch) -> None:

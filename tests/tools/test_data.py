@@ -43,6 +43,7 @@ def test_tasks_are_shown_with_token_boundaries_and_lengths(
     assert "5 training tasks: prompts of 20 to 256 tokens; median 234," in text and "held-out" not in text
     last = "in the context of 256 tokens, 1 of 5 prompts leave no room for a completion, and 2 less than"
     assert f"{last} sampling.max_tokens = 40" in text.replace("\n", " ")
+    assert "an epoch is 0.625 steps (8 groups a step): loop.steps = 100 is 160 epochs" in text
 
 
 def test_a_long_prompt_is_cut_and_any_environment_is_shown(
@@ -55,6 +56,18 @@ def test_a_long_prompt_is_cut_and_any_environment_is_shown(
     file.write_text(json.dumps({"prompt": "1" * 250}) + "\n")
     flags = [f"--model.path={tiny}", f"--environment.dataset={file}", *REGEX]
     assert "1│1│" in shown(capsys, *flags)
+    (tmp_path / "two.toml").write_text(f"""
+        model.path = "{tiny}"
+        [[environments]]
+        name = "addition"
+        weight = 3.0
+        options = {{ train = 300, test = 1 }}
+        [[environments]]
+        dataset = "{file}"
+        reward = {{ regex = {{ pattern = "1" }} }}
+    """)
+    text = shown(capsys, str(tmp_path / "two.toml"), "--tasks=0")
+    assert "an epoch is 50 steps (8 groups a step, 75% of them here): loop.steps = 100 is 2 epochs" in text
 
 
 def test_an_error_is_one_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

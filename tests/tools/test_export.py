@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import errno
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -133,6 +134,30 @@ def test_what_cannot_be_exported_is_one_line(
     assert "the base of" in refused("export", adapter, "--merge", "--to", tmp_path / "full")
 
 
+def with_several_policies(run: Path) -> Path:
+    """The run directory, whose policy becomes the policies "a" and "b"."""
+    (run / "policy").rename(run / "a")
+    shutil.copytree(run / "a", run / "policy" / "b")
+    (run / "a").rename(run / "policy" / "a")
+    return run
+
+
+def test_one_of_several_policies_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = finished_run(tmp_path, target_modules=["q_proj"])
+    assert main(["export", str(run), "--policy", "a"]) == 2
+    assert "--policy a is no policy of" in (error := capsys.readouterr().err) and "leave --policy out" in error
+    with_several_policies(run)
+    for wrong, message in ((), "has several policies"), (("--policy", "c"), "c is no policy of"):
+        assert main(["export", str(run), *wrong]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["export", str(run), "--policy", "a"]) == main(["export", str(run), "--policy=b", "--merge"]) == 0
+    assert capsys.readouterr().out == f"{run / 'export' / 'a'}\n{run / 'merged' / 'b'}\n"
+    assert (run / "export" / "a" / "adapter_config.json").exists()
+    base, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "base", run / "merged" / "b"))
+    expected = logprobs(PeftModel.from_pretrained(base, run / "policy" / "b"))
+    torch.testing.assert_close(logprobs(merged), expected, atol=1e-4, rtol=0)
+
+
 class Hub(BaseHTTPRequestHandler):
     """Records what is committed. All files are "regular" ones, which travel inside the commit."""
 
@@ -208,6 +233,14 @@ def test_a_push_uploads_the_model_with_its_card(
     uploaded = files["README.md"] + files["slipstream.toml"]
     assert b"hunter2" not in uploaded and b'"max_tokens" = 7' in uploaded
     assert not list(run.glob("push-*"))
+
+
+def test_one_of_several_policies_is_pushed(hub: dict[str, Any], tmp_path: Path) -> None:
+    run = with_several_policies(finished_run(tmp_path, target_modules=["q_proj"]))
+    assert main(["push", str(run), "me/policy", "--policy", "b"]) == 0
+    commit = [json.loads(line)["value"] for line in hub["/api/models/me/policy/commit/main"].splitlines()]
+    files = {entry["path"]: base64.b64decode(entry["content"]) for entry in commit[1:]}
+    assert "adapter_config.json" in files and b"It is the policy `b` of a run that trained" in files["README.md"]
 
 
 def load_config_text(text: bytes, folder: Path) -> Any:

@@ -188,7 +188,7 @@ def start_ranks(size: int, plain: bool, models: Path, folder: Path) -> None:
     """Run ranks in forked processes with all modules imported; raises the first failure."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainers.ranks"])
+    context.set_forkserver_preload(["tests.trainers.ranks", "peft"])
     ranks = [(rank, size, plain, store.port, models, folder) for rank in range(size)]
     started = [context.Process(target=rank_of, args=arguments) for arguments in ranks]
     for process in started:

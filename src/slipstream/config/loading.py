@@ -82,6 +82,8 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
     run, given = Path(target) / "config.toml", dict(parse_flags(flags))
     dataset = "dataset" if "environment.dataset" in given else ""
     environment = str(given.get("environment.name") or environment or dataset)
+    if target.endswith(".toml") and _read(target).get("policies"):
+        raise ConfigError(f"{target} has [[policies]], which a run alone can play: train with evaluation.every")
     if target.endswith(".toml") and environment and _read(target).get("environments"):
         config = load_config(target, [flag for flag in flags if not flag.startswith("--environment.")])
         rest = [flag for flag in flags if not flag.startswith("--environments.")]  # of which `config` has the values
@@ -146,17 +148,25 @@ def load_verify_config(target: str, flags: list[str]) -> Config:
     return load_config(run, [*changes, *flags])
 
 
-def policy_of(target: str) -> Path:
-    """The policy that the run in directory `target` has written.
+def policy_of(target: str, name: str = "") -> Path:
+    """The policy that the run in directory `target` has written; of several the one with this name.
 
-    Raises `ConfigError` before the end of the run, and for a run of several policies.
+    Raises `ConfigError` before the end of the run, for a run of several policies without a name, and for unknown names.
     """
     if not (policy := Path(target) / "policy").is_dir():
         raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
-    if several := sorted(each.parent.as_posix() for each in policy.glob(f"*/{ADAPTER}")):
-        found = ", ".join(several)
-        raise ConfigError(f"{target} has several policies, which a run alone can play; each is an adapter: {found}")
-    return policy
+    several = sorted(each.parent for each in policy.glob(f"*/{ADAPTER}"))
+    if several and not name:
+        found = ", ".join(each.as_posix() for each in several)
+        how = "each is an adapter, which `export` and `push` take with --policy NAME"
+        raise ConfigError(f"{target} has several policies, which a run alone can play; {how}: {found}")
+    if name and policy / name not in several:
+        names = [each.name for each in several]
+        known = (
+            f"which has {', '.join(names)}{suggest(name, names)}" if several else "which has one; leave --policy out"
+        )
+        raise ConfigError(f"--policy {name} is no policy of {target}, {known}")
+    return policy / name
 
 
 def validate(values: Mapping[str, Any]) -> Config:

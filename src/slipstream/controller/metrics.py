@@ -5,17 +5,15 @@ Names are defined here, in `observe/run_totals.py` or in `step_stats.StepStats`;
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Any
 
 from slipstream.controller.run_context import RunContext
 from slipstream.generators.pool import EngineReplica, GeneratorPool
-from slipstream.observe.advice import describe_advice
+from slipstream.observe.advice import advice_in_process
 from slipstream.observe.events import TRAINER
 from slipstream.observe.health import HealthWarning
 from slipstream.observe.progress import EngineState, PoolState
-from slipstream.observe.run_data import Run
 from slipstream.rollout import Batch
 from slipstream.runtime.memory import unshared_bytes
 from slipstream.runtime.worker_process import alive_workers
@@ -50,8 +48,8 @@ def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: 
 
 
 async def warn_with_advice(run: RunContext, warning: HealthWarning) -> None:
-    """Show and record a warning with the change that helps most, simulated in a thread with the run's own rates."""
-    advice = await asyncio.to_thread(lambda: describe_advice(Run(run.directory.path)))
+    """Show and record a warning with the change that helps most, simulated with the run's own rates."""
+    advice = await advice_in_process(run.directory.path)
     remedy = f"{advice[0].upper()}{advice[1:]}. {warning.remedy}" if advice else warning.remedy
     run.warn(warning._replace(remedy=remedy))
 

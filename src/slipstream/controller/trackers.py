@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.observe.trackers import Follower, label
+from slipstream.runtime.priority import TRACKER_NICENESS, at_niceness
 from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 
@@ -25,7 +26,9 @@ class TrackerProcess:
     def __init__(self, name: str, project: str, path: Path, warn: Callable[[str], None]) -> None:
         self._name, self._path, self._warn = name, path, warn
         self._log = path / "logs" / f"tracker_{label(name)}.log"
-        self._process = WorkerProcess(f"tracker {label(name)}", self._log, essential=False)
+        self._process = WorkerProcess(
+            f"tracker {label(name)}", self._log, environment=at_niceness(TRACKER_NICENESS), essential=False
+        )
         self._worker: Follower | None = None
         self._ending = False
         self._following = asyncio.create_task(self._follow(project))

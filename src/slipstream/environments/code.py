@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import socket
@@ -22,6 +23,7 @@ Test = str | Mapping[str, Any]
 CALLS = Path(__file__).with_name("remote_calls.py").read_text()
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 DEFAULT = Sandbox()
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 QUEUE_S = 60.0  # that a tool may wait for a free core
 SHAPE = (
     'a test is an assertion such as "assert f(2) == 4", {"input": text, "output": text}, {"call": "f(2)", "expected": '
@@ -136,7 +138,7 @@ async def _run_assertion(code: str, source: str, limits: Sandbox) -> Outcome:
 def validate_tests(tests: Any) -> list[str]:
     """The assertion of each test, "" for one of input and output. Raises `ConfigError` for malformed tests.
 
-    An assertion that does not compile is malformed.
+    An assertion that does not compile is malformed, and one that every program would pass.
     """
     if not isinstance(tests, list | tuple) or not tests:
         raise ConfigError(f"tests is {tests!r:.40}, not a list of tests; {SHAPE}")
@@ -144,10 +146,23 @@ def validate_tests(tests: Any) -> list[str]:
     for test, source in zip(tests, sources, strict=True):
         try:
             with warnings.catch_warnings(action="ignore"):
-                compile(source, "test", "exec")
+                tree = ast.parse(source)
+                compile(tree, "test", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ConfigError(f"{test!r:.80} is not Python: {getattr(error, 'msg', error)}") from None
+        if source and all(map(_is_inert, tree.body)):
+            defined = [f"{each.name}(...)" for each in tree.body if isinstance(each, DEFINITIONS)]
+            remedy = f"call {defined[-1]} in it" if defined else "add an assertion"
+            raise ConfigError(f"{test!r:.80} calls and asserts nothing, so every program would pass; {remedy}")
     return sources
+
+
+def _is_inert(statement: ast.stmt) -> bool:
+    """Whether a statement only defines or imports."""
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        return not any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_docstring or isinstance(statement, (*DEFINITIONS, ast.Import, ast.ImportFrom, ast.Pass))
 
 
 def _assertion(test: Test) -> str:

@@ -21,6 +21,7 @@ from slipstream.environments.base import InvalidReward, Task, as_reward
 from slipstream.errors import UserError
 from slipstream.generators.pausable_clock import Clock
 from slipstream.rollout import Completion, Rollout
+from slipstream.runtime.priority import ENVIRONMENT_NICENESS, at_niceness
 from slipstream.runtime.worker import Worker, WorkerDied, WorkerError, describe_death, handle, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 
@@ -186,7 +187,8 @@ class RewardWorkerPool:
             raise WorkerDied("the reward workers are closed")
         from slipstream.runtime.runtime import current_runtime  # imports torch, as no reward worker should
 
-        worker = WorkerProcess("reward worker", launcher=current_runtime().service("cpu"))
+        launcher = current_runtime().service("cpu")
+        worker = WorkerProcess("reward worker", None, launcher, at_niceness(ENVIRONMENT_NICENESS))
         self._workers.add(worker)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):

@@ -149,8 +149,8 @@ def as_prompt(value: Any, name: str, system: str = "") -> str | tuple[dict[str, 
         for message in value:
             if not isinstance(message.get("role"), str) or "content" not in message:
                 raise ValueError(f'a message of its {name} has no "role" or no "content"')
-            if not isinstance(message["content"], str | list | None):
-                raise ValueError(f'the "content" of a message of its {name} is no text and no list of parts')
+            if not isinstance(message["content"], str | None):
+                raise ValueError(f'the "content" of a message of its {name} is no text and no list of parts with text')
         value = value[:-1] if value and value[-1]["role"] == "assistant" else value
     elif not isinstance(value, str):
         raise ValueError(f"its {name} is {value!r:.80}, neither text nor a list of messages")
@@ -163,10 +163,18 @@ def as_prompt(value: Any, name: str, system: str = "") -> str | tuple[dict[str, 
 
 
 def as_messages(value: Any) -> Any:
-    """Messages with "from" and "value" as such with "role" and "content"; anything else unchanged."""
-    if not isinstance(value, list) or not all(isinstance(m, dict) and {"from", "value"} <= m.keys() for m in value):
+    """Messages with "role" and the text "content", of such or of "from" and "value"; anything else unchanged."""
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         return value
-    return [{"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in value]
+    if all({"from", "value"} <= message.keys() for message in value):
+        value = [{"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} for m in value]
+    return [m | {"content": _joined(m["content"])} if isinstance(m.get("content"), list) else m for m in value]
+
+
+def _joined(parts: list[Any]) -> Any:
+    """The text of content in parts; unchanged if one is not a text, such as an image."""
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
 def _text(row: dict[str, Any], column: str) -> Any:

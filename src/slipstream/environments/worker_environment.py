@@ -33,6 +33,7 @@ from slipstream.generators.pausable_clock import ASLEEP, Clock
 from slipstream.rollout import Completion, Rollout
 from slipstream.runtime.closing import gather_all
 from slipstream.runtime.event_loop import throttle
+from slipstream.runtime.priority import ENVIRONMENT_NICENESS, at_niceness
 from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 
@@ -41,6 +42,7 @@ PING_S = 1.0  # between two pings of a worker
 HANG_S, HANG_CHECKS = 15.0, 10  # a worker that does not answer a ping for so long, in so many checks, hangs
 WAVE_GAP_S = 2.0  # between two first requests of a wave
 END_S = 10.0  # for a worker to close its environment
+STARTS_PER_CORE = 4  # at once: each takes about a second of processor time
 _numbers = itertools.count()  # of episodes
 
 
@@ -111,14 +113,20 @@ class Playing(NamedTuple):
 
 
 class EpisodeProcess:
-    """The controller's end of one worker. `retired` ones get no further episodes."""
+    """The controller's end of one worker, which `starting` starts. `retired` ones get no further episodes.
+
+    `assigned` episodes play in it or wait for its start. It is `responsive` unless a ping has no answer yet.
+    """
+
+    starting: asyncio.Task[None]
 
     def __init__(self, name: str, log: Path | None, wave: Wave | None) -> None:
         from slipstream.runtime.runtime import current_runtime  # imports torch, as no worker should
 
-        # Its pings are no progress of the run.
-        self.process = WorkerProcess(name, log, current_runtime().service("cpu"), essential=False)
-        self.retired = False
+        launcher, niceness = current_runtime().service("cpu"), at_niceness(ENVIRONMENT_NICENESS)
+        self.process = WorkerProcess(name, log, launcher, niceness, essential=False)  # its pings are no progress
+        self.retired, self.responsive = False, True
+        self.assigned = 0
         self.episodes: dict[int, Playing] = {}
         self._wave = wave
         self._tasks: list[asyncio.Task[None]] = []
@@ -193,6 +201,7 @@ class EpisodeProcess:
             checks = 0
             while not ping.done() and checks < HANG_CHECKS:
                 await asyncio.wait([ping], timeout=HANG_S / HANG_CHECKS)
+                self.responsive = ping.done()
                 checks += 1
             if not ping.done():
                 found = f"an episode has blocked its event loop for {HANG_S:g} s"
@@ -208,8 +217,11 @@ class EpisodeProcess:
 class WorkerEnvironment:
     """An environment whose episodes are played in `options.workers` processes, each of which has all of it.
 
-    They start with the first episode. A worker that dies or hangs is replaced, also one above
+    They start with the first episode, a few at a time. A worker that dies or hangs is replaced, also one above
     `options.worker_memory_gb`, which first ends its episodes.
+
+    Episodes wait for the start of a worker that has fewer of them than others: a crash costs all episodes of a worker,
+    so that those of dead workers would otherwise gather in the last ones, and end with these.
     """
 
     def __init__(
@@ -220,7 +232,8 @@ class WorkerEnvironment:
         self._options = options.model_copy(update={"reward_workers": rewards})
         self._wave, self._logs = wave, logs
         self._alive: set[EpisodeProcess] = set()
-        self._starts: list[asyncio.Task[EpisodeProcess] | None] = [None] * options.workers
+        self._workers: list[EpisodeProcess | None] = [None] * options.workers
+        self._starts = asyncio.Semaphore(STARTS_PER_CORE * cores())
         self._closing: set[asyncio.Task[None]] = set()
 
     async def rollout(self, task: Task, policy: Policy) -> Sequence[Rollout]:
@@ -231,11 +244,14 @@ class WorkerEnvironment:
         if self._wave:
             self._wave.begin(number)
         try:
-            with pause_episode_clock():
-                process = await self._choose(policy.tokenizer)
+            process = self._choose(policy.tokenizer)
+            process.assigned += 1
             try:
+                with pause_episode_clock():
+                    await self._wait_for_start(process)
                 result = await process.play(number, task, policy, context)
             finally:
+                process.assigned -= 1
                 self._close_if_retired(process)
         except WorkerDied as died:
             raise RolloutFailed("environment worker died", f"task {task.id}: {describe_death(died)}") from None
@@ -254,32 +270,28 @@ class WorkerEnvironment:
     async def close(self) -> None:
         from slipstream.environments.load import close_environment
 
-        for start in filter(None, self._starts):
-            start.cancel()
+        for process in filter(None, self._workers):
+            process.starting.cancel()
         await gather_all([process.close() for process in self._alive])
         await asyncio.gather(*self._closing)
         await close_environment(self.environment)
 
-    async def _choose(self, tokenizer: ChatTokenizer) -> EpisodeProcess:
-        """The worker with the fewest episodes. Starts those that are missing, and waits for them if none is alive.
+    def _choose(self, tokenizer: ChatTokenizer) -> EpisodeProcess:
+        """The responsive worker with the fewest episodes. Starts those that are missing."""
+        for index, process in enumerate(self._workers):
+            if not process or self._must_leave(process):
+                self._workers[index] = self._begin(index, tokenizer)
+        return min(filter(None, self._workers), key=lambda process: (not process.responsive, process.assigned))
 
-        Raises what the start of a worker raises.
-        """
-        for index, start in enumerate(self._starts):
-            process = start.result() if start and start.done() and succeeded(start) else None
-            if start is None or (start.done() and not process) or (process and self._must_leave(process)):
-                self._starts[index] = asyncio.create_task(self._start(index, tokenizer))
-        starts = [start for start in self._starts if start]
-        if not (ready := _ready(starts)):
-            await asyncio.wait(starts)
-            ready = _ready(starts)
-        if not ready:
-            return starts[0].result()
-        return min(ready, key=lambda process: len(process.episodes))
+    async def _wait_for_start(self, process: EpisodeProcess) -> None:
+        """Wait until the worker has started; with a wave, until all have. Raises what the start raises."""
+        workers = filter(None, self._workers) if self._wave else [process]
+        await asyncio.wait([worker.starting for worker in workers] + [process.starting])
+        process.starting.result()
 
     def _must_leave(self, process: EpisodeProcess) -> bool:
-        """Whether a worker is dead, or retired here because of its memory."""
-        if process.process.dead:
+        """Whether a worker is dead, did not start, or retired here because of its memory."""
+        if process.process.dead or (process.starting.done() and not succeeded(process.starting)):
             self._alive.discard(process)
             return True
         limit = self._options.worker_memory_gb * 1e9
@@ -287,25 +299,29 @@ class WorkerEnvironment:
         self._close_if_retired(process)
         return process.retired
 
-    async def _start(self, index: int, tokenizer: ChatTokenizer) -> EpisodeProcess:
-        name = f"environment worker {index}"
+    def _begin(self, index: int, tokenizer: ChatTokenizer) -> EpisodeProcess:
+        """A worker that is being started."""
         log = self._logs and self._logs / f"{self._options.label or 'environment'}-worker-{index}.log"
-        process = EpisodeProcess(name, log, self._wave)
+        process = EpisodeProcess(f"environment worker {index}", log, self._wave)
         self._alive.add(process)
+        process.starting = asyncio.create_task(self._start(process, tokenizer))
+        process.starting.add_done_callback(succeeded)  # episodes raise its exception, if any wait for it
+        return process
+
+    async def _start(self, process: EpisodeProcess, tokenizer: ChatTokenizer) -> None:
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with self._starts, asyncio.timeout(START_TIMEOUT_S):
                 await process.start(self._options, tokenizer)
         except BaseException as error:
             self._alive.discard(process)
             process.process.kill()
             if not isinstance(error, TimeoutError):
                 raise
-            raise WorkerDied(f"{name} did not start within {START_TIMEOUT_S:g} s") from None
-        return process
+            raise WorkerDied(f"{process.process.name} did not start within {START_TIMEOUT_S:g} s") from None
 
     def _close_if_retired(self, process: EpisodeProcess) -> None:
         """Close a retired worker after its last episode."""
-        if process.retired and not process.episodes and process in self._alive:
+        if process.retired and not process.assigned and process in self._alive:
             self._alive.discard(process)
             closing = asyncio.create_task(process.close())
             self._closing.add(closing)
@@ -320,8 +336,3 @@ def count_reward_errors(counter: RewardErrorCounter | None, errors: Sequence[tup
         counter.raised(ScoringError(reason, detail))
     if not errors:
         counter.succeeded()
-
-
-def _ready(starts: Sequence[asyncio.Task[EpisodeProcess]]) -> list[EpisodeProcess]:
-    done = [start.result() for start in starts if start.done() and succeeded(start)]
-    return [process for process in done if not process.process.dead]

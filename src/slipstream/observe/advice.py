@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.config.loading import load_config
-from slipstream.config.schema import ConfigError
+from slipstream.config.schema import Config, ConfigError
 from slipstream.observe.run_data import Run
 from slipstream.plan.calibration import Fit, fit, own_scenario
 from slipstream.plan.ranking import simulated_figures
@@ -15,9 +19,12 @@ from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import SHAPES, find_shape
 from slipstream.plan.splits import can_shard_trainer
 from slipstream.rollout import mean
+from slipstream.runtime.priority import TRACKER_NICENESS, lower_process_priority
+from slipstream.runtime.process import Launch, child_environment
 
 STEPS, LEAST_STEPS, MAX_ROLLOUTS = 24, 6, 20_000  # of one simulation
 LEAST_GAIN = 1.05
+TIMEOUT_S = 60.0  # of the process that simulates for a run
 MOST_ERROR = 0.2  # of the busy time of each side, as a share of the run's time, in the simulation of the run as it is
 SHAPE = SHAPES["0.6B"]  # of no effect: all rates are measured
 
@@ -41,9 +48,9 @@ def advise(run: Run) -> Advice | None:
 
     None, too, if the simulation of the run as it is differs from the run in which side waits, by `MOST_ERROR`.
     """
-    found = fit_run(run)
-    rollouts = run.options.get("loop.groups_per_step", 8) * run.options.get("loop.group_size", 8)
-    scenario = own_scenario(found, run.options, SHAPE, max(LEAST_STEPS, min(STEPS, MAX_ROLLOUTS // rollouts)))
+    found, config = fit_run(run), run_config(run)
+    rollouts = config.loop.groups_per_step * config.loop.group_size
+    scenario = own_scenario(found, config, SHAPE, max(LEAST_STEPS, min(STEPS, MAX_ROLLOUTS // rollouts)))
     now = simulated_figures(scenario)
     errors = now.trainer_busy - found.trainer_busy, now.engines_busy - found.engines_busy
     if max(map(abs, errors)) > MOST_ERROR:
@@ -62,7 +69,12 @@ def fit_run(run: Run) -> Fit:
     """The rates of a run. Raises `ConfigError` as `fit`."""
     table = run.table(run.rollout_steps[-1], ["prompt_ids"]) if run.rollout_steps else None
     prompts = [len(row["prompt_ids"]) for row in table.to_pylist()] if table is not None else []
-    return fit(run.metrics, run.events, run.options, mean(prompts))
+    return fit(run.metrics, run.events, run_config(run), mean(prompts))
+
+
+def run_config(run: Run, *flags: str) -> Config:
+    """The configuration of a run, with options changed by `flags`. Raises `ConfigError`."""
+    return load_config(run.path / "config.toml", flags)
 
 
 def changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
@@ -77,12 +89,32 @@ def changes(scenario: Scenario) -> Iterator[tuple[str, Scenario]]:
 def _accepts(run: Run, change: str) -> bool:
     """Whether the run's configuration is valid with a change such as "trainer.ranks = 2"."""
     try:
-        config = load_config(run.path / "config.toml", [f"--{change.replace(' = ', '=')}"])
+        config = run_config(run, f"--{change.replace(' = ', '=')}")
         if config.trainer.parallel != "tensor":
             return True
         return can_shard_trainer(find_shape(config.model.path, "model.path"), config.trainer.ranks)
     except ConfigError:
         return False
+
+
+async def advice_in_process(path: Path) -> str:
+    """`describe_advice` of the run in a directory, computed by a process of low priority; "" after `TIMEOUT_S`.
+
+    A simulation takes seconds, in which a thread would compete with the event loop for the interpreter.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __name__, path, stdout=PIPE, stderr=DEVNULL,
+        start_new_session=True, env=child_environment(Launch("advice")),
+    )  # fmt: skip
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+        return output.decode().strip()
+    except TimeoutError:
+        return ""
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 def describe_advice(run: Run) -> str:
@@ -107,3 +139,8 @@ def describe_figures(found: Fit, simulated: Figures) -> str:
         f"{found.engines_busy:.0%}, lag {found.lag_mean:.2f}; simulated: {simulated.tokens_per_s:,.0f} tokens/s "
         f"({error:+.0%}), {simulated.trainer_busy:.0%}, {simulated.engines_busy:.0%}, {simulated.lag_mean:.2f}"
     )
+
+
+if __name__ == "__main__":
+    lower_process_priority(TRACKER_NICENESS)
+    print(describe_advice(Run(Path(sys.argv[1]))))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.rollout import Completion, Rollout
+from slipstream.runtime.event_loop import yield_to_loop
 from slipstream.runtime.run_directory import write_atomically
 
 CONTROLLER, TRAINER, SCORING = "controller", "trainer", "scoring"  # tracks; engines have one each
@@ -68,7 +69,10 @@ class EventLog:
     def write(self) -> None:
         """Append the events so far to the file. Raises `OSError`."""
         self._written = self._clock()
-        lines = [strict_json(_rounded(self._unwritten.popleft())) + "\n" for _ in range(len(self._unwritten))]
+        lines = []
+        for _ in range(len(self._unwritten)):
+            yield_to_loop()
+            lines.append(strict_json(_rounded(self._unwritten.popleft())) + "\n")
         if lines:
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)

@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import importlib.util
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,6 @@ from slipstream.runtime.run_directory import lock, write_json
 POLL_S = 0.5
 BATCH = 100  # steps after which the position is saved
 STACK_AFTER_S = 50.0  # without progress, after which the log gets the stack of a tracker
-NICE = 10  # trackers use the time that engines and trainer leave
 TABLE_ROWS, MAX_TEXT = 8, 10_000  # rollouts in a table, characters in a text
 COLUMNS = "task_id", "rollout", "turn", "prompt", "completion", "reward", "advantage", "finish_reason"
 
@@ -81,7 +79,6 @@ class Follower:
     async def run(self) -> None:
         """Prepare the tracker's process. A scheduler sends SIGTERM to all processes of a run."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.nice(NICE)
 
     async def follow(self, is_over: Callable[[], bool] | None = None) -> None:
         """Send all records until the run `is_over`, by default until `finish`. Raises what the tracker raises."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.config.schema import ConfigError
+from slipstream.config.schema import Config, ConfigError
 from slipstream.plan.costs import EngineCost, PublishCost, TrainerCost
 from slipstream.plan.hardware import Cluster, Rates, find_gpu
 from slipstream.plan.scenario import Scenario
@@ -78,22 +78,21 @@ def _timed_steps(metrics: Sequence[Record]) -> list[Record]:
     return steps
 
 
-def fit(metrics: Sequence[Record], events: Sequence[Record], options: Mapping[str, Any], prompt: float) -> Fit:
+def fit(metrics: Sequence[Record], events: Sequence[Record], config: Config, prompt: float) -> Fit:
     """Rates of a run from its records. `prompt` is the mean number of tokens of a prompt.
 
     Raises `ConfigError` if the records are too short or have no timeline.
     """
     steps = _timed_steps(metrics)
     before, timed = steps[WARM_UP - 1], steps[WARM_UP:]
-    slots, ranks = options.get("generator.max_num_seqs", 64), options.get("trainer.ranks", 1)
     sampled = completions(events)
-    points = decode_points(sampled, slots, before["time/wall_s"])
+    points = decode_points(sampled, config.generator.max_num_seqs, before["time/wall_s"])
     if len(points) < LEAST_COMPLETIONS:
         raise ConfigError(
             f"events.jsonl has {len(points)} whole completions after step {WARM_UP}, and a fit needs "
             f"{LEAST_COMPLETIONS}; give a longer run"
         )
-    train = fit_line([(r["train/packed_tokens"] / ranks, r["time/step_s"]) for r in timed])
+    train = fit_line([(r["train/packed_tokens"] / config.trainer.ranks, r["time/step_s"]) for r in timed])
     decode = fit_line(points)
     seconds = timed[-1]["time/window_s"] - before["time/window_s"]
     trained = sum(record["train/tokens"] for record in timed)
@@ -105,7 +104,7 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], options: Mapping[st
     publishes = [event for event in events if event.get("kind") == "publish" and event.get("transfer_s") is not None]
     pauses = [record["sync/pause_ms"] / 1000 for record in timed if record.get("sync/pause_ms") is not None]
     lengths = tuple(one.tokens for one in sampled)
-    reference = options.get("generator.tensor_parallel_size", 1), prompt + fmean(lengths) / 2
+    reference = config.generator.tensor_parallel_size, prompt + fmean(lengths) / 2
     rates = replace(
         Rates(), train_fixed_s=train.fixed, train_token_s=train.each, decode_fixed_s=decode.fixed,
         decode_sequence_s=decode.each, step_overhead_s=max(0.0, median(gaps)), decode_reference=reference,
@@ -172,25 +171,17 @@ def _area(times: Array, upto: Array) -> Array:
     return found
 
 
-def own_scenario(found: Fit, options: Mapping[str, Any], shape: Shape, steps: int = 40) -> Scenario:
+def own_scenario(found: Fit, config: Config, shape: Shape, steps: int = 40) -> Scenario:
     """The simulation of the run itself, with its fitted rates."""
-    ranks, tp = options.get("trainer.ranks", 1), options.get("generator.tensor_parallel_size", 1)
-    size, colocated = options.get("loop.group_size", 8), options.get("sync.placement") == "colocated"
-    work = Workload(
-        found.prompt,
-        found.completion,
-        options.get("loop.groups_per_step", 8),
-        size,
-        steps,
-        options.get("sync.every", 1),
-    )
+    loop, engines, sync = config.loop, config.generator, config.sync
+    colocated = sync.placement == "colocated"
+    work = Workload(found.prompt, found.completion, loop.groups_per_step, loop.group_size, steps, sync.every)
     cluster = Cluster(find_gpu("h100"), 8)  # whose rates the fitted ones replace
     hold = found.rates.step_overhead_s if colocated else 0.0
     return Scenario(
-        work, EngineCost(shape, cluster, found.rates, tp), TrainerCost(shape, cluster, found.rates, work, ranks),
-        PublishCost(options.get("sync.link", ""), found.transfer_s, hold, found.pause_s, 0.0),
-        options.get("generator.replicas", 1), options.get("generator.max_num_seqs", 64), math.inf,
-        options.get("loop.max_lag", 1), "colocated" if colocated else "disaggregated",
-        options.get("sync.in_flight", "continue"), options.get("loop.force_max_lag", False),
-        options.get("loop.buffer_size", 0), step_overhead_s=0.0 if colocated else found.rates.step_overhead_s,
+        work, EngineCost(shape, cluster, found.rates, engines.tensor_parallel_size),
+        TrainerCost(shape, cluster, found.rates, work, config.trainer.ranks),
+        PublishCost(sync.link, found.transfer_s, hold, found.pause_s, 0.0),
+        engines.replicas, engines.max_num_seqs, math.inf, loop.max_lag, sync.placement, sync.in_flight,
+        loop.force_max_lag, loop.buffer_size, step_overhead_s=0.0 if colocated else found.rates.step_overhead_s,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import os
 import selectors
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 NICENESS = 5  # of threads, relative to the process: Linux then gives a processor that both want to the event loop 3:1
-YIELD_S = 0.005  # for which a thread waits at most, so that a loop that is never idle does not stop it
-PER_ITERATION = 4  # calls and coroutines for each iteration; each takes some tenths of a millisecond
+YIELD_S = 0.02  # for which a thread waits at most, so that a loop that is never idle does not stop it
 
 
 class _Throttle:
@@ -23,23 +23,21 @@ class _Throttle:
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], object]] = deque()
-        self._used = 0  # calls in this iteration
+        self._called = False  # in this iteration
 
     def call(self, function: Callable[[], object]) -> None:
-        if not self._used:
-            asyncio.get_running_loop().call_soon(self._begin)
-        if self._used < PER_ITERATION and not self._waiting:
-            self._used += 1
-            function()
-        else:
+        if self._called:
             self._waiting.append(function)
+            return
+        self._called = True
+        asyncio.get_running_loop().call_soon(self._begin)  # first, in case the call raises
+        function()
 
     def _begin(self) -> None:
-        """Begin an iteration: make the calls that have waited longest."""
-        self._used = min(PER_ITERATION, len(self._waiting))
-        if self._used:
-            asyncio.get_running_loop().call_soon(self._begin)  # first, in case a call raises
-        for _ in range(self._used):
+        """Begin an iteration: make the call that has waited longest."""
+        self._called = bool(self._waiting)
+        if self._called:
+            asyncio.get_running_loop().call_soon(self._begin)
             self._waiting.popleft()()
 
 
@@ -47,15 +45,16 @@ _throttles: WeakKeyDictionary[asyncio.AbstractEventLoop, _Throttle] = WeakKeyDic
 
 
 def call_throttled(function: Callable[..., object], *arguments: Any) -> None:
-    """Call the function now, or in the next iteration of the event loop that has made fewer than `PER_ITERATION` calls.
+    """Call the function now, or in the next iteration of the event loop that has made no such call.
 
-    Calls are made in order. `throttle` counts as a call. The loop's exception handler gets what a delayed call raises.
+    Each call, with what it resumes, may take a millisecond. Calls are made in order. `throttle` counts as a call. The
+    loop's exception handler gets what a delayed call raises.
     """
     _throttles.setdefault(asyncio.get_running_loop(), _Throttle()).call(partial(function, *arguments))
 
 
 async def throttle() -> None:
-    """Wait for a call of `call_throttled`, so that few callers continue in one iteration, in order of arrival."""
+    """Wait for a call of `call_throttled`, so that one caller continues in each iteration, in order of arrival."""
     admitted = asyncio.Event()
     call_throttled(admitted.set)
     await admitted.wait()
@@ -71,19 +70,24 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS)
 
 
-_busy = threading.Lock()  # held while the event loop of a run has work
-
-
 class _YieldedSelector(selectors.DefaultSelector):
-    """Releases `_busy` while the event loop waits for events."""
+    """Tells threads whether the event loop has work, by a lock that is held meanwhile.
 
-    _holds = False
+    Each time is a lock of its own: a thread that has waited for one holds it until it gets the interpreter, and the
+    event loop, which never waits, would run without the next.
+    """
+
+    busy = threading.Lock()  # of the loop that was busy last
+    _held: threading.Lock | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout > 0:  # else the loop has callbacks to run
             self._release()
         events = super().select(timeout)
-        self._holds = self._holds or _busy.acquire(blocking=False)
+        if not self._held:
+            self._held = threading.Lock()
+            self._held.acquire()
+            _YieldedSelector.busy = self._held
         return events
 
     def close(self) -> None:
@@ -91,9 +95,9 @@ class _YieldedSelector(selectors.DefaultSelector):
         super().close()
 
     def _release(self) -> None:
-        if self._holds:
-            self._holds = False
-            _busy.release()
+        if self._held:
+            self._held.release()
+            self._held = None
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -107,5 +111,7 @@ def yield_to_loop() -> None:
     For threads, between two operations that hold the interpreter lock: Python gives it to any thread that waits for it,
     so the event loop would wait for all of them each time it has released it, as at every message that it sends.
     """
-    if _busy.acquire(timeout=YIELD_S):
-        _busy.release()
+    deadline = time.monotonic() + YIELD_S
+    while (busy := _YieldedSelector.busy).locked() and (left := deadline - time.monotonic()) > 0:
+        if busy.acquire(timeout=left):
+            busy.release()

@@ -23,6 +23,7 @@ from typing import Any
 from slipstream.config.plugins import build, load_object
 from slipstream.errors import UserError
 from slipstream.runtime.memory import freeze_heap, unshared_bytes
+from slipstream.runtime.priority import lower_priority_as_asked
 from slipstream.runtime.worker import succeeded
 
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `unshared_bytes`
@@ -174,6 +175,7 @@ def end_process_group() -> None:
 def main() -> None:
     atexit.register(fast_exit)  # before workers register handlers: handlers run in reverse order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    lower_priority_as_asked()
     try:
         asyncio.run(WorkerServer(Connection(int(sys.argv[1]))).serve())
     except (EOFError, BrokenPipeError, ConnectionResetError):

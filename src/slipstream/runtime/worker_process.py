@@ -34,6 +34,9 @@ LOG_BYTES = 2**16
 HEARTBEAT_S = 2.5  # between two heartbeats
 HEARTBEAT_TIMEOUT_S = 15.0  # of silence after which a process with pending calls counts as hung
 SERIALIZER = ThreadPoolExecutor(2, "serializer")  # of arguments of many megabytes
+# The event loop would wait until the system has let a process or a thread begin.
+PROCESS_STARTER = ThreadPoolExecutor(1, "starter of processes")
+THREAD_STARTER = ThreadPoolExecutor(1, "starter of threads")
 
 Large = Future[list[bytes]]  # serialized arguments, in pieces, for one or several processes
 
@@ -87,15 +90,32 @@ class WorkerProcess:
 
         Raises what the constructor raises as `WorkerError`.
         """
-        self.process = self._launcher(self._launch)
+        self._loop = asyncio.get_running_loop()
+        self.process = await self._start_process()
         if self._essential:
             _started.add(self)
-        self._loop = asyncio.get_running_loop()
         self._stream = MessageStream(self.process.connection, self._receive, self._reject, self._lose)
         if self._limits:
             self._watching = supervise(self._watch(self._limits), self.name, self.terminate)
         await self.call("start", (reference, pickle.dumps(arguments), methods_of(kind), HEARTBEAT_S))
         return handle(kind, self)
+
+    async def _start_process(self) -> Process:
+        """Start the process in a thread. It is killed if this is cancelled or the worker ends meanwhile."""
+        starting = self._loop.run_in_executor(PROCESS_STARTER, self._launcher, self._launch)
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(self._kill_started)
+            raise
+        if self.dead:
+            self._kill_started(starting)
+            raise self.dead
+        return process
+
+    def _kill_started(self, starting: asyncio.Future[Process]) -> None:
+        if succeeded(starting):
+            self._in_thread(starting.result().kill)
 
     def call(self, method: str, arguments: tuple[Any, ...], large: bool = False) -> asyncio.Future[Any]:
         """As `Transport.call`. The future raises `WorkerError` or `WorkerDied`."""
@@ -128,8 +148,8 @@ class WorkerProcess:
 
     async def stop(self, grace: float = 10.0) -> None:
         """Let the process end by itself, or terminate it after `grace` seconds."""
+        self._die(f"{self.name} was stopped")
         if self.process:
-            self._die(f"{self.name} was stopped")
             await asyncio.to_thread(self.process.terminate, grace)
 
     def terminate(self, why: str) -> WorkerDied:
@@ -142,8 +162,8 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Begin to end the process at once."""
+        self._die(f"{self.name} was killed")
         if self.process:
-            self._die(f"{self.name} was killed")
             self._in_thread(self.process.kill)
 
     async def _watch(self, limits: RuntimeConfig) -> None:
@@ -180,7 +200,7 @@ class WorkerProcess:
 
     def _in_thread(self, end: Callable[[], None]) -> None:
         """End the process in a thread: waiting for it, or walking through /proc, would block the event loop."""
-        threading.Thread(target=end, name=f"end of {self.name}").start()
+        THREAD_STARTER.submit(threading.Thread(target=end, name=f"end of {self.name}").start)
 
     def _send(self, number: int, method: str | None, arguments: bytes | Large) -> None:
         if not self._outgoing:
@@ -230,7 +250,8 @@ class WorkerProcess:
 
         if not self.dead and self.process:
             self.dying = True
-            threading.Thread(target=describe, args=(self.process,), name=f"end of {self.name}", daemon=True).start()
+            name = f"end of {self.name}"
+            THREAD_STARTER.submit(threading.Thread(target=describe, args=(self.process,), name=name, daemon=True).start)
 
     def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in the event loop, if it is not closed."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.config.loading import load_config
-from slipstream.config.schema import ConfigError
+from slipstream.config.schema import ConfigError, LoopConfig
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.load import close_environment, load_environments
@@ -40,9 +40,11 @@ def data(path: str | None, flags: Sequence[str], shown: int) -> None:
         for task in training[:shown]:
             console.print(_described(task, each.id_of(task), chat, special), soft_wrap=True)
         most = config.sampling_of(each.options).max_tokens
+        share = each.options.weight / sum(options.weight for options in config.each_environment)
         for name, tasks in ("training", training), ("held-out", held_out):
             for line in _lengths(plural(len(tasks), f"{name} task"), tasks, chat, most) if len(tasks) else ():
                 console.print(line, markup=False, soft_wrap=True)
+        console.print(_epochs(len(training), share, config.loop), "", sep="\n", markup=False, soft_wrap=True)
         asyncio.run(close_environment(each.environment))
 
 
@@ -52,8 +54,9 @@ def _described(task: Task, name: str, chat: ChatTokenizer, special: set[int]) ->
         token_ids = chat.encode(task.prompt)
     except GenerationError as error:
         return Text(f"{name} ({task.source}): {error}\n", style="red")
-    known = task.data.get("wanted", task.data)  # by the rewards of a dataset
-    found = Text(f"{name} ({task.source}): {len(token_ids)} tokens; expected answer {known!r:.200}\n", style="bold")
+    wanted = f"expected answer {task.data['wanted']!r:.200}" if "wanted" in task.data else f"data {task.data!r:.200}"
+    where = f" ({task.source})" if task.source else ""
+    found = Text(f"{name}{where}: {len(token_ids)} tokens; {wanted}\n", style="bold")
     cut = len(token_ids) > HEAD + TAIL
     for index, token in enumerate(token_ids):
         if cut and index == HEAD:
@@ -63,6 +66,13 @@ def _described(task: Task, name: str, chat: ChatTokenizer, special: set[int]) ->
             found.append(f"«{text}»" if token in special else text, style=SPECIAL if token in special else "")
             found.append_text(BOUNDARY)
     return found.append("\n")
+
+
+def _epochs(tasks: int, share: float, loop: LoopConfig) -> str:
+    """The steps of an epoch, in which each task is visited once, and the epochs of the run."""
+    steps = tasks / (loop.groups_per_step * share)
+    each = f"{loop.groups_per_step} groups a step" + f", {share:.0%} of them here" * (share < 1)
+    return f"an epoch is {steps:.3g} steps ({each}): loop.steps = {loop.steps} is {loop.steps / steps:.3g} epochs"
 
 
 def _lengths(title: str, tasks: Sequence[Task], chat: ChatTokenizer, most: int) -> list[str]:

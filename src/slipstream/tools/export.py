@@ -35,13 +35,14 @@ FROM_4BIT = (
 Factors = tuple[Tensor, Tensor]  # A `[rank, in]` and B `[out, rank]`
 
 
-def export(run: Path, to: Path | None = None, merge: bool = False) -> Path:
-    """Write the policy of the run in directory `run` to `to`, by default `RUN/merged` or `RUN/export`.
+def export(run: Path, to: Path | None = None, merge: bool = False, name: str = "") -> Path:
+    """Write the policy of the run in directory `run` to `to`, by default `RUN/merged` or `RUN/export`; of several
+    policies the one of this `name`, by default to a directory of this name in there.
 
     Returns the directory. Raises `ConfigError`, and `DiskFull`; then nothing is left there.
     """
     options = load_run(run).options
-    policy, to = policy_of(str(run)), to or run / ("merged" if merge else "export")
+    policy, to = policy_of(str(run), name), to or run / ("merged" if merge else "export") / name
     adapter = adapter_config(str(policy))
     if merge and not adapter:
         raise ConfigError(f"--merge: {run} has trained all weights, so {policy} is a whole model; leave --merge out")

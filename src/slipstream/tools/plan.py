@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import AUTO, Config, ConfigError
-from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run
+from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run, run_config
 from slipstream.observe.run_data import Run, load_run
 from slipstream.plan.calibration import Fit, own_scenario
 from slipstream.plan.choice import LAGS
@@ -119,7 +119,7 @@ def show_fit(run: Run, console: Console) -> Fit:
     """Fit the rates to a run, and print the fit, its error, and the advice for that run. Raises `ConfigError`."""
     try:
         found = fit_run(run)
-        simulated = simulated_figures(own_scenario(found, run.options, SHAPE))
+        simulated = simulated_figures(own_scenario(found, run_config(run), SHAPE))
         console.print(f"{run.name}: {found.describe()}\n{describe_figures(found, simulated)}")
         if advice := advise(run):
             console.print(f"{advice}.")

@@ -31,15 +31,17 @@ ALWAYS = ("algorithm.advantage", "algorithm.loss", "algorithm.corrections", "loo
           "loop.groups_per_step", "loop.group_size", "trainer.learning_rate", "lora.rank")  # fmt: skip
 
 
-def push(path: Path, name: str, merge: bool = False, public: bool = False) -> str:
+def push(path: Path, name: str, merge: bool = False, public: bool = False, policy: str = "") -> str:
     """Upload the policy of the run in directory `path` to the repository `name`, which is created if needed, private
-    unless `public`. Returns its URL. Raises `ConfigError` before any work, and `UserError` if the Hub refuses.
+    unless `public`; of several policies the one named `policy`.
+
+    Returns the URL. Raises `ConfigError` before any work, and `UserError` if the Hub refuses.
     """
-    run, _ = load_run(path), policy_of(str(path))
+    run, source = load_run(path), policy_of(str(path), policy)
     _validate_access(name)
     with tempfile.TemporaryDirectory(dir=path, prefix="push-") as folder:
-        model = export(path, Path(folder) / "merged", merge=True) if merge else policy_of(str(path))
-        files = [CommitOperationAdd(file, source) for file, source in contents(run, model, name).items()]
+        model = export(path, Path(folder) / "merged", merge=True, name=policy) if merge else source
+        files = [CommitOperationAdd(file, data) for file, data in contents(run, model, name, policy).items()]
         try:
             url = HfApi().create_repo(name, private=not public, exist_ok=True)
             HfApi().create_commit(name, files, commit_message=f"Upload {run.name} by Slipstream")
@@ -63,14 +65,14 @@ def _validate_access(name: str) -> None:
         raise ConfigError(f"{constants.ENDPOINT} can't be reached; connect this host, and unset HF_HUB_OFFLINE if set")
 
 
-def contents(run: Run, model: Path, name: str) -> dict[str, Path | bytes]:
+def contents(run: Run, model: Path, name: str, policy: str = "") -> dict[str, Path | bytes]:
     """All files of the repository by name: those of the model, the model card, and the configuration of the run."""
     files: dict[str, Path | bytes] = {file.name: file for file in sorted(model.iterdir()) if file.is_file()}
-    card = str(model_card(run, name, bool(adapter_config(str(model)))))
+    card = str(model_card(run, name, bool(adapter_config(str(model))), policy))
     return files | {"README.md": card.encode(), "slipstream.toml": _configuration(run).encode()}
 
 
-def model_card(run: Run, name: str, is_adapter: bool) -> ModelCard:
+def model_card(run: Run, name: str, is_adapter: bool, policy: str = "") -> ModelCard:
     """The card: base, environments, results with 95% intervals, options, versions, and the whole configuration."""
     base, on_hub = _base(run)
     data = ModelCardData(
@@ -79,6 +81,7 @@ def model_card(run: Run, name: str, is_adapter: bool) -> ModelCard:
     )  # fmt: skip
     kind = "A LoRA adapter of" if is_adapter else "A fine-tuned version of"
     what = f"{kind} `{base}`, trained by reinforcement learning with [Slipstream]({PROJECT})."
+    what += f" It is the policy `{policy}` of a run that trained several." if policy else ""
     versions = dict(run.summary.get("packages") or {})
     sections = {
         "Results": _table({"Environment": _environments(run), **_scores(run), **figures(run)}),

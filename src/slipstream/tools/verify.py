@@ -55,7 +55,9 @@ Spans = Sequence[tuple[Completion, VersionSpan]]
 CHANGE = 0.05  # difference between A and B, in standard deviations of each parameter
 FRESH = 0.02  # difference for an adapter factor that starts as zeros: gives a product of similar size
 STRENGTHS = (1, 64)  # factors of both; the second if A and B answer alike, as in untrained models with tied embeddings
-LENGTHS = (64, 256, 1024)  # tokens of a completion; the first length that outlasts the swap is used
+# Tokens of a completion: the first length that outlasts the swap is used, on GPUs the last, since each try starts all
+# engines again, which takes minutes, and 1,024 tokens take seconds.
+LENGTHS = (64, 256, 1024)
 PROMPT_TOKENS = (4, 24)
 MAX_SHOWN = 5  # inexact completions
 POLL_S = 0.02
@@ -180,10 +182,11 @@ class AdapterFromFiles(VllmWorker):
 async def verify(config: Config, *, prompts: int = 16, tokens: int | None = None, after: int = 16) -> Verdict:
     """Publish B once a completion has `after` tokens by A, and compare with fresh engines.
 
-    The duration of a publish is unknown before: without `tokens`, the lengths in LENGTHS are tried. If A and B answer
+    The duration of a publish is unknown before: without `tokens`, lengths of LENGTHS are tried. If A and B answer
     alike, the next of STRENGTHS is tried. Raises `ConfigError`.
     """
-    lengths = [tokens] if tokens is not None else [n for n in LENGTHS if n > after] or [LENGTHS[-1] + after]
+    tried = LENGTHS[-1:] if gpus_here() else LENGTHS
+    lengths = [tokens] if tokens is not None else [n for n in tried if n > after] or [LENGTHS[-1] + after]
     # `tokens` bounds completions here, not the run's option, for which a small context may have no room.
     config = resolve_auto(with_options(config, sampling=config.sampling.model_dump() | {"max_tokens": 1}))
     validate_models(config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -25,17 +27,19 @@ from slipstream.config.schema import Config
 from slipstream.controller.launch import Cluster
 from slipstream.errors import UserError
 from slipstream.generators.base import GenerationError, Interruption
+from slipstream.generators.pool import EngineReplica
 from slipstream.generators.vllm import weights
 from slipstream.generators.vllm.compat import call_workers
 from slipstream.generators.vllm.worker_methods import TokenCounter, WorkerMethods
 from slipstream.rollout import Completion, Sampling
+from slipstream.runtime.worker import WorkerDied
 from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.sync import nccl_direct
 from slipstream.sync.frames import Superseded
 from slipstream.sync.nccl_direct import import_transfer, packed_options
 from slipstream.sync.update import RolledBack
 from tests.conftest import build_model, build_tokenizer, drawn_until, in_flight, save_model
-from tests.processes import changing, descendants
+from tests.processes import changing, command_line, descendants, lives
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -61,6 +65,8 @@ def config_of(model: Path, *flags: str) -> Config:
         "--environment.name=addition",
         "--generator.engine=vllm",
         "--generator.max_num_seqs=16",
+        "--generator.threads=1",
+        "--trainer.threads=1",
         f"--trainer.kind={TRAINER}",
     ]
     return load_config(None, [f"--model.path={model}", *named, *flags])
@@ -248,6 +254,28 @@ def test_new_sequences_read_no_cached_keys_of_old_weights(model: Path, tmp_path:
     asyncio.run(main())
 
 
+async def check_death_of_core(engine: EngineReplica) -> None:
+    """Kill vLLM's core, which never answers pending requests then. The generator ends and leaves no process."""
+    assert isinstance(engine.process, WorkerProcess) and engine.process.process
+    processes = {engine.process.process.pid} | descendants(engine.process.process.pid)
+    cores = {process for process in processes if b"EngineCore" in command_line(process)}
+
+    async def on_and_on() -> None:  # on a busy host the core often ends before it is found
+        while True:
+            await engine.generate([5, 6, 7], Sampling(max_tokens=1500))
+
+    drawing = asyncio.ensure_future(on_and_on())
+    await asyncio.wait([drawing], timeout=1.0)
+    assert cores and not drawing.done()
+    for core in cores:
+        os.kill(core, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        with pytest.raises(WorkerDied, match=r"(?s)^generator 0 died \(log: .*vLLM's engine core died"):
+            await drawing
+        while any(map(lives, processes)):
+            await asyncio.sleep(0.01)
+
+
 def test_completions_are_exact_across_a_swap_with_the_core_in_a_process(
     patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +320,7 @@ def test_completions_are_exact_across_a_swap_with_the_core_in_a_process(
             await draw([5, 6, 7], Sampling(max_tokens=2))
             busy, passed = (await engine.stats())["busy_s"] - before, time.perf_counter() - start
             assert 0 < busy < passed - 1, "an engine without sequences is not busy"
+            await check_death_of_core(engine)
         finally:
             await pools.close()
 

@@ -85,8 +85,8 @@ def test_adapters_reach_servers_on_other_hosts(how: Interruption, two: list[str]
     async def main() -> None:
         models = {0: base.eval()}
         async with attached(adapters(model, two, how), tmp_path) as pools:
-            for version in range(1, 6):
-                busy = [asyncio.create_task(keep_busy(pools, p, version)) for p in random_prompts(8)]
+            for version in range(1, 6 if how == "continue" else 4):  # 5 versions reuse a slot
+                busy = [asyncio.create_task(keep_busy(pools, p, version, 130)) for p in random_prompts(8)]
                 await pools.generator.generate([5, 6], Sampling(max_tokens=30))
                 models[version] = await step(pools, version)
                 stats = await pools.link.publish(version)
