@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.config.loading import load_config
 from slipstream.errors import InvalidInput
 from slipstream.generators.served_weights import ServedWeights
-from slipstream.sync import arrays, changes, coder, delta, frames, update
+from slipstream.sync import arrays, changes, channel, coder, delta, frames, update
 from slipstream.sync.blocks import words
 from slipstream.sync.checksum import checksum
 from slipstream.sync.delta import DeltaReceiver, DeltaSender
@@ -355,7 +355,7 @@ def test_a_flipped_byte_anywhere_is_noticed_and_answered_by_a_new_connection(
 
 
 def test_a_frame_may_take_longer_than_the_limit_of_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "SILENCE_S", 1.0)
+    monkeypatch.setattr(channel, "SILENCE_S", 1.0)
     trainer = Trainer(tmp_path, "--sync.max_mb_per_s=0.03")
     proxy, began = Proxy(trainer.info["address"]), time.monotonic()
     engine = Engine(trainer.info | {"address": proxy.address})

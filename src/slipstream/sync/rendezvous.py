@@ -18,7 +18,7 @@ from typing import Any
 
 from slipstream.errors import InvalidInput
 from slipstream.runtime.addresses import LOOPBACK
-from slipstream.sync.frames import RETRY_S, Channel, Listener
+from slipstream.sync.channel import RETRY_S, Channel, Listener
 
 CONNECT_TIMEOUT_S = 20.0  # of a receiver to the gate
 STORE_TIMEOUT_S = 60.0  # for the store to listen
