@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -226,6 +228,26 @@ def test_a_worker_that_cannot_load_the_environment_says_why(tmp_path: Path) -> N
                 await play(environment, 0)
 
     asyncio.run(main())
+
+
+def test_a_worker_in_c_code_ends_although_its_controller_was_killed() -> None:
+    """No thread of Python runs in it."""
+    program = """
+import asyncio, collections, itertools
+from types import SimpleNamespace
+from slipstream.environments import episode_workers
+episode_workers.BLOCKED_EXIT_S = 0.5
+
+async def main():
+    running = asyncio.create_task(episode_workers.EpisodeWorker.run(SimpleNamespace(_blocked_limit=0.1)))
+    await asyncio.sleep(1.0)
+    print("it runs while its loop has time", flush=True)
+    collections.deque(itertools.repeat(0), maxlen=0)
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and ended.stdout.startswith("it runs") and "Timeout" in ended.stderr, ended
 
 
 def test_a_memory_limit_needs_workers() -> None:

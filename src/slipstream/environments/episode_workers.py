@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import faulthandler
 import itertools
 import math
 import sys
@@ -25,6 +26,8 @@ from slipstream.generators.base import EngineFailed, GenerationError
 from slipstream.generators.pausable_clock import Clock
 from slipstream.rollout import Completion, Rollout, Sampling
 from slipstream.runtime.worker import Worker
+
+BLOCKED_EXIT_S = 60.0
 
 
 class Request(NamedTuple):
@@ -71,9 +74,15 @@ class EpisodeWorker(Worker):
         self._arrived = asyncio.Event()
 
     async def run(self) -> None:
-        """Interrupt episodes that block the event loop."""
+        """Interrupt episodes that block the event loop. End the process if it is blocked for `BLOCKED_EXIT_S`.
+
+        The controller kills it sooner. Without one, C code that holds the interpreter would run for ever: no thread of
+        Python could notice that the controller is gone.
+        """
         with EventLoopWatchdog(self._blocked_limit):
-            await asyncio.Event().wait()
+            while True:
+                faulthandler.dump_traceback_later(BLOCKED_EXIT_S, exit=True)
+                await asyncio.sleep(BLOCKED_EXIT_S / 10)
 
     async def play(self, episode: int, task: Task, settings: EpisodeSettings) -> EpisodeResult:
         """Play one episode. Raises `ConfigError` as `run_episode`."""
