@@ -203,7 +203,9 @@ def test_completions_are_exact_across_a_swap(link: str, how: str, model: Path, t
                 first = [*numbers, *await asyncio.gather(*running), *await more]
                 check(version, how, tmp_path, first, await asyncio.gather(*waiting), later)
             discarded = (await pools.generator.generators[0].stats())["tokens_discarded"]
-            assert (discarded > 0) == (how == "retry"), "only sequences in flight are sampled again"
+            # A request without a token at the swap restarts in every mode, and drops a first token that came after it.
+            publishes, waiting = 2, 8
+            assert (discarded > publishes * waiting) == (how == "retry"), "only sequences in flight are sampled again"
         finally:
             await pools.close()
 
