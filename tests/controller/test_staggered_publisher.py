@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
