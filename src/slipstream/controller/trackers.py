@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.observe.trackers import Follower, label
-from slipstream.runtime.priority import TRACKER_NICENESS, at_niceness
+from slipstream.runtime.priority import OBSERVER_NICENESS, at_niceness
 from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 
@@ -27,7 +27,7 @@ class TrackerProcess:
         self._name, self._path, self._warn = name, path, warn
         self._log = path / "logs" / f"tracker_{label(name)}.log"
         self._process = WorkerProcess(
-            f"tracker {label(name)}", self._log, environment=at_niceness(TRACKER_NICENESS), essential=False
+            f"tracker {label(name)}", self._log, environment=at_niceness(OBSERVER_NICENESS), essential=False
         )
         self._worker: Follower | None = None
         self._ending = False

@@ -28,7 +28,7 @@ from slipstream.observe.page.data import LivePage, RunData
 from slipstream.observe.page.render import render
 from slipstream.observe.page.rollouts import find_text, step_texts
 from slipstream.observe.run_data import Run, load_run
-from slipstream.runtime.priority import TRACKER_NICENESS, lower_process_priority
+from slipstream.runtime.priority import OBSERVER_NICENESS, lower_process_priority
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -42,7 +42,7 @@ HEADERS = {
 def watch(paths: Sequence[str], host: str, port: int) -> None:
     """Serve the page of these runs until Ctrl-C. Raises `ConfigError` for a bad run, host or port."""
     server = WatchServer([load_run(path) for path in paths], host, port)
-    lower_process_priority(TRACKER_NICENESS)
+    lower_process_priority(OBSERVER_NICENESS)
 
     def announce(_: str) -> None:  # called once `run_app` handles Ctrl-C
         print(server.url, flush=True)

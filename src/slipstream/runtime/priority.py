@@ -11,7 +11,7 @@ from pathlib import Path
 
 VARIABLE = "SLIPSTREAM_NICENESS"  # environment variable of workers, which call `lower_priority_as_asked`
 ENVIRONMENT_NICENESS = 5  # of workers that play episodes or compute rewards: the controller goes first 3:1
-TRACKER_NICENESS = 10
+OBSERVER_NICENESS = 10  # of trackers, advice and the server of `slipstream watch`
 SESSION_TRIES = 100
 
 
@@ -41,11 +41,12 @@ def lower_process_priority(niceness: int) -> None:
 
 def _lower_session(niceness: int) -> None:
     """Try again while Linux refuses: processes without privileges may do this ten times a second altogether."""
+    delays = random.Random()  # not the module's generator, which a user's environment may have seeded
     for _ in range(SESSION_TRIES):
         try:
             Path("/proc/self/autogroup").write_text(str(niceness))
         except BlockingIOError:
-            time.sleep(random.uniform(0.1, 1.0))
+            time.sleep(delays.uniform(0.1, 1.0))
             continue
         except OSError:  # this kernel doesn't divide processors among sessions
             pass
