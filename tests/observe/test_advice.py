@@ -115,5 +115,7 @@ def test_a_process_gives_the_same_advice_and_is_killed_after_its_time(
     assert asyncio.run(advice_in_process(found.path)) == describe_advice(found) != ""
     monkeypatch.setattr(advice, "TIMEOUT_S", 0.05)
     assert asyncio.run(advice_in_process(found.path)) == ""
+    monkeypatch.setattr(advice.sys, "executable", str(tmp_path / "missing"))
+    assert asyncio.run(advice_in_process(found.path)) == "", "a process that can't be started ends no run"
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     assert not any("slipstream.observe.advice" in Path(f"/proc/{pid}/cmdline").read_text() for pid in children)

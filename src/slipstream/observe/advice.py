@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import SHAPES, find_shape
 from slipstream.plan.splits import can_shard_trainer
 from slipstream.rollout import mean
-from slipstream.runtime.priority import TRACKER_NICENESS, lower_process_priority
+from slipstream.runtime.priority import OBSERVER_NICENESS, lower_process_priority
 from slipstream.runtime.process import Launch, child_environment
 
 STEPS, LEAST_STEPS, MAX_ROLLOUTS = 24, 6, 20_000  # of one simulation
@@ -98,14 +100,18 @@ def _accepts(run: Run, change: str) -> bool:
 
 
 async def advice_in_process(path: Path) -> str:
-    """`describe_advice` of the run in a directory, computed by a process of low priority; "" after `TIMEOUT_S`.
+    """`describe_advice` of the run in a directory, computed by a process of low priority.
 
-    A simulation takes seconds, in which a thread would compete with the event loop for the interpreter.
+    Returns "" if the process can't be started, fails, or takes longer than `TIMEOUT_S`. A simulation takes seconds, in
+    which a thread would compete with the event loop for the interpreter.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, path, stdout=PIPE, stderr=DEVNULL,
-        start_new_session=True, env=child_environment(Launch("advice")),
-    )  # fmt: skip
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__, path, stdout=PIPE, stderr=DEVNULL,
+            start_new_session=True, env=child_environment(Launch("advice")),
+        )  # fmt: skip
+    except OSError:  # such as too many processes: advice must not end a run
+        return ""
     try:
         output, _ = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
         return output.decode().strip()
@@ -142,5 +148,6 @@ def describe_figures(found: Fit, simulated: Figures) -> str:
 
 
 if __name__ == "__main__":
-    lower_process_priority(TRACKER_NICENESS)
+    signal.alarm(math.ceil(TIMEOUT_S))  # also if the controller was killed
+    lower_process_priority(OBSERVER_NICENESS)
     print(describe_advice(Run(Path(sys.argv[1]))))
