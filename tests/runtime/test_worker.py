@@ -566,7 +566,21 @@ def test_a_start_does_not_block_the_event_loop_and_is_undone_if_it_is_cancelled_
             while len(started) < 2 or any(alive(process.pid) for process in started):
                 await asyncio.sleep(0.02)
 
+    async def ends_first() -> None:
+        starting = [asyncio.ensure_future(WorkerProcess(f"echo {i}").start(Echo, REFERENCE, "")) for i in range(2)]
+        await asyncio.sleep(0.1)
+        for one in starting:
+            one.cancel()
+        await asyncio.wait(starting)
+
     asyncio.run(main())
+    asyncio.run(ends_first())
+    last = time.monotonic() + 10
+    while len(started) < 3 or alive(started[-1].pid):
+        assert time.monotonic() < last
+        time.sleep(0.02)
+    time.sleep(0.5)
+    assert len(started) == 3, "the second start was cancelled before its turn"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of sessions are those of Linux")

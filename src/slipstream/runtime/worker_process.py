@@ -34,7 +34,7 @@ LOG_BYTES = 2**16
 HEARTBEAT_S = 2.5  # between two heartbeats
 HEARTBEAT_TIMEOUT_S = 15.0  # of silence after which a process with pending calls counts as hung
 SERIALIZER = ThreadPoolExecutor(2, "serializer")  # of arguments of many megabytes
-# The event loop would wait until the system has let a process or a thread begin.
+# These threads start processes and threads: the event loop would wait until the system has let them begin.
 PROCESS_STARTER = ThreadPoolExecutor(1, "starter of processes")
 THREAD_STARTER = ThreadPoolExecutor(1, "starter of threads")
 
@@ -102,20 +102,21 @@ class WorkerProcess:
 
     async def _start_process(self) -> Process:
         """Start the process in a thread. It is killed if this is cancelled or the worker ends meanwhile."""
-        starting = self._loop.run_in_executor(PROCESS_STARTER, self._launcher, self._launch)
+        starting = PROCESS_STARTER.submit(self._launcher, self._launch)
         try:
-            process = await asyncio.shield(starting)
+            process = await asyncio.shield(asyncio.wrap_future(starting))
         except asyncio.CancelledError:
-            starting.add_done_callback(self._kill_started)
+            if not starting.cancel():  # it has begun, and may end after the event loop
+                starting.add_done_callback(self._kill_started)
             raise
         if self.dead:
             self._kill_started(starting)
             raise self.dead
         return process
 
-    def _kill_started(self, starting: asyncio.Future[Process]) -> None:
-        if succeeded(starting):
-            self._in_thread(starting.result().kill)
+    def _kill_started(self, starting: Future[Process]) -> None:
+        if not starting.exception():
+            threading.Thread(target=starting.result().kill, name=f"end of {self.name}").start()
 
     def call(self, method: str, arguments: tuple[Any, ...], large: bool = False) -> asyncio.Future[Any]:
         """As `Transport.call`. The future raises `WorkerError` or `WorkerDied`."""
