@@ -440,6 +440,20 @@ def test_frames_are_small_on_a_slow_network(trainer: Trainer) -> None:
     assert len(sizes) > 20 and max(sizes) == coder.MIN_FRAME + 1
 
 
+def test_whole_entries_are_found_in_pieces_with_any_cuts() -> None:
+    draw, coded = random.Random(0), list[bytes]()
+    for size in (0, 1, 40, 3, 2000, 0, 500, 7, 0):
+        coded.append(changes.HEADER.pack(0, 0, size, 1, 0, 0, 0) + draw.randbytes(size))
+    data = memoryview(b"".join(coded))
+    for most in (1, 2, 29, 31, 100, 5000):
+        pieces, at = list[memoryview](), 0
+        while at < len(data):
+            pieces.append(data[at : at + draw.randrange(1, most + 1)])
+            at += len(pieces[-1])
+        found = [bytes(one) for whole in changes.join_entries(pieces) for _, one in changes.entries(whole)]
+        assert found == [entry[changes.HEADER.size :] for entry in coded]
+
+
 def test_changes_that_end_in_an_entry_are_refused(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, before, _ = publish_second(trainer)
     monkeypatch.setattr(coder, "encode", lambda *arguments: changes.encode(*arguments)[:-1])

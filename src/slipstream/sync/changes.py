@@ -8,7 +8,7 @@ small learning rate; or it has all words of some rows of a parameter.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -149,6 +149,27 @@ def split_entries(data: memoryview) -> tuple[memoryview, memoryview]:
             break
         at += HEADER.size + Entry(*HEADER.unpack_from(data, at)).size
     return data[:end], data[end:]
+
+
+def join_entries(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Runs of whole entries from pieces that may begin and end within an entry.
+
+    Raises `ValueError` if the last piece ends within an entry.
+    """
+    waiting, size, needed = list[memoryview](), 0, HEADER.size  # bytes of `waiting`, and of its first entry
+    for piece in pieces:
+        waiting.append(piece)
+        size += len(piece)
+        if size < needed:  # joining at each piece would take quadratic time for a large entry
+            continue
+        whole, rest = split_entries(waiting[0] if len(waiting) == 1 else memoryview(b"".join(waiting)))
+        if whole:
+            yield whole
+        waiting, size, needed = [rest] if rest else [], len(rest), HEADER.size
+        if size >= HEADER.size:
+            needed += Entry(*HEADER.unpack_from(rest)).size
+    if size:
+        raise ValueError("the changes end in an entry")
 
 
 def entries(frame: memoryview) -> Iterator[tuple[Entry, memoryview]]:

@@ -32,7 +32,7 @@ from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import address_towards, own_address
 from slipstream.sync.blocks import Block, divide, gather
-from slipstream.sync.changes import Changes, copy_changes, split_entries
+from slipstream.sync.changes import Changes, copy_changes, join_entries
 from slipstream.sync.checksum import checksum
 from slipstream.sync.coder import Coder
 from slipstream.sync.delta_sources import ChangeSource, WeightsSource
@@ -299,13 +299,8 @@ class DeltaReceiver(Receiver):
         try:
             base = stream.wait_header()["base"]
             update = Update(self._tensors, base is None, 1 if base is None else handle["state"] - base)
-            rest = memoryview(b"")
-            for frame in stream.take():
-                data = unpack(frame)
-                whole, rest = split_entries(memoryview(bytes(rest) + data) if rest else data)
+            for whole in join_entries(map(unpack, stream.take())):
                 update.add(update.decode(whole))
-            if rest:
-                raise ValueError("the changes end in an entry")
         except Refused as error:
             raise Superseded(f"version {handle['version']} did not arrive: {error}") from None
         except BaseException:
