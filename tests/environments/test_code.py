@@ -64,6 +64,10 @@ def test_reward_is_the_share_of_tests_passed() -> None:
             ["N = 3\ndef check(f):\n    assert f(1) == 1\n"],
             "every program would pass; call check(...) in it",
         ),  # HumanEval
+        (
+            ["class Test:\n    def test(self):\n        assert f(1) == 1\n"],
+            "every program would pass; call Test(...) in it",
+        ),
         (["import math"], "'import math' calls and asserts nothing, so every program would pass; add an assertion"),
     ],
 )

@@ -158,7 +158,11 @@ def validate_tests(tests: Any) -> list[str]:
 
 
 def _is_inert(statement: ast.stmt) -> bool:
-    """Whether a statement only defines or imports."""
+    """Whether a statement only defines or imports. A class runs its body, and a decorator is a call."""
+    if isinstance(statement, DEFINITIONS) and statement.decorator_list:
+        return False
+    if isinstance(statement, ast.ClassDef):
+        return all(map(_is_inert, statement.body))
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         return not any(isinstance(node, ast.Call) for node in ast.walk(statement))
     is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
