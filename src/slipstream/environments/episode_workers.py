@@ -27,7 +27,7 @@ from slipstream.generators.pausable_clock import Clock
 from slipstream.rollout import Completion, Rollout, Sampling
 from slipstream.runtime.worker import Worker
 
-BLOCKED_EXIT_S = 60.0
+BLOCKED_EXIT_S = 60.0  # of a blocked event loop, after which the process ends itself
 
 
 class Request(NamedTuple):

@@ -115,7 +115,8 @@ class Playing(NamedTuple):
 class EpisodeProcess:
     """The controller's end of one worker, which `starting` starts. `retired` ones get no further episodes.
 
-    `assigned` episodes play in it or wait for its start. It is `responsive` unless a ping has no answer yet.
+    `assigned` episodes play in it or wait for its start. It is `responsive` unless a ping has waited for its answer
+    since the last check.
     """
 
     starting: asyncio.Task[None]
@@ -220,8 +221,8 @@ class WorkerEnvironment:
     They start with the first episode, a few at a time. A worker that dies or hangs is replaced, also one above
     `options.worker_memory_gb`, which first ends its episodes.
 
-    Episodes wait for the start of a worker that has fewer of them than others: a crash costs all episodes of a worker,
-    so that those of dead workers would otherwise gather in the last ones, and end with these.
+    An episode goes to the worker with the fewest episodes, and waits if this worker is still being started. Otherwise
+    the episodes of dead workers would gather in the remaining workers, and the next crash would end them, too.
     """
 
     def __init__(

@@ -71,13 +71,13 @@ def lower_priority() -> None:
 
 
 class _YieldedSelector(selectors.DefaultSelector):
-    """Tells threads whether the event loop has work, by a lock that is held meanwhile.
+    """Holds the lock `busy` while the event loop has work, so that threads can wait until it has none.
 
-    Each time is a lock of its own: a thread that has waited for one holds it until it gets the interpreter, and the
-    event loop, which never waits, would run without the next.
+    Each period of work has a lock of its own. A thread that has waited for a lock holds it until the thread gets the
+    interpreter; with a single lock, the event loop, which never waits, could not take it for its next period.
     """
 
-    busy = threading.Lock()  # of the loop that was busy last
+    busy = threading.Lock()  # of the loop that had work last
     _held: threading.Lock | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
