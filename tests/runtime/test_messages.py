@@ -6,12 +6,16 @@ import asyncio
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slipstream.runtime import messages
+import pytest
+
+from slipstream.runtime import event_loop, messages
+from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.messages import LONG, LONG_LENGTH, MessageStream
 
 LIMIT_S = 60.0
@@ -53,6 +57,21 @@ def test_messages_arrive_whole_however_they_are_split() -> None:
         assert await peer.next() == "end"
 
     run(body)
+
+
+def test_heartbeats_arrive_in_time_although_the_event_loop_is_never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "YIELD_S", 60.0)
+
+    async def body() -> None:
+        peers, heartbeat, began = [Peer() for _ in range(8)], pickle.dumps([(-1, False, (7, 1.0))]), time.monotonic()
+        await asyncio.sleep(0.01)  # from now on the loop has work
+        for peer in peers:
+            peer.theirs.sendall(messages.LENGTH.pack(len(heartbeat)) + heartbeat)
+        while any(peer.got.empty() for peer in peers):
+            assert time.monotonic() < began + LIMIT_S / 2
+            await asyncio.sleep(0)
+
+    run_bounded(body())
 
 
 def test_a_worker_stopped_in_the_middle_of_a_message_does_not_delay_others() -> None:

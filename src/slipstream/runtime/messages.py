@@ -22,6 +22,7 @@ from slipstream.runtime.event_loop import yield_to_loop
 LENGTH = struct.Struct("!i")  # of a message, or `LONG`: then `LONG_LENGTH` follows
 LONG, LONG_LENGTH = -1, struct.Struct("!Q")
 MAX_LENGTH = 2**31 - 1
+SMALL = 2**12  # bytes of messages that don't wait for the event loop: heartbeats arrive in time though it is never idle
 
 
 class LoopCalls:
@@ -108,7 +109,8 @@ class MessageStream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._arrived += data
         for message in _take_messages(self._arrived):
-            yield_to_loop()
+            if len(message) > SMALL:
+                yield_to_loop()
             try:
                 self._in_loop(partial(self._receive, pickle.loads(message)))
             except Exception as error:  # such as a class that can't be unpickled here
