@@ -138,7 +138,7 @@ async def _run_assertion(code: str, source: str, limits: Sandbox) -> Outcome:
 def validate_tests(tests: Any) -> list[str]:
     """The assertion of each test, "" for one of input and output. Raises `ConfigError` for malformed tests.
 
-    An assertion that does not compile is malformed, and one that every program would pass.
+    An assertion is malformed if it does not compile, or if every program would pass it.
     """
     if not isinstance(tests, list | tuple) or not tests:
         raise ConfigError(f"tests is {tests!r:.40}, not a list of tests; {SHAPE}")

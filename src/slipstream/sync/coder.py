@@ -27,11 +27,11 @@ from slipstream.sync.frames import PLAIN, Stream
 
 FRAME = 2**16  # bytes from which entries make a frame
 MIN_FRAME = 2**12
-HOP_S = 0.02  # seconds that a frame may take on a slow network: each receiver of a chain delays those after it as long
+HOP_S = 0.02  # that a frame may take on a slow network: each receiver of a chain delays the next one by this time
 
 
 def largest_frame(rate: float) -> float:
-    """Bytes of the largest frame for networks of `rate` bytes per second."""
+    """Bytes of the largest frame for networks of `rate` bytes per second; infinite for fast and unknown ones."""
     size = max(MIN_FRAME, rate * HOP_S)
     return size if rate > 0 and size < FRAME else math.inf
 
