@@ -11,6 +11,7 @@ import dataclasses
 import faulthandler
 import itertools
 import math
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,13 +22,13 @@ from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.conversation import ConversationLimits
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import EpisodeOptions, EventLoopWatchdog, RolloutFailed, blocked_limit, run_episode
-from slipstream.environments.reward_workers import RewardErrorCounter, ScoringError
+from slipstream.environments.reward_workers import RewardErrorCounter, ScoringError, cores
 from slipstream.generators.base import EngineFailed, GenerationError
 from slipstream.generators.pausable_clock import Clock
 from slipstream.rollout import Completion, Rollout, Sampling
 from slipstream.runtime.worker import Worker
 
-BLOCKED_EXIT_S = 60.0  # of a blocked event loop, after which the process ends itself
+BLOCKED_EXIT_S = 60.0  # of processor time on all cores, after which a process with a blocked event loop ends itself
 
 
 class Request(NamedTuple):
@@ -74,14 +75,15 @@ class EpisodeWorker(Worker):
         self._arrived = asyncio.Event()
 
     async def run(self) -> None:
-        """Interrupt episodes that block the event loop. End the process if it is blocked for `BLOCKED_EXIT_S`.
+        """Interrupt episodes that block the event loop. End the process if it is blocked for long.
 
         The controller kills it sooner. Without one, C code that holds the interpreter would run for ever: no thread of
-        Python could notice that the controller is gone.
+        Python could notice that the controller is gone. Only processor time counts, so a stopped process goes on.
         """
+        faulthandler.register(signal.SIGPROF, chain=True)  # writes a traceback; then the signal ends the process
         with EventLoopWatchdog(self._blocked_limit):
             while True:
-                faulthandler.dump_traceback_later(BLOCKED_EXIT_S, exit=True)
+                signal.setitimer(signal.ITIMER_PROF, BLOCKED_EXIT_S * cores())  # all threads count
                 await asyncio.sleep(BLOCKED_EXIT_S / 10)
 
     async def play(self, episode: int, task: Task, settings: EpisodeSettings) -> EpisodeResult:

@@ -20,6 +20,7 @@ from slipstream.runtime.run_directory import write_atomically
 
 CONTROLLER, TRAINER, SCORING = "controller", "trainer", "scoring"  # tracks; engines have one each
 DIGITS = 6  # decimals of seconds
+PIECE = 16  # events that take about a millisecond to write
 UNWRITTEN_S = 1.0  # age at which events are written before the next step ends
 
 
@@ -70,8 +71,9 @@ class EventLog:
         """Append the events so far to the file. Raises `OSError`."""
         self._written = self._clock()
         lines = []
-        for _ in range(len(self._unwritten)):
-            yield_to_loop()
+        for number in range(len(self._unwritten)):
+            if number % PIECE == 0:
+                yield_to_loop()
             lines.append(strict_json(_rounded(self._unwritten.popleft())) + "\n")
         if lines:
             with self._path.open("a", encoding="utf-8") as file:

@@ -27,13 +27,12 @@ from slipstream.sync.frames import PLAIN, Stream
 
 FRAME = 2**16  # bytes from which entries make a frame
 MIN_FRAME = 2**12
-HOP_S = 0.02  # that a frame may take on a slow network: each receiver of a chain delays the next one by this time
+HOP_S = 0.02  # that a frame may take: each receiver of a chain delays the next one by this time
 
 
 def largest_frame(rate: float) -> float:
-    """Bytes of the largest frame for networks of `rate` bytes per second; infinite for fast and unknown ones."""
-    size = max(MIN_FRAME, rate * HOP_S)
-    return size if rate > 0 and size < FRAME else math.inf
+    """Bytes of the largest frame for networks of `rate` bytes per second (0.0: unknown)."""
+    return max(MIN_FRAME, rate * HOP_S) if rate else math.inf
 
 
 class _BlockChanges(NamedTuple):
