@@ -1,12 +1,15 @@
 """Publishes under faults: each sampled token must come from a published version, and engines must come back.
 
-    python benchmarks/publish_faults.py [--faults 1000] [--seed 0] [--json benchmarks/results/publish_faults.json]
+    python benchmarks/publish_faults.py [--faults 1000] [--seed 0] [--links Delta Checkpoint Shared Nccl Lora]
+        [--kinds KIND ...] [--json benchmarks/results/publish_faults.json]
 
 Three embedded engines decode all the time, each a process, while a trainer process publishes tiny float32 models of
 which 2% of the values change. Faults are injected at random moments of publishes, with a fixed seed: an engine is
 killed (-9) or stopped for up to 0.5 s; a byte of a transfer is flipped, its connection cut or slowed down (by a proxy
 between engines and trainer); a byte of a served tensor is flipped during or after the swap; an engine claims another
-base than it has; two publishes overlap. An engine that died is replaced; the next fault waits until it has joined.
+base than it has; two publishes overlap; the trainer is killed, and its successor publishes the next version. An engine
+that died is replaced; the next fault waits until it has joined. `Lora` publishes adapters to two vLLM engines, which
+fetch them through the proxy.
 
 Every completion is checked in this process against the values that the trainer had for the version that each span
 names: the log-probability of each token must be the same. A fault has ended when every engine serves the newest
@@ -42,6 +45,7 @@ from slipstream.generators.pool import EngineReplica
 from slipstream.model.inspection import trained_parameters
 from slipstream.model.loading import load_model
 from slipstream.rollout import Completion, Sampling
+from slipstream.runtime.addresses import ADDRESS
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
 from slipstream.sync import update
 from slipstream.sync.checkpoint import CheckpointReceiver, CheckpointSender
@@ -51,15 +55,18 @@ from slipstream.sync.shared import SharedReceiver, SharedSender
 from slipstream.tools.verify import PerturbingTrainer
 
 ORDERS = "SLIPSTREAM_FAULTS"  # environment variable: a directory with a file for each fault that an engine is to make
-ENGINES, CLIENTS, TOKENS, TOLERANCE = 3, 6, 24, 1e-3
+CLIENTS, TOKENS, TOLERANCE = 6, 24, 1e-3
 LIMIT_S = 60.0
-COMMON = {"kill": 1, "stop": 12, "overlap": 12, "flip after swap": 1}  # weights of the kinds of faults
-TRANSFER = {"flip on the wire": 12, "cut": 12, "slow": 4, "wrong base": 8, "flip during swap": 8}
+MODELS = {"Lora": "1M"}  # "tiny" has heads of 8 dimensions, which vLLM does not take on a CPU
+# Weights of the kinds of faults.
+COMMON = {"kill": 1, "stop": 12, "overlap": 12, "flip after swap": 1, "kill trainer": 1}
+WIRE = {"flip on the wire": 12, "cut": 12, "slow": 4}
 KINDS = {
-    "Delta": COMMON | {"stop": 8, "overlap": 8} | TRANSFER,
+    "Delta": COMMON | {"stop": 8, "overlap": 8} | WIRE | {"wrong base": 8, "flip during swap": 8},
     "Checkpoint": COMMON, "Shared": COMMON, "Nccl": COMMON,
+    "Lora": WIRE | {"kill": 1, "stop": 8, "overlap": 8},
 }  # fmt: skip
-SHARES = {"Delta": 0.7, "Checkpoint": 0.135, "Shared": 0.135, "Nccl": 0.03}
+SHARES = {"Delta": 0.6, "Checkpoint": 0.135, "Shared": 0.135, "Nccl": 0.03, "Lora": 0.1}
 
 
 def take(order: str) -> bool:
@@ -123,12 +130,13 @@ class Nccl:
 
 
 class Trainer(PerturbingTrainer):
-    """Changes 2% of the values of each matrix, and all of each vector."""
+    """Changes 2% of the values of each matrix, and all of each vector and adapter."""
 
     def _noise(self, seed: int, strength: float) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         for noise in super()._noise(seed, strength):
-            kept = torch.rand(noise.shape, generator=generator) < (0.02 if noise.ndim > 1 else 1.0)
+            sparse = noise.ndim > 1 and not self._config.lora.rank
+            kept = torch.rand(noise.shape, generator=generator) < (0.02 if sparse else 1.0)
             yield noise * kept
 
     async def values(self) -> dict[str, bytes]:
@@ -143,6 +151,7 @@ class Proxy:
         self._rng, self.fault = rng, ""
 
     async def open(self, target: tuple[str, int]) -> tuple[str, int]:
+        """The address of a server that passes connections on to the target."""
         self._target = target
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         address: tuple[str, int] = server.sockets[0].getsockname()
@@ -179,7 +188,7 @@ class Proxy:
 
 
 class ThroughProxy:
-    """The trainer, whose connection information names the proxy."""
+    """The trainer, whose connection information or, by `lora`, publish handles name the proxy."""
 
     def __init__(self, trainer: Any, proxy: Proxy) -> None:
         self._trainer, self._proxy = trainer, proxy
@@ -189,7 +198,15 @@ class ThroughProxy:
 
     async def open_link(self, receivers: int) -> Any:
         info = await self._trainer.open_link(receivers)
-        return info | {"address": await self._proxy.open(tuple(info["address"]))}
+        if "address" in info:
+            info["address"] = await self._proxy.open(tuple(info["address"]))
+        return info
+
+    async def stage(self, version: int) -> Any:
+        handle = await self._trainer.stage(version)
+        if "server" in handle:
+            handle["server"] = await self._proxy.open(tuple(handle["server"]))
+        return handle
 
 
 class Oracle:
@@ -232,23 +249,25 @@ class Faults:
 
     def __init__(self, link: str, cluster: Cluster, config: Config, rng: random.Random, orders: Path) -> None:
         self._link, self._cluster, self._config, self._rng, self._orders = link, cluster, config, rng, orders
-        self._trainer: Any = handle(Trainer, cluster.trainer_process)
-        self._publisher: Any = cluster.link
         self._proxy, self._oracle, self.version = Proxy(rng), Oracle(config), 0
-        if link == "Delta":
-            self._publisher._trainer = ThroughProxy(self._publisher._trainer, self._proxy)
+        self._use_trainer()
         self._replacing: set[EngineReplica] = set()
         self._changing = asyncio.Lock()  # of the weights, which a publish may be reading
         self.replaced, self.failed_publishes = 0, 0
         self._tasks: list[asyncio.Task[Any]] = []
 
-    async def run(self, count: int) -> dict[str, Any]:
+    def _use_trainer(self) -> None:
+        self._trainer: Any = handle(Trainer, self._cluster.trainer_process)
+        self._publisher: Any = self._cluster.link
+        if self._link in ("Delta", "Lora"):
+            self._publisher._trainer = ThroughProxy(self._publisher._trainer, self._proxy)
+
+    async def run(self, kinds: Mapping[str, int], count: int) -> dict[str, Any]:
         self._oracle.values[0] = await self._trainer.values()
         await self._publisher.connect(0)
         self._cluster.generator.supervised = True
         self._tasks = [asyncio.create_task(self._supervise()), *(asyncio.create_task(self._client(i))
                        for i in range(CLIENTS))]  # fmt: skip
-        kinds = KINDS[self._link]
         plan = [*kinds, *self._rng.choices([*kinds], [*kinds.values()], k=count)][:count]
         back: dict[str, list[float]] = {kind: [] for kind in kinds}
         for kind in plan:
@@ -285,9 +304,14 @@ class Faults:
                 await asyncio.sleep(self._rng.random() * 0.5)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+        if kind == "kill trainer":
+            await asyncio.sleep(self._rng.random() * 0.05)
+            began = time.monotonic()
+            await self._kill_trainer(publishing)
         if kind in ("kill", "overlap"):
             await self._publish()
-        await publishing
+        with contextlib.suppress(WorkerDied, WorkerError) if kind == "kill trainer" else contextlib.nullcontext():
+            await publishing
         while not self._all_back() or file.exists() or self._proxy.fault:
             if time.monotonic() - began > LIMIT_S:
                 sys.exit(f"{self._link}: after {kind!r} not all engines were back within {LIMIT_S:.0f} s")
@@ -296,9 +320,24 @@ class Faults:
             await asyncio.sleep(0.005)
         return time.monotonic() - began
 
+    async def _kill_trainer(self, publishing: asyncio.Future[None]) -> None:
+        """Kill the trainer during a publish, and let its successor publish to the engines, which stay."""
+        os.kill(self._cluster.trainer_ranks[0].process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        with contextlib.suppress(WorkerDied, WorkerError):
+            await publishing
+        if not self._cluster.engines_can_stay:
+            sys.exit(f"{self._link}: the engines can't connect to another trainer")
+        await self._cluster.restart_trainer()
+        self._use_trainer()
+        self._oracle.values.setdefault(self.version, self._oracle.values[self.version - 1])  # it was not published
+        self.version += 1
+        await self._trainer.change(self.version, 3.0)
+        self._oracle.values[self.version] = await self._trainer.values()
+        await self._publisher.connect(self.version)
+
     def _all_back(self) -> bool:
         engines = self._cluster.generator.generators
-        return len(engines) == ENGINES and all(
+        return len(engines) == self._config.generator.replicas and all(
             g.alive and g.quarantined is None and g.version == self.version for g in engines
         )
 
@@ -344,21 +383,28 @@ class Faults:
             await self._publisher.publish_again(self.version)
 
 
-async def measure(link: str, count: int, seed: int, verify: str, scratch: Path) -> dict[str, Any]:
+async def measure(
+    link: str, kinds: Mapping[str, int], count: int, seed: int, verify: str, scratch: Path
+) -> dict[str, Any]:
     orders = scratch / f"orders {link}"
     orders.mkdir()
     os.environ[ORDERS] = str(orders)
+    engines = [f"--sync.link={__file__}:{link}", "--sync.in_flight=recompute", "--generator.replicas=3"]
+    if link == "Lora":
+        os.environ[ADDRESS] = "127.0.0.2"  # as on another host, so that engines fetch adapters
+        engines = ["--sync.link=lora", "--sync.in_flight=retry", "--generator.engine=vllm", "--generator.replicas=2",
+                   "--lora.rank=4", "--lora.targets=['q_proj', 'v_proj']"]  # fmt: skip
     config = slipstream.load_config(
-        None, [f"--model.path={scratch / 'model'}", "--environment.name=addition", f"--sync.link={__file__}:{link}",
-               f"--trainer.kind={__file__}:Trainer", f"--generator.replicas={ENGINES}", "--generator.threads=1",
-               "--trainer.threads=1", "--sync.in_flight=recompute", f"--sync.verify={verify}", "--loop.max_lag=2",
-               "--trainer.device=cpu", "--generator.device=cpu", "--model.dtype=float32"],
+        None, [f"--model.path={scratch / MODELS.get(link, 'tiny')}", "--environment.name=addition", *engines,
+               f"--trainer.kind={__file__}:Trainer", "--generator.threads=1", "--trainer.threads=1",
+               f"--sync.verify={verify}", "--loop.max_lag=2", "--trainer.device=cpu", "--generator.device=cpu",
+               "--model.dtype=float32"],
     )  # fmt: skip
     cluster = await Cluster.start(config, scratch / link)
     faults = Faults(link, cluster, config, random.Random(seed), orders)
     try:
         began = time.monotonic()
-        return await faults.run(count) | {"seconds": time.monotonic() - began}
+        return await faults.run(kinds, count) | {"seconds": time.monotonic() - began}
     finally:
         for task in faults._tasks:
             task.cancel()
@@ -369,6 +415,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--faults", type=int, default=1000)
     found.add_argument("--links", nargs="+", default=[*SHARES], choices=[*SHARES])
+    found.add_argument("--kinds", nargs="+", default=[*COMMON, *KINDS["Delta"]], help="of faults")
     found.add_argument("--seed", type=int, default=0)
     found.add_argument("--verify", default="full", choices=["full", "off"], help="sync.verify")
     found.add_argument("--json", type=Path)
@@ -379,10 +426,12 @@ def main() -> None:
     options, found = parser().parse_args(), []
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
-        save_model("tiny", Path(temporary) / "model")
+        for shape in ("tiny", *MODELS.values()):
+            save_model(shape, Path(temporary) / shape)
         for link in options.links:
             count = round(options.faults * SHARES[link])
-            found.append(asyncio.run(measure(link, count, options.seed, options.verify, Path(temporary))))
+            kinds = {kind: weight for kind, weight in KINDS[link].items() if kind in options.kinds}
+            found.append(asyncio.run(measure(link, kinds, count, options.seed, options.verify, Path(temporary))))
             print(json.dumps(found[-1]), flush=True)
     total = Counter[str]()
     for each in found:

@@ -7,8 +7,10 @@ Two namespaces are joined by a pair of virtual devices whose rate is limited bot
 the link runs in the first, engines that decode in the second. Between publishes the given share of the elements moves
 to the next bfloat16 value. `held` is the time of `stage` and `send`, `ready` the time from the start of `stage` until
 all engines serve the version, `pause` the time of the swap, `step` that of a decode step. "delta, all weights" is the
-`delta` link to engines without a version. `sent` is what left the trainer's namespace. `trainer` and `engine` are the
-bytes by which the memory of these processes rose in a publish, at most, per changed element.
+`delta` link to engines without a version. `checkpoint` needs files that both hosts can read: here the trainer's host
+sends each file over the link in one plain TCP stream, and the engine reads its copy, as from a network file system.
+`sent` is what left the trainer's namespace. `trainer` and `engine` are the bytes by which the memory of these
+processes rose in a publish, at most, per changed element.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import contextlib
 import json
 import math
 import os
+import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -89,6 +93,19 @@ class TrainerEnd(Memory):
         self._parameters, self._changed = trained_parameters(loaded), changed
         self._sender = find_link(config.sync.link)[0](self._parameters, config, Path(scratch), engines)
         self._seed = torch.Generator().manual_seed(0)
+        self._files = socket.create_server((os.environ[ADDRESS], 0)) if link == "checkpoint" else None
+        if self._files:
+            threading.Thread(target=self._send_files, args=(self._files,), daemon=True).start()
+
+    def _send_files(self, server: socket.socket) -> None:
+        """Send the staged file to each client."""
+        while True:
+            client = server.accept()[0]
+            threading.Thread(target=self._send_file, args=(client,), daemon=True).start()
+
+    def _send_file(self, client: socket.socket) -> None:
+        with client, Path(self._handle["path"]).open("rb") as file:
+            client.sendfile(file)
 
     def connect(self) -> Any:
         return self._sender.connection_info()
@@ -99,7 +116,7 @@ class TrainerEnd(Memory):
     def stage(self, version: int) -> Any:
         self._sender.before_update()
         self._handle = self._sender.stage(version)
-        return self._handle
+        return self._handle | {"files": self._files.getsockname()} if self._files else self._handle
 
     def send(self) -> tuple[float, Any]:
         """Returns the end on the system's clock, and the sizes if the link counts them."""
@@ -113,9 +130,9 @@ class TrainerEnd(Memory):
 class EngineEnd(Memory):
     """An engine that decodes eight sequences all the time, and its end of a link."""
 
-    def __init__(self, model: str, link: str) -> None:
+    def __init__(self, model: str, link: str, scratch: str) -> None:
         torch.set_num_threads(1)
-        self._config, self._link = configuration(model, link), link
+        self._config, self._link, self._copies = configuration(model, link), link, Path(scratch)
         loaded = load_model(self._config.model, self._config.lora, device=torch.device("cpu"), dtype=torch.bfloat16)
         self._engine = Engine(loaded, slots=8, context=4096, tokenizer=load_tokenizer(model))
         self._shards = local_shards(trained_parameters(loaded))
@@ -142,6 +159,8 @@ class EngineEnd(Memory):
             receiver: Any = self._weights._receiver
             assert isinstance(receiver, DeltaReceiver)
             receiver._held = None
+        if "files" in handle:
+            handle = self._copy_file(handle)
         self._weights.prepare(handle)
         while not self._weights.prepared():
             time.sleep(0.001)
@@ -154,6 +173,15 @@ class EngineEnd(Memory):
             "pause": pause,
             "step": statistics.median(self._steps),
         }
+
+    def _copy_file(self, handle: Any) -> Any:
+        """Copy the file of a version to this host, in place of the one before. Returns a handle that names the copy."""
+        shutil.rmtree(self._copies, ignore_errors=True)
+        self._copies.mkdir()
+        path = self._copies / Path(handle["path"]).name
+        with socket.create_connection(tuple(handle["files"])) as source, path.open("wb") as copy:
+            shutil.copyfileobj(source.makefile("rb"), copy, 2**20)
+        return handle | {"path": str(path)}
 
     def checksums(self) -> dict[str, str]:
         self._weights.start_checksums(list(self._shards))
@@ -235,7 +263,7 @@ def measure(options: argparse.Namespace, link: str, names: tuple[str, str], scra
     common = (options.model, "--link", link)
     trainer = Remote(names[0], HOSTS[0], *common, "--trainer", scratch, "--changed", str(options.changed),
                      "--engines", str(options.engines))  # fmt: skip
-    engines = [Remote(names[1], HOSTS[1], *common, "--engine") for _ in range(options.engines)]
+    engines = [Remote(names[1], HOSTS[1], *common, "--engine", f"{scratch}/copies{i}") for i in range(options.engines)]
     try:
         for end in (trainer, *engines):
             end.wait()
@@ -291,7 +319,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--json", type=Path)
     found.add_argument("--link", help=argparse.SUPPRESS)
     found.add_argument("--trainer", help=argparse.SUPPRESS)
-    found.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    found.add_argument("--engine", help=argparse.SUPPRESS)
     return found
 
 
@@ -300,7 +328,7 @@ def main() -> None:
     if options.trainer:
         return serve(TrainerEnd(options.model, options.link, options.changed, options.engines, options.trainer))
     if options.engine:
-        return serve(EngineEnd(options.model, options.link))
+        return serve(EngineEnd(options.model, options.link, options.engine))
     found = []
     with namespaces(options.rate) as names:
         for link in options.links:

@@ -286,6 +286,25 @@ def test_an_error_of_the_trainer_ends_the_publish_and_removes_no_engine(method: 
     asyncio.run(main())
 
 
+def test_the_death_of_the_trainer_after_its_calls_ends_the_publish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines still receive from it, and notice only after a minute of silence."""
+    monkeypatch.setattr(staggered_publisher, "TRAINER_POLL_S", 0.01)
+
+    async def main() -> None:
+        trainer = Trainer("trainer", [], {"checksums": SUMS}.get)
+        link = publisher(engine("one", lambda: asyncio.get_running_loop().create_future()), trainer=trainer)
+        publishing = asyncio.ensure_future(link.publish(1))
+        await asyncio.sleep(0.05)
+        assert not publishing.done()
+        trainer.dead = WorkerDied("killed")
+        with pytest.raises(WorkerDied, match="killed"):
+            await asyncio.wait_for(publishing, 5)
+        assert not link._lost
+        await link.close()
+
+    asyncio.run(main())
+
+
 class Orders:
     """The files by which a test holds up the receivers of `SLOW`."""
 

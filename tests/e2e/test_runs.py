@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -267,6 +268,7 @@ def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path) -> None
         {"sync__link": "checkpoint", "sync__every": 2, "loop__steps": 5, "model__dtype": "bfloat16"},
         {"sync__link": "checkpoint", "sync__restart": "true", "sync__in_flight": "drain", "loop__steps": 2},
         {"lora__rank": 4, "algorithm__kl_coef": 0.1, "model__dtype": "bfloat16"},
+        {"sync__link": "delta", "loop__steps": 4, "model__dtype": "bfloat16", "trainer__learning_rate": 1e-5},
         {
             "generator__replicas": 2,
             "algorithm__filter_zero_advantage": "true",
@@ -275,7 +277,7 @@ def test_a_stop_is_clean_and_can_be_resumed(model: Path, tmp_path: Path) -> None
             "sampling__top_k": 20,
         },
     ],
-    ids=["checkpoint in bfloat16", "restarted engines", "lora", "two generators, truncated sampling"],
+    ids=["checkpoint in bfloat16", "restarted engines", "lora", "delta", "two generators, truncated sampling"],
 )
 def test_the_modes_of_the_table(model: Path, tmp_path: Path, more: dict[str, Any]) -> None:
     directory = tmp_path / "run"
@@ -292,6 +294,14 @@ def test_the_modes_of_the_table(model: Path, tmp_path: Path, more: dict[str, Any
     if "lora__rank" in more:
         assert (directory / "policy" / "adapter_config.json").exists()
         assert slipstream("generate", directory, "--prompt", "w1", "--max-tokens", 3).stdout
+    if more.get("sync__link") == "delta":
+        published = [m for m in metrics if m["sync/changed_fraction"]]  # the first version changes nothing
+        weights = sum(p.nbytes for p in load_file(directory / "policy" / "model.safetensors").values())
+        assert len(published) >= 2
+        for m in published:
+            assert 0 < m["sync/changed_fraction"] < 0.5 and 0 < m["sync/bytes"] < weights / 2
+            assert 0 < m["sync/transfer_s"] < m["sync/ready_s"] < 60
+            assert 0 < m["sync/pause_ms"] < 1000 * m["sync/ready_s"]
     assert not list(directory.glob("weights*"))
 
 

@@ -77,11 +77,12 @@ def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path
         ([*TWO_ENGINES, "--sync.in_flight=retry"], 0, "tokens were discarded"),
         *(([*TWO_ENGINES, f"--sync.link={link}"], 0, "EXACT") for link in ("shared", "checkpoint", "nccl", "delta")),
         pytest.param(
-            [*TWO_ENGINES, "--generator.engine=vllm", "--sync.link=lora", "--lora.rank=8"],
+            [*TWO_ENGINES, "--generator.engine=vllm", "--sync.link=lora", "--lora.rank=8", "--trainer.ranks=2"],
             0,
             "EXACT",
             marks=needs_vllm,
         ),
+        (["--lora.rank=8", "--trainer.ranks=2", "--trainer.parallel=ddp"], 0, "EXACT"),
         (["--sync.link=checkpoint", "--sync.in_flight=continue", "--tokens=200"], 1, "NOT EXACT"),
         (["--tokens", "4", "--after", "400"], 1, "NOT SEEN: nothing was in flight at the publish: raise --tokens"),
         (["--tokens", "0"], 2, "--tokens 0 --after 16 compares nothing"),

@@ -5,6 +5,7 @@ Ranks are real processes that talk over gloo. Each size is started once for all 
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import traceback
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,8 +22,11 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
+from slipstream.config.loading import load_config
 from slipstream.rollout import Batch, Rollout
+from slipstream.sync.adapters import read_adapter
 from slipstream.sync.sharded_weights import full_tensor
+from slipstream.trainers import trainer_worker
 from slipstream.trainers.trainer import Trainer
 from tests.conftest import save_model
 from tests.trainers.test_trainer import make_trainer, random_batch, sequences
@@ -49,6 +54,7 @@ WAYS = {
     "copy": Way("copy", (1, 2), (KL, "--model.dtype=bfloat16")),
     "by layer": Way("copy", (1,), (KL, "--model.dtype=bfloat16", "--trainer.keep_compute_copy=false")),
     "lora": Way("lora", (1, 2), LORA),
+    "lora ddp": Way("lora", (2,), (DDP, *LORA)),
     "bfloat16": Way("bfloat16", (1, 2), (*LORA, "--model.dtype=bfloat16")),
     "mixture": Way("mixture", (1, 2), (KL,), "mixture"),
     "mixture lora": Way("mixture lora", (1,), LORA, "mixture"),
@@ -128,6 +134,26 @@ def run(trainer: Trainer, way: Way, first: int, save: Path | None = None) -> Fou
     return {"steps": steps, "gradients": gradients, "parameters": gathered(trainer), "scores": scores}
 
 
+def published(trainer: Trainer, folder: Path) -> dict[str, Tensor]:
+    """The tensors that an engine reads if these ranks publish their adapter by `lora`; empty on ranks other than 0."""
+    sent_by_lora = ["--sync.link=lora", "--generator.engine=vllm", "--lora.rank=4"]
+    config = load_config(None, ["--model.path=m", "--environment.name=e", "--model.dtype=float32", *sent_by_lora])
+    with mock.patch.object(trainer_worker, "Trainer", lambda _: trainer):
+        worker = trainer_worker.PytorchTrainerWorker(config, str(folder))
+
+    async def publish() -> dict[str, Tensor]:
+        await worker.open_link(1)
+        handle = await worker.stage(1)
+        await worker.send(handle or {})
+        found = read_adapter(Path(handle["path"]), torch.device("cpu")) if handle else {}
+        await worker.release(handle or {})
+        return found
+
+    found = asyncio.run(publish())
+    worker.close()
+    return found
+
+
 def tried(size: int, plain: bool) -> list[str]:
     """Ways of parallelism of this size: that train what plain FSDP trains, or all others."""
     return [name for name, way in WAYS.items() if size in way.sizes and (way.like == "fsdp") == plain]
@@ -147,6 +173,8 @@ def measure(models: Path, folder: Path, size: int, plain: bool) -> Found:
         assert (trainer._compute_copies is None) == (name not in ("copy", "bfloat16") or trainer.ranks.is_fsdp)
         found[name] = run(trainer, way, 0, folder / f"{name} {size}")
         trainer.export(folder / f"{name} {size} exported")
+        if way.like == "lora":
+            found[name]["published"] = published(trainer, folder / f"{name} {size} published")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.trainers.ranks import SIZES, WAYS, Found, agree, find, resumed, tried
@@ -54,6 +55,14 @@ def test_exported_adapters_equal_the_trained_adapters(found: dict[int, Found]) -
     folder: Path = found[0]["folder"]
     adapters = load_file(folder / "lora 2 exported" / "adapter_model.safetensors")
     assert {n.replace(".weight", ".default.weight") for n in adapters} == found[2]["lora"]["parameters"].keys()
+
+
+@pytest.mark.parametrize(("size", "way"), [(1, "lora"), (2, "lora"), (2, "lora ddp")])
+def test_published_adapters_equal_the_trained_adapters(found: dict[int, Found], way: str, size: int) -> None:
+    """By `lora`, from the ranks of FSDP and DDP."""
+    trained, published = found[size][way]["parameters"], found[size][way]["published"]
+    assert {n.replace(".default.", ".") for n in trained} == published.keys()
+    assert all(torch.equal(published[n.replace(".default.", ".")], tensor) for n, tensor in trained.items())
 
 
 def test_expert_load_is_summed_over_ranks(found: dict[int, Found]) -> None:

@@ -22,6 +22,7 @@ from slipstream.sync.link import PublishHandle
 PATIENCE = 2.0  # times the duration of the first engine, for which a publish waits for engines that were not late
 MIN_PATIENCE_S = 1.0
 SLOWEST = 10.0  # times the duration of the slowest regular transfer: the time limit of a transfer
+TRAINER_POLL_S = 1.0  # interval at which a publish that waits for engines checks whether the trainer is alive
 RETRY_S = 0.5  # after which an engine tries the same version again
 
 
@@ -99,7 +100,7 @@ class StaggeredPublisher(WeightPublisher):
     async def _wait_for_engines(self, staged: _Staged) -> list[EngineReplica]:
         """Wait for engines that were not late, or for any one if they fail. Returns the engines with the version.
 
-        Returns early if the trainer fails.
+        Returns early if the trainer fails or dies.
 
         Once the first has the version, the others have `PATIENCE` times as long, except in the first publish.
         """
@@ -110,9 +111,9 @@ class StaggeredPublisher(WeightPublisher):
             if current and self._max_lag and self._connected:
                 limit = min(limit, clock() + max(MIN_PATIENCE_S, PATIENCE * (clock() - began)))
             waiting = [update for g, update in self._updates.items() if not current or g not in self._late]
-            if not waiting or clock() >= limit or staged.trainer_failed:
+            if not waiting or clock() >= limit or staged.trainer_failed or self._process.dead:
                 return current
-            timeout = limit - clock() if limit < math.inf else None
+            timeout = min(limit - clock(), TRAINER_POLL_S)  # it may die after its calls, while engines receive
             calls = [call for call in (staged.sent, staged.sums) if not call.done()]
             await asyncio.wait([*waiting, *calls], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
