@@ -348,6 +348,26 @@ def test_background_work_that_raises_ends_the_process(error: Exception, tmp_path
     asyncio.run(main())
 
 
+def test_a_death_is_reported_although_no_thread_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("end of"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def main() -> None:
+        process = WorkerProcess("echo", tmp_path / "echo.log")
+        echo = await process.start(Echo, REFERENCE, "")
+        pid = await echo.pid()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="echo"):
+            await asyncio.wait_for(echo.echo("a"), 60)
+
+    asyncio.run(main())
+
+
 def test_no_process_outlives_its_controller(tmp_path: Path) -> None:
     """Worker processes end when their controller is killed."""
     code = (

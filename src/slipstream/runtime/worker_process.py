@@ -201,7 +201,18 @@ class WorkerProcess:
 
     def _in_thread(self, end: Callable[[], None]) -> None:
         """End the process in a thread: waiting for it, or walking through /proc, would block the event loop."""
-        THREAD_STARTER.submit(threading.Thread(target=end, name=f"end of {self.name}").start)
+        self._begin_thread(threading.Thread(target=end, name=f"end of {self.name}"))
+
+    def _begin_thread(self, thread: threading.Thread) -> None:
+        """Start a thread, or do its work in the starter's if the system has no thread left."""
+
+        def begin() -> None:
+            try:
+                thread.start()
+            except RuntimeError:
+                thread.run()
+
+        THREAD_STARTER.submit(begin)
 
     def _send(self, number: int, method: str | None, arguments: bytes | Large) -> None:
         if not self._outgoing:
@@ -252,7 +263,7 @@ class WorkerProcess:
         if not self.dead and self.process:
             self.dying = True
             name = f"end of {self.name}"
-            THREAD_STARTER.submit(threading.Thread(target=describe, args=(self.process,), name=name, daemon=True).start)
+            self._begin_thread(threading.Thread(target=describe, args=(self.process,), name=name, daemon=True))
 
     def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in the event loop, if it is not closed."""
