@@ -131,7 +131,7 @@ def test_one_of_two_engines_is_replaced(link: str, number: int, tiny: Path, tmp_
     (lost,) = summary["engines_lost"]
     assert lost.startswith("generator 1 ") and lost.endswith("1 of 2 generators are left; it is restarted (try 1 of 3)")
     assert run.warnings[0].splitlines()[-1].rstrip(".") in lost, "the record says why, too"
-    assert run.warnings[1].startswith("generator 1 was restarted and serves again after")
+    assert sum(w.startswith("generator 1 was restarted and serves again after") for w in run.warnings) == 1
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -19,6 +19,7 @@ from slipstream.config.schema import ScoringConfig
 from slipstream.environments.base import Task
 from slipstream.environments.reward_workers import RewardFunction, RewardWorkerPool, ScoringError, cores
 from slipstream.rollout import Rollout
+from slipstream.runtime.worker_process import THREAD_STARTER
 from slipstream.scoring.load import FunctionScorer
 from slipstream.scoring.stage import ScoringStage
 from tests.environments.test_environments import completion
@@ -180,6 +181,7 @@ def test_an_aborted_start_leaves_no_process(
     if how == "too slow":
         monkeypatch.setattr("slipstream.environments.reward_workers.START_TIMEOUT_S", 5.0)
     asyncio.run(main())
+    THREAD_STARTER.submit(lambda: None).result()  # all threads before have begun
     for thread in threading.enumerate():
         if thread.name.startswith("end of"):
             thread.join()
