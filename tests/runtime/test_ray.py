@@ -249,8 +249,9 @@ def test_a_node_that_does_not_see_the_run_directory_is_named(cluster: str, tmp_p
         names = [node.name for node in current_runtime().nodes()]
         elsewhere = {names[2]: tmp_path / "none"}
         found = asyncio.run(examine(current_runtime(), None, tmp_path, all_nodes=False, elsewhere=elsewhere))
-    [fault] = found.faults
-    assert fault.text == f"node {names[2]}: {tmp_path} is not there; mount one file system for run.dir on all nodes"
+    missing = f"{tmp_path} is not there; mount one file system for run.dir on all nodes"
+    named = [fault.text for fault in found.faults if str(tmp_path) in fault.text]  # a busy host may have other faults
+    assert named == [f"node {names[2]}: {missing}"]
 
 
 def test_the_trainer_is_one_group_and_each_engine_another() -> None:
