@@ -278,7 +278,7 @@ class WorkerEnvironment:
         await close_environment(self.environment)
 
     def _choose(self, tokenizer: ChatTokenizer) -> EpisodeProcess:
-        """The responsive worker with the fewest episodes. Starts those that are missing."""
+        """The responsive worker with the fewest episodes. Starts missing workers first."""
         for index, process in enumerate(self._workers):
             if not process or self._must_leave(process):
                 self._workers[index] = self._begin(index, tokenizer)
@@ -286,8 +286,8 @@ class WorkerEnvironment:
 
     async def _wait_for_start(self, process: EpisodeProcess) -> None:
         """Wait until the worker has started; with a wave, until all have. Raises what the start raises."""
-        workers = filter(None, self._workers) if self._wave else [process]
-        await asyncio.wait([worker.starting for worker in workers] + [process.starting])
+        others = filter(None, self._workers) if self._wave else ()
+        await asyncio.wait([worker.starting for worker in (process, *others)])
         process.starting.result()
 
     def _must_leave(self, process: EpisodeProcess) -> bool:

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from weakref import WeakSet
@@ -199,12 +200,12 @@ class WorkerProcess:
         """Terminate the process as hung."""
         self.terminate(f"{self.name} {found} ({self._where})\n{self.log_tail()}".rstrip())
 
-    def _in_thread(self, end: Callable[[], None]) -> None:
-        """End the process in a thread: waiting for it, or walking through /proc, would block the event loop."""
-        self._begin_thread(threading.Thread(target=end, name=f"end of {self.name}"))
+    def _in_thread(self, end: Callable[[], None], *, daemon: bool = False) -> None:
+        """End the process in a thread: waiting for it, or walking through /proc, would block the event loop.
 
-    def _begin_thread(self, thread: threading.Thread) -> None:
-        """Start a thread, or do its work in the starter's if the system has no thread left."""
+        The starter's thread does the work if the system refuses another thread.
+        """
+        thread = threading.Thread(target=end, name=f"end of {self.name}", daemon=daemon)
 
         def begin() -> None:
             try:
@@ -262,8 +263,7 @@ class WorkerProcess:
 
         if not self.dead and self.process:
             self.dying = True
-            name = f"end of {self.name}"
-            self._begin_thread(threading.Thread(target=describe, args=(self.process,), name=name, daemon=True))
+            self._in_thread(partial(describe, self.process), daemon=True)
 
     def _in_loop(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function in the event loop, if it is not closed."""

@@ -183,11 +183,7 @@ class FrameServer:
         for plain in source.frames(start):
             frame = plain
             if plain[:1] == PLAIN and 0 < rate < COMPRESSION:
-                data = memoryview(plain)[1:]
-                packed = _compress(data[:PROBE], rate)
-                if packed and len(data) > PROBE:
-                    packed = _compress(data, rate)
-                if packed:
+                if packed := _compress(memoryview(plain)[1:], rate):
                     frame = PACKED + packed
                 else:
                     rate = 0.0  # don't try again
@@ -197,7 +193,12 @@ class FrameServer:
 
 
 def _compress(data: memoryview, rate: float) -> bytes | None:
-    """The data compressed, or None if that took longer than it saves at `rate` bytes per second."""
+    """The data compressed, or None if that takes longer than it saves at `rate` bytes per second.
+
+    Of large data the first `PROBE` bytes are tried first.
+    """
+    if len(data) > PROBE and not _compress(data[:PROBE], rate):
+        return None
     began, packed = time.perf_counter(), zlib.compress(data, 1)
     return packed if time.perf_counter() - began <= (len(data) - len(packed)) / rate else None
 
