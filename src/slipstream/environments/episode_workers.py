@@ -78,7 +78,8 @@ class EpisodeWorker(Worker):
         """Interrupt episodes that block the event loop. End the process if it is blocked for long.
 
         The controller kills it sooner. Without one, C code that holds the interpreter would run for ever: no thread of
-        Python could notice that the controller is gone. Only processor time counts, so a stopped process goes on.
+        Python could notice that the controller is gone. Only processor time counts, so a process that was
+        suspended continues.
         """
         faulthandler.register(signal.SIGPROF, chain=True)  # writes a traceback; then the signal ends the process
         with EventLoopWatchdog(self._blocked_limit):

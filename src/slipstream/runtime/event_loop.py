@@ -45,10 +45,10 @@ _throttles: WeakKeyDictionary[asyncio.AbstractEventLoop, _Throttle] = WeakKeyDic
 
 
 def call_throttled(function: Callable[..., object], *arguments: Any) -> None:
-    """Call the function now, or in the next iteration of the event loop that has made no such call.
+    """Call the function, at most one for each iteration of the event loop, in order of arrival.
 
-    Each call, with what it resumes, may take a millisecond. Calls are made in order. `throttle` counts as a call. The
-    loop's exception handler gets what a delayed call raises.
+    The call is made now if this iteration has made none. `throttle` counts as a call. A call and the coroutines that it
+    resumes may take a millisecond. The loop's exception handler gets the exceptions of delayed calls.
     """
     _throttles.setdefault(asyncio.get_running_loop(), _Throttle()).call(partial(function, *arguments))
 
@@ -73,8 +73,8 @@ def lower_priority() -> None:
 class _YieldedSelector(selectors.DefaultSelector):
     """Holds the lock `busy` while the event loop has work, so that threads can wait until it has none.
 
-    Each period of work has a lock of its own. A thread that has waited for a lock holds it until the thread gets the
-    interpreter; with a single lock, the event loop, which never waits, could not take it for its next period.
+    A thread that has waited for the lock holds it until the thread gets the interpreter. The event loop, which never
+    waits, could not take that lock again. So it makes a new lock for each period of work.
     """
 
     busy = threading.Lock()  # of the loop that had work last

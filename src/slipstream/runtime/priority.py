@@ -1,4 +1,4 @@
-"""Priority of processes: those that can wait compute while the controller, engines and trainer don't."""
+"""Lower priority for processes that can wait, such as trackers: controller, engines and trainer run first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lower_process_priority(niceness: int) -> None:
     """Give this process at least this niceness, on Linux; and its session, if it leads one.
 
     Linux often divides processors among sessions first, and among the processes of a session by their niceness.
-    Threads that run already keep theirs.
+    Threads that are already running keep their niceness.
     """
     if sys.platform != "linux":
         return

@@ -21,7 +21,7 @@ Address = tuple[str, int]
 
 
 class Listener:
-    """Accepts connections at a free port of `address`. `serve` runs in a thread of its own for each."""
+    """Accepts connections at a free port of `address`, and calls `serve` with each in a new thread."""
 
     def __init__(self, address: str, serve: Callable[[socket.socket], None], name: str) -> None:
         self._serve, self._name, self._closed = serve, name, False
@@ -30,7 +30,7 @@ class Listener:
         threading.Thread(target=self._accept, name=name, daemon=True).start()
 
     def close(self) -> None:
-        """Accept no more connections. Those that exist end with either end."""
+        """Accept no more connections. Existing connections stay open until one end closes them."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -80,9 +80,9 @@ class Coder:
         return rises
 
     def start(self, trailer: dict[str, Any], rate: float = 0.0) -> None:
-        """Start a thread that codes what was added, and ends the stream.
+        """Start a thread that codes the added blocks and then ends the stream with `trailer`.
 
-        `rate` is of the receivers' networks, in bytes per second (0.0: unknown).
+        `rate`: bytes per second of the receivers' networks (0.0: unknown), which bounds the size of frames.
         """
         if self._own:
             self._own.wait_stream(torch.cuda.current_stream(self._device))
