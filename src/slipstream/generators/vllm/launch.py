@@ -81,7 +81,18 @@ def new_engine(config: Config, sharers: int) -> Any:
     arguments = engine_arguments(config, sharers)
     if not torch.cuda.is_available():
         validate_on_cpu(arguments["model"])
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    warm_up(engine)
+    return engine
+
+
+def warm_up(engine: Any) -> None:
+    """Sample a token with its log-probability: vLLM compiles a kernel for it, 11 s on a CPU without its cache."""
+    from vllm import SamplingParams
+
+    engine.add_request("warm-up", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1, logprobs=0, detokenize=False))
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
