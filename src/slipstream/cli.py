@@ -131,6 +131,8 @@ def _add_evaluation(into: Subparsers) -> None:
     evaluate.add_argument("target", metavar="CONFIG|RUN_DIR|MODEL", help=target)
     against = "run directory or model to compare with on the same tasks, by a paired test"
     evaluate.add_argument("--against", metavar="RUN_DIR|MODEL", help=against)
+    which = "show and compare one of several policies; --against then replaces it alone"
+    evaluate.add_argument("--policy", metavar="NAME", default="", help=which)
     evaluate.add_argument(
         "--environment",
         metavar="NAME",

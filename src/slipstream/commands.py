@@ -21,6 +21,7 @@ from slipstream.config.loading import (
     load_policy_config,
     load_verify_config,
     parse_flags,
+    suggest,
     with_policy,
 )
 from slipstream.config.schema import ConfigError
@@ -66,19 +67,23 @@ def evaluate(options: argparse.Namespace, flags: list[str]) -> None:
         raise ConfigError(
             f"--rollouts {options.rollouts}: there is no directory {options.rollouts.parent}; make it first"
         )
+    name = options.policy
+    if name and name not in (names := [policy.name for policy in config.policies]):
+        known = f"which has {', '.join(names)}{suggest(name, names)}" if names else "which has one; leave --policy out"
+        raise ConfigError(f"--policy {name} is no policy of {options.target}, {known}")
     from slipstream.tools.evaluate import evaluate_policy, validate_policy
 
     if options.against:
         with _errors_name("--against"):
-            against = with_policy(config, options.against)
+            against = with_policy(config, options.against, name)
             validate_policy(against)
-    found = [evaluate_policy(config)]
+    found = [evaluate_policy(config, name)]
     try:
         if options.rollouts:
             found[0].write_rollouts(options.rollouts)
         if options.against:
             with _errors_name("--against"):
-                found.append(evaluate_policy(against))
+                found.append(evaluate_policy(against, name))
     finally:  # the first result is kept if the second evaluation fails
         _print_evaluations(options, found)
 
@@ -97,30 +102,39 @@ def _print_evaluations(options: argparse.Namespace, found: Sequence[Evaluation])
     """Print one or two evaluations in the format that `options` name, and failed episodes to stderr."""
     from slipstream.controller.evaluation_record import describe_failures
     from slipstream.observe.events import strict_json
-    from slipstream.tools.evaluate import compare, describe, describe_comparison, to_markdown
+    from slipstream.tools.evaluate import compare, compare_policies, describe, describe_comparison, to_markdown
 
     for one in found:
         if one.record["eval/failed"]:
             print(f"slipstream: {describe_failures(one.record)}", file=sys.stderr)
     compared = compare(*found) if len(found) > 1 else None
+    by_policy = compare_policies(*found) if len(found) > 1 else {}
     if options.markdown:
         print(to_markdown(*found))
     elif options.json and compared:
         records = [one.record for one in found]
-        print(strict_json({"policy": records[0], "against": records[1], "comparison": compared.as_dict()}, indent=1))
+        shown = {"policy": records[0], "against": records[1], "comparison": compared.as_dict()}
+        each = {"policies": {name: own.as_dict() for name, own in by_policy.items()}} if by_policy else {}
+        print(strict_json(shown | each, indent=1))
     elif options.json:
         print(strict_json(found[0].record, indent=1))
     else:
-        names = [f"{name}, " if options.against else "" for name in (options.target, options.against)]
+        other = f"{options.policy} of {options.against}" if options.policy else options.against
+        names = [f"{name}, " if options.against else "" for name in (options.target, other)]
         print("\n".join(name + describe(one) for name, one in zip(names, found, strict=False)))
         if compared:
-            print(f"{options.target} minus {options.against}: {describe_comparison(compared)}")
+            print(f"{options.target} minus {other}: {describe_comparison(compared)}")
+        for policy, own in by_policy.items():
+            print(f"  reward of {policy}: {describe_comparison(own)}")
 
 
 def generate(options: argparse.Namespace, flags: list[str]) -> None:
     from slipstream.controller.evaluation import generate_texts
 
     config = load_policy_config(options.target, None, ["--evaluation.samples=1", *flags], default="addition")
+    if config.policies:
+        found = f"--prompt reaches one policy, and {options.target} has {len(config.policies)}"
+        raise ConfigError(f"{found}; give the directory of one, such as RUN/policy/{config.policies[0].name}")
     completions = asyncio.run(generate_texts(config, options.prompt))
     for prompt, completion in zip(options.prompt, completions, strict=True):
         print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")

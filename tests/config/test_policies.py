@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from slipstream.config.loading import dump, load_config, load_policy_config
 from slipstream.config.schema import ConfigError
+from slipstream.model.paths import check_adapters
 
 GOOD = """
 [model]
@@ -75,9 +77,20 @@ def test_bad_policies_are_refused_by_name(path: Path, flag: str, message: str) -
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_several_policies_are_played_by_a_run_alone(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"run.toml has \[\[policies\]\], which a run alone can play: train with"):
-        load_policy_config(str(path), None, [])
+def test_a_trained_adapter_sets_the_options_of_adapters_or_is_refused(path: Path, tmp_path: Path) -> None:
+    assert load_policy_config(str(path), None, []).policies == load_config(path).policies
+    for name, rank in (("own", 4), ("other", 8)):
+        (tmp_path / name).mkdir()
+        adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj"]}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(adapter))
+        (tmp_path / name / "adapter_model.safetensors").touch()
+    config = load_config(path, [f"--policies.1.adapter={tmp_path}/own"])
+    assert config.lora.targets == ["q_proj"] and config.lora.alpha == 8
+    assert [own.lora.path for own in config.each_policy.values()] == ["", f"{tmp_path}/own"]
+    with pytest.raises(ConfigError, match=r"lora.rank = 4, but the adapter at policies.0.adapter = '.*/other' has 8"):
+        load_config(path, [f"--policies.0.adapter={tmp_path}/other"])
+    with pytest.raises(ConfigError, match=r"policies.1.adapter = 'none': no such directory; give that of a PEFT"):
+        check_adapters(load_config(path, ["--policies.1.adapter=none"]))
 
 
 def test_an_evaluation_against_the_start_needs_tasks(path: Path) -> None:

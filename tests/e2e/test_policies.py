@@ -119,9 +119,14 @@ def test_two_policies_learn_opposites_and_continue_after_a_kill(
     assert re.search(r"evaluation after step 12: .*: high 0\.\d+ \(0\.\d+ against the start\), low 0\.\d+ \(", said)
     assert re.search(r"Reward of low +0\.\d+ → 0\.\d+", said) and f"slipstream generate {whole}/policy/low" in said
     assert main(["generate", str(whole / "policy" / "low"), "--prompt", "1+1="]) == 0
-    for tool in ("eval", "verify", "export", "push"):
+    assert f"measure  slipstream eval {whole}" in said
+    for tool in ("verify", "export", "push"):
         assert main([tool, str(whole), *(["someone/name"] if tool == "push" else [])]) == 2, tool
-        assert f"take with --policy NAME: {whole}/policy/high, " in capsys.readouterr().err, tool
+        assert f"take one of them with --policy NAME, `generate` and `verify` its directory: {whole}/policy/high, " in (
+            capsys.readouterr().err
+        ), tool
+    assert main(["generate", str(whole), "--prompt", "1+1="]) == 2
+    assert "has 2; give the directory of one, such as RUN/policy/low" in capsys.readouterr().err
     assert main(["train", "--resume", str(whole), "--policies.1.name=other", "--loop.steps=30"]) == 2
     assert (
         "[[policies]] can't be changed when a run is resumed; it was started with: low, high" in capsys.readouterr().err
@@ -160,6 +165,47 @@ def test_two_policies_learn_opposites_and_continue_after_a_kill(
         assert len(own) == 4 and abs(sum(own)) < 1e-6, "advantages compare the rollouts of one policy"
 
 
+def test_the_policies_of_a_run_are_evaluated_and_compared_by_name(
+    config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def evaluated(*arguments: Any) -> Any:
+        capfd.readouterr()
+        assert main(["eval", *map(str, arguments)]) == 0
+        return capfd.readouterr().out
+
+    whole, longer = tmp_path / "whole", tmp_path / "longer"
+    ended(command(config, "--loop.steps=6"))
+    start = [f"--policies.{i}.adapter={whole}/policy/{name}" for i, name in enumerate(("low", "high"))]
+    ended(command(config, f"--run.dir={longer}", "--loop.steps=6", *start))
+    runs = load_run(whole), load_run(longer)
+    found = json.loads(evaluated(whole, "--json"))
+    for name in ("low", "high"):
+        reward = f"eval/policies/{name}/reward"
+        assert found[reward] == runs[0].evaluations[-1][reward] == runs[1].evaluations[0][reward], "the saved adapter"
+        assert runs[1].evaluations[-1][reward] > found[reward], "it learned on"
+        assert found["intervals"][reward][0] < found[reward] < found["intervals"][reward][1]
+
+    several = json.loads(evaluated(longer, "--samples=4", "--against", whole, "--json"))
+    one = json.loads(evaluated(longer, "--samples=4", "--against", whole, "--json", "--policy=low"))
+    assert set(several["policies"]) == {"low", "high"} and set(one["policies"]) == {"low"}
+    for name, compared in several["policies"].items():
+        after, before = (several[which][f"eval/policies/{name}/reward"] for which in ("policy", "against"))
+        assert compared["difference"]["value"] == pytest.approx(after - before) and after > before
+        assert after < several["policy"][f"eval/policies/{name}/pass@2"] <= 1
+    against = [each["against"] for each in (several, one)]
+    assert against[0]["eval/policies/low/reward"] == against[1]["eval/policies/low/reward"], "low is the other run's"
+    assert against[1]["eval/policies/high/reward"] == one["policy"]["eval/policies/high/reward"], "high stays"
+
+    lines = evaluated(config, "--samples=2", "--policy=low", "--against", longer, "--markdown").splitlines()
+    assert lines[2].startswith("|  | `") and lines[2].endswith(f"| `{longer}/policy/low` |")
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| low")] == [
+        "| low reward", "| low pass@2", "| low against the start"
+    ]  # fmt: skip
+    assert any(line.startswith("Difference of the rewards of low: -0.") for line in lines)
+    assert main(["eval", str(whole), "--policy=lo"]) == 2
+    assert f"--policy lo is no policy of {whole}, which has low, high (did you mean low?)" in capfd.readouterr().err
+
+
 def test_policies_keep_the_bound_on_lag_across_a_kill(config: Path, tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     process = command(config, f"--run.dir={killed}", "--loop.max_lag=2", "--sync.link=checkpoint")
@@ -173,7 +219,9 @@ def test_policies_keep_the_bound_on_lag_across_a_kill(config: Path, tmp_path: Pa
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_two_policies_learn_with_vllm(config: Path, patient: Path, tmp_path: Path) -> None:
+def test_two_policies_learn_with_vllm(
+    config: Path, patient: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     flags = [f"--model.path={patient}", "--generator.engine=vllm", "--generator.max_model_len=128"]
     said = ended(command(config, *flags))
     assert 'sync.link = "lora"' in said
@@ -182,6 +230,13 @@ def test_two_policies_learn_with_vllm(config: Path, patient: Path, tmp_path: Pat
         rewards = [record[f"policies/{name}/reward"] for record in metrics]
         assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.1, (name, rewards)
         assert max(record[f"policies/{name}/policy/ratio_max"] for record in metrics) < 1.01, "not on policy"
+    found = []
+    for engine in ("vllm", "torch"):
+        capfd.readouterr()
+        flags = ["--temperature=0", f"--generator.engine={engine}", "--json"]
+        assert main(["eval", str(tmp_path / "whole"), *flags]) == 0
+        found.append(json.loads(capfd.readouterr().out))
+    assert found[0]["samples"] == found[1]["samples"] and min(s["reward"] for s in found[0]["samples"]) > 0.5
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slipstream.config.algorithm import PolicyConfig
 from slipstream.config.schema import LoraConfig, ModelConfig
 from slipstream.generators.base import GenerationError
 from slipstream.generators.torch.engine import Engine
@@ -25,7 +26,7 @@ def test_requests_of_several_policies_sample_as_in_engines_of_their_own(tmp_path
     build_model(family, eos_token_id=1, pad_token_id=0).save_pretrained(tmp_path)
     model = load_model(
         ModelConfig(path=str(tmp_path)), LoraConfig(rank=4), device=torch.device("cpu"), dtype=torch.float32,
-        policies=POLICIES,
+        policies=[PolicyConfig(name=name) for name in POLICIES],
     )  # fmt: skip
     torch.manual_seed(1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The options that a trained adapter sets: `lora.path` names its PEFT directory."""
+"""The options that trained adapters set: `lora.path` and `policies.N.adapter` name their PEFT directories."""
 
 from __future__ import annotations
 
@@ -16,19 +16,29 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that chan
 
 
 def with_adapter_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of a configuration with those of the adapter at `lora.path`: rank, scale, targets, experts, and the
-    base as `model.path` if that is not set.
+    """The values of a configuration with those of the adapters at `lora.path` and `policies.N.adapter`: rank, scale,
+    targets, experts, and the base as `model.path` if that is not set.
 
-    Raises `ConfigError` for an option that contradicts the adapter, and for an adapter that a run can't train. The
-    records of a run hold the values, so they can be read without the adapter.
+    Raises `ConfigError` for an option that contradicts an adapter, and for an adapter that a run can't train. The
+    records of a run hold the values, so they can be read without the adapters.
     """
-    lora, model = values.get("lora"), values.get("model", {})
-    path = lora.get("path") if isinstance(lora, dict) else None
-    if not (isinstance(lora, dict) and isinstance(path, str) and path) or not isinstance(model, dict):
+    policies = values.get("policies")
+    entries = {"lora.path": (values.get("lora"), "path")}
+    entries |= {
+        f"policies.{i}.adapter": (e, "adapter") for i, e in enumerate(policies if isinstance(policies, list) else [])
+    }
+    for option, (entry, key) in entries.items():
+        path = entry.get(key) if isinstance(entry, dict) else None
+        if isinstance(path, str) and path:
+            values = _with_options_of(values, path, option)
+    return values
+
+
+def _with_options_of(values: Mapping[str, Any], path: str, option: str) -> Mapping[str, Any]:
+    lora, model = values.get("lora", {}), values.get("model", {})
+    if not isinstance(lora, dict) or not isinstance(model, dict) or ("rank" in lora and not Path(path).exists()):
         return values
-    if "rank" in lora and not Path(path).exists():
-        return values
-    adapter = _read(path)
+    adapter = _read(path, f"{option} = {path!r}")
     targets = adapter["target_modules"] or ()
     pattern = targets if isinstance(targets, str) else ""
     found = {
@@ -37,19 +47,19 @@ def with_adapter_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
         "experts": bool(adapter.get("target_parameters")),
     }  # fmt: skip
     for name, value in found.items():
-        given = lora.get(name, value)
+        given = value if lora.get(name) in ([], "") else lora.get(name, value)
         if (sorted(map(str, given)) if isinstance(given, list) else given) != value:
             raise ConfigError(
-                f"lora.{name} = {to_toml(given)}, but the adapter at lora.path = {path!r} has {to_toml(value)}; leave "
+                f"lora.{name} = {to_toml(given)}, but the adapter at {option} = {path!r} has {to_toml(value)}; leave "
                 f"lora.{name} out"
             )
     base = {"path": adapter["base_model_name_or_path"]} if adapter.get("base_model_name_or_path") else {}
     return {**values, "model": base | model, "lora": {**lora, **found}}
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read(path: str, setting: str) -> dict[str, Any]:
     """The configuration of a LoRA adapter that a run can train. Raises `ConfigError`."""
-    folder, setting = Path(path), f"lora.path = {path!r}"
+    folder = Path(path)
     if missing := next((name for name in (ADAPTER, ADAPTER_WEIGHTS) if not (folder / name).exists()), None):
         raise ConfigError(f"{setting} has no {missing}; give a directory that PEFT saved an adapter to")
     try:

@@ -25,7 +25,7 @@ from slipstream.config.schema import NO_DEVICE, SECTIONS, Config, ConfigError, L
 from slipstream.config.section import Section
 from slipstream.config.toml import is_writable, to_toml
 
-PATHS = ("model.path", "lora.path", "teacher.path")
+PATHS = ("model.path", "lora.path", "teacher.path", "policies.adapter")
 RENAMED = {  # options of earlier versions: the new name in the same section
     "lora.base": "quantization", "environment.time_limit": "timeout", "environment.turns": "max_turns",
     "environment.tokens": "max_tokens", "environment.scorers": "reward_workers", "scoring.time_limit": "timeout",
@@ -82,8 +82,6 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
     run, given = Path(target) / "config.toml", dict(parse_flags(flags))
     dataset = "dataset" if "environment.dataset" in given else ""
     environment = str(given.get("environment.name") or environment or dataset)
-    if target.endswith(".toml") and _read(target).get("policies"):
-        raise ConfigError(f"{target} has [[policies]], which a run alone can play: train with evaluation.every")
     if target.endswith(".toml") and environment and _read(target).get("environments"):
         config = load_config(target, [flag for flag in flags if not flag.startswith("--environment.")])
         rest = [flag for flag in flags if not flag.startswith("--environments.")]  # of which `config` has the values
@@ -96,11 +94,15 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
             raise ConfigError(f"{target} {found}; of a model, name an environment, too: --environment NAME")
         return load_config(None, [f"--model.path={target}", f"--environment.name={environment}", *flags])
     trained = load_config(run)
-    changes = [f"--model.path={policy_of(target)}", "--generator.servers=[]"]
-    if trained.lora.rank:  # the saved policy holds the run's adapters
+    changes = ["--generator.servers=[]", *["--sync.link=auto"] * bool(trained.lora.rank)]
+    if trained.policies:
+        saved = [policy_of(target, policy.name) for policy in trained.policies]
+        changes += [f"--policies.{i}.adapter={to_toml(str(path))}" for i, path in enumerate(saved)]
+    else:
+        changes += [f"--model.path={policy_of(target)}"]
+    if trained.lora.rank and not trained.policies:  # the saved policy holds the run's adapters
         defaults = {name: option.default for name, option in LoraConfig.model_fields.items()}
         changes += [f"--lora.{name}={v if isinstance(v, str) else to_toml(v)}" for name, v in defaults.items()]
-        changes += ["--sync.link=auto"]
     changes += _select_environment(target, trained, environment) if environment else []
     return load_config(run, [*changes, *flags])
 
@@ -123,10 +125,31 @@ def _select_environment(target: str, config: Config, environment: str) -> list[s
     return [*changes, "--algorithm.process_reward_coef=0"]
 
 
-def with_policy(config: Config, target: str) -> Config:
-    """The configuration with the policy of another run, or another model. Raises `ConfigError`."""
+def with_policy(config: Config, target: str, name: str = "") -> Config:
+    """The configuration with the policy of another run, or another model; of several policies with all of the other
+    run, or with the one of this `name`. Raises `ConfigError`."""
+    if config.policies:
+        return _with_policies(config, target, [name] if name else [policy.name for policy in config.policies])
     path = str(policy_of(target)) if (Path(target) / "config.toml").exists() else target
     return with_options(config, model=config.model.model_dump() | {"path": path}, lora={}, sync={})
+
+
+def _with_policies(config: Config, target: str, names: Sequence[str]) -> Config:
+    """The configuration with these policies of the run in directory `target`."""
+    run = Path(target) / "config.toml"
+    if not run.exists():
+        raise ConfigError(
+            f"{target} is no run; give the directory of a run of these policies (before training they are those of a "
+            "CONFIG.toml)"
+        )
+    other, policies = load_config(run), [policy.model_dump(exclude_unset=True) for policy in config.policies]
+    for policy in policies:
+        if policy["name"] in names:
+            policy["adapter"] = str(policy_of(target, policy["name"]))
+    every = len(names) == len(policies)  # then the other run's base and adapters replace this one's
+    base = {"path": other.model.path} if every else {}
+    lora = (other if every else config).lora.model_dump(exclude_unset=True)
+    return with_options(config, model=config.model.model_dump() | base, lora=lora, policies=policies)
 
 
 def load_verify_config(target: str, flags: list[str]) -> Config:
@@ -158,8 +181,8 @@ def policy_of(target: str, name: str = "") -> Path:
     several = sorted(each.parent for each in policy.glob(f"*/{ADAPTER}"))
     if several and not name:
         found = ", ".join(each.as_posix() for each in several)
-        how = "each is an adapter, which `export` and `push` take with --policy NAME"
-        raise ConfigError(f"{target} has several policies, which a run alone can play; {how}: {found}")
+        how = "`export` and `push` take one of them with --policy NAME, `generate` and `verify` its directory"
+        raise ConfigError(f"{target} has several policies; {how}: {found}")
     if name and policy / name not in several:
         names = [each.name for each in several]
         known = (
@@ -183,7 +206,7 @@ def validate(values: Mapping[str, Any]) -> Config:
     return config
 
 
-def with_options(config: Config, **sections: dict[str, Any]) -> Config:
+def with_options(config: Config, **sections: Any) -> Config:
     """The configuration with these sections replaced. Raises `ConfigError`."""
     return validate(config.model_dump(exclude_unset=True) | sections)
 

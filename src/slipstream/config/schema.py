@@ -341,6 +341,7 @@ class Config(Section):
             rate = policy.learning_rate or self.trainer.learning_rate
             changes: dict[str, Any] = {
                 "policies": [],
+                "lora": self.lora.model_copy(update={"path": policy.adapter}),
                 "evaluation": self.evaluation.model_copy(update={"against_start": False}),
                 "algorithm": self.algorithm.model_copy(update=algorithm),
                 "trainer": self.trainer.model_copy(update={"learning_rate": rate}),

@@ -53,6 +53,15 @@ class PlayedTask:
         """The score of each sample; 0 if it failed."""
         return [0.0 if isinstance(outcome, RolloutFailed) else success_of(outcome) for outcome in self.outcomes]
 
+    def rewards_of(self, policy: str) -> list[float]:
+        """The rewards of all rollouts of one of several policies."""
+        return [rollout.reward for episode in self.episodes for rollout in episode if rollout.policy == policy]
+
+    def scores_of(self, policy: str) -> list[float]:
+        """The score of one of several policies in each sample in which it has rollouts."""
+        each = ([rollout for rollout in episode if rollout.policy == policy] for episode in self.episodes)
+        return [success_of(own) for own in each if own]
+
     def describe(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
         """The first sample, the mean score, and all `scores` if there are several: as in `evaluations.jsonl`."""
         known: dict[str, Any] = {"id": self.id, "prompt": _prompt(self.task)}
@@ -118,27 +127,38 @@ def _estimates(played: Sequence[PlayedTask]) -> dict[str, Estimate]:
     scores = [each.scores for each in played]
     samples = len(scores[0])
     found = {"eval/score": estimate_mean([fmean(each) for each in scores])}
-    for k in sorted({samples, *(2**i for i in range(samples.bit_length()))} - {1}):
+    for k in sample_counts(samples):
         found[f"eval/pass@{k}"] = estimate_mean([pass_at_k(each, k) for each in scores])
     return found
+
+
+def sample_counts(samples: int) -> list[int]:
+    """Each k of pass@k: 2, 4, 8, ... up to all samples."""
+    return sorted({samples, *(2**i for i in range(samples.bit_length()))} - {1})
 
 
 def add_policies(
     record: dict[str, Any], played: Sequence[PlayedTask], against_start: Mapping[str, Sequence[PlayedTask]]
 ) -> None:
-    """Add the mean reward of each of several policies, with its interval, and that `against_start`.
+    """Add the mean reward of each of several policies, its pass@k, and its reward `against_start`, with intervals.
 
-    A policy's mean ignores tasks in which it has no rollout, such as failed ones.
+    All ignore samples in which the policy has no rollout, such as failed ones; pass@k ignores tasks with fewer than k
+    others.
     """
-    names = {rollout.policy for each in played for episode in each.episodes for rollout in episode} - {""}
-    found = {(name, "reward"): played for name in names}
-    found |= {(name, "against_start"): tasks for name, tasks in against_start.items()}
-    for (name, figure), tasks in sorted(found.items()):
-        rewards = [[r.reward for episode in each.episodes for r in episode if r.policy == name] for each in tasks]
-        if means := [fmean(own) for own in rewards if own]:
-            estimate = estimate_mean(means)
-            record[f"eval/policies/{name}/{figure}"] = estimate.value
-            record["intervals"][f"eval/policies/{name}/{figure}"] = [estimate.low, estimate.high]
+    names = sorted({rollout.policy for each in played for episode in each.episodes for rollout in episode} - {""})
+    found: dict[str, list[float]] = {}
+    for name in names:
+        found[f"{name}/reward"] = [fmean(own) for each in played if (own := each.rewards_of(name))]
+        scores = [each.scores_of(name) for each in played]
+        for k in sample_counts(len(played[0].outcomes)):
+            found[f"{name}/pass@{k}"] = [pass_at_k(own, k) for own in scores if len(own) >= k]
+        against = against_start.get(name, ())
+        found[f"{name}/against_start"] = [fmean(own) for each in against if (own := each.rewards_of(name))]
+    for figure, values in found.items():
+        if values:
+            estimate = estimate_mean(values)
+            record[f"eval/policies/{figure}"] = estimate.value
+            record["intervals"][f"eval/policies/{figure}"] = [estimate.low, estimate.high]
 
 
 def all_failed(result: Mapping[str, Any]) -> bool:

@@ -101,7 +101,12 @@ def validate_models(config: Config) -> None:
             "lower it"
         )
     if config.trainer.kind == "pytorch":
-        _validate_policy(config, causal_lm(load_model(config.model, config.lora, device=META, dtype=torch.float32)))
+        _validate_policy(
+            config,
+            causal_lm(
+                load_model(config.model, config.lora, device=META, dtype=torch.float32, policies=config.policies)
+            ),
+        )
     others = {"teacher.path": config.teacher.path} if config.teacher.path else {}
     if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
         others["algorithm.reference"] = config.algorithm.reference

@@ -54,9 +54,8 @@ class GeneratorWorker(Worker):
         from slipstream.generators.torch.engine import Engine
 
         config = self._config
-        policies = [policy.name for policy in config.policies]
         model = load_model(
-            config.model, config.lora, device=current_device(), dtype=dtype_of(config), policies=policies
+            config.model, config.lora, device=current_device(), dtype=dtype_of(config), policies=config.policies
         )
         parameters = trained_parameters(model)
         for parameter in parameters.values():  # to the published dtype; peft makes adapters float32
@@ -66,7 +65,7 @@ class GeneratorWorker(Worker):
             slots=config.generator.max_num_seqs,
             context=config.generator.max_model_len,
             tokenizer=load_tokenizer(config.model.path),
-            policies=policies,
+            policies=[policy.name for policy in config.policies],
         )
         shards = local_shards(parameters)
         return engine, lambda link, connection_info, rank: ServedWeights(

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from slipstream.config.adapter import ADAPTER_WEIGHTS
+from slipstream.config.algorithm import PolicyConfig
 from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
 from slipstream.model.inspection import INVALID_CONFIG, adapter_name, expert_parameters, first_not_finite, model_sizes
 from slipstream.model.paths import AGAIN, adapter_config, check_path, safetensors_files
@@ -33,16 +34,17 @@ BAD_PICKLE = "its pytorch_model.bin is damaged, or holds more than tensors; fetc
 
 
 def load_model(
-    model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype, policies: Sequence[str] = ()
-) -> Any:
+    model: ModelConfig, lora: LoraConfig, *, device: torch.device, dtype: torch.dtype,
+    policies: Sequence[PolicyConfig] = (),
+) -> Any:  # fmt: skip
     """The causal language model at `model.path`, with adapters if `lora.rank` is set: new ones, or those at
-    `lora.path`. With `policies`, an adapter for each, all of them trainable. Raises `ConfigError`."""
+    `lora.path`. With `policies`, an adapter for each, new or trained, all trainable. Raises `ConfigError`."""
     options = _quantized_loading(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
     loaded = load_causal_lm(model.path, device=device, dtype=dtype, **({} if device.type == "meta" else options))
     return add_adapters(loaded, lora, policies) if lora.rank else loaded
 
 
-def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[str] = ()) -> Any:
+def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[PolicyConfig] = ()) -> Any:
     """`loaded` with the adapters of `load_model`. Raises `ConfigError`."""
     targets: Any = lora.target_pattern or lora.targets or "all-linear"
     chosen = f"lora.target_pattern = {targets!r}" if lora.target_pattern else f"lora.targets = {lora.targets}"
@@ -75,31 +77,35 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[str] = ()) ->
     if lora.bias != "none" and all(".lora_" in name for name in trained):
         raise ConfigError(f'lora.bias = "{lora.bias}", but this model has no such biases; set it to "none"')
     if lora.path:
-        _load_adapter(adapted, lora.path)
+        load_adapter(adapted, lora.path)
     if policies:
         _name_adapters(adapted, adapters, policies)
     return adapted
 
 
-def _name_adapters(model: Any, adapters: Any, policies: Sequence[str]) -> None:
+def _name_adapters(model: Any, adapters: Any, policies: Sequence[PolicyConfig]) -> None:
     """Replace the adapter of `model` by one for each policy, by PEFT's configuration `adapters`. All are trainable."""
-    for policy in policies:
-        model.add_adapter(adapter_name(policy), adapters)
-    model.delete_adapter("default")
+    for index, policy in enumerate(policies):
+        model.add_adapter(adapter_name(policy.name), adapters)
+        if policy.adapter:
+            load_adapter(model, policy.adapter, f"policies.{index}.adapter", adapter_name(policy.name))
+    with warnings.catch_warnings(action="ignore"):  # of another adapter that is active then
+        model.delete_adapter("default")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 
 
-def _load_adapter(model: Any, path: str) -> None:
-    """Set the adapters of `model` to the values in the PEFT directory `path`; on the meta device compare shapes only.
+def load_adapter(model: Any, path: str, option: str = "lora.path", name: str = "default") -> None:
+    """Set the adapters of this `name` in `model` to the values in the PEFT directory `path`.
 
-    Raises `ConfigError` for missing, unexpected and misshapen tensors, and for values that are not finite.
+    On the meta device it compares shapes only. Raises `ConfigError` for missing, unexpected and misshapen tensors, and
+    for values that are not finite.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    with explain_damaged_files(path, "lora.path"):
+    with explain_damaged_files(path, option):
         stored = load_file(Path(path) / ADAPTER_WEIGHTS)
-        own = get_peft_model_state_dict(model, save_embedding_layers=False)
+        own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         shapes = {n: (n, stored[n].shape, own[n].shape) for n in stored.keys() & own.keys()}
         _validate_loaded_tensors(
             {
@@ -108,10 +114,10 @@ def _load_adapter(model: Any, path: str) -> None:
                 "mismatched_keys": [found for found in shapes.values() if found[1] != found[2]],
             }
         )
-        if name := first_not_finite(stored):
-            raise ValueError(f"{name} holds values that are not finite; {AGAIN}")
+        if wrong := first_not_finite(stored):
+            raise ValueError(f"{wrong} holds values that are not finite; {AGAIN}")
     if not next(iter(own.values())).is_meta:
-        set_peft_model_state_dict(model, stored)
+        set_peft_model_state_dict(model, stored, adapter_name=name)
 
 
 def _quantized_loading(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

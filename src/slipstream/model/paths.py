@@ -24,14 +24,22 @@ def check_paths(config: Config) -> None:
     """Raise `ConfigError` if a model path of the configuration can't be a model."""
     check_path(config.model.path)
     validate_adapter(config.model.path)
-    if config.lora.path and not Path(config.lora.path).is_dir():
-        raise ConfigError(f"lora.path = {config.lora.path!r}: no such directory; give that of a PEFT adapter")
+    check_adapters(config)
     if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")
     if config.teacher.path:
         check_path(config.teacher.path, "teacher.path")
     if config.scoring.kind == "model" and isinstance(path := config.scoring.options.get("path"), str):
         check_path(path, "scoring.options.path")
+
+
+def check_adapters(config: Config) -> None:
+    """Raise `ConfigError` if the directory of a trained adapter does not exist."""
+    adapters = {"lora.path": config.lora.path}
+    adapters |= {f"policies.{index}.adapter": policy.adapter for index, policy in enumerate(config.policies)}
+    for option, path in adapters.items():
+        if path and not Path(path).is_dir():
+            raise ConfigError(f"{option} = {path!r}: no such directory; give that of a PEFT adapter")
 
 
 def check_path(path: str, option: str = "model.path") -> None:

@@ -73,8 +73,7 @@ def _next_commands(summary: Mapping[str, Any], policies: Sequence[str]) -> Itera
     yield ""
     if summary.get("stopped"):
         yield f"resume   slipstream train --resume {shlex.quote(directory)}"
-    if not policies:
-        yield f"measure  slipstream eval {shlex.quote(directory)}"
+    yield f"measure  slipstream eval {shlex.quote(directory)}"
     for path in [f"{policy}/{name}" for name in policies] or [policy]:
         yield f'ask      slipstream generate {shlex.quote(path)} --prompt "..."'
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +36,8 @@ from slipstream.errors import RunError
 from slipstream.generators.pool import GeneratorPool
 from slipstream.model.device import pick_device
 from slipstream.model.inspection import max_model_len
-from slipstream.model.loading import load_causal_lm, load_tokenizer
-from slipstream.model.paths import adapter_config, check_path
+from slipstream.model.loading import load_causal_lm, load_model, load_tokenizer
+from slipstream.model.paths import adapter_config, check_adapters, check_path
 from slipstream.observe.estimates import Comparison, compare_paired
 from slipstream.observe.formatting import by_label, counts, plural
 from slipstream.observe.recorder import write_rollouts
@@ -50,21 +50,32 @@ from slipstream.scoring.load import load_scoring
 from slipstream.tools.export import merge_adapter
 
 INTERVALS = "Brackets: 95% confidence intervals for tasks drawn like these (Wilson, clustered by task)."
+META = torch.device("meta")
 TEST = "95% interval: Student's, paired by task; p: paired sign-flip permutation test, two-sided."
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluated policy: the record as in `evaluations.jsonl`, and the outcomes of the samples of each task."""
+    """An evaluated policy: the record as in `evaluations.jsonl`, and the outcomes of the samples of each task.
+
+    `policies` are the names of several policies that texts and comparisons are about.
+    """
 
     config: Config
     record: dict[str, Any]
     played: Sequence[PlayedTask]
+    policies: Sequence[str] = ()
 
     @property
     def name(self) -> str:
         """The name of the environment, or the labels of several."""
         return self.config.environment.name or " and ".join(each.label for each in self.config.each_environment)
+
+    @property
+    def path(self) -> str:
+        """The path of the model, or those of several policies."""
+        own = [policy.adapter for policy in self.config.policies if policy.name in self.policies and policy.adapter]
+        return ", ".join(own) or self.config.model.path
 
     def write_rollouts(self, path: Path) -> None:
         """Write the rollouts as the parquet files of a run; `advantage` is NaN, failed episodes are left out."""
@@ -84,24 +95,44 @@ class Evaluation:
 def validate_policy(config: Config) -> None:
     """Raise `ConfigError` for a model that can't be loaded, by its files and configuration, without its weights."""
     load_tokenizer(config.model.path)
-    if config.generator.engine == "torch":  # vLLM knows other models than transformers
-        load_causal_lm(config.model.path, device=torch.device("meta"), dtype=torch.float32)
+    if config.policies:
+        load_model(config.model, config.lora, device=META, dtype=torch.float32, policies=config.policies)
+    elif config.generator.engine == "torch":  # vLLM knows other models than transformers
+        load_causal_lm(config.model.path, device=META, dtype=torch.float32)
 
 
-def evaluate_policy(config: Config) -> Evaluation:
-    """Evaluate the model at `model.path`. Raises `ConfigError`, and `RunError` if every episode fails."""
+def evaluate_policy(config: Config, policy: str = "") -> Evaluation:
+    """Evaluate the model at `model.path`, or `[[policies]]`; texts are about the one named `policy`, or all of them.
+
+    Raises `ConfigError`, and `RunError` if every episode fails.
+    """
     check_path(config.model.path)
+    check_adapters(config)
     pick_device(config.generator.device, "generator.device")
     with open_runtime(config.runtime):
         record, played = run_bounded(_evaluate_policy(_for_engines_only(config)))
-    return Evaluation(config, record, played)
+    return Evaluation(config, record, played, [policy] if policy else [each.name for each in config.policies])
 
 
 def compare(policy: Evaluation, against: Evaluation) -> Comparison:
     """Compare the scores of `policy` with those of `against` on the same tasks."""
-    samples = lcm(*(evaluation.record["eval/samples_per_task"] for evaluation in (policy, against)))
     before, after = ([fmean(each.scores) for each in one.played] for one in (against, policy))
-    return compare_paired(before, after, samples)
+    return compare_paired(before, after, _samples(policy, against))
+
+
+def compare_policies(policy: Evaluation, against: Evaluation) -> dict[str, Comparison]:
+    """Compare the rewards of several policies, by name, on the tasks in which each has rollouts in both evaluations."""
+    found = {}
+    for name in policy.policies:
+        rewards = ((a.rewards_of(name), b.rewards_of(name)) for a, b in zip(against.played, policy.played, strict=True))
+        if pairs := [(fmean(a), fmean(b)) for a, b in rewards if a and b]:
+            before, after = zip(*pairs, strict=True)
+            found[name] = compare_paired(before, after, _samples(policy, against))
+    return found
+
+
+def _samples(*evaluations: Evaluation) -> int:
+    return lcm(*(evaluation.record["eval/samples_per_task"] for evaluation in evaluations))
 
 
 def _for_engines_only(config: Config) -> Config:
@@ -109,7 +140,9 @@ def _for_engines_only(config: Config) -> Config:
     generator = config.generator.model_dump(exclude_unset=True)
     if config.generator.engine == "torch" and config.runtime.kind == "local" and not config.generator.threads:
         generator["threads"] = max(1, cores() // config.generator.engines)
-    rest: dict[str, dict[str, Any]] = {name: {} for name in ("lora", "sync", "teacher", "checkpoint")}
+    rest: dict[str, dict[str, Any]] = {name: {} for name in ("sync", "teacher", "checkpoint")}
+    if not config.policies:  # the engine serves the adapters of several
+        rest["lora"] = {}
     rest["model"] = config.model.model_dump(exclude_unset=True) | {"path": config.lora.path or config.model.path}
     return with_options(
         config, generator=generator, trainer={"device": "cpu"}, algorithm={"replay_routing": False}, **rest
@@ -181,7 +214,7 @@ def describe(evaluation: Evaluation) -> str:
     failed = f"{record['eval/failed']} failed" + f": {counts(failures)}" * bool(failures)
     failed += f", rewards that raised: {counts(errors)}" * bool(errors)
     tasks = plural(record["eval/tasks"], "held-out task") + f", {samples} samples each" * (samples > 1)
-    (_, first), *others = _rows(record)
+    (_, first), *others = _rows(evaluation)
     ended = f"{record['eval/mean_length']:.0f} tokens each, {record['eval/duration_s']:.1f} s"
     lines = [f"{name}: score {first} on {tasks} ({failed}), {ended}"]
     return "\n".join([*lines, *(f"  {row} {value}" for row, value in others)])
@@ -199,9 +232,9 @@ def describe_comparison(found: Comparison) -> str:
 def to_markdown(policy: Evaluation, against: Evaluation | None = None) -> str:
     """The scores of one or two policies as a Markdown table."""
     columns = [policy] if against is None else [policy, against]
-    header = ["", *(f"`{one.config.model.path}`" for one in columns)]
-    values = zip(*(_rows(one.record) for one in columns), strict=True)
-    rows = [[cells[0][0], *(value for _, value in cells)] for cells in values]
+    header = ["", *(f"`{one.path}`" for one in columns)]
+    values = [dict(_rows(one)) for one in columns]
+    rows = [[name, *(own.get(name, "–") for own in values)] for name in {k: None for own in values for k in own}]
     failed = ["failed episodes", *(str(one.record["eval/failed"]) for one in columns)]
     table = [header, ["---"] * len(header), *rows, failed]
     record, name = policy.record, policy.name
@@ -212,20 +245,25 @@ def to_markdown(policy: Evaluation, against: Evaluation | None = None) -> str:
     lines += [f"| {' | '.join(row)} |" for row in table] + ["", INTERVALS]
     if against is not None:
         lines += ["", f"Difference of the scores: {describe_comparison(compare(policy, against))}. {TEST}"]
+        for name, found in compare_policies(policy, against).items():
+            lines += ["", f"Difference of the rewards of {name}: {describe_comparison(found)}."]
     return "\n".join(lines)
 
 
-def _rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Name and value with interval of each estimate: the score, pass@k, and scores by category and environment."""
-    labels = by_label(record, "eval/score")
+def _rows(evaluation: Evaluation) -> list[tuple[str, str]]:
+    """Name and value with interval of each estimate: the score, pass@k, and scores by category and environment; of
+    several policies the reward and pass@k of those that the evaluation is about."""
+    record, labels = evaluation.record, by_label(evaluation.record, "eval/score")
     counts_of = {f"eval/category/{name}": tasks for name, tasks in record["categories"].items()}
     counts_of |= {f"eval/environments/{name}/score": record[f"eval/environments/{name}/tasks"] for name in labels}
     rows = []
     for name, (low, high) in record["intervals"].items():
-        if labels or not name.startswith("eval/environments/"):
-            shown = (
-                re.sub(r"^eval/(category/|environments/)?", "", name).removesuffix("/score").replace("/pass", " pass")
-            )
+        _, kind, label = (*name.split("/"), "")[:3]
+        if kind == "policies" and label not in evaluation.policies:
+            continue
+        if labels or kind != "environments":
+            shown = re.sub(r"^eval/(category/|environments/|policies/)?", "", name).removesuffix("/score")
+            shown = re.sub("/(pass|reward|against)", r" \1", shown).replace("against_start", "against the start")
             tasks = f" ({plural(counts_of[name], 'task')})" if name in counts_of else ""
             rows.append((shown, f"{record[name]:.3f} [{low:.3f}, {high:.3f}]{tasks}"))
     return rows

@@ -172,7 +172,7 @@ class AdapterFromFiles(VllmWorker):
         """Load the adapter in a PEFT directory."""
         engine: Any = self._engine
         if isinstance(engine, VllmEngine):
-            engine.load_adapter(path)
+            engine.load_adapters({"": path})
             return
         for name, tensor in load_file(Path(path) / ADAPTER_WEIGHTS).items():
             inner = re.sub(r"(\.lora_\w+)\.weight$", r"\1.default.weight", name.removeprefix("base_model.model."))

@@ -16,6 +16,7 @@ import torch
 from slipstream.config.schema import Config
 from slipstream.model.device import current_device
 from slipstream.model.inspection import policy_parameters
+from slipstream.model.loading import load_adapter
 from slipstream.rollout import Batch, Completion
 from slipstream.step_stats import StepStats, merge
 from slipstream.trainers.trainer import Trainer, load_trained_model
@@ -29,9 +30,12 @@ class PolicyTrainers:
         self.device = current_device()
         model = load_trained_model(config, self.device)
         frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
-        self._trainers = {
-            name: Trainer(own, copy.deepcopy(model, dict(frozen))) for name, own in config.each_policy.items()
-        }
+        self._trainers = {}
+        for name, own in config.each_policy.items():
+            adapted = copy.deepcopy(model, dict(frozen))
+            if own.lora.path:
+                load_adapter(adapted, own.lora.path)
+            self._trainers[name] = Trainer(own, adapted)
         self.ranks = next(iter(self._trainers.values())).ranks
         self.parameters = {
             policy_name: parameter

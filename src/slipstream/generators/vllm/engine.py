@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class VllmEngine:
         most = (config.loop.max_lag + 2) * max(1, len(config.policies))  # adapters that may be in use
         self._adapters = AdapterWeights(self._llm, most) if config.sync.link == "lora" else None
         self._policies = frozenset({"", *(policy.name for policy in config.policies)})
+        if trained := {policy.name: policy.adapter for policy in config.policies if policy.adapter}:
+            self.load_adapters(trained)
         self._requests: dict[str, _Request] = {}
         self._pending_swap: _PendingSwap | None = None
         self._withheld: list[tuple[_Request, Any]] = []  # outputs that finished during the pending swap
@@ -285,10 +287,10 @@ class VllmEngine:
         self._llm.wake_up(list(tags))
         self.asleep = self.asleep and "kv_cache" not in tags
 
-    def load_adapter(self, path: str) -> None:
-        """Start new sequences on the adapter in a PEFT directory, instead of one from a link."""
+    def load_adapters(self, paths: Mapping[str, str]) -> None:
+        """Start new sequences on adapters in PEFT directories, by policy ("": a single one), not on those of a link."""
         assert self._adapters
-        self._adapters.load(path)
+        self._adapters.load(paths)
 
     def export_ipc_handles(self, shapes: dict[str, list[int]]) -> list[dict[str, str]]:
         """IPC handles of each worker's tensors for parameters of these shapes."""

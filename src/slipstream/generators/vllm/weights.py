@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -135,13 +135,15 @@ class AdapterWeights(VllmWeights):
         self._serve(self._next)
         return dict
 
-    def load(self, path: str) -> None:
-        """Load an adapter from files by vLLM's `add_lora`, and start new sequences on it."""
+    def load(self, paths: Mapping[str, str]) -> None:
+        """Load adapters from files by vLLM's `add_lora`, and start new sequences of each policy on its own."""
         from vllm.lora.request import LoRARequest
 
-        request = LoRARequest("from files", 1, path)
-        self._llm.add_lora(request)
-        self._serve({"": request})
+        each = enumerate(paths.items(), 1)
+        requests = {policy: LoRARequest(f"from files {policy}", i, path) for i, (policy, path) in each}
+        for request in requests.values():
+            self._llm.add_lora(request)
+        self._serve(requests)
 
     def checksums(self) -> dict[str, int] | None:
         """The checksums, or None until they are computed. Raises if workers differ."""
