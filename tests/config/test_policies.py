@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from slipstream.config.loading import dump, load_config, load_policy_config
 from slipstream.config.schema import ConfigError
-from slipstream.model.paths import check_adapters
+from slipstream.model.paths import check_policies
 
 GOOD = """
 [model]
@@ -63,7 +64,6 @@ def _saved(path: Path, tmp_path: Path) -> Path:
          "does nothing without algorithm.kl_coef"),
         ("--policies.0.algorithm={filter_zero_advantage = true}",
          "policies.0.algorithm.filter_zero_advantage is for all policies; set algorithm.filter_zero_advantage"),
-        ("--lora.rank=0", "[[policies]] need adapters; set lora.rank = 16"),
         ("--trainer.ranks=2", "[[policies]] need trainer.ranks = 1"),
         ("--generator.engine=own:Engine", '[[policies]] need generator.engine = "torch" or "vllm"'),
         ("--sync.link=delta", '[[policies]] need sync.link = "shared" or "checkpoint"'),
@@ -90,7 +90,31 @@ def test_a_trained_adapter_sets_the_options_of_adapters_or_is_refused(path: Path
     with pytest.raises(ConfigError, match=r"lora.rank = 4, but the adapter at policies.0.adapter = '.*/other' has 8"):
         load_config(path, [f"--policies.0.adapter={tmp_path}/other"])
     with pytest.raises(ConfigError, match=r"policies.1.adapter = 'none': no such directory; give that of a PEFT"):
-        check_adapters(load_config(path, ["--policies.1.adapter=none"]))
+        check_policies(load_config(path, ["--policies.1.adapter=none"]))
+
+
+def test_policies_of_one_model_share_it_and_others_have_their_own(path: Path) -> None:
+    own = ["--policies.1.model=other"]
+
+    def models(*flags: str) -> list[tuple[str, list[str]]]:
+        each = load_config(path, flags).each_model
+        return [(one.model.path, [policy.name for policy in one.policies]) for one in each]
+
+    assert models() == [("m", ["a", "b"])]
+    assert models(*own) == models(*own, "--lora.rank=0") == [("m", ["a"]), ("other", ["b"])]
+    assert models("--lora.rank=0") == [("m", ["a"]), ("m", ["b"])], "each trains all weights of a copy"
+    assert [one.model.path for one in load_config(path, own).each_policy.values()] == ["m", "other"]
+    for flags, message in (
+        ([*own, "--generator.engine=vllm"], 'need generator.engine = "torch": vLLM serves one model'),
+        (["--lora.rank=0", "--generator.engine=vllm"], "need adapters in vLLM; set lora.rank = 16"),
+        (
+            ["--lora.rank=0", "--sync.restart=true", "--sync.link=checkpoint", "--sync.in_flight=retry"],
+            "[[policies]] do not go with sync.restart",
+        ),
+        ([*own, "--evaluation.against_start=true"], "do not go with evaluation.against_start if they train several"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_config(path, flags)
 
 
 def test_an_evaluation_against_the_start_needs_tasks(path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
+from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -24,6 +25,7 @@ from slipstream.cli import main
 from slipstream.observe.run_data import load_run
 from slipstream.rollout import mean
 from tests import warm
+from tests.conftest import build_tokenizer, save_model
 
 pytestmark = pytest.mark.e2e
 ENVIRONMENT = """
@@ -204,6 +206,49 @@ def test_the_policies_of_a_run_are_evaluated_and_compared_by_name(
     assert any(line.startswith("Difference of the rewards of low: -0.") for line in lines)
     assert main(["eval", str(whole), "--policy=lo"]) == 2
     assert f"--policy lo is no policy of {whole}, which has low, high (did you mean low?)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora.rank=0", "--trainer.learning_rate=3e-3"]], ids=["adapter", "whole"])
+def test_a_policy_with_a_model_of_its_own_learns_and_continues_after_a_kill(
+    config: Path, tmp_path: Path, flags: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole, killed, other = tmp_path / "whole", tmp_path / "killed", tmp_path / "other"
+    save_model(other, seed=3, vocab_size=len(build_tokenizer()), num_hidden_layers=2, head_dim=16)
+    flags = [*flags, f"--policies.1.model={other}", "--evaluation.against_start=false", "--loop.max_lag=0"]
+    ended(command(config, *flags))
+    process = command(config, *flags, f"--run.dir={killed}", "--sync.link=checkpoint")
+    while process.poll() is None and kill.steps_done(killed) < 8:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    ended(command("--resume", killed))
+    kill.audit(killed, 24)
+    metrics = load_run(whole).metrics
+    for name, layers in (("low", 3), ("high", 2)):
+        rewards = [record[f"policies/{name}/reward"] for record in metrics]
+        assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.2, (name, rewards)
+        assert max(record[f"policies/{name}/policy/ratio_max"] for record in metrics) < 1.001, "not on policy"
+        [file] = (whole / "policy" / name).glob("*model.safetensors")
+        stored = [load_file(run / "policy" / name / file.name) for run in (whole, killed)]
+        assert kill.same_bits(*stored) and {n.partition("layers.")[2][:1] for n in stored[0]} - {""} == set(
+            map(str, range(layers))
+        )
+    assert metrics[-1]["policies/high/policy/kl"] > 0
+    capfd.readouterr()
+    assert main(["eval", str(whole), "--json"]) == 0
+    found, last = json.loads(capfd.readouterr().out), load_run(whole).evaluations[-1]
+    for name in ("low", "high"):
+        assert found[f"eval/policies/{name}/reward"] == last[f"eval/policies/{name}/reward"], name
+    merge = ["--merge"] if (whole / "policy" / "high" / "adapter_config.json").exists() else []
+    assert main(["export", str(whole), "--policy=high", f"--to={tmp_path / 'exported'}", *merge]) == 0
+    assert AutoConfig.from_pretrained(tmp_path / "exported").num_hidden_layers == 2
+
+
+def test_a_model_with_another_vocabulary_is_refused(config: Path, tmp_path: Path) -> None:
+    save_model(tmp_path / "other")
+    build_tokenizer(30).save_pretrained(tmp_path / "other")
+    said = ended(command(config, f"--policies.1.model={tmp_path}/other", "--evaluation.against_start=false"), False)
+    assert f"policies.1.model = '{tmp_path}/other' has another vocabulary" in said
 
 
 def test_policies_keep_the_bound_on_lag_across_a_kill(config: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from slipstream.config.algorithm import PolicyConfig
 from slipstream.config.schema import LoraConfig, ModelConfig
 from slipstream.generators.base import GenerationError
 from slipstream.generators.torch.engine import Engine
+from slipstream.generators.torch.policy_engines import PolicyEngines
 from slipstream.model.loading import load_model
 from slipstream.rollout import Sampling
 from tests.conftest import build_model, random_prompts
@@ -52,6 +54,40 @@ def test_requests_of_several_policies_sample_as_in_engines_of_their_own(tmp_path
         assert completion.logprobs == pytest.approx(expected[key].logprobs, abs=BOUND)
         same += completion.token_ids == expected[key[0], ""].token_ids
     assert same < 8, "the adapters have no effect"
+
+
+def test_engines_of_several_models_sample_swap_and_count_as_each_alone() -> None:
+    def engines() -> list[Engine]:
+        models = build_model(seed=1), build_model(seed=2, num_hidden_layers=2)
+        return [Engine(model, slots=2, policies=[name]) for model, name in zip(models, POLICIES, strict=True)]
+
+    def play(*served: Any) -> dict[Any, Any]:
+        for number, prompt in enumerate(random_prompts(3, longest=9)):
+            for i, policy in enumerate(POLICIES):
+                served[i % len(served)].submit(
+                    (number, policy), prompt, Sampling(max_tokens=9, seed=number, policy=policy)
+                )
+        results = {}
+        for one in served:
+            for _ in range(4):
+                results |= dict(one.step())
+            one.swap(7, lambda: None, "recompute")
+            results |= drain(one)
+        return results
+
+    together, alone = PolicyEngines(engines()), engines()
+    found, expected = play(together), play(*alone)
+    assert len(found) == 6 and {key: c.token_ids for key, c in found.items()} == {
+        key: c.token_ids for key, c in expected.items()
+    }
+    assert all(c.policy == key[1] and c.versions == expected[key].versions for key, c in found.items())
+    assert {v for c in found.values() for v in c.versions} == {0, 7} and together.version == 7
+    assert together.tokens_generated == sum(one.tokens_generated for one in alone) == 6 * 9
+    with pytest.raises(GenerationError, match="serves no policy ''"):
+        together.submit(0, (3, 4), Sampling())
+    together.submit(0, (3, 4), Sampling(policy="right"))
+    together.abort(0)
+    assert not together.busy
 
 
 def test_an_engine_refuses_a_policy_that_it_does_not_serve() -> None:

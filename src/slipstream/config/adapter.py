@@ -23,18 +23,18 @@ def with_adapter_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
     records of a run hold the values, so they can be read without the adapters.
     """
     policies = values.get("policies")
-    entries = {"lora.path": (values.get("lora"), "path")}
-    entries |= {
-        f"policies.{i}.adapter": (e, "adapter") for i, e in enumerate(policies if isinstance(policies, list) else [])
-    }
-    for option, (entry, key) in entries.items():
-        path = entry.get(key) if isinstance(entry, dict) else None
+    entries = {"lora.path": values.get("lora")}
+    entries |= {f"policies.{i}.adapter": e for i, e in enumerate(policies if isinstance(policies, list) else [])}
+    for option, entry in entries.items():
+        known = entry if isinstance(entry, dict) else {}
+        path = known.get(option.rpartition(".")[2])
         if isinstance(path, str) and path:
-            values = _with_options_of(values, path, option)
+            values = _with_options_of(values, path, option, own_model=bool(known.get("model")))
     return values
 
 
-def _with_options_of(values: Mapping[str, Any], path: str, option: str) -> Mapping[str, Any]:
+def _with_options_of(values: Mapping[str, Any], path: str, option: str, own_model: bool) -> Mapping[str, Any]:
+    """As `with_adapter_options`, of one adapter; one over a model of its own sets neither modules nor `model.path`."""
     lora, model = values.get("lora", {}), values.get("model", {})
     if not isinstance(lora, dict) or not isinstance(model, dict) or ("rank" in lora and not Path(path).exists()):
         return values
@@ -46,6 +46,8 @@ def _with_options_of(values: Mapping[str, Any], path: str, option: str) -> Mappi
         "targets": [] if pattern else sorted(targets), "target_pattern": pattern,
         "experts": bool(adapter.get("target_parameters")),
     }  # fmt: skip
+    if own_model:  # PEFT may name the same modules of another model differently
+        found = {name: value for name, value in found.items() if not name.startswith("target")}
     for name, value in found.items():
         given = value if lora.get(name) in ([], "") else lora.get(name, value)
         if (sorted(map(str, given)) if isinstance(given, list) else given) != value:
@@ -53,7 +55,8 @@ def _with_options_of(values: Mapping[str, Any], path: str, option: str) -> Mappi
                 f"lora.{name} = {to_toml(given)}, but the adapter at {option} = {path!r} has {to_toml(value)}; leave "
                 f"lora.{name} out"
             )
-    base = {"path": adapter["base_model_name_or_path"]} if adapter.get("base_model_name_or_path") else {}
+    base_path = None if own_model else adapter.get("base_model_name_or_path")
+    base = {"path": base_path} if base_path else {}
     return {**values, "model": base | model, "lora": {**lora, **found}}
 
 

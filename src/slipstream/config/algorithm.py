@@ -58,9 +58,10 @@ class AlgorithmConfig(Section):
 
 
 class PolicyConfig(Section):
-    """One of several policies. Each has its own adapter and its own objective."""
+    """One of several policies. Each has its own adapter, or model, and its own objective."""
 
     name: str = Field(description='Name by which episodes ask the policy: policy["NAME"].')
+    model: str = option("", "Directory or Hub name of a model of its own; empty: model.path.")
     adapter: str = option("", "Directory of a trained PEFT adapter to start from; empty: a new adapter.")
     learning_rate: float = option(0.0, "Peak learning rate of AdamW; 0: trainer.learning_rate.", ge=0)
     algorithm: AlgorithmConfig = option(AlgorithmConfig(), "Options of [algorithm] that differ for this policy.")

@@ -25,7 +25,7 @@ from slipstream.config.schema import NO_DEVICE, SECTIONS, Config, ConfigError, L
 from slipstream.config.section import Section
 from slipstream.config.toml import is_writable, to_toml
 
-PATHS = ("model.path", "lora.path", "teacher.path", "policies.adapter")
+PATHS = ("model.path", "lora.path", "teacher.path", "policies.adapter", "policies.model")
 RENAMED = {  # options of earlier versions: the new name in the same section
     "lora.base": "quantization", "environment.time_limit": "timeout", "environment.turns": "max_turns",
     "environment.tokens": "max_tokens", "environment.scorers": "reward_workers", "scoring.time_limit": "timeout",
@@ -97,7 +97,8 @@ def load_policy_config(target: str, environment: str | None, flags: list[str], d
     changes = ["--generator.servers=[]", *["--sync.link=auto"] * bool(trained.lora.rank)]
     if trained.policies:
         saved = [policy_of(target, policy.name) for policy in trained.policies]
-        changes += [f"--policies.{i}.adapter={to_toml(str(path))}" for i, path in enumerate(saved)]
+        kind = "adapter" if trained.lora.rank else "model"
+        changes += [f"--policies.{i}.{kind}={to_toml(str(path))}" for i, path in enumerate(saved)]
     else:
         changes += [f"--model.path={policy_of(target)}"]
     if trained.lora.rank and not trained.policies:  # the saved policy holds the run's adapters
@@ -143,9 +144,10 @@ def _with_policies(config: Config, target: str, names: Sequence[str]) -> Config:
             "CONFIG.toml)"
         )
     other, policies = load_config(run), [policy.model_dump(exclude_unset=True) for policy in config.policies]
-    for policy in policies:
-        if policy["name"] in names:
-            policy["adapter"] = str(policy_of(target, policy["name"]))
+    for policy in (each for each in policies if each["name"] in names):
+        path = str(policy_of(target, policy["name"]))
+        adapts = other.each_policy[policy["name"]] if other.lora.rank else None
+        policy.update({"adapter": path, "model": adapts.model.path} if adapts else {"adapter": "", "model": path})
     every = len(names) == len(policies)  # then the other run's base and adapters replace this one's
     base = {"path": other.model.path} if every else {}
     lora = (other if every else config).lora.model_dump(exclude_unset=True)
@@ -178,7 +180,7 @@ def policy_of(target: str, name: str = "") -> Path:
     """
     if not (policy := Path(target) / "policy").is_dir():
         raise ConfigError(f"{target} has no policy/ yet; `slipstream train --resume {target}` finishes the run")
-    several = sorted(each.parent for each in policy.glob(f"*/{ADAPTER}"))
+    several = sorted({each.parent for kind in (ADAPTER, "config.json") for each in policy.glob(f"*/{kind}")})
     if several and not name:
         found = ", ".join(each.as_posix() for each in several)
         how = "`export` and `push` take one of them with --policy NAME, `generate` and `verify` its directory"

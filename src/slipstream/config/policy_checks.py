@@ -11,7 +11,20 @@ from slipstream.config.toml import to_toml
 
 FOR_ALL = ("replay_sampling_mask", "replay_routing", "filter_zero_advantage", "max_filtered_in_a_row")
 CONFLICTS: tuple[tuple[Callable[[Config], Any], str], ...] = (  # what several policies can't have, and the remedy
-    (lambda c: not c.lora.rank, "need adapters; set lora.rank = 16, for example"),
+    (
+        lambda c: c.generator.engine == "vllm" and not c.lora.rank,
+        'need adapters in vLLM; set lora.rank = 16, for example, or generator.engine = "torch"',
+    ),
+    (
+        lambda c: c.generator.engine == "vllm" and any(p.model not in ("", c.model.path) for p in c.policies),
+        'with a model of their own need generator.engine = "torch": vLLM serves one model; leave policies.N.model out',
+    ),
+    (
+        lambda c: c.evaluation.against_start and len(c.each_model) > 1,
+        "do not go with evaluation.against_start if they train several models, or all weights: no copy of the start is "
+        "kept; leave it out",
+    ),
+    (lambda c: c.sync.restart, "do not go with sync.restart; leave it out"),
     (lambda c: c.lora.path, "do not go with lora.path; leave it out"),
     (lambda c: c.lora.experts, "do not go with lora.experts; set it to false"),
     (lambda c: c.trainer.ranks > 1, "need trainer.ranks = 1"),

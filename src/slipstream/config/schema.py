@@ -303,7 +303,7 @@ class Config(Section):
     lora: LoraConfig = LoraConfig()
     environment: EnvironmentConfig
     environments: list[EnvironmentConfig] = option([], "Several environments; empty: the one of [environment].")
-    policies: list[PolicyConfig] = option([], "Several policies, each an adapter over the model; empty: a single one.")
+    policies: list[PolicyConfig] = option([], "Several policies, each an adapter or a model; empty: a single one.")
     scoring: ScoringConfig = ScoringConfig()
     teacher: TeacherConfig = TeacherConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -341,6 +341,7 @@ class Config(Section):
             rate = policy.learning_rate or self.trainer.learning_rate
             changes: dict[str, Any] = {
                 "policies": [],
+                "model": self.model.model_copy(update={"path": policy.model or self.model.path}),
                 "lora": self.lora.model_copy(update={"path": policy.adapter}),
                 "evaluation": self.evaluation.model_copy(update={"against_start": False}),
                 "algorithm": self.algorithm.model_copy(update=algorithm),
@@ -348,6 +349,16 @@ class Config(Section):
             }
             found[policy.name] = self.model_copy(update=changes)
         return found
+
+    @property
+    def each_model(self) -> list[Config]:
+        """The configuration of each model that is trained, with its policies: adapters, or one without `lora.rank`."""
+        found: dict[tuple[str, str], list[PolicyConfig]] = {}
+        for policy in self.policies:
+            own = policy.model or self.model.path, "" if self.lora.rank else policy.name
+            found.setdefault(own, []).append(policy)
+        models = {key: self.model.model_copy(update={"path": key[0]}) for key in found}
+        return [self.model_copy(update={"model": models[k], "policies": own}) for k, own in found.items()] or [self]
 
     def sampling_of(self, environment: EnvironmentConfig) -> SamplingConfig:
         """Sampling parameters of the training rollouts of one environment."""

@@ -101,12 +101,12 @@ def validate_models(config: Config) -> None:
             "lower it"
         )
     if config.trainer.kind == "pytorch":
-        _validate_policy(
-            config,
-            causal_lm(
-                load_model(config.model, config.lora, device=META, dtype=torch.float32, policies=config.policies)
-            ),
-        )
+        for own in config.each_model:
+            model = load_model(own.model, own.lora, device=META, dtype=torch.float32, policies=own.policies)
+            _validate_policy(own, causal_lm(model))
+    for index, policy in enumerate(config.policies):
+        if policy.model:
+            validate_same_vocabulary(policy.model, f"policies.{index}.model", config.model.path)
     others = {"teacher.path": config.teacher.path} if config.teacher.path else {}
     if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
         others["algorithm.reference"] = config.algorithm.reference

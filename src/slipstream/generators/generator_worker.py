@@ -15,7 +15,7 @@ from slipstream.config.schema import Config
 from slipstream.generators.base import finish_request
 from slipstream.generators.served_weights import ServedWeights, local_shards
 from slipstream.model.device import current_device, dtype_of
-from slipstream.model.inspection import trained_parameters
+from slipstream.model.inspection import policy_parameters, trained_parameters
 from slipstream.model.loading import load_model, load_tokenizer
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.placement import threads
@@ -26,10 +26,11 @@ from slipstream.sync.update import RolledBack
 
 if TYPE_CHECKING:
     from slipstream.generators.torch.engine import Engine as TorchEngine
+    from slipstream.generators.torch.policy_engines import PolicyEngines
     from slipstream.generators.vllm.engine import VllmEngine
     from slipstream.generators.vllm.weights import VllmWeights
 
-Engine: TypeAlias = "TorchEngine | VllmEngine"
+Engine: TypeAlias = "TorchEngine | PolicyEngines | VllmEngine"
 Weights: TypeAlias = "ServedWeights | VllmWeights"
 OpenWeights = Callable[[str, ConnectionInfo, int], Weights]
 POLL_INTERVAL_S = 0.001  # while the engine has nothing to step
@@ -51,9 +52,19 @@ class GeneratorWorker(Worker):
 
     def _load(self) -> tuple[Engine, OpenWeights]:
         """The engine, and a function that opens its end of a link (name, connection information, rank)."""
+        from slipstream.generators.torch.policy_engines import PolicyEngines
+
+        loaded = [self._load_model(own) for own in self._config.each_model]
+        shards = local_shards({name: p for _, parameters in loaded for name, p in parameters.items()})
+        engines = [engine for engine, _ in loaded]
+        return engines[0] if len(engines) == 1 else PolicyEngines(engines), (
+            lambda link, connection_info, rank: ServedWeights(link, connection_info, shards, rank, rebind=True)
+        )
+
+    def _load_model(self, config: Config) -> tuple[TorchEngine, dict[str, torch.nn.Parameter]]:
+        """The engine of one model, and the parameters that are published to it."""
         from slipstream.generators.torch.engine import Engine
 
-        config = self._config
         model = load_model(
             config.model, config.lora, device=current_device(), dtype=dtype_of(config), policies=config.policies
         )
@@ -67,10 +78,8 @@ class GeneratorWorker(Worker):
             tokenizer=load_tokenizer(config.model.path),
             policies=[policy.name for policy in config.policies],
         )
-        shards = local_shards(parameters)
-        return engine, lambda link, connection_info, rank: ServedWeights(
-            link, connection_info, shards, rank, rebind=True
-        )
+        whole = config.policies and not config.lora.rank
+        return engine, policy_parameters(parameters, config.policies[0].name) if whole else parameters
 
     @property
     def progress(self) -> int:

@@ -87,8 +87,13 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def policy_parameters(parameters: Mapping[str, nn.Parameter], policy: str) -> dict[str, nn.Parameter]:
-    """The parameters of an adapter under the names that they have in a model with an adapter for each policy."""
-    return {name.replace(".default.", f".{adapter_name(policy)}."): p for name, p in parameters.items()}
+    """The trained parameters of a policy under names of its own: those of an adapter as in a model with an adapter for
+    each policy, and those of a whole model behind the name of the policy."""
+    own = adapter_name(policy)
+    return {
+        name.replace(".default.", f".{own}.") if ".default." in name else f"{own}.{name}": p
+        for name, p in parameters.items()
+    }
 
 
 def adapter_name(policy: str) -> str:
@@ -126,8 +131,9 @@ def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def max_model_len(config: Config) -> int:
-    """Largest number of tokens of prompt and completion together; 0 if neither the run nor the model limits it."""
-    known = config.generator.max_model_len, getattr(_text_config(config.model.path), "max_position_embeddings", 0)
+    """Largest number of tokens of prompt and completion together; 0 if neither the run nor a model limits it."""
+    models = [_text_config(own.model.path) for own in config.each_model]
+    known = [config.generator.max_model_len, *(getattr(own, "max_position_embeddings", 0) for own in models)]
     return min((limit for limit in known if limit), default=0)
 
 

@@ -24,7 +24,7 @@ def check_paths(config: Config) -> None:
     """Raise `ConfigError` if a model path of the configuration can't be a model."""
     check_path(config.model.path)
     validate_adapter(config.model.path)
-    check_adapters(config)
+    check_policies(config)
     if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")
     if config.teacher.path:
@@ -33,13 +33,17 @@ def check_paths(config: Config) -> None:
         check_path(path, "scoring.options.path")
 
 
-def check_adapters(config: Config) -> None:
-    """Raise `ConfigError` if the directory of a trained adapter does not exist."""
+def check_policies(config: Config) -> None:
+    """Raise `ConfigError` if a model of one of several policies, or a trained adapter, can't be one."""
     adapters = {"lora.path": config.lora.path}
     adapters |= {f"policies.{index}.adapter": policy.adapter for index, policy in enumerate(config.policies)}
     for option, path in adapters.items():
         if path and not Path(path).is_dir():
             raise ConfigError(f"{option} = {path!r}: no such directory; give that of a PEFT adapter")
+    for index, policy in enumerate(config.policies):
+        if policy.model:
+            check_path(policy.model, f"policies.{index}.model")
+            validate_adapter(policy.model, f"policies.{index}.model", f"policies.{index}.adapter")
 
 
 def check_path(path: str, option: str = "model.path") -> None:
@@ -120,12 +124,12 @@ def hub_answers() -> bool:
     return bool(answered)
 
 
-def validate_adapter(path: str) -> None:
-    """Raise `ConfigError` if `path` is an adapter: `lora.path` names the adapter to start from."""
+def validate_adapter(path: str, option: str = "model.path", adapter_option: str = "lora.path") -> None:
+    """Raise `ConfigError` if `path` is an adapter: `adapter_option` names the adapter to start from."""
     if adapter := adapter_config(path):
         raise ConfigError(
-            f"model.path = {path!r} is an adapter of {adapter.get('base_model_name_or_path')!r}; to train it further, "
-            "give its directory as lora.path, and leave model.path out or name the base there"
+            f"{option} = {path!r} is an adapter of {adapter.get('base_model_name_or_path')!r}; to train it further, "
+            f"give its directory as {adapter_option}, and leave {option} out or name the base there"
         )
 
 

@@ -120,6 +120,8 @@ def choose_link(config: Config, gpus: int, hosts: int, network: Network) -> tupl
     if generator.remote:
         return "delta", f"the network to {generator.remote} is unknown"
     placement = place(config, gpus)
+    if config.policies:
+        return ("checkpoint", "several policies on several hosts") if hosts > 1 else ("shared", "several policies")
     if hosts > 1 and not placement.shared:
         return _choose_between_hosts(network)
     if own or config.sync.placement == "colocated":

@@ -37,7 +37,7 @@ from slipstream.generators.pool import GeneratorPool
 from slipstream.model.device import pick_device
 from slipstream.model.inspection import max_model_len
 from slipstream.model.loading import load_causal_lm, load_model, load_tokenizer
-from slipstream.model.paths import adapter_config, check_adapters, check_path
+from slipstream.model.paths import adapter_config, check_path, check_policies
 from slipstream.observe.estimates import Comparison, compare_paired
 from slipstream.observe.formatting import by_label, counts, plural
 from slipstream.observe.recorder import write_rollouts
@@ -74,8 +74,8 @@ class Evaluation:
     @property
     def path(self) -> str:
         """The path of the model, or those of several policies."""
-        own = [policy.adapter for policy in self.config.policies if policy.name in self.policies and policy.adapter]
-        return ", ".join(own) or self.config.model.path
+        own = [each.adapter or each.model for each in self.config.policies if each.name in self.policies]
+        return ", ".join(filter(None, own)) or self.config.model.path
 
     def write_rollouts(self, path: Path) -> None:
         """Write the rollouts as the parquet files of a run; `advantage` is NaN, failed episodes are left out."""
@@ -96,7 +96,8 @@ def validate_policy(config: Config) -> None:
     """Raise `ConfigError` for a model that can't be loaded, by its files and configuration, without its weights."""
     load_tokenizer(config.model.path)
     if config.policies:
-        load_model(config.model, config.lora, device=META, dtype=torch.float32, policies=config.policies)
+        for own in config.each_model:
+            load_model(own.model, own.lora, device=META, dtype=torch.float32, policies=own.policies)
     elif config.generator.engine == "torch":  # vLLM knows other models than transformers
         load_causal_lm(config.model.path, device=META, dtype=torch.float32)
 
@@ -107,7 +108,7 @@ def evaluate_policy(config: Config, policy: str = "") -> Evaluation:
     Raises `ConfigError`, and `RunError` if every episode fails.
     """
     check_path(config.model.path)
-    check_adapters(config)
+    check_policies(config)
     pick_device(config.generator.device, "generator.device")
     with open_runtime(config.runtime):
         record, played = run_bounded(_evaluate_policy(_for_engines_only(config)))

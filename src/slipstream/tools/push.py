@@ -74,7 +74,7 @@ def contents(run: Run, model: Path, name: str, policy: str = "") -> dict[str, Pa
 
 def model_card(run: Run, name: str, is_adapter: bool, policy: str = "") -> ModelCard:
     """The card: base, environments, results with 95% intervals, options, versions, and the whole configuration."""
-    base, on_hub = _base(run)
+    base, on_hub = _base(run, policy)
     data = ModelCardData(
         base_model=base if on_hub else None, library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation", tags=["slipstream", "reinforcement-learning", *["lora"] * is_adapter],
@@ -93,9 +93,11 @@ def model_card(run: Run, name: str, is_adapter: bool, policy: str = "") -> Model
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name.rpartition('/')[2]}\n\n{what}\n\n{text}\n")
 
 
-def _base(run: Run) -> tuple[str, bool]:
-    """The name of the base, and whether it is on a Hub; of a directory only its own name."""
-    path = str(run.options.get("model.path", "–"))
+def _base(run: Run, policy: str = "") -> tuple[str, bool]:
+    """The name of the base, or of that of one of several policies, and whether it is on a Hub; of a directory only its
+    own name."""
+    own = [each.get("model") for each in run.config.get("policies", ()) if each["name"] == policy]
+    path = str((own and own[0]) or run.options.get("model.path", "–"))
     on_hub = path.count("/") == 1 and not path.startswith(("/", ".", "~")) and not Path(path).exists()
     return (path if on_hub else Path(path).name), on_hub
 

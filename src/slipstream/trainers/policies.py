@@ -1,4 +1,4 @@
-"""Several policies in one trainer: each has its adapter, optimizer and objective, and all share the base model.
+"""Several policies in one trainer, each with its optimizer and objective: adapters that share a model, or models.
 
 Consumes batches with rollouts of all policies. A step of the run is a step of each policy that has rollouts in it.
 """
@@ -28,14 +28,15 @@ class PolicyTrainers:
     def __init__(self, config: Config) -> None:
         torch.manual_seed(config.loop.seed)
         self.device = current_device()
-        model = load_trained_model(config, self.device)
-        frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
-        self._trainers = {}
-        for name, own in config.each_policy.items():
-            adapted = copy.deepcopy(model, dict(frozen))
-            if own.lora.path:
-                load_adapter(adapted, own.lora.path)
-            self._trainers[name] = Trainer(own, adapted)
+        own, self._trainers = config.each_policy, dict[str, Trainer]()
+        for trained in config.each_model:
+            model = load_trained_model(trained, self.device)
+            frozen = {id(p): p for p in model.parameters() if not p.requires_grad}
+            for policy in trained.policies:
+                adapted = copy.deepcopy(model, dict(frozen)) if config.lora.rank else model
+                if policy.adapter:
+                    load_adapter(adapted, policy.adapter)
+                self._trainers[policy.name] = Trainer(own[policy.name], adapted)
         self.ranks = next(iter(self._trainers.values())).ranks
         self.parameters = {
             policy_name: parameter
@@ -90,6 +91,6 @@ class PolicyTrainers:
             trainer.restore(path / name)
 
     def export(self, path: Path) -> None:
-        """Write the adapter of each policy as a PEFT directory."""
+        """Write each policy as `Trainer.export`."""
         for name, trainer in self._trainers.items():
             trainer.export(path / name)

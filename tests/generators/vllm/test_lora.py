@@ -226,7 +226,7 @@ def test_verify_loads_its_reference_adapter_by_vllm(
     served.change()
     served.policy.save_pretrained(tmp_path / "B")
     monkeypatch.setattr(vllm_loader, "AdapterLoader", None)
-    served.engine.load_adapter(str(tmp_path / "B"))
+    served.engine.load_adapters({"": str(tmp_path / "B")})
     served.engine.submit("next", [5, 6, 7], Sampling(max_tokens=20))
     assert served.drew(served.finish()["next"])
 

@@ -13,13 +13,12 @@ from slipstream.model.inspection import adapter_name
 
 
 class AdapterRows:
-    """Adds the adapters of `policies` to the outputs of the adapted layers of `model`, by hooks.
+    """Adds the adapters of policies to the outputs of the adapted layers of `model`, by hooks.
 
     PEFT's own layers compute on the base weights alone from now on.
     """
 
-    def __init__(self, model: Any, policies: Sequence[str]) -> None:
-        self.policies = frozenset(policies)
+    def __init__(self, model: Any) -> None:
         self._rows: list[tuple[str, Tensor]] = []  # of each adapter in the next pass
         for layer in model.modules():
             if isinstance(layer, LoraLayer):

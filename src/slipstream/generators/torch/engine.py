@@ -77,8 +77,8 @@ class Engine:
     """Decodes up to `slots` sequences at once. Synchronous and single-threaded: `submit`, then `step` while `busy`.
 
     `context` bounds prompt plus completion in tokens (0: the model's limit). `tokenizer` is needed for stop strings
-    only. The model has an adapter for each of `policies`, and requests name one. Raises `GenerationError` for a model
-    that it can't serve.
+    only. The model has an adapter for each of `policies`, or is one of them, and requests name one. Raises
+    `GenerationError` for a model that it can't serve.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Engine:
         self._running: list[_Sequence] = []
         self._sampler: Sampler | None = None
         self._routing = ExpertRouting(model)
-        self._adapters = None
+        self.policies, self._adapters = frozenset(policies), None
         if policies:
             from slipstream.generators.torch.adapters import AdapterRows  # imports peft, which takes seconds
 
-            self._adapters = AdapterRows(model, policies)
+            self._adapters = AdapterRows(model)
 
     @property
     def busy(self) -> bool:
@@ -136,7 +136,7 @@ class Engine:
         validate_prompt(prompt, self.context, self.model.config.vocab_size)
         if sampling.stop_strings and self._tokenizer is None:
             raise GenerationError("stop strings need a tokenizer")
-        if sampling.policy and not (self._adapters and sampling.policy in self._adapters.policies):
+        if sampling.policy and sampling.policy not in self.policies:
             raise GenerationError(f"this engine serves no policy {sampling.policy!r}")
         if sampling.json_schema:
             raise GenerationError(f"the embedded generator can't follow a JSON schema; {REMEDY}")
