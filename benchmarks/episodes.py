@@ -30,7 +30,8 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,15 +183,21 @@ def marked() -> list[str]:
     return found
 
 
-def watch_phases(watch: Watch) -> None:
-    """Measure what might stall the loop."""
-    for owner, method, name in (
+@contextmanager
+def watch_phases(watch: Watch) -> Iterator[None]:
+    """Measure what might stall the loop during a block."""
+    phases: tuple[tuple[Any, str, str], ...] = (
         (LocalProcess, "__init__", "start of a process"), (EpisodeProcess, "start", "start of a worker"),
         (WorkerProcess, "kill", "kill"), (WorkerProcess, "_lose", "death"), (WorkerProcess, "_flush", "message sent"),
         (MessageStream, "data_received", "messages received (thread)"),
-    ):  # fmt: skip
-        watch.around(owner, method, name)
-    gc.callbacks.append(watch.collected)
+    )  # fmt: skip
+    with ExitStack() as after:
+        for owner, method, name in phases:
+            after.callback(setattr, owner, method, vars(owner)[method])
+            watch.around(owner, method, name)
+        gc.callbacks.append(watch.collected)
+        after.callback(gc.callbacks.remove, watch.collected)
+        yield
 
 
 def longest_of_spans(late: list[float]) -> list[float]:
@@ -210,10 +217,8 @@ def descriptors() -> int:
 def summary(kinds: list[str], options: argparse.Namespace, scratch: Path) -> tuple[dict[int, float], dict[str, Any]]:
     """Play the episodes in an event loop of its own. Returns the rewards and the record."""
     began, before, watch = time.perf_counter(), descriptors(), Watch()
-    watch_phases(watch)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with watch_phases(watch), asyncio.Runner(loop_factory=new_event_loop) as runner:
         played, closing = runner.run(play_all(kinds, options, scratch, watch))
-    gc.callbacks.clear()
     time.sleep(1.0)  # a killed process needs a moment to be gone
     left = marked()
     first, last = watch.stalls[0][0], watch.stalls[-1][1]
