@@ -76,19 +76,24 @@ def at_least_one(text: str) -> int:
     return number
 
 
-def build_model(shape: str, context: int = 4096) -> Any:
-    """A Qwen3 of random weights in float32, without an end-of-sequence token."""
-    torch.manual_seed(0)
+def model_config(shape: str, context: int = 4096) -> Any:
+    """The configuration of a Qwen3 without an end-of-sequence token."""
     small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SHAPES[shape]["hidden_size"] // 4}
     large = {**QWEN_HEADS, "num_attention_heads": 32 if shape == "8B" else 16, "tie_word_embeddings": shape != "8B"}
     heads = large if "B" in shape else small
     # Without a padding token, too: its embedding would be zero, and a prompt that begins with it non-finite gradients,
     # since every norm divides by almost zero in the backward pass.
     none = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    kind, model = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if shape in MIXTURES else (Qwen3Config, Qwen3ForCausalLM)
-    config = kind(**SHAPES[shape], **heads, **none, max_position_embeddings=context)
+    kind = Qwen3MoeConfig if shape in MIXTURES else Qwen3Config
+    return kind(**SHAPES[shape], **heads, **none, max_position_embeddings=context)
+
+
+def build_model(shape: str, context: int = 4096) -> Any:
+    """A Qwen3 of random weights in torch's default format, float32."""
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM if shape in MIXTURES else Qwen3ForCausalLM
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return model(config).eval()
+        return model(model_config(shape, context)).eval()
 
 
 def save_model(shape: str, path: Path, dtype: torch.dtype = torch.float32, context: int = 4096) -> None:

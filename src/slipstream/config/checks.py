@@ -162,6 +162,7 @@ COPY_CONFLICTS: tuple[Conflict, ...] = (  # of `trainer.keep_compute_copy = fals
     (lambda c: c.trainer.parallel != "fsdp", "{trainer.parallel}", "leave that out"),
     (lambda c: c.model.dtype == "float32", "{model.dtype}, which needs none", "leave it out"),
     (lambda c: c.lora.rank, "{lora.rank}, whose base has no other copy", "leave it out"),
+    (lambda c: c.trainer.master_weights == "bfloat16", "{trainer.master_weights}, which needs none", "leave it out"),
     (lambda c: c.sync.link == "single_copy", "{sync.link}, which is that copy", "leave it out"),
     (lambda c: c.sync.placement == "colocated", "{sync.placement}", 'use "disaggregated"'),
 )
@@ -219,6 +220,15 @@ CHECKS: tuple[Check, ...] = (
     (lambda c: c.sync.placement == "colocated" and c.trainer.ranks > 1,
      '{sync.placement} needs trainer.ranks = 1, not {=trainer.ranks}; use one rank, or "disaggregated"'),
     *_conflicts(lambda c: not c.trainer.keep_compute_copy, "{trainer.keep_compute_copy}", *COPY_CONFLICTS),
+    *_conflicts(
+        lambda c: c.trainer.master_weights == "bfloat16", "{trainer.master_weights}",
+        (lambda c: c.model.dtype == "float32", "{model.dtype}", 'set that to "bfloat16"'),
+        (lambda c: c.lora.rank, "{lora.rank}: adapters are small, and stay float32", "leave it out"),
+        (lambda c: c.algorithm.kl_coef and c.algorithm.reference == "average",
+         "{algorithm.reference}, of which bfloat16 would lose the small changes", 'set it to "float32"'),
+    ),
+    (lambda c: c.trainer.optimizer == "muon" and c.lora.rank,
+     '{trainer.optimizer} is for whole weights, not for {lora.rank}; use "adamw", or set lora.rank = 0'),
     (lambda c: c.trainer.parallel == "tensor" and c.trainer.ranks > 1 and c.lora.rank,
      '{trainer.parallel} can\'t train adapters; use "fsdp", or set lora.rank = 0'),
     (lambda c: c.trainer.ranks % c.trainer.context_parallel,

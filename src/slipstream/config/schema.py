@@ -169,7 +169,14 @@ class TrainerConfig(Section):
     fsdp_shard_size: int = option(0, "Ranks that share one copy of the weights (fsdp); 0 is all of them.", ge=0)
     context_parallel: int = option(1, "Ranks that split the tokens of each micro-batch, for long sequences.", ge=1)
     expert_parallel: int = option(1, "Ranks that split the experts of each layer (fsdp, mixtures of experts).", ge=1)
-    learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", gt=0)
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = option(
+        "adamw", "AdamW, AdamW with moments of 8 bits, or Muon for the matrices of layers and AdamW for other weights."
+    )
+    master_weights: Literal["float32", "bfloat16"] = option(
+        "float32", "Weights that the optimizer updates: float32, or bfloat16 with stochastic rounding."
+    )
+    offload_optimizer: bool = option(False, "Keep the optimizer's moments in host memory.")
+    learning_rate: float = option(1e-5, "Peak learning rate.", gt=0)
     betas: tuple[float, ...] = option((0.9, 0.99), "Decay rates of AdamW's two moments.", strict=False)
     weight_decay: float = option(0.0, "Decoupled weight decay.", ge=0)
     warmup_steps: int = option(0, "Steps over which the learning rate rises from 0.", ge=0)
@@ -178,6 +185,10 @@ class TrainerConfig(Section):
     )
     gradient_clip: float = option(1.0, "Largest norm of the gradient; 0 disables clipping.", ge=0)
     max_consecutive_nonfinite: int = option(10, "Non-finite steps in a row that end the run; 0: no limit.", ge=0)
+    memory: Literal["manual", "auto"] = option(
+        "manual", '"auto": the least costly of the options that save memory with which the trainer fits its GPU.'
+    )
+    chosen: str = option("", 'Written by a run: what memory = "auto" took, and why.')
     tokens_per_microbatch: int = option(16384, "Most tokens in one forward and backward pass.", ge=1)
     activation_checkpointing: Literal["none", "selective", "full"] = option(
         "selective", "What the backward pass recomputes: nothing, all but matrix products, or whole layers."

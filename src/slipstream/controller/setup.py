@@ -43,7 +43,9 @@ from slipstream.observe.health import Health, replay
 from slipstream.observe.progress import report_startup
 from slipstream.observe.run_data import Run
 from slipstream.observe.trackers import check_installed
-from slipstream.plan.choice import choose_options
+from slipstream.plan.choice import choose_options, kind_of
+from slipstream.plan.hardware import GPUS, Gpu
+from slipstream.plan.memory import choose_memory
 from slipstream.rollout import Completion
 from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.memory import freeze_heap
@@ -77,7 +79,15 @@ def resolve_config(config: Config) -> Config:
     config = resolve_auto(config, runtime.gpus, runtime.hosts, network)
     find_link(config.sync.link)
     validate_models(config)
-    return config
+    return choose_memory(config, runtime.gpus, this_gpu()) if config.trainer.memory == "auto" else config
+
+
+def this_gpu() -> Gpu | None:
+    """The first GPU of this host, with the rates of a known kind; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    return dataclasses.replace(kind_of(name) or GPUS["h100"], name=name, memory=float(memory))
 
 
 def validate_devices(config: Config) -> None:
@@ -148,6 +158,8 @@ async def start(run: RunContext) -> None:
     chosen, _, reason = run.config.sync.chosen.partition(": ")
     why = f" ({reason})" if chosen == link else ""  # else the user has changed the link since
     run.progress.note(f'run directory {where}, sync.link = "{link}"{restarts}{why}; generators and trainer start')
+    if run.config.trainer.chosen:
+        run.progress.note(f"trainer.memory: {run.config.trainer.chosen}")
     checkpoint, state = await find_checkpoint(run)
     if run.config.runtime.kind == "ray":
         await check_nodes(run.config, run.directory.path)

@@ -8,14 +8,12 @@ from dataclasses import replace
 from slipstream.config.loading import with_options
 from slipstream.config.schema import AUTO, Config
 from slipstream.plan.hardware import GPUS, Cluster, Gpu, Rates
+from slipstream.plan.memory import workload_of
 from slipstream.plan.ranking import TOLERANCE, simulate
 from slipstream.plan.shapes import find_shape
 from slipstream.plan.splits import Plan, Problem, Split, evaluate
-from slipstream.plan.workload import Lengths, Workload
 
 LAGS = (1, 2, 4, 8)
-SPREAD = 0.6  # assumed deviation of the logarithm of completion lengths, whose mean is half their limit
-PROMPT = 512  # assumed tokens
 
 
 def choose_options(config: Config, gpus: int, gpu_name: str) -> Config:
@@ -55,13 +53,10 @@ class Candidates:
     """Plans for a run's trainer and different engines and lags."""
 
     def __init__(self, config: Config, cluster: Cluster) -> None:
-        loop, most = config.loop, config.longest_completion
-        work = Workload(
-            Lengths(PROMPT), Lengths(max(1, most / 2), SPREAD, most), loop.groups_per_step, loop.group_size,
-            loop.steps, config.sync.every, lora_rank=config.lora.rank,
-        )  # fmt: skip
         shape = replace(find_shape(config.model.path, "model.path"), context=10**9)
-        self._problem = Problem(shape, cluster, work, Rates(), slots=config.generator.max_num_seqs)
+        self._problem = Problem(
+            shape, cluster, workload_of(config), Rates(), slots=config.generator.max_num_seqs, trainer=config.trainer
+        )
         self._config = config
 
     def evaluate(self, engines: int, lag: int) -> Plan:

@@ -15,6 +15,8 @@ ADAM_STATE = 4 * FP32  # masters, gradients and two moments of a trained paramet
 ENGINE_OVERHEAD = 2.5 * GIB  # context, CUDA graphs and activations of an engine
 TRAINER_OVERHEAD = 3.5 * GIB  # context, chunks of logits, allocator
 PCIE = 25e9  # bytes/s between a GPU and pageable host memory
+PINNED = 45e9  # bytes/s to or from pinned host memory by PCIe 5, in both directions at once
+QUANTIZED = 1 + FP32 / 128  # bytes of a moment of 8 bits, with its share of a block's scale
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
 KEPT = {"selective": 1.0, "full": 0.27}
 RECOMPUTED = {"selective": 1.03, "full": 4 / 3}
@@ -110,6 +112,10 @@ class TrainerCost:
     checkpointing: str = "selective"
     microbatch: int = DEFAULT_MICROBATCH
     own_copy: bool = True  # of the weights in bfloat16; false where it computes on the engine's
+    optimizer: str = "adamw"
+    master_weights: str = "float32"
+    offload_optimizer: bool = False
+    keep_compute_copy: bool = True
 
     @property
     def trained(self) -> int:
@@ -133,8 +139,11 @@ class TrainerCost:
         reached = rates.train * (1 - math.exp(-self.shape.hidden / rates.narrow))
         reached *= rates.experts if self.shape.experts > 1 else 1.0
         compute = operations / (self.ranks * self.cluster.gpu.operations * reached)
-        update = 2 * ADAM_STATE * self.trained / self._shards / (self.cluster.gpu.bandwidth * rates.bandwidth)
-        return compute + self._traffic(packed) + update
+        state = sum(self._state().values())
+        update = 2 * state / (self.cluster.gpu.bandwidth * rates.bandwidth)
+        pinned = min(PINNED, self.cluster.gpu.link * rates.link)  # slower cards have PCIe 4 as their link
+        moved = self._moments() / pinned if self.offload_optimizer else 0.0
+        return compute + self._traffic(packed) + max(update, moved)
 
     @property
     def _shards(self) -> int:
@@ -159,17 +168,37 @@ class TrainerCost:
     def memory(self) -> dict[str, float]:
         """Bytes of one GPU by part."""
         shape, frozen = self.shape, bool(self.work.lora_rank)
-        weights = shape.weight_bytes / self._shards if frozen or self.parallel == "tensor" else 0.0
-        if not frozen and self.own_copy and (self.ranks == 1 or self.parallel == "ddp"):
-            weights = shape.weight_bytes
-        if self.ranks > 1 and self.parallel == "fsdp":  # two gathered layers, and the embeddings
+        whole = self.ranks == 1 or self.parallel == "ddp"
+        gathers = self.parallel == "fsdp" and (self.ranks > 1 or not self.keep_compute_copy)
+        copies = self.keep_compute_copy and self.master_weights == "float32"
+        weights = 0.0
+        if frozen or (copies and not gathers and (whole or self.parallel == "tensor")):
+            weights = shape.weight_bytes / self._shards
+        if gathers:  # two layers, and the embeddings
             weights += 2 * shape.weight_bytes / shape.layers + 2 * BF16 * shape.embedding
         return {
             "weights": weights if self.own_copy else 0.0,
-            "optimizer": ADAM_STATE * self.trained / self._shards,
+            **self._state(),
             "activations": self._activations(),
             "overhead": TRAINER_OVERHEAD,
         }
+
+    def _state(self) -> dict[str, float]:
+        """Bytes of what the optimizer reads and writes on the GPU."""
+        each = self.trained / self._shards
+        masters = each * (FP32 if self.master_weights == "float32" else BF16)
+        moments = 0.0 if self.offload_optimizer else self._moments()
+        return {"masters": masters, "gradients": FP32 * each, "moments": moments}
+
+    def _moments(self) -> float:
+        """Bytes of the moments of one rank."""
+        each = self.trained / self._shards
+        if self.optimizer == "adamw_8bit":
+            return 2 * QUANTIZED * each
+        if self.optimizer == "muon":  # one moment of each matrix
+            outside = self.shape.embedding * (1 if self.shape.tied else 2) / self._shards
+            return FP32 * (each + outside)
+        return 2 * FP32 * each
 
     def _activations(self) -> float:
         """Outputs of the matrix products of each layer, of one micro-batch."""

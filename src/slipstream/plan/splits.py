@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from slipstream.config.schema import TrainerConfig
 from slipstream.plan.costs import ENGINE_OVERHEAD, EngineCost, PublishCost, TrainerCost, publish_cost
 from slipstream.plan.hardware import GIB, Cluster, Rates
+from slipstream.plan.memory import HEADROOM, OPTIONS, candidates, cheapest
 from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import Shape
 from slipstream.plan.workload import Workload
 
 UTILIZATION = 0.85  # of a GPU's memory for an engine with its own
-HEADROOM = 1.0 * GIB  # that stays free on every GPU
+CHOSEN_ALWAYS = ("activation_checkpointing", "tokens_per_microbatch")
 MAX_SLOTS = 256  # more sequences make a host slower than a GPU gains, see `Rates.host_pair_s`
-MICROBATCHES = (("selective", 16384), ("selective", 8192), ("full", 16384), ("full", 8192), ("full", 4096))
 SHARED_SLOWDOWN = 1.7  # of each side on shared GPUs: decoding reads memory while training multiplies
 
 
@@ -29,6 +30,7 @@ class Problem:
     rates: Rates
     seed: int = 0
     slots: int = 0  # 0: chosen
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,8 @@ def evaluate(problem: Problem, split: Split) -> Plan:
 
 
 def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
-    """The first micro-batch and kind of checkpointing that fit, else the smallest."""
-    least = math.ceil(problem.work.longest / split.context_parallel)
+    """The cheapest micro-batch and kind of checkpointing that fit, else the smallest; other options are the run's, or
+    those of `trainer.memory = "auto"`."""
     free = problem.cluster.gpu.memory - HEADROOM
     if split.placement == "single_copy":  # leaves keys and values of some sequences to the engine
         free -= (
@@ -171,18 +173,16 @@ def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
             + problem.shape.weight_bytes / split.tp
             + 8 * problem.work.longest * (problem.shape.kv_bytes / min(split.tp, problem.shape.kv_heads))
         )
-    cost = None
-    for checkpointing, tokens in MICROBATCHES:
-        if cost is not None and cost.microbatch == max(tokens, least) and cost.checkpointing == checkpointing:
-            continue
-        cost = TrainerCost(
-            problem.shape, problem.cluster, problem.rates, problem.work, split.ranks, split.parallel,
-            split.context_parallel, checkpointing, max(tokens, least), split.placement != "single_copy",
-        )  # fmt: skip
-        if sum(cost.memory().values()) <= free:
-            break
-    assert cost
-    return cost
+    trainer, own = problem.trainer, split.placement != "single_copy"
+    auto = trainer.memory == "auto"
+    kept = [n for n in OPTIONS if (n in trainer.model_fields_set if auto else n not in CHOSEN_ALWAYS)]
+    given = {OPTIONS[name]: getattr(trainer, name) for name in kept}
+    cost = TrainerCost(
+        problem.shape, problem.cluster, problem.rates, problem.work, split.ranks, split.parallel,
+        split.context_parallel, own_copy=own,
+    )  # fmt: skip
+    may_cast = auto and split.ranks == 1 and split.placement == "disaggregated" and not problem.work.lora_rank
+    return cheapest(candidates(cost, given, may_cast), free)
 
 
 def place_memory(plan: Plan) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from slipstream.config.loading import load_config
-from slipstream.config.schema import AUTO, Config, ConfigError
+from slipstream.config.schema import AUTO, Config, ConfigError, TrainerConfig
 from slipstream.observe.advice import SHAPE, advise, describe_figures, fit_run, run_config
 from slipstream.observe.run_data import Run, load_run
 from slipstream.plan.calibration import Fit, own_scenario
@@ -147,7 +147,8 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
         work = replace(work, completion=replace(found.completion, most=work.completion.most))
     if found and not options.prompt:
         work = replace(work, prompt=found.prompt)
-    return Problem(shape, cluster, work, rates, seed=options.seed)
+    trainer = config.trainer if config else TrainerConfig()
+    return Problem(shape, cluster, work, rates, seed=options.seed, trainer=trainer)
 
 
 @cache

@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.config.loading import validate
+from slipstream.config.schema import TrainerConfig
 from slipstream.config.toml import to_toml
 from slipstream.observe.formatting import duration, number, short
 from slipstream.plan.hardware import GIB
+from slipstream.plan.memory import HEADROOM, OPTIONS
 from slipstream.plan.ranking import distinct
-from slipstream.plan.splits import HEADROOM, Plan
+from slipstream.plan.splits import CHOSEN_ALWAYS, Plan
 
 SHOWN, UNFIT = 10, 3  # rows of the table
 
@@ -36,7 +38,7 @@ def as_json(plan: Plan, price: float) -> dict[str, Any]:
         "pause_s": plan.publish.pause, "transfer_s": plan.publish.transfer, "trainer_held_s": plan.publish.hold,
         "memory_gib": memory, "slots": plan.slots, "kv_tokens": round(plan.kv_tokens),
         "buffer_groups": (split.max_lag + 1) * work.groups * work.every,
-        "tokens_per_microbatch": plan.trainer.microbatch, "activation_checkpointing": plan.trainer.checkpointing,
+        **{option: getattr(plan.trainer, field) for option, field in OPTIONS.items()},
         "gpu_hours": plan.gpu_hours, "cost": plan.gpu_hours * price if price else None,
     }  # fmt: skip
 
@@ -149,10 +151,8 @@ def options(plan: Plan) -> dict[str, dict[str, Any]]:
     trainer: dict[str, Any] = {"ranks": split.ranks}
     if split.ranks > 1:
         trainer |= {"parallel": split.parallel, "context_parallel": split.context_parallel}
-    trainer |= {
-        "tokens_per_microbatch": plan.trainer.microbatch,
-        "activation_checkpointing": plan.trainer.checkpointing,
-    }
+    values = {option: getattr(plan.trainer, field) for option, field in OPTIONS.items()}
+    trainer |= {name: v for name, v in values.items() if name in CHOSEN_ALWAYS or v != getattr(TrainerConfig(), name)}
     sync: dict[str, Any] = {
         "link": "auto" if split.placement == "colocated" else plan.publish.link,
         "every": work.every,

@@ -31,6 +31,7 @@ from slipstream.sync.sharded_weights import full_tensor, local_part
 from slipstream.trainers.parallel import TrainerRanks
 
 State = dict[str, Any]
+ANOTHER = "resume with the trainer.optimizer that the run had, or start a new run from its policy"
 METADATA = ".metadata"
 
 
@@ -38,8 +39,8 @@ def state_of(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, average: Mapping[str, Tensor],
     counts: dict[str, int],
 ) -> State:  # fmt: skip
-    """The trainer's state, by reference, to be written or read in place: parameters, AdamW's moments, the reference's
-    average, counters, and random state. Creates missing moments."""
+    """The trainer's state, by reference, to be written or read in place: parameters, the optimizer's moments, the
+    reference's average, counters, and random state. Creates missing moments of torch's AdamW."""
     for parameter in parameters.values():
         if not optimizer.state[parameter]:  # the initial values of AdamW
             optimizer.state[parameter] = {
@@ -101,8 +102,12 @@ def save(path: Path, state: State, ranks: TrainerRanks, last: bool = False) -> F
 
 
 def _validate_finite(state: State) -> None:
-    kinds = ("exp_avg", "exp_avg_sq")
-    moments = {f"{kind} of {name}": each[kind] for name, each in state["moments"].items() for kind in kinds}
+    moments = {
+        f"{kind} of {name}": value
+        for name, each in state["moments"].items()
+        for kind, value in each.items()
+        if value.is_floating_point()
+    }
     averages = {f"average of {name}": value for name, value in state["average"].items()}
     for tensors in (state["parameters"], moments, averages):
         if name := first_not_finite({name: local_part(value) for name, value in tensors.items()}):
@@ -134,6 +139,7 @@ def restore(path: Path, state: State, ranks: TrainerRanks) -> dict[str, int]:
     shapes = {n.removeprefix("parameters."): tuple(written[n].size) for n in written if n.startswith("parameters.")}
     if shapes != {name: tuple(parameter.shape) for name, parameter in state["parameters"].items()}:
         raise InvalidInput(f"{path} holds other parameters than the model; was model.path or lora changed?")
+    _validate_moments(path, written, state["moments"])
     counts = {n.removeprefix("counts."): 0 for n in written if n.startswith("counts.")}
     has_average = any(name.startswith("average.") for name in written)
     target = state | {"average": state["average"] if has_average else {}, "counts": counts}
@@ -149,6 +155,16 @@ def restore(path: Path, state: State, ranks: TrainerRanks) -> dict[str, int]:
         torch.cuda.set_rng_state(target["random_cuda"])
     restored: dict[str, int] = target["counts"]
     return restored
+
+
+def _validate_moments(path: Path, written: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raise `InvalidInput` unless the optimizer that wrote the checkpoint had moments of these names and formats."""
+    saved = {name: found.properties.dtype for name, found in written.items() if name.startswith("moments.")}
+    wanted = {f"moments.{name}.{kind}": value.dtype for name, each in moments.items() for kind, value in each.items()}
+    if saved != wanted:
+        name = min(saved.items() ^ wanted.items())[0]
+        found, wants = (formats.get(name, "nothing") for formats in (saved, wanted))
+        raise InvalidInput(f"{path} is of another optimizer: {name} is {found}, not {wants}; {ANOTHER}")
 
 
 def export(path: Path, model: Any, parameters: Mapping[str, nn.Parameter], ranks: TrainerRanks) -> None:

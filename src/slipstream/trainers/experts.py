@@ -37,7 +37,7 @@ def expert_modules(model: nn.Module, size: int) -> list[Any]:
     return modules
 
 
-def shard_experts(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -> list[Any]:
+def shard_experts(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype, master: torch.dtype) -> list[Any]:
     """Keep this rank's experts of each layer, and dispatch tokens by all-to-all. Returns `expert_modules`."""
     modules = expert_modules(model, mesh.size())
     for experts in modules:
@@ -47,7 +47,7 @@ def shard_experts(model: nn.Module, mesh: DeviceMesh, compute: torch.dtype) -> l
         experts.group = mesh.get_group()
         for name, p in own.items():
             shared = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
-            setattr(experts, name, nn.Parameter(shared.to(master_dtype(p, compute)), p.requires_grad))
+            setattr(experts, name, nn.Parameter(shared.to(master_dtype(p, compute, master)), p.requires_grad))
         experts.forward = MethodType(_dispatch_and_combine, experts)
     return modules
 

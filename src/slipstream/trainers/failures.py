@@ -10,6 +10,7 @@ import torch
 from slipstream.config.checks import refers_to_base, spares_copy
 from slipstream.config.schema import Config, TrainerConfig
 from slipstream.errors import UserError
+from slipstream.model.device import dtype_of
 
 # Messages of errors without their own class; torch.OutOfMemoryError covers only torch's CUDA allocator.
 OUT_OF_MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "memory allocation failed")
@@ -34,6 +35,10 @@ def validate_skipped_steps(skipped: int, options: TrainerConfig) -> None:
         )
 
 
+def trains_in_bfloat16(config: Config) -> bool:
+    return dtype_of(config) == torch.bfloat16
+
+
 @contextmanager
 def explain_out_of_memory(config: Config, what: str) -> Iterator[None]:
     """Convert an out-of-memory error while the trainer does `what` to an `OutOfMemory` that names options to change."""
@@ -43,16 +48,22 @@ def explain_out_of_memory(config: Config, what: str) -> Iterator[None]:
         short = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not short and not any(message in str(error) for message in OUT_OF_MEMORY_MESSAGES):
             raise
-        remedies = "; ".join(_remedies(config))
-        raise OutOfMemory(f"the trainer has not enough memory to {what}: {remedies}\n{error}") from error
+        first, *others = _remedies(config)
+        more = f"; if that is not enough: {'; '.join(others)}" if others else ""
+        raise OutOfMemory(f"the trainer has not enough memory to {what}: {first}{more}\n{error}") from error
 
 
 def _remedies(config: Config) -> list[str]:
+    """What to change, in the order in which it costs more."""
     trainer, algorithm, lora = config.trainer, config.algorithm, config.lora
     refers = algorithm.kl_coef > 0 and not refers_to_base(config)
+    whole, wide = not lora.rank, trainer.master_weights == "float32"
     remedies = {
         f"lower trainer.tokens_per_microbatch = {trainer.tokens_per_microbatch}": True,
         'set trainer.activation_checkpointing = "full"': trainer.activation_checkpointing != "full",
+        'set trainer.optimizer = "adamw_8bit"': whole and trainer.optimizer == "adamw",
+        'set trainer.master_weights = "bfloat16"': whole and wide and trains_in_bfloat16(config),
+        "set trainer.offload_optimizer = true": whole and not trainer.offload_optimizer and torch.cuda.is_available(),
         "set trainer.keep_compute_copy = false": spares_copy(config),
         "do without the reference policy (algorithm.kl_coef = 0)": refers,
         "train adapters (lora.rank)": not lora.rank,

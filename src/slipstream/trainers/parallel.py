@@ -101,8 +101,10 @@ class TrainerRanks:
         """Whether weights are sharded by FSDP, which gathers a layer when it runs."""
         return self.is_sharded and not self.is_tensor_parallel
 
-    def shard(self, policy: Any, compute: torch.dtype) -> None:
+    def shard(self, policy: Any, compute: torch.dtype, master: torch.dtype = torch.float32) -> None:
         """Shard `policy` with FSDP: weights are gathered in `compute`, gradients are summed in float32.
+
+        Shards of trained weights are kept in `master`.
 
         The weights may be on the CPU in another dtype: layers are moved to the device and sharded one at a time.
         Raises `ConfigError` for a model that can't be packed.
@@ -116,10 +118,10 @@ class TrainerRanks:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # the batch's log-probabilities stay float32
         )
-        experts = shard_experts(policy.model, self._experts["experts"], compute) if self._experts else []
+        experts = shard_experts(policy.model, self._experts["experts"], compute, master) if self._experts else []
         parts = [(module, self._experts["copies"]) for module in experts] if self._experts else []
         for module, mesh in (*parts, *((m, self.mesh) for m in (*decoder_layers(policy.model), policy))):
-            cast_parameters(module, self.device, compute)
+            cast_parameters(module, self.device, compute, master)
             sharded: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=mixed)
             # The loss has one denominator for all ranks, so gradients are summed, not averaged.
             sharded.set_gradient_divide_factor(1.0)

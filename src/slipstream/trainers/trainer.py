@@ -24,7 +24,7 @@ from slipstream.algorithms.schedule import learning_rate
 from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.token_gradients import token_gradients
 from slipstream.algorithms.tokens import Tokens
-from slipstream.config.schema import Config, ConfigError, TrainerConfig
+from slipstream.config.schema import Config, ConfigError
 from slipstream.model.device import current_device, dtype_of
 from slipstream.model.inspection import adapter_dropouts, trained_parameters
 from slipstream.model.loading import load_model, stored_dtype
@@ -39,8 +39,9 @@ from slipstream.trainers import checkpoint
 from slipstream.trainers.activation_checkpointing import prepare_layers
 from slipstream.trainers.failures import validate_skipped_steps
 from slipstream.trainers.flops import FlopsMeter
-from slipstream.trainers.master_weights import cast_parameters, compute_on
-from slipstream.trainers.parallel import TrainerRanks, clip_gradients, group_by_mesh
+from slipstream.trainers.master_weights import cast_parameters, compute_on, keep_float32_gradients, trained_dtype
+from slipstream.trainers.optimizer import new_optimizer
+from slipstream.trainers.parallel import TrainerRanks, clip_gradients
 from slipstream.trainers.reference import Reference
 from slipstream.trainers.tensor_parallel import shard_model
 
@@ -48,7 +49,10 @@ COUNTS = ("step_count", "token_count", "skipped_count", "skipped_in_a_row")  # c
 
 
 class Trainer:
-    """A policy, its optimizer and the objective. `parameters` are the float32 masters of the trained weights."""
+    """A policy, its optimizer and the objective.
+
+    `parameters` are what the optimizer updates: masters of the trained weights, in the format `trainer.master_weights`.
+    """
 
     def __init__(self, config: Config, model: Any = None) -> None:
         """`model` is that of `load_trained_model`, by default a new one."""
@@ -56,11 +60,12 @@ class Trainer:
         validate_adapter(config.model.path)
         self.device = current_device()
         options, compute = config.trainer, dtype_of(config)
+        master = trained_dtype(options, compute)
         self.ranks = TrainerRanks(options, self.device)
         home = torch.device("cpu") if self.ranks.is_fsdp else self.device  # FSDP moves it to the GPU layer by layer
         self.model = model or load_trained_model(config, home)
         if not self.ranks.is_fsdp:
-            cast_parameters(self.model, self.device, compute)
+            cast_parameters(self.model, self.device, compute, master)
         self.model.eval()  # without dropout, as engines sample
         self._dropouts, self._seed = adapter_dropouts(self.model), config.loop.seed
         self.step_count = self.token_count = self.skipped_count = self.skipped_in_a_row = 0
@@ -77,19 +82,20 @@ class Trainer:
         self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl_coef else None
         self._meter = FlopsMeter(self._policy, self.device)
         if self.ranks.is_fsdp:
-            self.ranks.shard(self._policy, compute)
+            self.ranks.shard(self._policy, compute, master)
         prepare_layers(self.model, options.activation_checkpointing, compiled and not self.ranks.is_tensor_parallel)
         self.parameters = trained_parameters(self.model)
         if self.ranks.is_tensor_parallel and self.ranks.mesh:
             self.parameters, self.ranks.partial_gradients = shard_model(self._policy, self.ranks.mesh)
         if self._reference:
             self._reference.track(self.parameters)
-        lower = compute != torch.float32 and not self.ranks.is_fsdp  # FSDP casts shards when it gathers them
+        lower = compute != master and not self.ranks.is_fsdp  # FSDP casts shards when it gathers them
         parts = {name: local_part(p.detach()) for name, p in self.parameters.items()}
         self._compute_copies = {name: part.to(compute) for name, part in parts.items()} if lower else None
         if lower or self.ranks.is_tensor_parallel:
             compute_on(self.model, self.parameters, self._compute_copies or parts)
-        self._optimizer = _new_optimizer(self.parameters.values(), options)
+        keep_float32_gradients(self.parameters.values())
+        self._optimizer = new_optimizer(self.model, self.parameters, options, compiled, config.loop.seed)
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
         """Run forward and backward passes on `tensors`, which an engine serves and updates (`single_copy`).
@@ -235,8 +241,9 @@ class Trainer:
         tensors += [*self.parameters.values(), *(self._compute_copies or {}).values()]
         yield from tensors
         yield from (tensor.grad for tensor in tensors if tensor.grad is not None)
-        for moments in self._optimizer.state.values():
-            yield from moments.values()
+        if not self._options.offload_optimizer:
+            for moments in self._optimizer.state.values():
+                yield from moments.values()
 
     def _validate_on_device(self) -> None:
         if self._offloaded:
@@ -323,13 +330,3 @@ def _move_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
         torch.cuda.synchronize()
         moved.clear()
         torch.cuda.empty_cache()
-
-
-def _new_optimizer(parameters: Iterable[torch.nn.Parameter], options: TrainerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [{"params": group} for group in group_by_mesh(parameters)],
-        lr=options.learning_rate,
-        betas=(options.betas[0], options.betas[1]),
-        weight_decay=options.weight_decay,
-        fused=True,  # else a CPU holds several copies of the largest parameter
-    )
