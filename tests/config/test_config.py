@@ -152,6 +152,23 @@ def test_every_option_is_documented_once() -> None:
         ),
         (["--trainer.ranks=4", "--trainer.context_parallel=3"], "context_parallel = 3 must divide trainer.ranks = 4"),
         (
+            ["--trainer.master_weights=bfloat16", "--model.dtype=float32"],
+            'trainer.master_weights = "bfloat16" does not go with model.dtype = "float32"; set that to "bfloat16"',
+        ),
+        (
+            ["--trainer.master_weights=bfloat16", "--lora.rank=8"],
+            "does not go with lora.rank = 8: adapters are small, and stay float32; leave it out",
+        ),
+        (
+            ["--trainer.master_weights=bfloat16", "--algorithm.kl_coef=0.1", "--algorithm.reference=average"],
+            'does not go with algorithm.reference = "average"',
+        ),
+        (["--trainer.optimizer=muon", "--lora.rank=8"], 'use "adamw", or set lora.rank = 0'),
+        (
+            ["--trainer.keep_compute_copy=false", "--trainer.master_weights=bfloat16"],
+            'does not go with trainer.master_weights = "bfloat16", which needs none; leave it out',
+        ),
+        (
             ["--trainer.keep_compute_copy=false", "--model.dtype=float32"],
             'keep_compute_copy = false does not go with model.dtype = "float32"',
         ),

@@ -259,6 +259,7 @@ def test_out_of_memory_errors_name_options_that_help(
     with pytest.raises(OutOfMemory, match=r"to step: .*tokens_per_microbatch = 77.*activation_checkpointing") as error:
         asyncio.run(full.step(random_batch(38)))
     assert "algorithm.kl_coef = 0" in str(error.value) and "lora.rank" in str(error.value)
+    assert re.search(r"to step: lower trainer.tokens.*not enough: .*optimizer = \"adamw_8bit\"", str(error.value))
     drawn = random_batch(38).groups[0].rollouts[0].completions
     with pytest.raises(OutOfMemory, match=r"to score: .*lora.quantization") as error:
         asyncio.run(adapted.score(drawn))

@@ -162,7 +162,7 @@ def _validate_moments(path: Path, written: Mapping[str, Any], moments: Mapping[s
     saved = {name: found.properties.dtype for name, found in written.items() if name.startswith("moments.")}
     wanted = {f"moments.{name}.{kind}": value.dtype for name, each in moments.items() for kind, value in each.items()}
     if saved != wanted:
-        name = min(saved.items() ^ wanted.items())[0]
+        name = min(name for name, _ in saved.items() ^ wanted.items())
         found, wants = (formats.get(name, "nothing") for formats in (saved, wanted))
         raise InvalidInput(f"{path} is of another optimizer: {name} is {found}, not {wants}; {ANOTHER}")
 

@@ -202,16 +202,18 @@ def adamw_update(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: 
     """
     beta1, beta2, rate, root, decay = numbers.unbind()
     bits = random_bits(_indices(weight, noise[1]), noise[0])
-    first = exp_avg if scale is None else dequantize(exp_avg, scale, *SIGNED)
-    second = exp_avg_sq if scale_sq is None else dequantize(exp_avg_sq, scale_sq, *UNSIGNED)
+    first = exp_avg if scale is None else dequantize(exp_avg, scale, SIGNED)
+    second = exp_avg_sq if scale_sq is None else dequantize(exp_avg_sq, scale_sq, UNSIGNED)
     first = beta1 * first + (1 - beta1) * gradient
     second = beta2 * second + (1 - beta2) * gradient * gradient
     updated = weight.float() * decay - rate * first / (second.sqrt() / root + EPS)
     weight.copy_(round_to_bfloat16(updated, bits) if weight.dtype == torch.bfloat16 else updated)
     if scale is not None and scale_sq is not None:
         more = random_bits(bits, noise[0] ^ 0x5BD1E995)
-        first, new_scale = quantize(first, bits >> 16, *SIGNED)
-        second, new_scale_sq = quantize(second, more, *UNSIGNED)
+        positive = (second > 0).float()
+        first, new_scale = quantize(first, bits >> 16, SIGNED)
+        second, new_scale_sq = quantize(second, more, UNSIGNED)
+        second = second.maximum(positive)  # a moment rounded to 0 would make the next update very large
         scale.copy_(new_scale)
         scale_sq.copy_(new_scale_sq)
     exp_avg.copy_(first)
@@ -237,7 +239,7 @@ def orthogonalized(update: Tensor, like: Tensor) -> Tensor:
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
-    """The nearest matrix with orthogonal rows or columns, roughly: singular values come between 0.7 and 1.2."""
+    """The nearest matrix with orthogonal rows or columns, roughly: singular values come between 0.5 and 1.5."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # elements that share a scale, all in one row: any sharding by rows keeps blocks whole
-# A code c of `levels` stands for (c / levels) ** 2 ** roots of its block's largest value: nearly logarithmic, since a
-# block holds gradients of very different sizes. Second moments are squares, and so take one root more.
-SIGNED, UNSIGNED = (127, 2), (255, 3)  # levels and roots of int8 and uint8
+SIGNED, UNSIGNED = 127, 255  # levels of int8 and uint8
 LOW_BITS = 0xFFFF
 
 
@@ -34,27 +32,25 @@ def round_to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
     return ((values.view(torch.int32) + (bits & LOW_BITS)) & ~LOW_BITS).view(torch.float32).to(torch.bfloat16)
 
 
-def quantize(values: Tensor, bits: Tensor, levels: int, roots: int) -> tuple[Tensor, Tensor]:
-    """Codes as float32, with the sign of their value, and the scale of each row: the largest magnitude in it."""
+def quantize(values: Tensor, bits: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Codes as float32, with the sign of their value, and the scale of each row: the largest magnitude in it.
+
+    A code c stands for (c / levels) ** 4 of the scale: nearly logarithmic, since values of a row differ much in size.
+    """
     scale = values.abs().amax(-1, keepdim=True)
     share = values.abs() / scale.clamp_min(torch.finfo(torch.float32).tiny)
-    position = share
-    for _ in range(roots):
-        position = position.sqrt()
-    low = (position * levels).floor().clamp_max(levels - 1)
-    below, above = _decode(low, levels, roots), _decode(low + 1, levels, roots)
+    low = (share.sqrt().sqrt() * levels).floor().clamp_max(levels - 1)
+    below, above = _decode(low, levels), _decode(low + 1, levels)
     codes = low + (uniform(bits) < (share - below) / (above - below))
     return codes * values.sign(), scale
 
 
-def dequantize(codes: Tensor, scale: Tensor, levels: int, roots: int) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, levels: int) -> Tensor:
     """The float32 values of `codes`."""
     codes = codes.float()
-    return codes.sign() * _decode(codes.abs(), levels, roots) * scale
+    return codes.sign() * _decode(codes, levels) * scale
 
 
-def _decode(codes: Tensor, levels: int, roots: int) -> Tensor:
-    share = codes / levels
-    for _ in range(roots):
-        share = share * share
-    return share
+def _decode(codes: Tensor, levels: int) -> Tensor:
+    squared = (codes / levels) ** 2
+    return squared * squared

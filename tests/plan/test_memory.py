@@ -1,0 +1,101 @@
+"""The memory of a trainer's options, and the choice of `trainer.memory = "auto"`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from slipstream.config.loading import load_config
+from slipstream.config.schema import Config
+from slipstream.plan.hardware import GIB, GPUS, Cluster
+from slipstream.plan.memory import candidates, cheapest, choose_memory, cost_of, price
+from slipstream.plan.shapes import find_shape
+from slipstream.plan.splits import Problem, Split, evaluate
+from tests.plan.cases import problem
+
+
+def configured(*flags: str, model: str = "8B") -> Config:
+    own = [f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", "--trainer.memory=auto"]
+    return load_config(None, [*own, "--sampling.max_tokens=2048", "--loop.groups_per_step=8", *flags])
+
+
+def bytes_per_parameter(*flags: str) -> float:
+    cost = cost_of(configured("--trainer.memory=manual", *flags), find_shape("8B"), Cluster(GPUS["h200"], 1))
+    parts = cost.memory()
+    return sum(parts[name] for name in ("weights", "masters", "gradients", "moments")) / find_shape("8B").parameters
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), 18), (("--trainer.optimizer=adamw_8bit",), 12.06), (("--trainer.master_weights=bfloat16",), 14),
+        (("--trainer.master_weights=bfloat16", "--trainer.optimizer=adamw_8bit"), 8.06),
+        (("--trainer.offload_optimizer=true",), 10),
+        (("--trainer.offload_optimizer=true", "--trainer.master_weights=bfloat16"), 6),
+        (("--trainer.optimizer=muon",), 14 + 4 * 2 * 151936 * 4096 / 8.19e9),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_parameter_are_those_of_the_documentation(flags: tuple[str, ...], expected: float) -> None:
+    assert bytes_per_parameter(*flags) == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "card", "ranks", "flags"),
+    [
+        ("1.7B", "rtx4090", 1, ()), ("8B", "h200", 1, ()), ("8B", "h100", 2, ()), ("8B", "l40s", 4, ()),
+        ("8B", "h100", 1, ("--lora.rank=32",)), ("8B", "l40s", 1, ("--lora.rank=32",)),
+    ],
+)  # fmt: skip
+def test_auto_fits_and_takes_nothing_more_costly_than_needed(
+    model: str, card: str, ranks: int, flags: tuple[str, ...]
+) -> None:
+    given = configured(f"--trainer.ranks={ranks}", *flags, model=model)
+    chosen, gpu = choose_memory(given, 99, GPUS[card]), GPUS[card]
+    cost = cost_of(chosen, find_shape(model), Cluster(gpu, 99))
+    needed = sum(cost.memory().values())
+    assert needed <= 0.95 * gpu.memory - GIB
+    assert f"about {needed / 1e9:.0f} of" in chosen.trainer.chosen and chosen.trainer.memory == "manual"
+    cheaper = [c for c in candidates(cost, {}, ranks == 1 and not flags) if price(c) < price(cost)]
+    assert all(sum(c.memory().values()) > 0.95 * gpu.memory - GIB for c in cheaper)
+    larger = choose_memory(given, 99, replace(gpu, memory=10 * gpu.memory))
+    assert larger.trainer.chosen.startswith("the options as they are")
+
+
+def test_options_that_are_set_stay() -> None:
+    set_by_user = ("--trainer.optimizer=muon", "--trainer.activation_checkpointing=selective")
+    chosen = choose_memory(configured(*set_by_user), 99, GPUS["h100"]).trainer
+    assert (chosen.optimizer, chosen.activation_checkpointing) == ("muon", "selective")
+    assert chosen.offload_optimizer
+
+
+def test_auto_says_what_is_missing_if_nothing_fits() -> None:
+    chosen = choose_memory(configured(), 99, GPUS["l4"]).trainer.chosen
+    assert "no options need less; add ranks, or train adapters (lora.rank)" in chosen
+
+
+def test_an_engine_on_the_same_gpu_leaves_less() -> None:
+    alone, shared = (choose_memory(configured(model="1.7B"), gpus, GPUS["h100"]).trainer for gpus in (2, 1))
+    assert alone.chosen.startswith("the options as they are") and not shared.chosen.startswith("the options")
+
+
+@pytest.mark.parametrize(("dtype", "gpu"), [("float32", GPUS["h100"]), ("bfloat16", None)])
+def test_nothing_is_taken_without_a_gpu_or_in_float32(dtype: str, gpu: None) -> None:
+    chosen = choose_memory(configured(f"--model.dtype={dtype}"), 1, gpu).trainer
+    assert chosen.memory == "manual" and chosen.chosen.startswith("the options as they are: ")
+
+
+def test_the_planner_takes_options_of_the_configuration() -> None:
+    split = Split("disaggregated", 1, "fsdp", 1, 1, 1, 1)
+    plain: Problem = problem("8B", "h200", 2)
+    assert evaluate(plain, split).missing
+    auto = evaluate(replace(plain, trainer=configured().trainer), split)
+    eight_bit = configured("--trainer.memory=manual", "--trainer.optimizer=adamw_8bit").trainer
+    assert not auto.missing and (auto.trainer.optimizer == "adamw_8bit" or auto.trainer.offload_optimizer)
+    assert evaluate(replace(plain, trainer=eight_bit), split).memory["trainer"]["moments"] < 2.1 * 8.2e9
+
+
+def test_the_smallest_is_taken_if_none_fits() -> None:
+    cost = cost_of(configured(), find_shape("8B"), Cluster(GPUS["h100"], 1))
+    options = candidates(cost, {}, True)
+    assert cheapest(options, 0.0) is min(options, key=lambda c: sum(c.memory().values()))
