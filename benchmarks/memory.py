@@ -103,6 +103,9 @@ def measure(recipe: Recipe, folder: Path, flags: list[str]) -> dict[str, Any]:
     torch.set_default_dtype(torch.float32)
     trainer = Trainer(config, add_adapters(model, config.lora) if config.lora.rank else model)
     loaded = time.perf_counter() - began
+    if ON_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     steps = [step(trainer, recipe, seed) for seed in range(3)]
     best = max(steps[1:], key=lambda each: each["tokens_per_s"])
     shape = find_shape(str(folder))

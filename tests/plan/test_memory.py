@@ -29,8 +29,8 @@ def bytes_per_parameter(*flags: str) -> float:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ((), 18), (("--trainer.optimizer=adamw_8bit",), 12.06), (("--trainer.master_weights=bfloat16",), 14),
-        (("--trainer.master_weights=bfloat16", "--trainer.optimizer=adamw_8bit"), 8.06),
+        ((), 18), (("--trainer.optimizer=adamw_8bit",), 12.125), (("--trainer.master_weights=bfloat16",), 14),
+        (("--trainer.master_weights=bfloat16", "--trainer.optimizer=adamw_8bit"), 8.125),
         (("--trainer.offload_optimizer=true",), 10),
         (("--trainer.offload_optimizer=true", "--trainer.master_weights=bfloat16"), 6),
         (("--trainer.optimizer=muon",), 14 + 4 * 2 * 151936 * 4096 / 8.19e9),
@@ -92,7 +92,7 @@ def test_the_planner_takes_options_of_the_configuration() -> None:
     auto = evaluate(replace(plain, trainer=configured().trainer), split)
     eight_bit = configured("--trainer.memory=manual", "--trainer.optimizer=adamw_8bit").trainer
     assert not auto.missing and (auto.trainer.optimizer == "adamw_8bit" or auto.trainer.offload_optimizer)
-    assert evaluate(replace(plain, trainer=eight_bit), split).memory["trainer"]["moments"] < 2.1 * 8.2e9
+    assert evaluate(replace(plain, trainer=eight_bit), split).memory["trainer"]["moments"] < 2.2 * 8.2e9
 
 
 def test_the_smallest_is_taken_if_none_fits() -> None:

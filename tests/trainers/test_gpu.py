@@ -15,6 +15,8 @@ from torch import Tensor
 
 from slipstream.model.loading import load_causal_lm
 from slipstream.rollout import Batch
+from slipstream.trainers.optimizer import adamw_update
+from slipstream.trainers.stochastic_rounding import BLOCK
 from tests.conftest import save_model
 from tests.trainers.test_trainer import gradient, make_trainer, random_batch, sequences
 
@@ -84,3 +86,35 @@ def test_gradient_error_is_no_larger_than_that_of_unpacked_passes(saved: Path, w
 def test_auto_dtype_on_a_gpu_is_bfloat16(tiny: Path) -> None:
     assert {p.dtype for p in make_trainer(tiny, "--model.dtype=auto").model.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in make_trainer(tiny, "--model.dtype=float32").model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon"])
+def test_state_in_host_memory_gives_the_same_weights(saved: Path, optimizer: str) -> None:
+    """The host's state is pinned, and the GPU holds a few pieces of it during an update."""
+    flags = (f"--trainer.optimizer={optimizer}", "--trainer.learning_rate=1e-3", "--trainer.compile=false")
+    here, there = make_trainer(saved, *flags), make_trainer(saved, *flags, "--trainer.offload_optimizer=true")
+    for _ in range(3):
+        here.step(batch_of_groups())
+        there.step(batch_of_groups())
+    assert all(torch.equal(p, there.parameters[name]) for name, p in here.parameters.items())
+    state = [v for each in there._optimizer.state.values() for kind, v in each.items() if kind != "step"]
+    assert all(v.is_pinned() for v in state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_update_is_that_of_plain_operations(dtype: torch.dtype) -> None:
+    """Few elements round elsewhere, since fused operations differ in the last bit."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    numbers = torch.tensor([0.9, 0.99, 1e-3, 0.3, 1.0], device="cuda")
+    weight, gradient = (torch.randn(500, BLOCK, device="cuda", generator=draw) for _ in range(2))
+    codes = torch.zeros(500, BLOCK, dtype=torch.int8, device="cuda")
+    ways = []
+    for update in (adamw_update, torch.compile(adamw_update, dynamic=True)):
+        scales = [torch.zeros(500, 1, device="cuda") for _ in range(2)]
+        state = [weight.to(dtype), gradient.clone(), codes.clone(), codes.to(torch.uint8)]
+        for seed in range(3):
+            update(*state, torch.tensor([seed, 7], dtype=torch.int32, device="cuda"), numbers, *scales)
+        ways.append([*state, *scales])
+    for plain, compiled in zip(*ways, strict=True):
+        apart = (plain.float() - compiled.float()).abs() > 1e-6 * plain.float().abs()
+        assert apart.float().mean() < 1e-3

@@ -16,7 +16,7 @@ ENGINE_OVERHEAD = 2.5 * GIB  # context, CUDA graphs and activations of an engine
 TRAINER_OVERHEAD = 3.5 * GIB  # context, chunks of logits, allocator
 PCIE = 25e9  # bytes/s between a GPU and pageable host memory
 PINNED = 45e9  # bytes/s to or from pinned host memory by PCIe 5, in both directions at once
-QUANTIZED = 1 + FP32 / 128  # bytes of a moment of 8 bits, with its share of a block's scale
+QUANTIZED = 1 + FP32 / 64  # bytes of a moment of 8 bits, with its share of a block's scale
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
 KEPT = {"selective": 1.0, "full": 0.27}
 RECOMPUTED = {"selective": 1.03, "full": 4 / 3}

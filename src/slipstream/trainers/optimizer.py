@@ -34,7 +34,7 @@ from slipstream.trainers.stochastic_rounding import (
 )
 
 State = dict[str, Tensor]
-PIECE = 2**23  # elements, a multiple of BLOCK: bounds temporary memory
+PIECE, LARGE_PIECE = 2**23, 2**25  # elements, multiples of BLOCK; large ones where no temporary memory is needed
 EPS = 1e-8
 # Muon (Jordan et al. 2024): momentum, and the coefficients of the Newton-Schulz iteration of torch.optim.Muon. Updates
 # are scaled to the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982), so learning rates carry over.
@@ -86,6 +86,7 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
         super().__init__(self._parameters, defaults)
         self._seed, self._offloads = seed, options.offload_optimizer
         self._device = self._parameters[0].device
+        self._piece = LARGE_PIECE if compiled and not self._offloads else PIECE
         self._update: Callable[..., None] = torch.compile(adamw_update, dynamic=True) if compiled else adamw_update
         self._matrices = {number for number, name in enumerate(parameters) if name in matrices}
         for number, parameter in enumerate(self._parameters):
@@ -118,7 +119,7 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
         """The pieces of a parameter; one for a matrix, of which Muon needs the whole."""
         parameter = self._parameters[number]
         count, offset = local_part(parameter.detach()).numel(), _flat_offset(parameter)
-        size = max(1, count) if number in self._matrices else PIECE
+        size = max(1, count) if number in self._matrices else self._piece
         for start in range(0, count, size):
             yield Piece(number, start, min(count, start + size), offset + start)
         if not count and number in self._matrices:  # other ranks gather it
@@ -126,7 +127,7 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of all parameters. Gradients are float32."""
+        """One update of all parameters."""
         pieces = [piece for piece in self._pieces if self._parameters[piece.number].grad is not None]
         counts = [int(self.state[parameter]["step"]) + 1 for parameter in self._parameters]
         seeds = [[_int32(hash((self._seed, counts[p.number], p.number))), _int32(p.offset)] for p in pieces]
@@ -204,8 +205,8 @@ def adamw_update(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: 
     bits = random_bits(_indices(weight, noise[1]), noise[0])
     first = exp_avg if scale is None else dequantize(exp_avg, scale, SIGNED)
     second = exp_avg_sq if scale_sq is None else dequantize(exp_avg_sq, scale_sq, UNSIGNED)
-    first = beta1 * first + (1 - beta1) * gradient
-    second = beta2 * second + (1 - beta2) * gradient * gradient
+    first = beta1 * first + (1 - beta1) * gradient.float()
+    second = beta2 * second + (1 - beta2) * gradient.float().square()
     updated = weight.float() * decay - rate * first / (second.sqrt() / root + EPS)
     weight.copy_(round_to_bfloat16(updated, bits) if weight.dtype == torch.bfloat16 else updated)
     if scale is not None and scale_sq is not None:

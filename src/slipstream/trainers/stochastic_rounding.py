@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 128  # elements that share a scale, all in one row: any sharding by rows keeps blocks whole
+BLOCK = 64  # elements that share a scale, all in one row: any sharding by rows keeps blocks whole
 SIGNED, UNSIGNED = 127, 255  # levels of int8 and uint8
 LOW_BITS = 0xFFFF
 
