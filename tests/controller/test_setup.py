@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError, LoopConfig
-from slipstream.controller import stalls
-from slipstream.controller.setup import PROBE_ROUNDS, PROBES, restore, sample_probes
+from slipstream.controller import setup, stalls
+from slipstream.controller.setup import PROBE_ROUNDS, PROBES, resolve_config, restore, sample_probes
 from slipstream.environments.base import Task
 from slipstream.generators.base import GenerationError
+from slipstream.plan.hardware import GIB, GPUS
 from slipstream.rollout import Completion, VersionSpan
 from slipstream.runtime.worker import WorkerDied
 from slipstream.runtime.worker_process import HEARTBEAT_S
@@ -73,3 +75,15 @@ def test_a_checkpoint_of_an_older_version_is_refused_in_one_line(tmp_path: Path)
     (tmp_path / "ready").touch()
     with pytest.raises(ConfigError, match=r": written by an older version of Slipstream \(no 'streams'\); start"):
         asyncio.run(restore(run, tmp_path, {"ready": "ready", "ledger": {"position": 3}}))
+
+
+def test_a_run_chooses_its_memory_options_once(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [f"--model.path={tiny}", "--model.dtype=bfloat16", "--environment.name=addition", "--trainer.memory=auto"]
+    without = resolve_config(load_config(None, flags)).trainer
+    assert (without.memory, without.chosen) == ("manual", "the options as they are: no GPU on this host")
+    small = replace(GPUS["l4"], memory=7.92 * GIB)
+    monkeypatch.setattr(setup, "this_gpu", lambda: small)
+    chosen = resolve_config(load_config(None, flags))
+    assert chosen.trainer.tokens_per_microbatch < 16384 and "tokens_per_microbatch = " in chosen.trainer.chosen
+    monkeypatch.setattr(setup, "this_gpu", lambda: GPUS["h200"])
+    assert resolve_config(chosen).trainer == chosen.trainer  # as a resumed run does

@@ -69,6 +69,11 @@ def test_options_that_are_set_stay() -> None:
     assert chosen.offload_optimizer
 
 
+def test_moments_stay_on_the_gpu_if_the_host_has_too_little_memory() -> None:
+    rich, poor = (choose_memory(configured(), 99, GPUS["h100"], host).trainer for host in (1e12, 1e11))
+    assert rich.offload_optimizer and not poor.offload_optimizer
+
+
 def test_auto_says_what_is_missing_if_nothing_fits() -> None:
     chosen = choose_memory(configured(), 99, GPUS["l4"]).trainer.chosen
     assert "no options need less; add ranks, or train adapters (lora.rank)" in chosen

@@ -79,7 +79,10 @@ def resolve_config(config: Config) -> Config:
     config = resolve_auto(config, runtime.gpus, runtime.hosts, network)
     find_link(config.sync.link)
     validate_models(config)
-    return choose_memory(config, runtime.gpus, this_gpu()) if config.trainer.memory == "auto" else config
+    if config.trainer.memory == "auto":
+        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        config = choose_memory(config, runtime.gpus, this_gpu(), host)
+    return config
 
 
 def this_gpu() -> Gpu | None:

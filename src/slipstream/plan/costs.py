@@ -142,7 +142,7 @@ class TrainerCost:
         state = sum(self._state().values())
         update = 2 * state / (self.cluster.gpu.bandwidth * rates.bandwidth)
         pinned = min(PINNED, self.cluster.gpu.link * rates.link)  # slower cards have PCIe 4 as their link
-        moved = self._moments() / pinned if self.offload_optimizer else 0.0
+        moved = self.moments / pinned if self.offload_optimizer else 0.0
         return compute + self._traffic(packed) + max(update, moved)
 
     @property
@@ -187,11 +187,12 @@ class TrainerCost:
         """Bytes of what the optimizer reads and writes on the GPU."""
         each = self.trained / self._shards
         masters = each * (FP32 if self.master_weights == "float32" else BF16)
-        moments = 0.0 if self.offload_optimizer else self._moments()
+        moments = 0.0 if self.offload_optimizer else self.moments
         return {"masters": masters, "gradients": FP32 * each, "moments": moments}
 
-    def _moments(self) -> float:
-        """Bytes of the moments of one rank."""
+    @property
+    def moments(self) -> float:
+        """Bytes of the moments of one rank, on its GPU or in host memory."""
         each = self.trained / self._shards
         if self.optimizer == "adamw_8bit":
             return 2 * QUANTIZED * each

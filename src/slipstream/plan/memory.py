@@ -18,6 +18,7 @@ from slipstream.plan.workload import Lengths, Workload
 
 HEADROOM = 1.0 * GIB  # that stays free on every GPU
 SAFE = 0.95  # of the memory: estimates err by up to 5%
+HOST_SHARE = 0.5  # of the host's memory for moments: pinned memory is rounded up, and engines take some, too
 PASSES = (("selective", 16384), ("selective", 8192), ("selective", 4096), ("full", 16384), ("full", 8192),
           ("full", 4096))  # fmt: skip
 # A step may take this much longer before 8-bit moments, or weights without float32 masters, are taken instead. Casting
@@ -91,8 +92,9 @@ def cheapest(options: Sequence[TrainerCost], free: float) -> TrainerCost:
     return next(fitting, None) or min(options, key=lambda cost: sum(cost.memory().values()))
 
 
-def choose_memory(config: Config, gpus: int, gpu: Gpu | None) -> Config:
-    """The configuration with the options that `trainer.memory = "auto"` takes on GPUs like `gpu`.
+def choose_memory(config: Config, gpus: int, gpu: Gpu | None, host: float = math.inf) -> Config:
+    """The configuration with the options that `trainer.memory = "auto"` takes on GPUs like `gpu`, of a host with `host`
+    bytes of memory.
 
     Options that are set stay. `trainer.chosen` says what was taken, by which estimate. Without a GPU, and in float32,
     nothing is taken.
@@ -104,6 +106,8 @@ def choose_memory(config: Config, gpus: int, gpu: Gpu | None) -> Config:
     free, cost = free_memory(config, shape, gpus, gpu), cost_of(config, shape, Cluster(gpu, gpus))
     given = {field: getattr(cost, field) for option, field in OPTIONS.items()
              if option in config.trainer.model_fields_set}  # fmt: skip
+    if cost.ranks * cost.moments > HOST_SHARE * host:
+        given.setdefault("offload_optimizer", False)
     best = cheapest(candidates(cost, given, spares_copy(config)), free)
     values = {option: getattr(best, field) for option, field in OPTIONS.items() if field not in given}
     taken = {option: value for option, value in values.items() if value != getattr(config.trainer, option)}

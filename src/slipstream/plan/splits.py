@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from slipstream.config.schema import TrainerConfig
 from slipstream.plan.costs import ENGINE_OVERHEAD, EngineCost, PublishCost, TrainerCost, publish_cost
 from slipstream.plan.hardware import GIB, Cluster, Rates
-from slipstream.plan.memory import HEADROOM, OPTIONS, candidates, cheapest
+from slipstream.plan.memory import HEADROOM, OPTIONS, SAFE, candidates, cheapest
 from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import Shape
 from slipstream.plan.workload import Workload
@@ -175,6 +175,7 @@ def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
         )
     trainer, own = problem.trainer, split.placement != "single_copy"
     auto = trainer.memory == "auto"
+    free *= SAFE if auto else 1
     kept = [n for n in OPTIONS if (n in trainer.model_fields_set if auto else n not in CHOSEN_ALWAYS)]
     given = {OPTIONS[name]: getattr(trainer, name) for name in kept}
     cost = TrainerCost(
