@@ -48,19 +48,19 @@ def explain_out_of_memory(config: Config, what: str) -> Iterator[None]:
         short = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not short and not any(message in str(error) for message in OUT_OF_MEMORY_MESSAGES):
             raise
-        first, *others = _remedies(config)
+        first, *others = _remedies(config, computes=what in ("step", "score"))
         more = f"; if that is not enough: {'; '.join(others)}" if others else ""
         raise OutOfMemory(f"the trainer has not enough memory to {what}: {first}{more}\n{error}") from error
 
 
-def _remedies(config: Config) -> list[str]:
-    """What to change, in the order in which it costs more."""
+def _remedies(config: Config, computes: bool) -> list[str]:
+    """What to change, in the order in which it costs more. `computes`: whether activations took memory."""
     trainer, algorithm, lora = config.trainer, config.algorithm, config.lora
     refers = algorithm.kl_coef > 0 and not refers_to_base(config)
     whole, wide = not lora.rank, trainer.master_weights == "float32"
     remedies = {
-        f"lower trainer.tokens_per_microbatch = {trainer.tokens_per_microbatch}": True,
-        'set trainer.activation_checkpointing = "full"': trainer.activation_checkpointing != "full",
+        f"lower trainer.tokens_per_microbatch = {trainer.tokens_per_microbatch}": computes,
+        'set trainer.activation_checkpointing = "full"': computes and trainer.activation_checkpointing != "full",
         'set trainer.optimizer = "adamw_8bit"': whole and trainer.optimizer == "adamw",
         'set trainer.master_weights = "bfloat16"': whole and wide and trains_in_bfloat16(config),
         "set trainer.offload_optimizer = true": whole and not trainer.offload_optimizer and torch.cuda.is_available(),
