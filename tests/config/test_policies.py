@@ -77,6 +77,11 @@ def test_bad_policies_are_refused_by_name(path: Path, flag: str, message: str) -
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_the_memory_of_several_models_is_not_estimated(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[\[policies\]\] of several models .* estimates one; set the options"):
+        load_config(path, ["--policies.1.model=other", "--trainer.memory=auto"])
+
+
 def test_a_trained_adapter_sets_the_options_of_adapters_or_is_refused(path: Path, tmp_path: Path) -> None:
     assert load_policy_config(str(path), None, []).policies == load_config(path).policies
     for name, rank in (("own", 4), ("other", 8)):

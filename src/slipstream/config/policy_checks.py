@@ -24,6 +24,10 @@ CONFLICTS: tuple[tuple[Callable[[Config], Any], str], ...] = (  # what several p
         "do not go with evaluation.against_start if they train several models, or all weights: no copy of the start is "
         "kept; leave it out",
     ),
+    (
+        lambda c: c.trainer.memory == "auto" and len(c.each_model) > 1,
+        'of several models do not go with trainer.memory = "auto", which estimates one; set the options that you need',
+    ),
     (lambda c: c.sync.restart, "do not go with sync.restart; leave it out"),
     (lambda c: c.lora.path, "do not go with lora.path; leave it out"),
     (lambda c: c.lora.experts, "do not go with lora.experts; set it to false"),

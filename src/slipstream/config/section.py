@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -12,6 +13,8 @@ from slipstream.errors import InvalidInput
 
 MAX_INT = 2**63 - 1  # of TOML, of torch and of a seed
 MAX_WORKERS, MAX_SEQUENCES = 2**12, 2**16  # processes or threads of a kind; rollouts of a group, sequences of an engine
+
+DEVICE = re.compile(r"^(auto|cpu|cuda(:[0-9]{1,3})?)$")
 
 
 class ConfigError(InvalidInput):
