@@ -216,8 +216,6 @@ CHECKS: tuple[Check, ...] = (
                                               or c.trainer.parallel != "fsdp"),
      '{trainer.fsdp_shard_size} must divide {trainer.ranks}, with trainer.parallel = "fsdp"; change it, or set it to '
      "0"),
-    (lambda c: c.sync.placement == "colocated" and c.trainer.ranks > 1,
-     '{sync.placement} needs trainer.ranks = 1, not {=trainer.ranks}; use one rank, or "disaggregated"'),
     *_conflicts(lambda c: not c.trainer.keep_compute_copy, "{trainer.keep_compute_copy}", *COPY_CONFLICTS),
     (lambda c: c.trainer.parallel == "tensor" and c.trainer.ranks > 1 and c.lora.rank,
      '{trainer.parallel} can\'t train adapters; use "fsdp", or set lora.rank = 0'),

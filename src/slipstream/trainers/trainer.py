@@ -40,10 +40,13 @@ from slipstream.trainers.activation_checkpointing import prepare_layers
 from slipstream.trainers.failures import validate_skipped_steps
 from slipstream.trainers.flops import FlopsMeter
 from slipstream.trainers.master_weights import cast_parameters, compute_on
+from slipstream.trainers.offload import Offloader, engine_share
 from slipstream.trainers.parallel import TrainerRanks, clip_gradients, group_by_mesh
 from slipstream.trainers.reference import Reference
 from slipstream.trainers.tensor_parallel import shard_model
 
+ENGINE_WEIGHT_BYTES = 2  # of an engine's parameter
+PUBLISH_BYTES = 3 * 2**30  # of the buckets of a publish
 COUNTS = ("step_count", "token_count", "skipped_count", "skipped_in_a_row")  # counters that a checkpoint holds
 
 
@@ -90,6 +93,8 @@ class Trainer:
         if lower or self.ranks.is_tensor_parallel:
             compute_on(self.model, self.parameters, self._compute_copies or parts)
         self._optimizer = _new_optimizer(self.parameters.values(), options)
+        offloads = config.sync.placement == "colocated" and self.device.type == "cuda"
+        self._offloader = Offloader(self.device, engine_share(config)) if offloads else None
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
         """Run forward and backward passes on `tensors`, which an engine serves and updates (`single_copy`).
@@ -107,13 +112,28 @@ class Trainer:
             torch.cuda.empty_cache()  # free the copy for the engine on this GPU
 
     def offload(self) -> None:
-        """Move all state to host memory. It can be saved and published there."""
-        _move_tensors(self._device_tensors(), torch.device("cpu"))
+        """Free GPU memory for engines. The state can be saved, but not published or exported."""
+        if self._offloader and not self._offloaded:
+            checkpoint.create_moments(self.parameters.values(), self._optimizer)
+            reference = self._reference.state() if self._reference else []
+            weights = [*self.model.parameters(), *self.model.buffers()]
+            frozen = [tensor for tensor in weights if not tensor.requires_grad]
+            constant = frozen if self._reference and self._reference.average else [*frozen, *reference]
+            saved = [*self._moments(), *reference, *self.parameters.values(), *frozen]
+            self._offloader.offload(saved, (self._compute_copies or {}).values(), constant)
         self._offloaded = True
+
+    def make_room(self) -> None:
+        """Free GPU memory for the weights of engines that wake while this trainer publishes to them."""
+        if self._offloader:
+            weights = sum(p.numel() for p in self.model.parameters()) * ENGINE_WEIGHT_BYTES
+            self._offloader.make_room(weights + PUBLISH_BYTES, self._moments())
 
     def onload(self) -> None:
         """Move all state back to the device."""
-        _move_tensors(self._device_tensors(), self.device)
+        if self._offloader and self._offloaded:
+            self._offloader.onload()
+            self._update_compute_copies()
         self._offloaded = False
 
     def step(self, batch: Batch) -> StepStats:
@@ -226,17 +246,11 @@ class Trainer:
     def _checkpoint_state(self) -> checkpoint.State:
         average = self._reference.average if self._reference else {}
         counts = {name: getattr(self, name) for name in COUNTS}
-        return checkpoint.state_of(self.parameters, self._optimizer, average, counts)
+        state = checkpoint.state_of(self.parameters, self._optimizer, average, counts)
+        return checkpoint.map_tensors(state, self._offloader.on_host) if self._offloader else state
 
-    def _device_tensors(self) -> Iterator[Tensor]:
-        """All tensors of a step on the device: masters, compute weights, reference, gradients, optimizer moments."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        tensors += self._reference.state() if self._reference else []
-        tensors += [*self.parameters.values(), *(self._compute_copies or {}).values()]
-        yield from tensors
-        yield from (tensor.grad for tensor in tensors if tensor.grad is not None)
-        for moments in self._optimizer.state.values():
-            yield from moments.values()
+    def _moments(self) -> list[Tensor]:
+        return [moment for state in self._optimizer.state.values() for moment in state.values()]
 
     def _validate_on_device(self) -> None:
         if self._offloaded:
@@ -302,27 +316,6 @@ def load_trained_model(config: Config, device: torch.device) -> Any:
     """The model to train, with adapters if the run trains those, in the dtype in which it is loaded."""
     stored = dtype_of(config) if config.lora.rank else stored_dtype(config.model.path)  # adapters are float32
     return load_model(config.model, config.lora, device=device, dtype=stored)
-
-
-@torch.no_grad()
-def _move_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Move tensors to `device` in place. Tensors that share memory share it on `device`, too.
-
-    Host memory is pinned, for fast copies; torch caches it for the next call.
-    """
-    moved: dict[tuple[int, torch.Size, torch.dtype], tuple[Tensor, Tensor]] = {}  # source and copy
-    for tensor in list(tensors):
-        if tensor.device.type == device.type:
-            continue
-        key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-        if key not in moved:
-            there = torch.empty_like(tensor.data, device=device, pin_memory=device.type == "cpu")
-            moved[key] = (tensor.data, there.copy_(tensor.data, non_blocking=True))
-        tensor.data = moved[key][1]
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        moved.clear()
-        torch.cuda.empty_cache()
 
 
 def _new_optimizer(parameters: Iterable[torch.nn.Parameter], options: TrainerConfig) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from slipstream.config.engine_args import MAX_LORA_RANK
+from slipstream.config.engine_args import DEFAULT_MEMORY, MAX_LORA_RANK
 from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.vllm.compat import cpu_head_sizes, has_mamba_kernel, validate_experts_returned
 from slipstream.model.device import dtype_name, dtype_of
@@ -109,7 +109,7 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
         "max_num_seqs": generator.max_num_seqs,
         "max_model_len": generator.max_model_len or None,
         "gpu_memory_utilization": generator.gpu_memory_utilization
-        or (0.85 if sharers == 1 or colocated else round(0.8 / sharers, 3)),
+        or (DEFAULT_MEMORY if sharers == 1 or colocated else round(0.8 / sharers, 3)),
         "enable_sleep_mode": colocated and not on_cpu,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "max_logprobs": max(20, config.largest_top_k),
