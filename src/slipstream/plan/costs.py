@@ -15,6 +15,10 @@ ADAM_STATE = 4 * FP32  # masters, gradients and two moments of a trained paramet
 ENGINE_OVERHEAD = 2.5 * GIB  # context, CUDA graphs and activations of an engine
 TRAINER_OVERHEAD = 3.5 * GIB  # context, chunks of logits, allocator
 PCIE = 25e9  # bytes/s between a GPU and pageable host memory
+PINNED = 45e9  # bytes/s between a GPU and pinned host memory
+STATE = 3 * FP32  # masters and two moments of a trained parameter, which last between steps
+TURN_S = 0.4  # of a turn of colocated engines and trainer, without copies: sleep, wake-up, allocations; an estimate
+TURN_RESERVE = 5 * GIB  # of the GPU that colocated engines and the trainer's kept state leave
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
 KEPT = {"selective": 1.0, "full": 0.27}
 RECOMPUTED = {"selective": 1.03, "full": 4 / 3}
@@ -133,11 +137,12 @@ class TrainerCost:
         reached = rates.train * (1 - math.exp(-self.shape.hidden / rates.narrow))
         reached *= rates.experts if self.shape.experts > 1 else 1.0
         compute = operations / (self.ranks * self.cluster.gpu.operations * reached)
-        update = 2 * ADAM_STATE * self.trained / self._shards / (self.cluster.gpu.bandwidth * rates.bandwidth)
+        update = 2 * ADAM_STATE * self.trained / self.shards / (self.cluster.gpu.bandwidth * rates.bandwidth)
         return compute + self._traffic(packed) + update
 
     @property
-    def _shards(self) -> int:
+    def shards(self) -> int:
+        """Parts into which masters and moments are split."""
         return 1 if self.parallel == "ddp" else self.ranks
 
     def _traffic(self, packed: float) -> float:
@@ -159,14 +164,14 @@ class TrainerCost:
     def memory(self) -> dict[str, float]:
         """Bytes of one GPU by part."""
         shape, frozen = self.shape, bool(self.work.lora_rank)
-        weights = shape.weight_bytes / self._shards if frozen or self.parallel == "tensor" else 0.0
+        weights = shape.weight_bytes / self.shards if frozen or self.parallel == "tensor" else 0.0
         if not frozen and self.own_copy and (self.ranks == 1 or self.parallel == "ddp"):
             weights = shape.weight_bytes
         if self.ranks > 1 and self.parallel == "fsdp":  # two gathered layers, and the embeddings
             weights += 2 * shape.weight_bytes / shape.layers + 2 * BF16 * shape.embedding
         return {
             "weights": weights if self.own_copy else 0.0,
-            "optimizer": ADAM_STATE * self.trained / self._shards,
+            "optimizer": ADAM_STATE * self.trained / self.shards,
             "activations": self._activations(),
             "overhead": TRAINER_OVERHEAD,
         }
@@ -195,12 +200,11 @@ class PublishCost:
 def publish_cost(
     shape: Shape, cluster: Cluster, rates: Rates, work: Workload, placement: str, tp: int, gpus: int
 ) -> PublishCost:
-    """The cost of a publish to engines on `gpus` GPUs in all, trainer included."""
+    """The cost of a publish to engines on `gpus` GPUs in all, trainer included; nothing for `turn_cost`'s placement."""
     size = BF16 * (shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.parameters)
     swap = 1e-3 + 2 * size / tp / (cluster.gpu.bandwidth * rates.bandwidth)
-    if placement == "colocated":  # the trainer's state moves to host memory and back, engines load from there
-        moved = (ADAM_STATE / BF16 * size + 2 * size) / PCIE
-        return PublishCost("shared", size / PCIE, moved + size / PCIE, size / PCIE, 0.0)
+    if placement == "colocated":
+        return PublishCost("shared", 0.0, 0.0, 0.0, 0.0)
     if placement == "single_copy":
         return PublishCost("single_copy", swap, swap, swap, 0.0)
     spans = gpus > cluster.per_node
@@ -212,6 +216,21 @@ def publish_cost(
         return PublishCost("delta", min(size, changed) / speed, 2 * size / cluster.gpu.bandwidth, swap, 0.0)
     sent = size / (speed * rates.link)
     return PublishCost("nccl", sent, sent, swap, size / tp)
+
+
+def turn_cost(trainer: TrainerCost, free: float) -> PublishCost:
+    """The cost of a trainer's turn on the engines' GPUs, of which `free` bytes each are not the engines'.
+
+    State that does not fit there goes to the host and back. Each rank gathers the weights, and engines copy them.
+    """
+    shape, cluster, rank = trainer.shape, trainer.cluster, trainer.work.lora_rank
+    size, state = BF16 * trainer.trained, STATE * trainer.trained / trainer.shards
+    if rank:
+        state += shape.weight_bytes / trainer.shards
+    gathered = size * (1 - 1 / trainer.shards) / trainer.link
+    given = gathered + 4 * size / (cluster.gpu.bandwidth * trainer.rates.bandwidth)
+    moved = 2 * max(0.0, state + TURN_RESERVE - free) / PINNED
+    return PublishCost("lora" if rank else "shared", given, TURN_S + moved + given, 0.0, 0.0)
 
 
 @cache

@@ -15,17 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slipstream.config.engine_args import DEFAULT_MEMORY
-from slipstream.config.schema import Config
 from slipstream.sync.sharded_weights import local_part
 
 MIN_BYTES = 2**16  # a smaller storage stays: a copy would take longer than its memory is worth
 RESERVE = 4 * 2**30  # bytes: what vLLM uses beyond its share, the buckets of a publish, and NCCL's buffers
-
-
-def engine_share(config: Config) -> float:
-    """Share of a GPU's memory that the engine on it takes while it is awake; 1 if the engine has no limit."""
-    return (config.generator.gpu_memory_utilization or DEFAULT_MEMORY) if config.generator.engine == "vllm" else 1.0
 
 
 class Offloader:

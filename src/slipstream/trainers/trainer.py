@@ -25,6 +25,7 @@ from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.token_gradients import token_gradients
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config.schema import Config, ConfigError, TrainerConfig
+from slipstream.generators.vllm.launch import share_in_turns
 from slipstream.model.device import current_device, dtype_of
 from slipstream.model.inspection import adapter_dropouts, trained_parameters
 from slipstream.model.loading import load_model, stored_dtype
@@ -40,7 +41,7 @@ from slipstream.trainers.activation_checkpointing import prepare_layers
 from slipstream.trainers.failures import validate_skipped_steps
 from slipstream.trainers.flops import FlopsMeter
 from slipstream.trainers.master_weights import cast_parameters, compute_on
-from slipstream.trainers.offload import Offloader, engine_share
+from slipstream.trainers.offload import Offloader
 from slipstream.trainers.parallel import TrainerRanks, clip_gradients, group_by_mesh
 from slipstream.trainers.reference import Reference
 from slipstream.trainers.tensor_parallel import shard_model
@@ -93,8 +94,10 @@ class Trainer:
         if lower or self.ranks.is_tensor_parallel:
             compute_on(self.model, self.parameters, self._compute_copies or parts)
         self._optimizer = _new_optimizer(self.parameters.values(), options)
-        offloads = config.sync.placement == "colocated" and self.device.type == "cuda"
-        self._offloader = Offloader(self.device, engine_share(config)) if offloads else None
+        self._offloader: Offloader | None = None
+        if config.sync.placement == "colocated" and self.device.type == "cuda":
+            share = share_in_turns(config) if config.generator.engine == "vllm" else 1.0
+            self._offloader = Offloader(self.device, share)
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
         """Run forward and backward passes on `tensors`, which an engine serves and updates (`single_copy`).
