@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from slipstream.config.schema import Config
 from slipstream.errors import InvalidInput, UserError
@@ -36,7 +35,7 @@ from slipstream.sync.link import (
     Shapes,
     shapes_of,
 )
-from slipstream.sync.sharded_weights import full_tensor
+from slipstream.sync.sharded_weights import gather_into
 from slipstream.sync.shared import allocate_shared_file, free_shared_file
 from slipstream.sync.single_copy import export_ipc_handles, import_ipc_handles
 
@@ -79,19 +78,15 @@ class HandoverSender(Sender):
     def stage(self, version: int) -> PublishHandle:
         return {"version": version}
 
-    @torch.no_grad()
     def send(self, handle: PublishHandle) -> None:
         version = handle["version"]
         self._accept()
         copying: list[list[socket.socket]] = [[], []]  # receivers that copy each bucket
         for number, (start, _, names) in enumerate(self._buckets):
-            tensors = [self._gather(name) for name in names]
-            if not self._receivers:
-                continue  # this rank only takes part in the gathers of the others
             bucket = number % 2
             self._await(copying[bucket], version, number - 2)
             views = self._layout.views(self._allocate()[bucket], start, names)
-            torch._foreach_copy_(list(views.values()), tensors)
+            gather_into(list(views.values()), [self._parameters[name].detach() for name in names])
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
             copying[bucket] = [r for r in self._receivers if self._tell(r, STEP.pack(version, number))]
@@ -104,11 +99,6 @@ class HandoverSender(Sender):
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._file:
             free_shared_file(*self._file)
-
-    def _gather(self, name: str) -> Tensor:
-        """The full parameter; cast before a transfer between ranks."""
-        parameter = self._parameters[name].detach()
-        return full_tensor(parameter.to(self._layout.dtype)) if isinstance(parameter, DTensor) else parameter
 
     def _allocate(self) -> Tensor:
         """Both buckets, as bytes `[2, size]`."""

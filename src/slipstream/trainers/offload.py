@@ -31,30 +31,48 @@ class Offloader:
         self._host: dict[int, tuple[Any, Tensor]] = {}  # by storage: the storage, and its copy
         self._away: list[int] = []  # storages whose contents are on the host
         self._dropped: list[tuple[Any, int]] = []  # emptied storages without a copy, and their sizes
+        self._started: set[int] = set()  # storages whose copies to the host have begun, before they leave
         self._context: int | None = None  # bytes that this process uses on the GPU, without torch's allocations
 
     def offload(self, saved: Iterable[Tensor], derived: Iterable[Tensor] = (), constant: Iterable[Tensor] = ()) -> None:
-        """Empty the storages of `derived`, whose contents are lost, and those of `saved`, in order, until the rest fits
-        beside the engines. `constant` are those of `saved` that never change: they are copied once."""
-        for storage in _storages(derived).values():
-            self._dropped.append((storage, storage.nbytes()))
-            storage.resize_(0)
-        self._move(saved, self._excess(), constant)
+        """Empty storages until the rest fits beside the engines: those of `derived`, whose contents are lost, and then
+        those of `saved`, in order. `constant` are those of `saved` that never change: they are copied once."""
+        excess = self._excess()
+        if excess > 0:
+            for storage in _storages(derived).values():
+                self._dropped.append((storage, storage.nbytes()))
+                storage.resize_(0)
+            self._move(saved, self._excess(), constant)
+        self._started.clear()
 
     def make_room(self, size: int, saved: Iterable[Tensor]) -> None:
-        """Empty storages of `saved`, in order, until `size` bytes of the device are free."""
-        if self._stream:
-            torch.cuda.empty_cache()
+        """Empty storages of `saved`, in order, until `size` bytes of the device are free. Begin to copy those that are
+        likely to leave in the next `offload`."""
+        saved = list(saved)
+        if self._stream and (excess := self._excess()) > 0:
             self._move(saved, size - torch.cuda.mem_get_info(self._device)[0])
+            self._begin_copies(_first(_storages(saved), excess))
+            self._started = {*_first(_storages(saved), excess)}
 
-    def onload(self) -> None:
-        """Allocate all storages again, and copy back what was saved."""
+    def onload(self, late: Iterable[Tensor] = ()) -> None:
+        """Allocate all storages again, and copy back what was saved. Contents of `late` are there after `wait`."""
         for storage, size in self._dropped:
             storage.resize_(size)
-        for storage, host in (self._host[key] for key in self._away):
+        away = [(key, *self._host[key]) for key in self._away]
+        for _, storage, host in away:
             storage.resize_(host.numel())
-            _bytes_of(storage, self._device).copy_(host, non_blocking=True)
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        later = {local_part(tensor).untyped_storage()._cdata for tensor in late}
+        for key, storage, host in away:
+            with torch.cuda.stream(self._stream if key in later else None):
+                _bytes_of(storage, self._device).copy_(host, non_blocking=True)
         self._away, self._dropped = [], []
+
+    def wait(self) -> None:
+        """Let the current stream wait for the copies of `onload`."""
+        if self._stream:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def on_host(self, tensor: Tensor) -> Tensor:
         """A tensor that shares memory with the host's copy of `tensor`, or `tensor` itself if it is on the device."""
@@ -69,32 +87,33 @@ class Offloader:
         return view
 
     def _excess(self) -> float:
-        """Bytes that must leave the device so that engines have their share."""
+        """Bytes that must leave the device so that engines have their share. Frees torch's cache if there are any."""
         if not self._stream:
             return math.inf
-        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         reserved = torch.cuda.memory_reserved(self._device)
         if self._context is None:  # no engine has started yet
             self._context = total - free - reserved
-        return self._context + reserved + RESERVE - (1 - self._share) * total
+        allowed = (1 - self._share) * total - RESERVE - self._context
+        if reserved > allowed:
+            torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device) - allowed
 
     def _move(self, saved: Iterable[Tensor], size: float, constant: Iterable[Tensor] = ()) -> None:
         """Move storages to the host, in order, until `size` bytes are free."""
-        leaving: dict[int, Any] = {}
-        for key, storage in _storages(saved).items():
-            if size > 0:
-                leaving[key] = storage
-                size -= storage.nbytes()
-        fixed = _storages(constant).keys() & self._host.keys()
-        self._copy_to_host({key: storage for key, storage in leaving.items() if key not in fixed})
+        leaving = _first(_storages(saved), size)
+        copied = (_storages(constant).keys() & self._host.keys()) | self._started
+        self._begin_copies({key: storage for key, storage in leaving.items() if key not in copied})
+        if self._stream:
+            self._stream.synchronize()
         for storage in leaving.values():
             storage.resize_(0)
         self._away += leaving
         if self._stream and leaving:
             torch.cuda.empty_cache()
 
-    def _copy_to_host(self, storages: Mapping[int, Any]) -> None:
+    def _begin_copies(self, storages: Mapping[int, Any]) -> None:
+        """Begin to copy storages to the host, in the side stream."""
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.no_grad(), torch.cuda.stream(self._stream):
@@ -102,8 +121,16 @@ class Offloader:
                 if key not in self._host:
                     self._host[key] = storage, _pinned_memory(storage.nbytes(), self._device)
                 self._host[key][1].copy_(_bytes_of(storage, self._device), non_blocking=True)
-        if self._stream:
-            self._stream.synchronize()
+
+
+def _first(storages: Mapping[int, Any], size: float) -> dict[int, Any]:
+    """The first storages that have at least `size` bytes together."""
+    found: dict[int, Any] = {}
+    for key, storage in storages.items():
+        if size > 0:
+            found[key] = storage
+            size -= storage.nbytes()
+    return found
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, Any]:

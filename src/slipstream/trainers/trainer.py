@@ -135,7 +135,7 @@ class Trainer:
     def onload(self) -> None:
         """Move all state back to the device."""
         if self._offloader and self._offloaded:
-            self._offloader.onload()
+            self._offloader.onload(late=self._moments())  # they arrive during the passes of the step
             self._update_compute_copies()
         self._offloaded = False
 
@@ -247,6 +247,8 @@ class Trainer:
         checkpoint.export(path, self.model, self.parameters, self.ranks)
 
     def _checkpoint_state(self) -> checkpoint.State:
+        if self._offloader:
+            self._offloader.wait()
         average = self._reference.average if self._reference else {}
         counts = {name: getattr(self, name) for name in COUNTS}
         state = checkpoint.state_of(self.parameters, self._optimizer, average, counts)
@@ -298,6 +300,8 @@ class Trainer:
         finite = math.isfinite(norm) and math.isfinite(loss)
         self.skipped_count += not finite
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self._offloader:
+            self._offloader.wait()
         if finite:
             self.before_update()
             self._optimizer.step()
