@@ -107,11 +107,13 @@ COLOCATED = "--sync.placement=colocated"
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, []), (2, []), (1, ["--trainer.keep_compute_copy=false", "--model.dtype=bfloat16"])]
+)
 def test_a_synchronous_colocated_run_trains_bitwise_identical_weights(
-    ranks: int, tiny: Path, tmp_path: Path, recorded: Path
+    ranks: int, more: list[str], tiny: Path, tmp_path: Path, recorded: Path
 ) -> None:
-    flags = ["--loop.max_lag=0", f"--trainer.ranks={ranks}"]
+    flags = ["--loop.max_lag=0", f"--trainer.ranks={ranks}", *more]
     summary = run(tiny, tmp_path / "turns", *flags, COLOCATED, "--sync.in_flight=recompute")
     assert summary["steps"] == summary["sync"]["publishes"] == 4
     assert len(intervals(recorded, "trainer")) == 5 * ranks and not overlapping(recorded)  # with the probe's score

@@ -163,7 +163,6 @@ COPY_CONFLICTS: tuple[Conflict, ...] = (  # of `trainer.keep_compute_copy = fals
     (lambda c: c.model.dtype == "float32", "{model.dtype}, which needs none", "leave it out"),
     (lambda c: c.lora.rank, "{lora.rank}, whose base has no other copy", "leave it out"),
     (lambda c: c.sync.link == "single_copy", "{sync.link}, which is that copy", "leave it out"),
-    (lambda c: c.sync.placement == "colocated", "{sync.placement}", 'use "disaggregated"'),
 )
 CHECKS: tuple[Check, ...] = (
     _known("generator.engine", "torch", "vllm"),

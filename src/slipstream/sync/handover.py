@@ -89,7 +89,7 @@ class HandoverSender(Sender):
             gather_into(list(views.values()), [self._parameters[name].detach() for name in names])
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-            copying[bucket] = [r for r in self._receivers if self._tell(r, STEP.pack(version, number))]
+            copying[bucket] = [r for r in [*self._receivers] if self._tell(r, STEP.pack(version, number))]
         for number in range(max(0, len(self._buckets) - 2), len(self._buckets)):
             self._await(copying[number % 2], version, number)
 
@@ -171,20 +171,30 @@ class HandoverReceiver(Receiver):
         self._shards = shards
 
     def prepare(self, handle: PublishHandle) -> dict[str, Tensor]:
-        version = handle["version"]
-        for number, (start, _, names) in enumerate(self._layout.buckets(BUCKET)):
-            memory, expected = self._map(), STEP.pack(version, number)
-            if _read(self._trainer, STEP.size) != expected:
-                raise InvalidInput(f"the trainer sent another bucket than bucket {number} of version {version}")
-            with torch.no_grad(), torch.cuda.stream(self._stream):
-                views = self._layout.views(memory[number % 2], start, names)
-                shards = [self._shards[name] for name in names]
-                new = [views[name][shard.index] for name, shard in zip(names, shards, strict=True)]
-                torch._foreach_copy_([shard.tensor for shard in shards], new)
-            if self._stream:
-                self._stream.synchronize()
-            self._trainer.sendall(expected)
+        try:
+            for number, (start, _, names) in enumerate(self._layout.buckets(BUCKET)):
+                self._copy(STEP.pack(handle["version"], number), number, start, names)
+        except BaseException:
+            self.close()  # else the trainer would wait for this engine
+            raise
         return {}
+
+    def _copy(self, step: bytes, number: int, start: int, names: Sequence[str]) -> None:
+        """Wait for a bucket, and copy its parameters. Raises `InvalidInput` if another bucket arrives."""
+        memory = self._map()
+        if (found := _read(self._trainer, STEP.size)) != step:
+            version, bucket = STEP.unpack(found)
+            raise InvalidInput(
+                f"the trainer sent bucket {bucket} of version {version} instead of {number} of {STEP.unpack(step)[0]}"
+            )
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            views = self._layout.views(memory[number % 2], start, names)
+            shards = [self._shards[name] for name in names]
+            new = [views[name][shard.index] for name, shard in zip(names, shards, strict=True)]
+            torch._foreach_copy_([shard.tensor for shard in shards], new)
+        if self._stream:
+            self._stream.synchronize()
+        self._trainer.sendall(step)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
