@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
+import select
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,3 +96,32 @@ def test_an_engine_on_a_gpu_without_a_rank_is_refused(sender: HandoverSender) ->
     parts = [{**info, "gpu": "GPU-1"}, {**info, "gpu": "GPU-2"}]
     with pytest.raises(InvalidInput, match=r"no trainer rank is on the CPU, where this engine is; leave generator\."):
         HandoverReceiver({**info, "parts": parts}, info["shapes"], 1, CPU)
+
+
+def receive_on_gpu(info: Any, handle: Any) -> None:
+    """In another process: raises unless the tensors on the GPU get the version."""
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    receiver = HandoverReceiver({**info, "parts": [info]}, info["shapes"], 1, device)
+    shards = {name: ParameterShard(torch.zeros(shape, device=device), shape) for name, shape in SHAPES.items()}
+    receiver.attach(shards)
+    receiver.prepare(handle)
+    for name, tensor in weights(3).items():
+        torch.testing.assert_close(shards[name].tensor.cpu(), tensor.float(), rtol=0, atol=0)
+    receiver.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_buckets_are_read_on_the_gpu(tmp_path: Path) -> None:
+    parameters = {name: tensor.cuda() for name, tensor in weights(3).items()}
+    sender = HandoverSender(parameters, load_config(None, FLAGS), tmp_path, 1)
+    assert sender.connection_info()["gpu"]
+    handle = sender.stage(3)
+    receiving = mp.get_context("spawn").Process(target=receive_on_gpu, args=(sender.connection_info(), handle))
+    receiving.start()
+    while not select.select([sender._listener], [], [], 0.1)[0]:
+        assert receiving.is_alive()
+    sender.send(handle)
+    receiving.join(60)
+    assert receiving.exitcode == 0 and sender._memory is not None and sender._memory.is_cuda
+    sender.close()

@@ -1,4 +1,7 @@
-"""The trainer's state on the host: steps, checkpoints and shards are the same as without offloading."""
+"""The trainer's state on the host: steps, checkpoints and shards are the same as without offloading.
+
+With a GPU (`make test-gpu`) the state leaves that.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def test_offloading_changes_no_step_and_no_checkpoint(
 ) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", 1)  # a small model's storages
     first, second = (make_trainer(tiny, "--trainer.learning_rate=1e-2", *WAYS[way]) for _ in range(2))
-    first._offloader = Offloader(torch.device("cpu"), 1.0)
+    first._offloader = Offloader(first.device, 1.0)
     for parameter in (*first.model.parameters(), *first.parameters.values()):
         if not local_part(parameter).untyped_storage().resizable():  # it maps the model's file
             parameter.data = parameter.data.clone()

@@ -56,17 +56,14 @@ class Offloader:
 
     def onload(self, late: Iterable[Tensor] = ()) -> None:
         """Allocate all storages again, and copy back what was saved. Contents of `late` are there after `wait`."""
-        for storage, size in self._dropped:
+        for storage, size in [*self._dropped, *((self._host[k][0], len(self._host[k][1])) for k in self._away)]:
             storage.resize_(size)
-        away = [(key, *self._host[key]) for key in self._away]
-        for _, storage, host in away:
-            storage.resize_(host.numel())
+        last = {local_part(tensor).untyped_storage()._cdata for tensor in late}
+        self._copy_back([key for key in self._away if key not in last])
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        later = {local_part(tensor).untyped_storage()._cdata for tensor in late}
-        for key, storage, host in away:
-            with torch.cuda.stream(self._stream if key in later else None):
-                _bytes_of(storage, self._device).copy_(host, non_blocking=True)
+        with torch.cuda.stream(self._stream):
+            self._copy_back([key for key in self._away if key in last])
         self._away, self._dropped = [], []
 
     def wait(self) -> None:
@@ -111,6 +108,10 @@ class Offloader:
         self._away += leaving
         if self._stream and leaving:
             torch.cuda.empty_cache()
+
+    def _copy_back(self, keys: Iterable[int]) -> None:
+        for storage, host in (self._host[key] for key in keys):
+            _bytes_of(storage, self._device).copy_(host, non_blocking=True)
 
     def _begin_copies(self, storages: Mapping[int, Any]) -> None:
         """Begin to copy storages to the host, in the side stream."""
