@@ -96,8 +96,9 @@ class Trainer:
         self._optimizer = _new_optimizer(self.parameters.values(), options)
         self._offloader: Offloader | None = None
         if config.sync.placement == "colocated" and self.device.type == "cuda":
-            share = share_in_turns(config) if config.generator.engine == "vllm" else 1.0
-            self._offloader = Offloader(self.device, share)
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+            vllm = config.generator.engine == "vllm"  # the embedded engine has no limit
+            self._offloader = Offloader(self.device, share_in_turns(config, memory) if vllm else 1.0)
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
         """Run forward and backward passes on `tensors`, which an engine serves and updates (`single_copy`).

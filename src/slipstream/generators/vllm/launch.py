@@ -104,7 +104,13 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     """
     generator, on_cpu = config.generator, not torch.cuda.is_available()
     colocated = config.sync.placement == "colocated"
-    share = share_in_turns(config) if colocated else DEFAULT_MEMORY if sharers == 1 else round(0.8 / sharers, 3)
+    share = (
+        share_in_turns(config, 0 if on_cpu else gpu_bytes())
+        if colocated
+        else DEFAULT_MEMORY
+        if sharers == 1
+        else round(0.8 / sharers, 3)
+    )
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "dtype": dtype_name(config),
@@ -138,15 +144,20 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     return arguments | generator.engine_args
 
 
-def share_in_turns(config: Config, memory: int | None = None) -> float:
+def gpu_bytes() -> int:
+    """Memory of the first GPU. Unlike torch's call, vLLM's starts no CUDA context in this process."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
+
+
+def share_in_turns(config: Config, memory: int) -> float:
     """Share of a GPU's memory, in all `memory` bytes, for an engine that takes turns with the trainer.
 
     It is enough for the weights, and for keys and values of all sequences at their full length: a larger share would
     make more of the trainer's state leave the GPU in each turn. Larger than `DEFAULT_MEMORY` only if the user says so.
     """
     generator, path = config.generator, Path(config.model.path)
-    if memory is None:
-        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     if generator.gpu_memory_utilization or not (memory and weights):
         return generator.gpu_memory_utilization or DEFAULT_MEMORY
