@@ -35,6 +35,7 @@ test-verifiers test-verifiers4: test-%: $(VENV)/%/installed
 
 test-gpu: $(VENV)/installed-dev ## the tests of trainer and delta link on a GPU
 	SLIPSTREAM_TEST_GPU=1 $(BIN)/python -m pytest tests/trainers/test_gpu.py tests/trainers/test_trainer.py \
+		tests/trainers/test_offload.py tests/sync/test_handover.py \
 		tests/trainers/test_step_objective.py tests/model tests/generators/test_engine.py tests/sync/test_delta.py tests/tools/test_plan.py
 
 lint: $(VENV)/installed-dev      ## style, types and import contracts

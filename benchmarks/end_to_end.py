@@ -33,6 +33,7 @@ from slipstream.config.loading import dump, load_config
 
 HERE = Path(__file__).parent
 GROUP = 8
+PARTS = ("changeover", "sleep", "onload", "wake_weights", "ready", "offload", "wake")  # of a turn, in `sync/PART_s`
 LATER = 1000  # steps that the run is given beyond those that are measured
 
 
@@ -118,6 +119,7 @@ def describe(lines: list[dict[str, Any]], warmup: int, directory: Path) -> dict[
         "trainer_memory_gb": max(line["train/max_memory_gb"] for line in timed),
         "mismatch_kl": statistics.median(line["policy/mismatch_kl"] for line in timed),
         "dropped_stale": timed[-1]["rollout/dropped_stale"] - before["rollout/dropped_stale"],
+        **{f"{p}_s": statistics.median(v[n] for v in timed) for p in PARTS if (n := f"sync/{p}_s") in lines[-1]},
         "publish_and_rest_s": (seconds - sum(steps) - sum(line["time/batch_wait_s"] for line in timed)) / len(timed),
     }
 

@@ -184,7 +184,6 @@ def test_every_option_is_documented_once() -> None:
             ["--trainer.ranks=2", "--trainer.fsdp_shard_size=2", "--trainer.parallel=ddp"],
             'with trainer.parallel = "fsdp"',
         ),
-        (["--trainer.ranks=2", "--sync.placement=colocated", "--sync.in_flight=retry"], "needs trainer.ranks = 1"),
         (["--trainer.ranks=2", "--trainer.parallel=tensor", "--lora.rank=4"], "can't train adapters"),
         (
             ["--trainer.ranks=2", "--trainer.parallel=fsdp", "--trainer.fsdp_shard_size=1"],

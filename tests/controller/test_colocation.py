@@ -19,7 +19,7 @@ from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster
 from slipstream.generators.torch.engine import Engine
 from slipstream.rollout import Batch, Completion, Sampling
-from slipstream.run import train
+from slipstream.run import resume, train
 from slipstream.runtime.worker import WorkerError
 from tests.conftest import build_model
 from tests.processes import module_for_processes
@@ -107,13 +107,17 @@ COLOCATED = "--sync.placement=colocated"
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, []), (2, []), (1, ["--trainer.keep_compute_copy=false", "--model.dtype=bfloat16"])]
+)
 def test_a_synchronous_colocated_run_trains_bitwise_identical_weights(
-    tiny: Path, tmp_path: Path, recorded: Path
+    ranks: int, more: list[str], tiny: Path, tmp_path: Path, recorded: Path
 ) -> None:
-    summary = run(tiny, tmp_path / "turns", "--loop.max_lag=0", COLOCATED, "--sync.in_flight=recompute")
+    flags = ["--loop.max_lag=0", f"--trainer.ranks={ranks}", *more]
+    summary = run(tiny, tmp_path / "turns", *flags, COLOCATED, "--sync.in_flight=recompute")
     assert summary["steps"] == summary["sync"]["publishes"] == 4
-    assert len(intervals(recorded, "trainer")) == 5 and not overlapping(recorded)  # with the probe's score
-    run(tiny, tmp_path / "both", "--loop.max_lag=0")
+    assert len(intervals(recorded, "trainer")) == 5 * ranks and not overlapping(recorded)  # with the probe's score
+    run(tiny, tmp_path / "both", *flags)
     policies = [load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("turns", "both")]
     start = load_file(tiny / "model.safetensors")
     assert all(torch.equal(policies[0][name], policies[1][name]) for name in policies[0])
@@ -143,6 +147,20 @@ def test_colocation_with_sequences_in_flight(
     for row in drawn:
         assert_exact(row, tiny, tmp_path / "run" / "weights")
     assert any(len(row["spans"]) > 1 for row in drawn) == (how == "recompute")
+
+
+@pytest.mark.e2e
+def test_two_ranks_hand_their_weights_to_two_engines(tiny: Path, tmp_path: Path, recorded: Path) -> None:
+    """All checksums are compared, and the run is resumed."""
+    flags = ["--loop.max_lag=1", "--trainer.ranks=2", "--generator.replicas=2", "--sync.verify=full", "--loop.steps=2"]
+    assert run(tiny, tmp_path / "turns", *flags, COLOCATED, "--sync.in_flight=recompute")["steps"] == 2
+    summary = resume(tmp_path / "turns", ["--loop.steps=4"], quiet=True)
+    assert summary["steps"] == 4 and not summary["failures"] and not overlapping(recorded)
+    assert summary["rollouts"]["trained"] == 4 * 12
+    (first, *_, last) = map(json.loads, (tmp_path / "turns" / "metrics.jsonl").read_text().splitlines())
+    parts = ("sleep", "onload", "wake_weights", "offload", "wake")
+    for metrics in (first, last):
+        assert 0 < sum(metrics[f"sync/{part}_s"] for part in parts) < metrics["sync/changeover_s"] < 60
 
 
 def assert_exact(row: dict[str, Any], model: Path, weights: Path) -> None:

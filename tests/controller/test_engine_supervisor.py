@@ -106,11 +106,19 @@ def balanced(summary: dict[str, Any], metrics: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("link", "number"),
-    [("shared", signal.SIGKILL), ("nccl", signal.SIGKILL), ("checkpoint", signal.SIGSTOP), ("delta", signal.SIGKILL)],
+    ("link", "number", "flags"),
+    [
+        ("shared", signal.SIGKILL, []),
+        ("nccl", signal.SIGKILL, []),
+        ("checkpoint", signal.SIGSTOP, []),
+        ("delta", signal.SIGKILL, []),
+        ("shared", signal.SIGKILL, ["--sync.placement=colocated", "--sync.in_flight=retry", "--trainer.ranks=2"]),
+    ],
 )
-def test_one_of_two_engines_is_replaced(link: str, number: int, tiny: Path, tmp_path: Path, impatient: None) -> None:
-    run = run_of(tiny, tmp_path, "--generator.replicas=2", f"--sync.link={link}")
+def test_one_of_two_engines_is_replaced(
+    link: str, number: int, flags: list[str], tiny: Path, tmp_path: Path, impatient: None
+) -> None:
+    run = run_of(tiny, tmp_path, "--generator.replicas=2", f"--sync.link={link}", *flags)
 
     async def script(run: Warned) -> None:
         pool = run.cluster.generator

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from slipstream.config.loading import load_config
 from slipstream.controller import engine_restart as restart
 from slipstream.controller.launch import Cluster
-from slipstream.generators.vllm.launch import engine_arguments
+from slipstream.generators.vllm.launch import engine_arguments, share_in_turns
 from slipstream.runtime.placement import Placement
 from tests.processes import module_for_processes
 
@@ -85,3 +86,26 @@ def test_engines_share_a_gpu_out(
 ) -> None:
     config: Any = load_config(None, [f"--model.path={patient}", "--environment.name=e", "--generator.engine=vllm"])
     assert engine_arguments(config, placement.sharers(placement.generators[0]))["gpu_memory_utilization"] == share
+
+
+def test_an_engine_in_turns_takes_what_its_sequences_can_fill(patient: Path) -> None:
+    """Weights, keys and values of all sequences at full length, and what vLLM needs besides; at most 0.85."""
+    flags = [
+        "--generator.engine=vllm",
+        "--sync.placement=colocated",
+        "--sync.in_flight=retry",
+        "--model.dtype=bfloat16",
+    ]
+    flags += [f"--model.path={patient}", "--environment.name=e", "--generator.max_num_seqs=100"]
+
+    def share(*more: str, gib: int = 80) -> float:
+        return share_in_turns(load_config(None, [*flags, *more]), gib * 2**30)
+
+    shape = AutoConfig.from_pretrained(patient)
+    token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 2
+    context = 40 * 2**30 // (100 * token)  # whose keys and values fill half of the GPU
+    wanted = (1.1 * 40 + 6) / 80
+    assert share(f"--generator.max_model_len={context}") == pytest.approx(wanted, abs=2e-3)
+    assert share(f"--generator.max_model_len={context}", gib=160) == pytest.approx(wanted / 2, abs=2e-3)
+    assert share(f"--generator.max_model_len={2 * context}") == 0.85
+    assert share(f"--generator.max_model_len={context}", "--generator.gpu_memory_utilization=0.9") == 0.9

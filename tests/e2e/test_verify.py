@@ -74,6 +74,13 @@ def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path
             marks=needs_vllm,
         ),
         (["--sync.placement=colocated", "--generator.threads=1"], 0, "EXACT"),
+        ([*TWO_ENGINES, "--sync.placement=colocated", "--trainer.ranks=2", "--tokens=300"], 0, "EXACT"),
+        pytest.param(
+            [*TWO_ENGINES, "--generator.engine=vllm", "--sync.placement=colocated", "--trainer.ranks=2"],
+            0,
+            "EXACT",
+            marks=needs_vllm,
+        ),
         ([*TWO_ENGINES, "--sync.in_flight=retry"], 0, "tokens were discarded"),
         *(([*TWO_ENGINES, f"--sync.link={link}"], 0, "EXACT") for link in ("shared", "checkpoint", "nccl", "delta")),
         pytest.param(

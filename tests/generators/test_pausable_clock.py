@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.config.loading import load_config
-from slipstream.controller.launch import ColocatedScheduler
+from slipstream.controller.colocation import ColocatedScheduler
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots

@@ -99,6 +99,19 @@ def test_single_copy_of_a_mixture_is_on_one_gpu() -> None:
     assert not [split for split in found if split.placement == "single_copy"]
 
 
+def test_colocated_trainers_have_a_rank_on_each_gpu() -> None:
+    found = [split for split in splits(problem("8B", gpus=4), (1,)) if split.placement == "colocated"]
+    assert {split.ranks for split in found} == {4} and {split.parallel for split in found} == {"fsdp", "ddp", "tensor"}
+    assert {(split.engines, split.tp) for split in found} == {(4, 1), (2, 2), (1, 4)}
+
+
+def test_a_turn_is_shorter_where_the_trainers_state_stays() -> None:
+    split = Split("colocated", 2, "fsdp", 1, 2, 1, 1)
+    kept, moved = (evaluate(problem("8B", gpu, 2), split).publish for gpu in ("h200", "h100"))
+    assert kept.link == moved.link == "shared" and kept.hold < 1
+    assert moved.hold - kept.hold == pytest.approx(2 * 8.19e9 * 12 / 2 / 45e9, rel=0.5)
+
+
 def test_a_thousand_splits_are_ranked_in_seconds() -> None:
     began = time.process_time()
     plans = rank(problem("8B", gpus=64), (0, 1, 2, 4, 8))

@@ -164,7 +164,6 @@ COPY_CONFLICTS: tuple[Conflict, ...] = (  # of `trainer.keep_compute_copy = fals
     (lambda c: c.lora.rank, "{lora.rank}, whose base has no other copy", "leave it out"),
     (lambda c: c.trainer.master_weights == "bfloat16", "{trainer.master_weights}, which needs none", "leave it out"),
     (lambda c: c.sync.link == "single_copy", "{sync.link}, which is that copy", "leave it out"),
-    (lambda c: c.sync.placement == "colocated", "{sync.placement}", 'use "disaggregated"'),
 )
 CHECKS: tuple[Check, ...] = (
     _known("generator.engine", "torch", "vllm"),
@@ -217,8 +216,6 @@ CHECKS: tuple[Check, ...] = (
                                               or c.trainer.parallel != "fsdp"),
      '{trainer.fsdp_shard_size} must divide {trainer.ranks}, with trainer.parallel = "fsdp"; change it, or set it to '
      "0"),
-    (lambda c: c.sync.placement == "colocated" and c.trainer.ranks > 1,
-     '{sync.placement} needs trainer.ranks = 1, not {=trainer.ranks}; use one rank, or "disaggregated"'),
     *_conflicts(lambda c: not c.trainer.keep_compute_copy, "{trainer.keep_compute_copy}", *COPY_CONFLICTS),
     *_conflicts(
         lambda c: c.trainer.master_weights == "bfloat16", "{trainer.master_weights}",

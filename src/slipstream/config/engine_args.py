@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from slipstream.config.schema import Config
 
 MAX_LORA_RANK = 512  # that vLLM serves
+DEFAULT_MEMORY = 0.85  # share of a GPU for an engine that has it alone, or takes turns with the trainer
 RUN_SETS = {  # vLLM's argument: the option of a run that sets it, if any
     "model": "model.path",
     "tokenizer": "model.path",

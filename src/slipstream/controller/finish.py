@@ -92,14 +92,16 @@ async def stop_generation(run: RunContext) -> None:
 async def finish(run: RunContext) -> dict[str, Any]:
     """Publish, evaluate, save and export the last step's weights. Returns the summary, as in `summary.json`."""
     if run.state.published < run.state.step:
-        await publish_version(run, asyncio.Event())
+        async with run.cluster.trainer_turn(publishes=True):
+            await publish_version(run, asyncio.Event())
     last = run.totals.evaluations[-1] if run.totals.evaluations else {}
     evaluated = last.get("step") == run.state.step and set(last["versions"]) == {run.state.version}
     if not run.stopped and not evaluated:
         run.cluster.generator.oldest = run.state.version  # late engines take no part
         await evaluate_run(run)
     await save_checkpoint(run, asyncio.Event())
-    await run.cluster.trainer.export(run.directory.policy)
+    async with run.cluster.trainer_turn(publishes=False):
+        await run.cluster.trainer.export(run.directory.policy)
     with writing(run.directory.policy):
         for name, own in (run.config.each_policy or {"": run.config}).items():
             load_tokenizer(own.model.path).save_pretrained(run.directory.policy / name)

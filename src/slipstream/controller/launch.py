@@ -11,6 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from slipstream.config.schema import Config, ConfigError
+from slipstream.controller.colocation import ColocatedScheduler
 from slipstream.controller.engine_restart import RestartPublisher
 from slipstream.controller.staggered_publisher import StaggeredPublisher
 from slipstream.controller.weight_publisher import WeightPublisher
@@ -34,43 +35,6 @@ WORKER_CLASSES = {
     "vllm": "slipstream.generators.vllm.engine:VllmWorker",
     "pytorch": "slipstream.trainers.trainer_worker:PytorchTrainerWorker",
 }
-KEEP, DISCARD = 1, 2  # vLLM's sleep levels: keep the weights in host memory, or discard them
-
-
-class ColocatedScheduler:
-    """Placement `colocated`: engines and trainer alternate on the same GPUs, engines first. See ARCHITECTURE.md.
-
-    Requests wait in the pool while engines sleep, and the clocks of episodes are paused (`generators.pausable_clock`).
-    """
-
-    def __init__(self, trainer: TrainerWorker, pool: GeneratorPool) -> None:
-        self._trainer, self._pool = trainer, pool
-        self._handed_over = True
-
-    @asynccontextmanager
-    async def trainer_turn(self, publishes: bool) -> AsyncIterator[None]:
-        """Context in which the trainer has the GPUs. If it `publishes`, engines discard their weights.
-
-        After an error the GPUs stay with the trainer, because the run ends.
-        """
-        self._pool.pause()
-        await self._pool.call_all(lambda engine: engine.sleep(DISCARD if publishes else KEEP), "sleep")
-        await self._trainer.onload()
-        self._handed_over = False
-        yield
-        await self.hand_over()
-        await self._wake("kv_cache")
-        self._pool.resume()
-
-    async def hand_over(self) -> None:
-        """Within `trainer_turn`, offload the trainer and wake the engines' weights, so that engines take a version."""
-        if not self._handed_over:
-            await self._trainer.offload()
-            await self._wake("weights")
-            self._handed_over = True
-
-    async def _wake(self, tag: str) -> None:
-        await self._pool.call_all(lambda engine: engine.wake((tag,)), "wake")
 
 
 class Cluster:
@@ -90,13 +54,12 @@ class Cluster:
         self.trainer_process = trainer
         self.trainer = handle(TrainerWorker, trainer)
         self._colocation = ColocatedScheduler(self.trainer, generator) if config.sync.placement == "colocated" else None
-        hand_over = self._colocation.hand_over if self._colocation else None
         if config.sync.restart:
             self.link: WeightPublisher | RestartPublisher = RestartPublisher(
                 self.trainer, generator, config, self._directory
             )
             return
-        arguments = trainer, generator, config.sync, hand_over, config.longest_timeout
+        arguments = trainer, generator, config.sync, self._colocation, config.longest_timeout
         max_lag = 0 if config.loop.force_max_lag else config.loop.max_lag
         late = find_link(config.sync.link)[0].late_receivers and not self._colocation
         self.link = StaggeredPublisher(*arguments, max_lag=max_lag) if late else WeightPublisher(*arguments)
@@ -141,6 +104,11 @@ class Cluster:
         """The processes of the trainer."""
         trainer = self.trainer_process
         return trainer.processes if isinstance(trainer, RankGroup) else (trainer,)
+
+    @property
+    def turn_seconds(self) -> dict[str, float]:
+        """Durations of the trainer's last turn and its parts, by name; empty unless engines and trainer take turns."""
+        return self._colocation.seconds if self._colocation else {}
 
     @property
     def engines_can_stay(self) -> bool:

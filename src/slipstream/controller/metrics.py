@@ -34,6 +34,7 @@ def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: 
         **batch_metrics,
         **trainer_metrics(stats),
         "time/batch_wait_s": wait,
+        **turn_metrics(run.cluster.turn_seconds, stats.seconds),
         **(scoring_metrics(run.scoring.take_interval()) if run.scoring else {}),
     }
     run.recorder.step(record, batch)
@@ -105,6 +106,12 @@ def publish_metrics(publish: PublishStats | None) -> dict[str, Any]:
         "sync/changed_fraction": publish.changed if publish else None,
         "sync/engines_late": publish.late if publish else None,
     }
+
+
+def turn_metrics(seconds: dict[str, float], step: float) -> dict[str, float]:
+    """The durations of the last turn of a trainer that shares GPUs with the engines, in which it took a step."""
+    parts = {f"sync/{part}_s": value for part, value in seconds.items() if part != "turn"}
+    return {"sync/changeover_s": seconds["turn"] - step, **parts} if seconds else {}
 
 
 def scoring_metrics(interval: Interval) -> dict[str, Any]:

@@ -71,7 +71,7 @@ async def publish_to_new_engines(run: RunContext) -> None:
 
     If the trainer has newer weights, the next publish does so, unless the run waits for these engines.
     """
-    async with run.cluster.trainer_turn(publishes=True):
+    async with run.cluster.trainer_turn(publishes=False):  # it may have nothing to publish
         if run.publishing:
             await asyncio.wait((run.publishing,))
         if run.cluster.trainer_process.dead or (run.publishing and not succeeded(run.publishing)):

@@ -12,6 +12,7 @@ import gc
 import itertools
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,8 @@ async def continue_from(run: RunContext, checkpoint: Path | None, state: dict[st
     run.cluster.generator.use_clock(run.events.now)
     record_publish(run, await run.cluster.link.connect(run.state.version))
     supervise_engines(run)
-    await refresh_teacher(run)
+    async with run.cluster.trainer_turn(publishes=False) if run.config.teacher.lag else nullcontext():
+        await refresh_teacher(run)
     if run.scoring:
         run.state.ready = [await run.scoring.add_teacher(group) for group in run.state.ready]
     await probe(run)
@@ -240,7 +242,8 @@ async def restore(run: RunContext, path: Path, data: dict[str, Any]) -> None:
         raise ConfigError(f"{path}: {error}") from None
     except KeyError as error:
         raise ConfigError(f"{path}: written by an older version of Slipstream (no {error}); start a new run") from None
-    await run.cluster.trainer.restore(path / "trainer")
+    async with run.cluster.trainer_turn(publishes=False):
+        await run.cluster.trainer.restore(path / "trainer")
     run.progress.note(f"resumed after step {run.state.step} with {len(run.state.ready)} groups ready")
     if run.state.step > (steps := run.config.loop.steps):
         run.progress.warn(f"loop.steps = {steps} is below step {run.state.step} of {path}: no step is left; raise it")

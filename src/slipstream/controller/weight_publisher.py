@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from slipstream.config.schema import Config, SyncConfig
+from slipstream.controller.colocation import ColocatedScheduler
 from slipstream.controller.engine_calls import (
     NotServed,
     Pause,
@@ -31,7 +33,7 @@ from slipstream.runtime.rank_group import RankGroup, detect_death
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle, succeeded
 from slipstream.runtime.worker_process import WorkerProcess
 from slipstream.sync.checksum import chosen
-from slipstream.sync.link import PublishHandle, PublishStats, find_link
+from slipstream.sync.link import PublishHandle, PublishStats, find_link, link_name
 from slipstream.trainers.base import TrainerWorker
 
 PROGRESS_TIMEOUT_S = 15.0  # for engines to respond or make progress after a failed transfer
@@ -48,8 +50,8 @@ MIN_BYTES_PER_S = 1e8  # of the slowest transfer: files over a network
 class WeightPublisher:
     """Drives the weight link: passes publish handles from sender to receivers, and commits a version.
 
-    `hand_over`, if given, is called after a version is staged, before engines receive it. `sequence` is the time limit
-    of a sequence in seconds, which an engine may take to drain.
+    `turns` is given where trainer and engines alternate: engines allocate their weights after a version is staged.
+    `sequence` is the time limit of a sequence in seconds, which an engine may take to drain.
     """
 
     def __init__(
@@ -57,12 +59,12 @@ class WeightPublisher:
         trainer: WorkerProcess | RankGroup,
         pool: GeneratorPool,
         sync: SyncConfig,
-        hand_over: Callable[[], Awaitable[None]] | None = None,
+        turns: ColocatedScheduler | None = None,
         sequence: float = 0.0,
     ) -> None:
-        self._process, self._pool, self._sync, self._hand_over = trainer, pool, sync, hand_over
+        self._process, self._pool, self._sync, self._turns = trainer, pool, sync, turns
         self._trainer = handle(TrainerWorker, trainer)
-        self._sender = find_link(sync.link)[0]
+        self._sender = find_link(link_name(sync))[0]
         self._lock = asyncio.Lock()  # one publish at a time
         self._released: asyncio.Future[None] | None = None
         self._names: list[str] = []
@@ -90,7 +92,8 @@ class WeightPublisher:
             shapes = await self._trainer.shapes()
             await self._trainer.compute_on(await self._members[0].worker.export_ipc_handles(shapes))
         await self._connect_ends()
-        stats = await self.publish(version, "off" if self._sync.verify == "off" else "full")
+        async with self._turns.trainer_turn(publishes=True) if self._turns else nullcontext():
+            stats = await self.publish(version, "off" if self._sync.verify == "off" else "full")
         lost = stats.engines_lost
         if lost and not self._pool.supervised:  # nothing is sampled yet: the user can correct the setup and start again
             raise PublishError(lost[0])
@@ -108,6 +111,8 @@ class WeightPublisher:
 
     async def join(self, generator: EngineReplica) -> None:
         """Let a started engine take part from the next publish on."""
+        if self._turns:  # by then it sleeps, and has no weights to compare with the model's files
+            await asyncio.gather(*self._connect([generator]))
         self._joining.append(generator)
 
     async def leave(self, generator: EngineReplica) -> None:
@@ -214,7 +219,7 @@ class WeightPublisher:
         """
         new, self._joining, self._failed = [g for g in self._joining if not g.process.dead], [], {}
         self._members += new
-        if not self._sender.collective:
+        if not self._sender.collective and not self._turns:
             await asyncio.gather(*self._connect(new), return_exceptions=True)
             self._remove_members(self._failed)
         return bool(new)
@@ -247,8 +252,8 @@ class WeightPublisher:
         """Publish to all members. Returns the pause of each, the duration of the send, the time of the last swap."""
         names = chosen(self._names, version, verify)
         publish_handle = self._published = await self._trainer.stage(version)
-        if self._hand_over:
-            await self._hand_over()
+        if self._turns:
+            await self._turns.wake_weights()
         sent, sums = self._begin_send(publish_handle, names, free)
         try:
             pauses, sending, ready = await self._exchange(publish_handle, sent, version, free)
@@ -275,7 +280,7 @@ class WeightPublisher:
         if self._sender.trainer_free_after_send:
             sent.add_done_callback(lambda done: free.set() if succeeded(done) else None)
         # Called before any further step, so the trainer computes it on the published weights.
-        sums = asyncio.ensure_future(self._trainer.checksums(names) if names else _no_checksums())
+        sums = asyncio.ensure_future(self._trainer.checksums(names) if names else asyncio.sleep(0, {}))
         for call in (sent, sums):
             call.add_done_callback(succeeded)  # another error may take precedence
         return sent, sums
@@ -392,7 +397,3 @@ class WeightPublisher:
         if self._failed and all(g in self._failed for g in self._members):
             raise self._failed[self._members[0]]
         self._remove_members(self._failed)
-
-
-async def _no_checksums() -> dict[str, int]:
-    return {}

@@ -120,7 +120,8 @@ class GeneratorWorker(Worker):
         await self._until(lambda: self._engine.versions_known)  # a swap continues after the cancellation of its call
         if self._weights:
             self._weights.close()
-        self._weights = self._open_weights(self._config.sync.link, connection_info, rank)
+        link = connection_info.get("link", self._config.sync.link)
+        self._weights = self._open_weights(link, connection_info, rank)
 
     async def prepare(self, handle: PublishHandle) -> str:
         self._served.prepare(handle)

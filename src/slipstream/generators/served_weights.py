@@ -116,6 +116,8 @@ class ServedWeights:
     def _stage(self, handle: PublishHandle) -> list[tuple[Tensor, Tensor]] | Update:
         self._timer.seconds()  # the last swap's copy may still read the memory that this version goes to
         weights = self._receiver.prepare(handle)
+        if self._receiver.writes_served:
+            return []
         if isinstance(weights, Update):
             return weights
         new = [weights[name][shard.index] for name, shard in self._shards.items()]

@@ -119,15 +119,17 @@ def expert_parameters(model: nn.Module) -> list[str]:
 def first_not_finite(tensors: Mapping[str, Tensor]) -> str | None:
     """Name of the first tensor with a value that is not finite, or None.
 
-    Each tensor is read once, and the device is synchronised once. Formats of 8 bits and less are skipped.
+    Each tensor is read once, and each device is synchronised once. Formats of 8 bits and less are skipped.
     """
     floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.element_size() > 1 and t.numel()}
     named = {t.data_ptr(): (n, t) for n, t in reversed(floats.items())}  # tied weights once, by their first name
-    if not named:
-        return None
-    # Both extremes of a tensor with a NaN are NaN.
-    finite = torch.stack([torch.stack(t.aminmax()).double() for _, t in named.values()]).isfinite().all(1).tolist()
-    return next((name for (name, _), fine in zip(named.values(), finite, strict=True) if not fine), None)
+    for device in {t.device for _, t in named.values()}:
+        found = [(name, t) for name, t in named.values() if t.device == device]
+        # Both extremes of a tensor with a NaN are NaN.
+        finite = torch.stack([torch.stack(t.aminmax()).double() for _, t in found]).isfinite().all(1).tolist()
+        if not all(finite):
+            return found[finite.index(False)][0]
+    return None
 
 
 def max_model_len(config: Config) -> int:

@@ -11,12 +11,13 @@ from slipstream.plan.shapes import BF16, Shape
 from slipstream.plan.workload import Workload
 
 FP32 = 4
-ADAM_STATE = 4 * FP32  # masters, gradients and two moments of a trained parameter
 ENGINE_OVERHEAD = 2.5 * GIB  # context, CUDA graphs and activations of an engine
 TRAINER_OVERHEAD = 3.5 * GIB  # context, chunks of logits, allocator
 PCIE = 25e9  # bytes/s between a GPU and pageable host memory
 PINNED = 45e9  # bytes/s to or from pinned host memory by PCIe 5, in both directions at once
 QUANTIZED = 1 + FP32 / 64  # bytes of a moment of 8 bits, with its share of a block's scale
+TURN_S = 0.4  # of a turn of colocated engines and trainer, without copies: sleep, wake-up, allocations; an estimate
+TURN_RESERVE = 5 * GIB  # of the GPU that colocated engines and the trainer's kept state leave
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
 KEPT = {"selective": 1.0, "full": 0.27}
 RECOMPUTED = {"selective": 1.03, "full": 4 / 3}
@@ -146,7 +147,8 @@ class TrainerCost:
         return compute + self._traffic(packed) + max(update, moved)
 
     @property
-    def _shards(self) -> int:
+    def shards(self) -> int:
+        """Parts into which masters and moments are split."""
         return 1 if self.parallel == "ddp" else self.ranks
 
     def _traffic(self, packed: float) -> float:
@@ -173,7 +175,7 @@ class TrainerCost:
         copies = self.keep_compute_copy and self.master_weights == "float32"
         weights = 0.0
         if frozen or (copies and not gathers and (whole or self.parallel == "tensor")):
-            weights = shape.weight_bytes / self._shards
+            weights = shape.weight_bytes / self.shards
         if gathers:  # two layers, and the embeddings
             weights += 2 * shape.weight_bytes / shape.layers + 2 * BF16 * shape.embedding
         return {
@@ -185,19 +187,25 @@ class TrainerCost:
 
     def _state(self) -> dict[str, float]:
         """Bytes of what the optimizer reads and writes on the GPU."""
-        each = self.trained / self._shards
+        each = self.trained / self.shards
         masters = each * (FP32 if self.master_weights == "float32" else BF16)
         moments = 0.0 if self.offload_optimizer else self.moments
         return {"masters": masters, "gradients": FP32 * each, "moments": moments}
 
     @property
+    def lasting_state(self) -> float:
+        """Bytes on one GPU of masters and moments, which last between steps."""
+        state = self._state()
+        return state["masters"] + state["moments"]
+
+    @property
     def moments(self) -> float:
         """Bytes of the moments of one rank, on its GPU or in host memory."""
-        each = self.trained / self._shards
+        each = self.trained / self.shards
         if self.optimizer == "adamw_8bit":
             return 2 * QUANTIZED * each
         if self.optimizer == "muon":  # one moment of each matrix
-            outside = self.shape.embedding * (1 if self.shape.tied else 2) / self._shards
+            outside = self.shape.embedding * (1 if self.shape.tied else 2) / self.shards
             return FP32 * (each + outside)
         return 2 * FP32 * each
 
@@ -225,12 +233,11 @@ class PublishCost:
 def publish_cost(
     shape: Shape, cluster: Cluster, rates: Rates, work: Workload, placement: str, tp: int, gpus: int
 ) -> PublishCost:
-    """The cost of a publish to engines on `gpus` GPUs in all, trainer included."""
+    """The cost of a publish to engines on `gpus` GPUs in all, trainer included; nothing for `turn_cost`'s placement."""
     size = BF16 * (shape.lora_parameters(work.lora_rank) if work.lora_rank else shape.parameters)
     swap = 1e-3 + 2 * size / tp / (cluster.gpu.bandwidth * rates.bandwidth)
-    if placement == "colocated":  # the trainer's state moves to host memory and back, engines load from there
-        moved = (ADAM_STATE / BF16 * size + 2 * size) / PCIE
-        return PublishCost("shared", size / PCIE, moved + size / PCIE, size / PCIE, 0.0)
+    if placement == "colocated":
+        return PublishCost("shared", 0.0, 0.0, 0.0, 0.0)
     if placement == "single_copy":
         return PublishCost("single_copy", swap, swap, swap, 0.0)
     spans = gpus > cluster.per_node
@@ -242,6 +249,21 @@ def publish_cost(
         return PublishCost("delta", min(size, changed) / speed, 2 * size / cluster.gpu.bandwidth, swap, 0.0)
     sent = size / (speed * rates.link)
     return PublishCost("nccl", sent, sent, swap, size / tp)
+
+
+def turn_cost(trainer: TrainerCost, free: float) -> PublishCost:
+    """The cost of a trainer's turn on the engines' GPUs, of which `free` bytes each are not the engines'.
+
+    State that does not fit there goes to the host and back. Each rank gathers the weights, and engines copy them.
+    """
+    shape, cluster, rank = trainer.shape, trainer.cluster, trainer.work.lora_rank
+    size, state = BF16 * trainer.trained, trainer.lasting_state
+    if rank:
+        state += shape.weight_bytes / trainer.shards
+    gathered = size * (1 - 1 / trainer.shards) / trainer.link
+    given = gathered + 4 * size / (cluster.gpu.bandwidth * trainer.rates.bandwidth)
+    moved = 2 * max(0.0, state + TURN_RESERVE - free) / PINNED
+    return PublishCost("lora" if rank else "shared", given, TURN_S + moved + given, 0.0, 0.0)
 
 
 @cache

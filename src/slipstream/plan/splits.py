@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from slipstream.config.schema import TrainerConfig
-from slipstream.plan.costs import ENGINE_OVERHEAD, EngineCost, PublishCost, TrainerCost, publish_cost
+from slipstream.plan.costs import ENGINE_OVERHEAD, EngineCost, PublishCost, TrainerCost, publish_cost, turn_cost
 from slipstream.plan.hardware import GIB, Cluster, Rates
 from slipstream.plan.memory import HEADROOM, OPTIONS, SAFE, candidates, cheapest
 from slipstream.plan.scenario import Figures, Scenario
@@ -108,7 +108,8 @@ def splits(problem: Problem, lags: tuple[int, ...]) -> Iterator[Split]:
     for lag in lags:
         for tp in sizes:
             if gpus >= tp:
-                yield Split("colocated", 1, "fsdp", 1, gpus // tp, tp, lag)
+                for parallel, context in parallelisms(problem, gpus) if gpus <= problem.cluster.per_node else ():
+                    yield Split("colocated", gpus, parallel, context, gpus // tp, tp, lag)
             alone = not problem.work.lora_rank and problem.work.every == 1 and can_shard_trainer(shape, tp)
             if lag and gpus == tp and alone:
                 yield Split("single_copy", tp, "tensor" if tp > 1 else "fsdp", 1, 1, tp, lag)
@@ -151,12 +152,14 @@ def tensor_parallel_sizes(shape: Shape) -> list[int]:
 def evaluate(problem: Problem, split: Split) -> Plan:
     """The figures of a split by formula."""
     engine = EngineCost(problem.shape, problem.cluster, problem.rates, split.tp)
+    trainer = choose_microbatch(problem, split)
     publish = publish_cost(
         problem.shape, problem.cluster, problem.rates, problem.work, split.placement, split.tp, split.gpus
     )
-    trainer = choose_microbatch(problem, split)
     plan = Plan(split=split, problem=problem, engine=engine, trainer=trainer, publish=publish)
     place_memory(plan)
+    if split.placement == "colocated":
+        plan.publish = turn_cost(trainer, problem.cluster.gpu.memory - sum(plan.memory["engine"].values()))
     if not plan.missing:
         choose_slots(plan)
         estimate(plan)
@@ -196,6 +199,8 @@ def place_memory(plan: Plan) -> None:
     reserved = plan.publish.staging + (sum(trainer.values()) if split.placement == "single_copy" else 0)
     share = total - HEADROOM - reserved if reserved else UTILIZATION * total
     usable = max(0.0, min(UTILIZATION * total, share) - weights - ENGINE_OVERHEAD)
+    if split.placement == "colocated":  # more would only make the trainer's state leave the GPU
+        usable = min(usable, (problem.slots or MAX_SLOTS) * longest * key_bytes)
     plan.kv_tokens = usable / key_bytes
     engine = {"weights": weights, "keys and values": usable, "staging": plan.publish.staging}
     engine["overhead"] = ENGINE_OVERHEAD
@@ -249,7 +254,8 @@ def estimate(plan: Plan) -> None:
         generate += tail + outside
         step = generate + train + publish + plan.publish.pause
     elif split.placement == "colocated":
-        step = generate + train + publish + plan.publish.pause
+        recomputed = plan.engine.prefill(sequences * work.context) if plan.in_flight == "recompute" else 0.0
+        step = generate + train + publish + recomputed
     elif split.placement == "single_copy":
         step = max((generate + train) * SHARED_SLOWDOWN / 2, generate, train) + publish
         generate = min(generate * SHARED_SLOWDOWN, step)

@@ -160,10 +160,11 @@ def _fits_single_copy(config: Config) -> bool:
 def place(config: Config, gpus: int) -> Placement:
     """Assign GPUs, `gpus` in all, to generators and trainer ranks.
 
-    Generators take the first GPUs, `generator.tensor_parallel_size` each, and trainer ranks the next ones. With one GPU
-    all processes share it. In a colocated run the trainer uses GPUs of generators. With vLLM servers only, the trainer
-    takes the first GPU. `generator.device` and `trainer.device` override the first GPU of all generators and of all
-    ranks. Raises `ConfigError` if there are too few GPUs, or if a device or link doesn't suit the assignment.
+    Generators take the first GPUs, `generator.tensor_parallel_size` each, and trainer ranks the next ones, or in a
+    colocated run the same ones. With one GPU all processes share it. With vLLM servers only, the trainer takes the
+    first GPU. `generator.device` and `trainer.device` override the first GPU of all generators and of all ranks.
+
+    Raises `ConfigError` if there are too few GPUs, or if a device or link doesn't suit the assignment.
     """
     generator, colocated = config.generator, config.sync.placement == "colocated"
     each, ranks = generator.tensor_parallel_size, config.trainer.ranks
@@ -183,11 +184,12 @@ def place(config: Config, gpus: int) -> Placement:
         )
     left = [gpu for gpu in range(gpus) if gpus == 1 or gpu not in used]
     if colocated:
-        left = used or left
+        left = [*used, *(gpu for gpu in left if gpu not in used)]
     short = (generator.device == "auto" and wanted > gpus) or (config.trainer.device == "auto" and len(left) < ranks)
     if gpus > 1 and short:
+        needed = max(wanted, ranks) if colocated else wanted + ranks
         raise ConfigError(
-            f"{asked} and trainer.ranks = {ranks} need {wanted + ranks} GPUs, but there are {gpus}; lower one of them, "
+            f"{asked} and trainer.ranks = {ranks} need {needed} GPUs, but there are {gpus}; lower one of them, "
             "or name generator.device and trainer.device to share"
         )
     placement = Placement(

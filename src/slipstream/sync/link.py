@@ -27,17 +27,19 @@ import torch
 from torch import Tensor
 
 from slipstream.config.plugins import SEE, load_option, option_code
-from slipstream.config.schema import Config, ConfigError
+from slipstream.config.schema import Config, ConfigError, SyncConfig
 from slipstream.errors import InvalidInput
 from slipstream.sync.update import Update
 
-ConnectionInfo = dict[str, Any]  # plain data by which a receiver connects; `shapes` by name are always in it
+# Plain data by which a receiver connects: always `shapes` by name, and `link` if it is not the link of `sync.link`.
+ConnectionInfo = dict[str, Any]
 PublishHandle = dict[str, Any]  # plain data that identifies a staged version; `version` is always in it
 Shapes = dict[str, list[int]]  # by parameter name
 Parameters = Mapping[str, Tensor]  # full tensors by name; a sharded parameter is gathered when it is read
 ALIGNMENT = 64  # bytes
 Result = TypeVar("Result")
 LINKS = {
+    "handover": "slipstream.sync.handover:Handover",  # "shared" where engines and trainer take turns
     "shared": "slipstream.sync.shared:Shared",
     "checkpoint": "slipstream.sync.checkpoint:Checkpoint",
     "lora": "slipstream.sync.adapters:Adapters",
@@ -106,6 +108,8 @@ class Receiver(Protocol):
 
     rebindable: bool = False
     """The engine may bind its parameters to the tensors of `prepare`, which stay valid until the next `release`."""
+    writes_served: bool = False
+    """`prepare` writes the version into the attached tensors: the engine sleeps during a publish."""
 
     def __init__(self, connection_info: ConnectionInfo, shapes: Shapes, rank: int, device: torch.device) -> None: ...
 
@@ -194,9 +198,14 @@ class Layout:
         return buckets
 
 
+def link_name(sync: SyncConfig) -> str:
+    """The name by which `find_link` finds the link of a run."""
+    return "handover" if (sync.link, sync.placement) == ("shared", "colocated") else sync.link
+
+
 def find_link(name: str) -> tuple[type[Sender], type[Receiver]]:
-    """The two ends of the link named by `sync.link`. Raises `ConfigError`."""
-    link = load_option("sync.link", LINKS.get(name, name), "link", list(LINKS))
+    """The two ends of the link of this `link_name`. Raises `ConfigError`."""
+    link = load_option("sync.link", LINKS.get(name, name), "link", [known for known in LINKS if known != "handover"])
     with option_code("sync.link", name):
         for end, protocol in (("Sender", Sender), ("Receiver", Receiver)) if name not in LINKS else ():
             if not hasattr(link, end):

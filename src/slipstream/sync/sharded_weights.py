@@ -6,13 +6,13 @@ that the other ranks join the collective gather.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 DONE = -1  # broadcast instead of a parameter's index: no more gathers
 
@@ -59,6 +59,44 @@ class GatheredParameters(Mapping[str, Tensor]):
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor of a DTensor, or `tensor` itself. A collective call: every rank must make it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gather_into(outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Write full tensors into `outputs`, on every rank, in the formats of these. A collective call.
+
+    Shards of rows over one group of ranks are gathered in one transfer, and others one by one.
+    """
+    rows: dict[Any, list[tuple[Tensor, DTensor]]] = {}
+    for output, tensor in zip(outputs, tensors, strict=True):
+        if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),):
+            rows.setdefault(tensor.device_mesh, []).append((output, tensor))
+        elif isinstance(tensor, DTensor):
+            output.copy_(full_tensor(tensor.to(output.dtype)))
+    whole = [(out, t) for out, t in zip(outputs, tensors, strict=True) if not isinstance(t, DTensor)]
+    if whole:
+        torch._foreach_copy_([out for out, _ in whole], [t for _, t in whole])
+    for mesh, pairs in rows.items():
+        _gather_rows(mesh.get_group(), mesh.size(), pairs)
+
+
+def _gather_rows(group: Any, ranks: int, pairs: Sequence[tuple[Tensor, DTensor]]) -> None:
+    """As `gather_into`, for shards of rows. All ranks have equally many, but the last ones may lack some."""
+    rows = [-(-len(output) // ranks) for output, _ in pairs]
+    sizes = [count * output[0].numel() for count, (output, _) in zip(rows, pairs, strict=True)]
+    mine = pairs[0][0].new_empty(sum(sizes))
+    shards = [local_part(tensor).flatten() for _, tensor in pairs]
+    parts = [part[: len(shard)] for part, shard in zip(torch.split(mine, sizes), shards, strict=True)]
+    torch._foreach_copy_(parts, shards)
+    everyone = mine.new_empty(ranks * len(mine))
+    gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name until torch 2.12
+    gather(everyone, mine, group)
+    targets, sources = [], []
+    for rank, its in enumerate(torch.split(everyone, len(mine))):
+        for (output, _), count, part in zip(pairs, rows, torch.split(its, sizes), strict=True):
+            targets.append(target := output[rank * count : (rank + 1) * count])
+            sources.append(part[: target.numel()].view_as(target))
+    torch._foreach_copy_(targets, sources)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ class SharedSender(Sender):
         layout = Layout(shapes_of(parameters), self._dtype)
         self._handle, self._path = allocate_shared_file(2 * layout.size)
         self._buffers = map_buffers(self._path, layout)
-        # Pinned CPU tensors are offloaded GPU weights; gathered tensors are not the trainer's parameters.
-        on_cpu = all(p.device.type == "cpu" and not p.is_pinned() for p in parameters.values())
+        on_cpu = all(p.device.type == "cpu" for p in parameters.values())
+        # Gathered tensors are not the trainer's parameters.
         own = all(isinstance(p, nn.Parameter) and p.dtype == self._dtype for p in parameters.values())
         self._in_place = on_cpu and own
         self._front = self._home = 0  # indices of the buffers that engines read, and of the trainer's parameters

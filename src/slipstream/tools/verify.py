@@ -256,7 +256,8 @@ async def _publish_midway(
     try:
         await cluster.link.connect(0)
         trainer = handle(PerturbingTrainer, cluster.trainer_process)
-        await trainer.store(folder / "A")
+        async with cluster.trainer_turn(publishes=False):
+            await trainer.store(folder / "A")
         await trainer.precompute_change(SEED, strength)
         requests = [asyncio.ensure_future(cluster.generator.generate(prompt, sampling)) for prompt in asked]
         answers = asyncio.gather(*requests)
@@ -269,7 +270,8 @@ async def _publish_midway(
             stats = await cluster.link.publish(1)
         # A second round, since new sequences must not read A's entries in a prefix cache.
         later = await asyncio.gather(*(cluster.generator.generate(prompt, sampling) for prompt in asked))
-        await trainer.store(folder / "B")
+        async with cluster.trainer_turn(publishes=False):
+            await trainer.store(folder / "B")
         discarded = sum(
             [(await generator.stats()).get("tokens_discarded", 0.0) for generator in cluster.generator.generators]
         )

@@ -55,7 +55,7 @@ class TrainerWorker(Protocol):
         """Checksums of these parameters in the published dtype, by name."""
 
     async def offload(self) -> None:
-        """Free GPU memory: parameters and optimizer state move to host memory."""
+        """Free GPU memory for engines: parameters and optimizer state move to host memory as far as they must."""
 
     async def onload(self) -> None:
         """Move back to the GPU what `offload` moved."""

@@ -7,7 +7,7 @@ renames the directory of a complete checkpoint to its final name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,13 +41,7 @@ def state_of(
 ) -> State:  # fmt: skip
     """The trainer's state, by reference, to be written or read in place: parameters, the optimizer's moments, the
     reference's average, counters, and random state. Creates missing moments of torch's AdamW."""
-    for parameter in parameters.values():
-        if not optimizer.state[parameter]:  # the initial values of AdamW
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
+    create_moments(parameters.values(), optimizer)
     return {
         "parameters": {name: p.detach() for name, p in parameters.items()},
         "moments": {name: optimizer.state[p] for name, p in parameters.items()},
@@ -55,6 +49,26 @@ def state_of(
         "counts": counts,
         "random": torch.get_rng_state(),
         **({"random_cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}),
+    }
+
+
+def create_moments(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    """Create the missing moments of AdamW, with its initial values."""
+    for parameter in parameters:
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+
+
+def map_tensors(state: State, mapped: Callable[[Tensor], Tensor]) -> State:
+    """The state with each parameter, moment and average replaced by `mapped` of it."""
+    return state | {
+        "parameters": {name: mapped(value) for name, value in state["parameters"].items()},
+        "moments": {name: {k: mapped(v) for k, v in each.items()} for name, each in state["moments"].items()},
+        "average": {name: mapped(value) for name, value in state["average"].items()},
     }
 
 

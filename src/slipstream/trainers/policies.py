@@ -82,6 +82,10 @@ class PolicyTrainers:
         for trainer in self._trainers.values():
             trainer.offload()
 
+    def make_room(self) -> None:
+        for trainer in self._trainers.values():
+            trainer.make_room()
+
     def onload(self) -> None:
         for trainer in self._trainers.values():
             trainer.onload()

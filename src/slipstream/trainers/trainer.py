@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +25,7 @@ from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.token_gradients import token_gradients
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config.schema import Config, ConfigError
+from slipstream.generators.vllm.launch import share_in_turns
 from slipstream.model.device import current_device, dtype_of
 from slipstream.model.inspection import adapter_dropouts, trained_parameters
 from slipstream.model.loading import load_model, stored_dtype
@@ -40,11 +41,14 @@ from slipstream.trainers.activation_checkpointing import prepare_layers
 from slipstream.trainers.failures import validate_skipped_steps
 from slipstream.trainers.flops import FlopsMeter
 from slipstream.trainers.master_weights import cast_parameters, compute_on, keep_float32_gradients, trained_dtype
+from slipstream.trainers.offload import Offloader
 from slipstream.trainers.optimizer import new_optimizer
 from slipstream.trainers.parallel import TrainerRanks, clip_gradients
 from slipstream.trainers.reference import Reference
 from slipstream.trainers.tensor_parallel import shard_model
 
+ENGINE_WEIGHT_BYTES = 2  # of an engine's parameter
+PUBLISH_BYTES = 3 * 2**30  # of the buckets of a publish
 COUNTS = ("step_count", "token_count", "skipped_count", "skipped_in_a_row")  # counters that a checkpoint holds
 
 
@@ -96,6 +100,11 @@ class Trainer:
             compute_on(self.model, self.parameters, self._compute_copies or parts)
         keep_float32_gradients(self.parameters.values())
         self._optimizer = new_optimizer(self.model, self.parameters, options, compiled, config.loop.seed)
+        self._offloader: Offloader | None = None
+        if config.sync.placement == "colocated" and self.device.type == "cuda":
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+            vllm = config.generator.engine == "vllm"  # the embedded engine has no limit
+            self._offloader = Offloader(self.device, share_in_turns(config, memory) if vllm else 1.0)
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
         """Run forward and backward passes on `tensors`, which an engine serves and updates (`single_copy`).
@@ -113,13 +122,28 @@ class Trainer:
             torch.cuda.empty_cache()  # free the copy for the engine on this GPU
 
     def offload(self) -> None:
-        """Move all state to host memory. It can be saved and published there."""
-        _move_tensors(self._device_tensors(), torch.device("cpu"))
+        """Free GPU memory for engines. The state can be saved, but not published or exported."""
+        if self._offloader and not self._offloaded:
+            checkpoint.create_moments(self.parameters.values(), self._optimizer)
+            reference = self._reference.state() if self._reference else []
+            weights = [*self.model.parameters(), *self.model.buffers()]
+            frozen = [tensor for tensor in weights if not tensor.requires_grad]
+            constant = frozen if self._reference and self._reference.average else [*frozen, *reference]
+            saved = [*self._moments(), *reference, *self.parameters.values(), *frozen]
+            self._offloader.offload(saved, (self._compute_copies or {}).values(), constant)
         self._offloaded = True
+
+    def make_room(self) -> None:
+        """Free GPU memory for the weights of engines that wake while this trainer publishes to them."""
+        if self._offloader:
+            weights = sum(p.numel() for p in self.model.parameters()) * ENGINE_WEIGHT_BYTES
+            self._offloader.make_room(weights + PUBLISH_BYTES, self._moments())
 
     def onload(self) -> None:
         """Move all state back to the device."""
-        _move_tensors(self._device_tensors(), self.device)
+        if self._offloader and self._offloaded:
+            self._offloader.onload(late=self._moments())  # they arrive during the passes of the step
+            self._update_compute_copies()
         self._offloaded = False
 
     def step(self, batch: Batch) -> StepStats:
@@ -230,20 +254,18 @@ class Trainer:
         checkpoint.export(path, self.model, self.parameters, self.ranks)
 
     def _checkpoint_state(self) -> checkpoint.State:
+        if self._offloader:
+            self._offloader.wait()
         average = self._reference.average if self._reference else {}
         counts = {name: getattr(self, name) for name in COUNTS}
-        return checkpoint.state_of(self.parameters, self._optimizer, average, counts)
+        state = checkpoint.state_of(self.parameters, self._optimizer, average, counts)
+        return checkpoint.map_tensors(state, self._offloader.on_host) if self._offloader else state
 
-    def _device_tensors(self) -> Iterator[Tensor]:
-        """All tensors of a step on the device: masters, compute weights, reference, gradients, optimizer moments."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        tensors += self._reference.state() if self._reference else []
-        tensors += [*self.parameters.values(), *(self._compute_copies or {}).values()]
-        yield from tensors
-        yield from (tensor.grad for tensor in tensors if tensor.grad is not None)
-        if not self._options.offload_optimizer:
-            for moments in self._optimizer.state.values():
-                yield from moments.values()
+    def _moments(self) -> list[Tensor]:
+        """The optimizer's moments on the device."""
+        if self._options.offload_optimizer:
+            return []
+        return [moment for state in self._optimizer.state.values() for moment in state.values()]
 
     def _validate_on_device(self) -> None:
         if self._offloaded:
@@ -288,6 +310,8 @@ class Trainer:
         finite = math.isfinite(norm) and math.isfinite(loss)
         self.skipped_count += not finite
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self._offloader:
+            self._offloader.wait()
         if finite:
             self.before_update()
             self._optimizer.step()
@@ -309,24 +333,3 @@ def load_trained_model(config: Config, device: torch.device) -> Any:
     """The model to train, with adapters if the run trains those, in the dtype in which it is loaded."""
     stored = dtype_of(config) if config.lora.rank else stored_dtype(config.model.path)  # adapters are float32
     return load_model(config.model, config.lora, device=device, dtype=stored)
-
-
-@torch.no_grad()
-def _move_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Move tensors to `device` in place. Tensors that share memory share it on `device`, too.
-
-    Host memory is pinned, for fast copies; torch caches it for the next call.
-    """
-    moved: dict[tuple[int, torch.Size, torch.dtype], tuple[Tensor, Tensor]] = {}  # source and copy
-    for tensor in list(tensors):
-        if tensor.device.type == device.type:
-            continue
-        key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-        if key not in moved:
-            there = torch.empty_like(tensor.data, device=device, pin_memory=device.type == "cpu")
-            moved[key] = (tensor.data, there.copy_(tensor.data, non_blocking=True))
-        tensor.data = moved[key][1]
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        moved.clear()
-        torch.cuda.empty_cache()

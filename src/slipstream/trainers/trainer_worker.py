@@ -17,7 +17,16 @@ from slipstream.runtime.placement import threads
 from slipstream.runtime.worker import Worker
 from slipstream.step_stats import StepStats
 from slipstream.sync.checksum import checksum
-from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, call_link, find_link, shapes_of
+from slipstream.sync.link import (
+    ConnectionInfo,
+    Parameters,
+    PublishHandle,
+    Sender,
+    call_link,
+    find_link,
+    link_name,
+    shapes_of,
+)
 from slipstream.sync.sharded_weights import GatheredParameters
 from slipstream.sync.single_copy import import_ipc_handles
 from slipstream.trainers.failures import explain_out_of_memory
@@ -86,7 +95,7 @@ class PytorchTrainerWorker(Worker):
 
     async def open_link(self, receivers: int) -> ConnectionInfo | None:
         """As `TrainerWorker.open_link`; None on ranks without a sender."""
-        kind, _ = find_link(self._config.sync.link)
+        kind, _ = find_link(link_name(self._config.sync))
         self._on_every_rank = kind.on_every_rank
         with explain_out_of_memory(self._config, "open link"):
             info = self._on_link_ranks(lambda: self._open_link(kind, receivers))
@@ -98,6 +107,7 @@ class PytorchTrainerWorker(Worker):
     async def stage(self, version: int) -> PublishHandle | None:
         """As `TrainerWorker.stage`; None on ranks without a sender."""
         with explain_out_of_memory(self._config, "stage"):
+            self._trainer.make_room()
             return self._on_link_ranks(lambda: self._open_sender.stage(version))
 
     async def send(self, handle: PublishHandle) -> PublishHandle | None:
@@ -125,7 +135,7 @@ class PytorchTrainerWorker(Worker):
         if self._sender:
             self._sender.close()
         weights: Parameters = self._trainer.parameters if self._on_every_rank else self._weights
-        link = self._config.sync.link
+        link = link_name(self._config.sync)
         self._sender = call_link(link, kind, weights, self._config, self._run_dir, receivers)
         self._trainer.before_update = self._sender.before_update
         return call_link(link, self._sender.connection_info)

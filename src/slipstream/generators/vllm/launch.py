@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from slipstream.config.engine_args import MAX_LORA_RANK
+from slipstream.config.engine_args import DEFAULT_MEMORY, MAX_LORA_RANK
 from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.vllm.compat import cpu_head_sizes, has_mamba_kernel, validate_experts_returned
 from slipstream.model.device import dtype_name, dtype_of
@@ -28,6 +28,8 @@ CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # starts in seconds
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
 MAMBA_TYPES = ("falcon_mamba", "jamba", "mamba")  # model types with layers of the first version of Mamba
+ENGINE_BYTES = 6 * 2**30  # of activations and CUDA graphs, where an engine's share is computed
+CACHE_MARGIN = 1.1
 MIN_CPU_CACHE_BYTES = 2**28  # of keys and values, in addition to one sequence of the whole context
 FAILURE = re.compile(r"\b((?:\w+\.)*\w*Error: .+)")
 MAX_REASON_CHARS = 300
@@ -102,14 +104,20 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     """
     generator, on_cpu = config.generator, not torch.cuda.is_available()
     colocated = config.sync.placement == "colocated"
+    share = (
+        share_in_turns(config, 0 if on_cpu else gpu_bytes())
+        if colocated
+        else DEFAULT_MEMORY
+        if sharers == 1
+        else round(0.8 / sharers, 3)
+    )
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "dtype": dtype_name(config),
         "tensor_parallel_size": generator.tensor_parallel_size,
         "max_num_seqs": generator.max_num_seqs,
         "max_model_len": generator.max_model_len or None,
-        "gpu_memory_utilization": generator.gpu_memory_utilization
-        or (0.85 if sharers == 1 or colocated else round(0.8 / sharers, 3)),
+        "gpu_memory_utilization": generator.gpu_memory_utilization or share,
         "enable_sleep_mode": colocated and not on_cpu,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "max_logprobs": max(20, config.largest_top_k),
@@ -134,6 +142,29 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
         arguments |= cpu_arguments(config.model.path, dtype, generator.max_model_len, memory)
         arguments |= {"async_scheduling": False}
     return arguments | generator.engine_args
+
+
+def gpu_bytes() -> int:
+    """Memory of the first GPU. Unlike torch's call, vLLM's starts no CUDA context in this process."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
+
+
+def share_in_turns(config: Config, memory: int) -> float:
+    """Share of a GPU's memory, in all `memory` bytes, for an engine that takes turns with the trainer.
+
+    It is enough for the weights, and for keys and values of all sequences at their full length: a larger share would
+    make more of the trainer's state leave the GPU in each turn. Larger than `DEFAULT_MEMORY` only if the user says so.
+    """
+    generator, path = config.generator, Path(config.model.path)
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    if generator.gpu_memory_utilization or not (memory and weights):
+        return generator.gpu_memory_utilization or DEFAULT_MEMORY
+    slots = generator.engine_args.get("max_num_seqs", generator.max_num_seqs)
+    cache = slots * cache_bytes(config.model.path, dtype_of(config), generator.max_model_len)
+    needed = (weights + CACHE_MARGIN * cache) / generator.tensor_parallel_size + ENGINE_BYTES
+    return min(DEFAULT_MEMORY, round(needed / memory, 3)) if cache else DEFAULT_MEMORY
 
 
 def validate_on_cpu(path: str) -> None:
@@ -173,14 +204,19 @@ def cpu_arguments(path: str, dtype: torch.dtype, context: int, memory: float) ->
     """
     if memory:
         return {"enforce_eager": True}
+    quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    cache = MIN_CPU_CACHE_BYTES + min(cache_bytes(path, dtype, context), quarter)
+    return {"enforce_eager": True, "kv_cache_memory_bytes": cache}
+
+
+def cache_bytes(path: str, dtype: torch.dtype, context: int) -> int:
+    """Bytes of the keys and values of one sequence of `context` tokens (0: the model's limit)."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path).get_text_config()
-    heads, tokens = attention_heads(config), context or getattr(config, "max_position_embeddings", 0)
-    token_bytes = 2 * config.num_hidden_layers * heads.key_value_heads * heads.head_dim * dtype.itemsize
-    quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    cache = MIN_CPU_CACHE_BYTES + int(min(token_bytes * tokens, quarter))
-    return {"enforce_eager": True, "kv_cache_memory_bytes": cache}
+    heads, layers = attention_heads(config), int(config.num_hidden_layers)
+    tokens = context or int(getattr(config, "max_position_embeddings", 0))
+    return 2 * layers * heads.key_value_heads * heads.head_dim * dtype.itemsize * tokens
 
 
 def cause(part: Part, error: Exception, log: Path | None, start: int) -> str:

@@ -23,7 +23,7 @@ from slipstream.generators.vllm.compat import count_tokens, is_known_runner
 from slipstream.generators.vllm.requests import LEASE_S, TokenCounts
 from slipstream.generators.vllm.weight_mapping import USE_RESTART, expert_tensor, map_parameters
 from slipstream.model.inspection import config_sizes, end_of_sequence, generation_config
-from slipstream.runtime.memory import raise_gc_thresholds
+from slipstream.runtime.memory import freeze_heap, raise_gc_thresholds
 from slipstream.sync.frames import Superseded
 from slipstream.sync.link import ConnectionInfo, ParameterShard, PublishHandle
 from slipstream.sync.nccl_direct import NcclDirectReceiver
@@ -176,8 +176,12 @@ class WorkerMethods:
             self._slipstream_tokens = TokenCounter(self.model_runner)
 
     def slipstream_tune_gc(self) -> None:
-        """Collect garbage rarely in this process, which the engine core shares if there is one worker."""
+        """Collect garbage rarely in this process, which the engine core shares if there is one worker.
+
+        vLLM collects it at each sleep and wake-up: without the objects that exist now that takes milliseconds.
+        """
         raise_gc_thresholds()
+        freeze_heap()
 
     def slipstream_connect(self, link: str, connection_info: ConnectionInfo, rank: int) -> None:
         """Open this worker's end of a link. Raises `InvalidInput` for a model that can't be updated in place."""
