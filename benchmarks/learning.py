@@ -5,9 +5,9 @@
 
 Two tasks that SmolLM2-135M-Instruct solves about half the time: sums of two one-digit numbers, asked in four ways, and
 whether one two-digit number is larger than another, answered by yes or no. Held out are 25 of 100 pairs of digits, and
-200 of 1,000 comparisons. Each run is a process of its own, with generator and trainer on one GPU, and the embedded
-engine. `--jobs` runs share the GPUs, which lengthens wall times: compare those with as many runs at a time. Runs that
-FILE holds are not repeated, so an invocation that was stopped goes on.
+200 of 1,000 comparisons. Each run is a process of its own, with generator and trainer on one GPU. `--jobs` runs share
+the GPUs, which lengthens wall times: compare those with as many runs at a time. Runs that FILE holds are not repeated,
+so an invocation that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -109,16 +109,20 @@ def commands(
             yield {"task": name, "max_lag": lag, "seed": seed}, run, command
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("model", type=Path)
+    found.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    found.add_argument("--lags", nargs="+", type=int, default=[0, 4])
+    found.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    found.add_argument("--gpus", nargs="+", default=[""], help="numbers of the GPUs to use; none on a CPU")
+    found.add_argument("--jobs", type=at_least_one, default=1, help="runs at a time")
+    found.add_argument("--json", type=Path)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--lags", nargs="+", type=int, default=[0, 4])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--gpus", nargs="+", default=[""], help="numbers of the GPUs to use; none on a CPU")
-    parser.add_argument("--jobs", type=at_least_one, default=1, help="runs at a time")
-    parser.add_argument("--json", type=Path)
-    options, flags = parser.parse_known_args()
+    options, flags = parser().parse_known_args()
     gpus: Queue[str] = Queue()
     for _, gpu in zip(range(options.jobs), itertools.cycle(options.gpus), strict=False):
         gpus.put(gpu)

@@ -66,6 +66,8 @@ def script(path: Path, arguments: list[str]) -> None:
         load_config(module.EXAMPLE, flags)
     elif path.stem == "vllm_core":
         module.configure(options, flags)
+    elif path.stem == "learning":
+        load_config(None, [*(f"--{name}={value}" for name, value in module.FLAGS.items()), *flags])
     elif path.stem == "demo":
         module.configuration(module.parser(), "addition", options.dir, options.seed, flags)
     else:
