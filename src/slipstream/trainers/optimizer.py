@@ -141,7 +141,9 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
                 self._muon(parameter, state["momentum"], row)
             else:
                 self._adamw(piece, state, row, numbers[count], count)
-            self.state[parameter]["step"].fill_(count)
+        for parameter, count in zip(self._parameters, counts, strict=True):
+            if parameter.grad is not None:  # also where this rank's shard is empty: a checkpoint has one rank's step
+                self.state[parameter]["step"].fill_(count)
 
     def _numbers(self, count: int) -> Tensor:
         """Those that change between steps, and so are a tensor: compiled code would be specific to a number."""
