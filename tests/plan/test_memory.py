@@ -9,7 +9,7 @@ import pytest
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config
 from slipstream.plan.hardware import GIB, GPUS, Cluster
-from slipstream.plan.memory import candidates, cheapest, choose_memory, cost_of, price
+from slipstream.plan.memory import candidates, cheapest, choose_memory, cost_of, free_memory, price
 from slipstream.plan.shapes import find_shape
 from slipstream.plan.splits import Problem, Split, evaluate
 from tests.plan.cases import problem
@@ -104,3 +104,23 @@ def test_the_smallest_is_taken_if_none_fits() -> None:
     cost = cost_of(configured(), find_shape("8B"), Cluster(GPUS["h100"], 1))
     options = candidates(cost, {}, True)
     assert cheapest(options, 0.0) is min(options, key=lambda c: sum(c.memory().values()))
+
+
+def test_a_reference_leaves_less_and_an_average_keeps_float32_weights() -> None:
+    gpu, shape = GPUS["h200"], find_shape("8B")
+    plain, start, average = (
+        configured(*flags)
+        for flags in ((), ("--algorithm.kl_coef=0.1",), ("--algorithm.kl_coef=0.1", "--algorithm.reference=average"))
+    )
+    free = [free_memory(config, shape, 99, gpu) for config in (plain, start, average)]
+    assert free[0] - free[1] == pytest.approx(0.95 * 2 * shape.parameters)
+    assert free[0] - free[2] == pytest.approx(0.95 * 6 * shape.parameters)
+    assert choose_memory(average, 99, GPUS["l40s"]).trainer.master_weights == "float32"
+
+
+def test_shards_of_several_copies_are_larger() -> None:
+    whole, copies = (
+        cost_of(configured("--trainer.ranks=4", *flags), find_shape("8B"), Cluster(GPUS["h200"], 4)).memory()
+        for flags in ((), ("--trainer.fsdp_shard_size=2",))
+    )
+    assert copies["masters"] == 2 * whole["masters"] and copies["moments"] == 2 * whole["moments"]

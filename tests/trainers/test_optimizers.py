@@ -154,6 +154,14 @@ def test_pieces_and_shapes_do_not_change_the_noise(monkeypatch: pytest.MonkeyPat
     assert torch.equal(trained(2**20), trained(2 * BLOCK))
 
 
+def test_a_rank_with_an_empty_shard_counts_its_steps() -> None:
+    weight = torch.nn.Parameter(torch.zeros(0, BLOCK))
+    optimizer = PiecewiseOptimizer({"w": weight}, TrainerConfig(optimizer="adamw_8bit"), frozenset(), False, 0)
+    weight.grad = torch.zeros(0, BLOCK)
+    optimizer.step()
+    assert int(optimizer.state[weight]["step"]) == 1
+
+
 @pytest.mark.parametrize("shape", [(48, 32), (32, 48)])
 def test_muon_is_that_of_torch(shape: tuple[int, int]) -> None:
     start = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ import gc
 import itertools
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,7 @@ def resolve_config(config: Config) -> Config:
     find_link(config.sync.link)
     validate_models(config)
     if config.trainer.memory == "auto":
-        host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        config = choose_memory(config, runtime.gpus, this_gpu(), host)
+        config = choose_memory(config, runtime.gpus, this_gpu(), host_memory())
     return config
 
 
@@ -92,6 +91,14 @@ def this_gpu() -> Gpu | None:
         return None
     name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
     return dataclasses.replace(kind_of(name) or GPUS["h100"], name=name, memory=float(memory))
+
+
+def host_memory() -> int:
+    """Bytes of this host's memory, or the limit of its cgroup, such as that of a container, if that is less."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # "max" is no number
+        found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return found
 
 
 def validate_devices(config: Config) -> None:

@@ -117,6 +117,7 @@ class TrainerCost:
     master_weights: str = "float32"
     offload_optimizer: bool = False
     keep_compute_copy: bool = True
+    shard_size: int = 0  # ranks that share one copy of the weights (fsdp); 0 is all of them
 
     @property
     def trained(self) -> int:
@@ -149,7 +150,7 @@ class TrainerCost:
     @property
     def shards(self) -> int:
         """Parts into which masters and moments are split."""
-        return 1 if self.parallel == "ddp" else self.ranks
+        return 1 if self.parallel == "ddp" else self.shard_size or self.ranks
 
     def _traffic(self, packed: float) -> float:
         """Seconds in which ranks wait for each other's weights, gradients or activations."""

@@ -11,7 +11,7 @@ from typing import Any
 from slipstream.config.checks import spares_copy
 from slipstream.config.loading import with_options
 from slipstream.config.schema import Config
-from slipstream.plan.costs import ENGINE_OVERHEAD, TrainerCost
+from slipstream.plan.costs import ENGINE_OVERHEAD, FP32, TrainerCost
 from slipstream.plan.hardware import GIB, Cluster, Gpu, Rates
 from slipstream.plan.shapes import Shape, find_shape
 from slipstream.plan.workload import Lengths, Workload
@@ -49,7 +49,7 @@ def cost_of(config: Config, shape: Shape, cluster: Cluster) -> TrainerCost:
     options = {field: getattr(trainer, option) for option, field in OPTIONS.items()}
     return TrainerCost(
         shape, cluster, Rates(), workload_of(config), trainer.ranks, trainer.parallel, trainer.context_parallel,
-        own_copy=config.sync.link != "single_copy", **options,
+        own_copy=config.sync.link != "single_copy", shard_size=trainer.fsdp_shard_size, **options,
     )  # fmt: skip
 
 
@@ -108,6 +108,8 @@ def choose_memory(config: Config, gpus: int, gpu: Gpu | None, host: float = math
              if option in config.trainer.model_fields_set}  # fmt: skip
     if cost.ranks * cost.moments > HOST_SHARE * host:
         given.setdefault("offload_optimizer", False)
+    if config.algorithm.kl_coef and config.algorithm.reference == "average":  # bfloat16 is refused
+        given.setdefault("master_weights", "float32")
     best = cheapest(candidates(cost, given, spares_copy(config)), free)
     values = {option: getattr(best, field) for option, field in OPTIONS.items() if field not in given}
     taken = {option: value for option, value in values.items() if value != getattr(config.trainer, option)}
@@ -130,8 +132,25 @@ def _describe(cost: TrainerCost, best: TrainerCost, taken: Mapping[str, Any], fr
 
 
 def free_memory(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> float:
-    """Bytes of a GPU for the trainer's estimate, beside an engine that shares it."""
-    return SAFE * (gpu.memory - sum(_engine_parts(config, shape, gpus, gpu))) - HEADROOM
+    """Bytes of a GPU for the trainer's estimate, without a KL reference and an engine that shares the GPU."""
+    others = sum(_engine_parts(config, shape, gpus, gpu)) + _reference_bytes(config, shape)
+    return SAFE * (gpu.memory - others) - HEADROOM
+
+
+def _reference_bytes(config: Config, shape: Shape) -> float:
+    """Bytes of the KL reference on each GPU of the trainer, as `trainers.reference` holds it.
+
+    Another model than the policy is estimated at the policy's size.
+    """
+    algorithm, trainer = config.algorithm, config.trainer
+    another = algorithm.reference not in ("start", "average")
+    if not algorithm.kl_coef or (config.lora.rank and not another):  # adapters are small, and share their base
+        return 0.0
+    shards = trainer.fsdp_shard_size or trainer.ranks
+    weights = shape.weight_bytes / (shards if trainer.parallel == "fsdp" else 1)
+    if algorithm.reference != "average":
+        return weights
+    return weights + FP32 * shape.parameters / (1 if trainer.parallel == "ddp" else shards)
 
 
 def _engine_parts(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> Iterator[float]:

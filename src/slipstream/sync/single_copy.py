@@ -1,7 +1,7 @@
 """The `single_copy` link: on the same GPUs, trainer and engine compute on the same weights.
 
 The engine exports its tensors by CUDA IPC, and the trainer's model uses them as parameters: forward and backward passes
-read the served weights. The optimizer keeps float32 masters. To publish, the engine casts the masters into its tensors
+read the served weights. The optimizer keeps master weights. To publish, the engine casts the masters into its tensors
 between two forward passes; there is no other copy and no staging. With tensor parallelism, each trainer rank has the
 shard of the engine rank on its GPU.
 """
@@ -25,7 +25,7 @@ DEVICE_ARGUMENT = 6  # index of the device argument of `rebuild_cuda_tensor`
 
 
 class SingleCopySender(Sender):
-    """The trainer's end: exports its float32 masters to the engine by CUDA IPC."""
+    """The trainer's end: exports its master weights to the engine by CUDA IPC."""
 
     on_every_rank = one_trainer = True
 

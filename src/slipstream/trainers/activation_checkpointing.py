@@ -48,13 +48,19 @@ def _checkpoint_forward(module: Any, how: str) -> None:
 
 def _compile(*modules: Any) -> None:
     """Compile each forward method, for any number of tokens; modules of one class share the compiled code."""
+    allow_recompilation()
     compiler: Any = torch._dynamo.config
-    compiler.recompile_limit = max(MAX_COMPILED_PROGRAMS, compiler.recompile_limit)
     # Routers record their choice as a side effect of the forward pass; recomputation may skip it.
     compiler.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for module in modules:
         # Not `__call__`: FSDP's hooks differ between layers, and each layer would be compiled by itself.
         module.forward = torch.compile(module.forward, dynamic=True)
+
+
+def allow_recompilation() -> None:
+    """Let a function have up to `MAX_COMPILED_PROGRAMS` compiled programs. After torch's 8 it would run uncompiled."""
+    compiler: Any = torch._dynamo.config
+    compiler.recompile_limit = max(MAX_COMPILED_PROGRAMS, compiler.recompile_limit)
 
 
 # Functions of this module: the compiler traces them, unlike `checkpoint` itself. Bound as methods, they are copied with

@@ -57,7 +57,8 @@ def _remedies(config: Config, computes: bool) -> list[str]:
     """What to change, in the order in which it costs more. `computes`: whether activations took memory."""
     trainer, algorithm, lora = config.trainer, config.algorithm, config.lora
     refers = algorithm.kl_coef > 0 and not refers_to_base(config)
-    whole, wide = not lora.rank, trainer.master_weights == "float32"
+    averages = algorithm.kl_coef > 0 and algorithm.reference == "average"
+    whole, wide = not lora.rank, trainer.master_weights == "float32" and not averages
     remedies = {
         f"lower trainer.tokens_per_microbatch = {trainer.tokens_per_microbatch}": computes,
         'set trainer.activation_checkpointing = "full"': computes and trainer.activation_checkpointing != "full",

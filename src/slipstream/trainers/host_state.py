@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,8 +23,7 @@ def streamed(states: Sequence[State], device: torch.device) -> Iterator[State]:
     if device.type != "cuda":
         yield from _copied(states)
         return
-    new_stream: Any = torch.cuda.Stream
-    main, arrivals, departures = torch.cuda.current_stream(), new_stream(), new_stream()
+    main, (arrivals, departures) = torch.cuda.current_stream(device), _copy_streams(device)
     arrivals.wait_stream(main)
     queued: deque[tuple[State, torch.cuda.Event]] = deque()  # on the device, with the event of arrival
     leaving: deque[tuple[State, torch.cuda.Event]] = deque()  # with the event of departure, which frees the memory
@@ -42,6 +42,13 @@ def streamed(states: Sequence[State], device: torch.device) -> Iterator[State]:
                 state[name].copy_(tensor, non_blocking=True)
         leaving.append((here, departures.record_event()))
     departures.synchronize()  # the host may read the state next
+
+
+@cache
+def _copy_streams(device: torch.device) -> tuple[Any, Any]:
+    """The streams to and from `device`. Memory that torch caches for a stream is used again by this stream alone."""
+    new_stream: Any = torch.cuda.Stream
+    return new_stream(device), new_stream(device)
 
 
 def _arrive(state: State, device: torch.device, stream: torch.cuda.Stream) -> tuple[State, torch.cuda.Event]:

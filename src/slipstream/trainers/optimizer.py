@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from slipstream.config.schema import TrainerConfig
 from slipstream.model.inspection import decoder_layers, expert_parameters
 from slipstream.sync.sharded_weights import full_tensor, local_part
+from slipstream.trainers.activation_checkpointing import allow_recompilation
 from slipstream.trainers.host_state import streamed
 from slipstream.trainers.parallel import group_by_mesh
 from slipstream.trainers.stochastic_rounding import (
@@ -87,6 +88,8 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
         self._seed, self._offloads = seed, options.offload_optimizer
         self._device = self._parameters[0].device
         self._piece = LARGE_PIECE if compiled and not self._offloads else PIECE
+        if compiled:  # one program each for pieces at the start of a tensor and others, with scales and without
+            allow_recompilation()
         self._update: Callable[..., None] = torch.compile(adamw_update, dynamic=True) if compiled else adamw_update
         self._matrices = {number for number, name in enumerate(parameters) if name in matrices}
         for number, parameter in enumerate(self._parameters):
@@ -135,13 +138,15 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
         numbers = {count: self._numbers(count) for count in set(counts)}
         states = [self._state_of(piece) for piece in pieces]
         moved = streamed(states, self._device) if self._offloads else iter(states)
-        for piece, row, state in zip(pieces, noise, moved, strict=True):
+        for piece, row, state in zip(pieces, map(torch.clone, noise), moved, strict=True):
             parameter, count = self._parameters[piece.number], counts[piece.number]
             if piece.number in self._matrices:
                 self._muon(parameter, state["momentum"], row)
             else:
                 self._adamw(piece, state, row, numbers[count], count)
-            self.state[parameter]["step"].fill_(count)
+        for parameter, count in zip(self._parameters, counts, strict=True):
+            if parameter.grad is not None:  # also where this rank's shard is empty: a checkpoint has one rank's step
+                self.state[parameter]["step"].fill_(count)
 
     def _numbers(self, count: int) -> Tensor:
         """Those that change between steps, and so are a tensor: compiled code would be specific to a number."""

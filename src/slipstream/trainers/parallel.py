@@ -134,7 +134,7 @@ class TrainerRanks:
         summed = [p for name, p in parameters.items() if name in self.partial_gradients or not self.is_tensor_parallel]
         for parameter in summed:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)  # as gradients of other ranks
         for work in [dist.all_reduce(local_part(cast(Tensor, p.grad)), async_op=True) for p in summed]:
             work.wait()
 
