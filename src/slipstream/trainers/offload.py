@@ -159,7 +159,7 @@ def _pinned_memory(size: int, device: torch.device) -> Tensor:
     if device.type == "cuda":
         cudart: Any = torch.cuda.cudart
         if failure := int(cudart().cudaHostRegister(memory.data_ptr(), size, 1)):
-            raise RuntimeError(f"{size} bytes of host memory can't be pinned for the trainer's state (error {failure})")
+            raise MemoryError(f"{size} bytes of host memory can't be pinned for the trainer's state (error {failure})")
         # Before the memory is unmapped: CUDA would refuse to pin the next mapping at the same address.
         unpin = weakref.finalize(memory, cudart().cudaHostUnregister, memory.data_ptr())
         unpin.atexit = False  # CUDA may be gone by then
