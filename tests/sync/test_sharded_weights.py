@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from slipstream.sync.sharded_weights import gather_into
+from slipstream.sync.link import shapes_of
+from slipstream.sync.sharded_weights import GatheredParameters, gather_into
 
 RANKS = 3
 LAYOUTS = [
@@ -36,3 +38,9 @@ def gather_on_rank(rank: int, folder: str) -> None:
 
 def test_shards_are_gathered_by_every_rank(tmp_path: Path) -> None:
     mp.spawn(gather_on_rank, (str(tmp_path),), RANKS)  # type: ignore[no-untyped-call]
+
+
+def test_shapes_are_known_without_a_gather() -> None:
+    parameters = {"embed": nn.Parameter(torch.zeros(4, 2)), "norm": nn.Parameter(torch.zeros(2))}
+    gathered = GatheredParameters(parameters, torch.bfloat16, group=None)  # a gather would need a group
+    assert shapes_of(gathered) == {"embed": [4, 2], "norm": [2]}

@@ -42,6 +42,7 @@ class ColocatedScheduler:
         yield
         await self._timed("offload", self._trainer.offload())
         await self._timed("wake", self._wake(self._asleep))
+        self._asleep = ()
         self._pool.resume()
         self.seconds["turn"] = time.perf_counter() - began
 

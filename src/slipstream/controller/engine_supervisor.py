@@ -146,10 +146,10 @@ async def replace_engine(run: RunContext, engine: EngineReplica) -> EngineReplic
 async def start_engine(run: RunContext, engine: EngineReplica, start: Start) -> None:
     """Start an engine, and wait until it serves. An engine that does not is terminated."""
     try:
-        async with run.cluster.engine_start():
+        async with run.cluster.engine_start():  # a sleeping engine could not join
             await start()
-        engine.started = True
-        await run.cluster.link.join(engine)
+            engine.started = True
+            await run.cluster.link.join(engine)
         if not engine.serving.is_set():
             await publish_to_new_engines(run)
         await wait_first(engine.serving.wait(), engine.process.ended.wait())

@@ -145,7 +145,7 @@ class Cluster:
         gpus_of_engine(self._placement, engines - 1, assignable_gpus(self._config, engines))
 
     def engine_start(self) -> AbstractAsyncContextManager[object]:
-        """Context in which an engine may start: an engine that shares the trainer's GPUs needs its memory."""
+        """Context in which an engine may start and join: one that shares the trainer's GPUs needs their memory."""
         return self._trainer_idle if self._colocation else nullcontext()
 
     async def close(self) -> None:

@@ -81,7 +81,7 @@ class WeightPublisher:
         self._failed: dict[EngineReplica, Exception] = {}  # in the last call to all members
         self._lost: list[str] = []  # removed since the last publish
         self._late: set[EngineReplica] = set()  # left behind by the last publish
-        self._sending = False  # a collective sender waits for engines, whose calls have time limits
+        self._sending = False  # the sender waits for engines, whose calls have time limits
         waiting = TrainerWorker.send.__name__, TrainerWorker.checksums.__name__
         for process in trainer.processes if isinstance(trainer, RankGroup) else (trainer,):
             process.excused = lambda method: self._sending and method in waiting
@@ -303,7 +303,7 @@ class WeightPublisher:
         self, publish_handle: PublishHandle, sent: asyncio.Future[float], version: int, free: asyncio.Event
     ) -> tuple[list[Pause], float, float]:
         """Every member receives the whole version before the first one swaps. Returns as `_try_publish`."""
-        self._sending, self._in_transfer = self._sender.collective, True
+        self._sending, self._in_transfer = self._sender.collective or self._sender.receives_in_place, True
         prepares = self._call_members(
             lambda g: prepare_version(g, publish_handle), f"receive version {version}",
             lambda: self._sender.collective and not free.is_set(),

@@ -158,7 +158,9 @@ def _engine_parts(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> Iterator
     if config.sync.link == "single_copy":  # weights, overhead, and keys and values of eight sequences
         kept = 8 * workload_of(config).longest * shape.kv_bytes / min(tp, shape.kv_heads)
         yield ENGINE_OVERHEAD + shape.weight_bytes / tp + kept
-    elif config.sync.placement == "disaggregated" and gpus < config.trainer.ranks + config.generator.engines * tp:
+    elif config.sync.placement == "colocated":  # what a sleeping engine keeps: the embedded one also its weights
+        yield ENGINE_OVERHEAD + (shape.weight_bytes if config.generator.engine == "torch" else 0)
+    elif gpus < config.trainer.ranks + config.generator.engines * tp:
         engines = math.ceil(config.generator.engines * tp / max(1, gpus))
         share = config.generator.gpu_memory_utilization or 0.8 / (engines + 1)  # vLLM's, as `generators.vllm` sets it
         yield engines * share * gpu.memory

@@ -234,7 +234,8 @@ def call_link(link: str, function: Callable[..., Result], *arguments: Any) -> Re
 
 def shapes_of(parameters: Mapping[str, Tensor]) -> Shapes:
     """Shape of each parameter as plain data, for `Sender.connection_info`."""
-    return {name: list(p.shape) for name, p in parameters.items()}
+    known: Callable[[], Shapes] | None = getattr(parameters, "shapes", None)  # without a gather
+    return known() if known else {name: list(p.shape) for name, p in parameters.items()}
 
 
 def validate_same_shapes(ours: Shapes, theirs: Shapes) -> None:

@@ -37,6 +37,10 @@ class GatheredParameters(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each full tensor, without a gather: a link may be opened while the shards are on the host."""
+        return {name: list(parameter.shape) for name, parameter in self._parameters.items()}
+
     def serve_gathers(self) -> None:
         """On ranks other than 0: join every gather of rank 0 until `end_gathers`."""
         while (number := self._broadcast(DONE)) != DONE:

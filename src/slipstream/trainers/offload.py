@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -150,12 +151,16 @@ def _bytes_of(storage: Any, device: torch.device) -> Tensor:
 
 def _pinned_memory(size: int, device: torch.device) -> Tensor:
     """`size` bytes of host memory, pinned for a GPU. Torch's own allocator would round up to a power of two."""
-    mapped = mmap.mmap(-1, size)
+    # Private: Linux has no huge pages for shared memory unless the host's settings say so.
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
     memory = torch.frombuffer(mapped, dtype=torch.uint8)
     if device.type == "cuda":
         cudart: Any = torch.cuda.cudart
         if failure := int(cudart().cudaHostRegister(memory.data_ptr(), size, 1)):
-            raise RuntimeError(f"{size} bytes of host memory can't be pinned for the trainer's state (error {failure})")
+            raise MemoryError(f"{size} bytes of host memory can't be pinned for the trainer's state (error {failure})")
+        # Before the memory is unmapped: CUDA would refuse to pin the next mapping at the same address.
+        unpin = weakref.finalize(memory, cudart().cudaHostUnregister, memory.data_ptr())
+        unpin.atexit = False  # CUDA may be gone by then
     return memory

@@ -48,7 +48,8 @@ from slipstream.trainers.reference import Reference
 from slipstream.trainers.tensor_parallel import shard_model
 
 ENGINE_WEIGHT_BYTES = 2  # of an engine's parameter
-PUBLISH_BYTES = 3 * 2**30  # of the buckets of a publish
+PUBLISH_BYTES = 3 * 2**30  # of the buckets of a publish, unless a parameter is larger than a bucket
+BUCKET_COPIES = 4  # of a parameter larger than a bucket: two buckets, the shards that are gathered, and a rank's own
 COUNTS = ("step_count", "token_count", "skipped_count", "skipped_in_a_row")  # counters that a checkpoint holds
 
 
@@ -136,8 +137,10 @@ class Trainer:
     def make_room(self) -> None:
         """Free GPU memory for the weights of engines that wake while this trainer publishes to them."""
         if self._offloader:
-            weights = sum(p.numel() for p in self.model.parameters()) * ENGINE_WEIGHT_BYTES
-            self._offloader.make_room(weights + PUBLISH_BYTES, self._moments())
+            frozen = [p for p in self.model.parameters() if not p.requires_grad]
+            sizes = [p.numel() * ENGINE_WEIGHT_BYTES for p in (*self.parameters.values(), *frozen)]  # of full tensors
+            largest = max(p.numel() for p in self.parameters.values()) * ENGINE_WEIGHT_BYTES
+            self._offloader.make_room(sum(sizes) + max(PUBLISH_BYTES, BUCKET_COPIES * largest), self._moments())
 
     def onload(self) -> None:
         """Move all state back to the device."""

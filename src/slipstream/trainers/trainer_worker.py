@@ -80,7 +80,8 @@ class PytorchTrainerWorker(Worker):
             self._trainer.export(path)
 
     async def offload(self) -> None:
-        self._trainer.offload()
+        with explain_out_of_memory(self._config, "offload"):
+            self._trainer.offload()
 
     async def onload(self) -> None:
         with explain_out_of_memory(self._config, "load"):
