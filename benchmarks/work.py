@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -61,7 +62,7 @@ def conditions() -> dict[str, Any]:
     ranks = os.environ.get("LOCAL_WORLD_SIZE")
     gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
     return {
-        "command": " ".join([f"torchrun --nproc-per-node {ranks}" if ranks else "python", *sys.argv]),
+        "command": f"{f'torchrun --nproc-per-node {ranks}' if ranks else 'python'} {shlex.join(sys.argv)}",
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit or "unknown",
         "device": f"{gpus}{cores} CPU cores",

@@ -67,7 +67,8 @@ def script(path: Path, arguments: list[str]) -> None:
     elif path.stem == "vllm_core":
         module.configure(options, flags)
     elif path.stem == "learning":
-        load_config(None, [*(f"--{name}={value}" for name, value in module.FLAGS.items()), *flags])
+        fixed = {"model.path": "m", "environment.dataset": "tasks.jsonl", "environment.reward": "math"} | module.FLAGS
+        load_config(None, [*(f"--{name}={value}" for name, value in fixed.items()), *flags])
     elif path.stem == "demo":
         module.configuration(module.parser(), "addition", options.dir, options.seed, flags)
     else:
