@@ -102,6 +102,16 @@ def command(*arguments: Any) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+def kill_and_resume(process: subprocess.Popen[str], run: Path) -> None:
+    """Kill a run after 8 of 24 steps, resume it, and audit its records."""
+    while process.poll() is None and kill.steps_done(run) < 8:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    ended(command("--resume", run))
+    kill.audit(run, 24)
+
+
 def ended(process: subprocess.Popen[str], succeeds: bool = True) -> str:
     said, _ = process.communicate(timeout=180)
     assert (process.returncode == 0) is succeeds and "Traceback" not in said, said
@@ -217,12 +227,7 @@ def test_a_policy_with_a_model_of_its_own_learns_and_continues_after_a_kill(
     flags = [*flags, f"--policies.1.model={other}", "--evaluation.against_start=false", "--loop.max_lag=0"]
     ended(command(config, *flags))
     process = command(config, *flags, f"--run.dir={killed}", "--sync.link=checkpoint")
-    while process.poll() is None and kill.steps_done(killed) < 8:
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    ended(command("--resume", killed))
-    kill.audit(killed, 24)
+    kill_and_resume(process, killed)
     metrics = load_run(whole).metrics
     for name, layers in (("low", 3), ("high", 2)):
         rewards = [record[f"policies/{name}/reward"] for record in metrics]
@@ -254,12 +259,7 @@ def test_a_model_with_another_vocabulary_is_refused(config: Path, tmp_path: Path
 def test_policies_keep_the_bound_on_lag_across_a_kill(config: Path, tmp_path: Path) -> None:
     killed = tmp_path / "killed"
     process = command(config, f"--run.dir={killed}", "--loop.max_lag=2", "--sync.link=checkpoint")
-    while process.poll() is None and kill.steps_done(killed) < 8:
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    ended(command("--resume", killed))
-    kill.audit(killed, 24)
+    kill_and_resume(process, killed)
     assert json.loads((killed / "summary.json").read_text())["lag"]["max"] in (1, 2)
 
 

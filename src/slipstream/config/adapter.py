@@ -34,7 +34,7 @@ def with_adapter_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_options_of(values: Mapping[str, Any], path: str, option: str, own_model: bool) -> Mapping[str, Any]:
-    """As `with_adapter_options`, of one adapter; one over a model of its own sets neither modules nor `model.path`."""
+    """As `with_adapter_options`, for one adapter. If its policy has another model, modules and `model.path` stay."""
     lora, model = values.get("lora", {}), values.get("model", {})
     if not isinstance(lora, dict) or not isinstance(model, dict) or ("rank" in lora and not Path(path).exists()):
         return values

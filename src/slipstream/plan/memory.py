@@ -122,7 +122,7 @@ def _with_chosen(config: Config, taken: Mapping[str, Any], chosen: str) -> Confi
 
 
 def _describe(cost: TrainerCost, best: TrainerCost, taken: Mapping[str, Any], free: float) -> str:
-    """One line: what was taken, and why."""
+    """One line: the options taken, and why."""
     needs, needed = (sum(each.memory().values()) for each in (best, cost))
     listed = ", ".join(f"{name} = {str(value).lower()}" for name, value in taken.items()) or "the options as they are"
     fits = f"about {needs / 1e9:.0f} of {free / 1e9:.0f} GB"
@@ -153,11 +153,16 @@ def _reference_bytes(config: Config, shape: Shape) -> float:
     return weights + FP32 * shape.parameters / (1 if trainer.parallel == "ddp" else shards)
 
 
+def single_copy_engine(shape: Shape, work: Workload, tp: int) -> float:
+    """Bytes on each GPU of an engine that shares its weights: overhead, weights, keys and values of 8 sequences."""
+    kept = 8 * work.longest * shape.kv_bytes / min(tp, shape.kv_heads)
+    return ENGINE_OVERHEAD + shape.weight_bytes / tp + kept
+
+
 def _engine_parts(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> Iterator[float]:
     tp = config.generator.tensor_parallel_size
-    if config.sync.link == "single_copy":  # weights, overhead, and keys and values of eight sequences
-        kept = 8 * workload_of(config).longest * shape.kv_bytes / min(tp, shape.kv_heads)
-        yield ENGINE_OVERHEAD + shape.weight_bytes / tp + kept
+    if config.sync.link == "single_copy":
+        yield single_copy_engine(shape, workload_of(config), tp)
     elif config.sync.placement == "colocated":  # what a sleeping engine keeps: the embedded one also its weights
         yield ENGINE_OVERHEAD + (shape.weight_bytes if config.generator.engine == "torch" else 0)
     elif gpus < config.trainer.ranks + config.generator.engines * tp:

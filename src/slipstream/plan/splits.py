@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from slipstream.config.engine_args import DEFAULT_MEMORY
 from slipstream.config.schema import TrainerConfig
 from slipstream.plan.costs import ENGINE_OVERHEAD, EngineCost, PublishCost, TrainerCost, publish_cost, turn_cost
 from slipstream.plan.hardware import GIB, Cluster, Rates
-from slipstream.plan.memory import HEADROOM, OPTIONS, SAFE, candidates, cheapest
+from slipstream.plan.memory import HEADROOM, OPTIONS, SAFE, candidates, cheapest, single_copy_engine
 from slipstream.plan.scenario import Figures, Scenario
 from slipstream.plan.shapes import Shape
 from slipstream.plan.workload import Workload
 
-UTILIZATION = 0.85  # of a GPU's memory for an engine with its own
 CHOSEN_ALWAYS = ("activation_checkpointing", "tokens_per_microbatch")
 MAX_SLOTS = 256  # more sequences make a host slower than a GPU gains, see `Rates.host_pair_s`
 SHARED_SLOWDOWN = 1.7  # of each side on shared GPUs: decoding reads memory while training multiplies
@@ -170,12 +170,8 @@ def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
     """The cheapest micro-batch and kind of checkpointing that fit, else the smallest; other options are the run's, or
     those of `trainer.memory = "auto"`."""
     free = problem.cluster.gpu.memory - HEADROOM
-    if split.placement == "single_copy":  # leaves keys and values of some sequences to the engine
-        free -= (
-            ENGINE_OVERHEAD
-            + problem.shape.weight_bytes / split.tp
-            + 8 * problem.work.longest * (problem.shape.kv_bytes / min(split.tp, problem.shape.kv_heads))
-        )
+    if split.placement == "single_copy":
+        free -= single_copy_engine(problem.shape, problem.work, split.tp)
     trainer, own = problem.trainer, split.placement != "single_copy"
     auto = trainer.memory == "auto"
     free *= SAFE if auto else 1
@@ -197,8 +193,8 @@ def place_memory(plan: Plan) -> None:
     trainer = plan.trainer.memory()
     weights = problem.shape.weight_bytes / split.tp
     reserved = plan.publish.staging + (sum(trainer.values()) if split.placement == "single_copy" else 0)
-    share = total - HEADROOM - reserved if reserved else UTILIZATION * total
-    usable = max(0.0, min(UTILIZATION * total, share) - weights - ENGINE_OVERHEAD)
+    share = total - HEADROOM - reserved if reserved else DEFAULT_MEMORY * total
+    usable = max(0.0, min(DEFAULT_MEMORY * total, share) - weights - ENGINE_OVERHEAD)
     if split.placement == "colocated":  # more would only make the trainer's state leave the GPU
         usable = min(usable, (problem.slots or MAX_SLOTS) * longest * key_bytes)
     plan.kv_tokens = usable / key_bytes

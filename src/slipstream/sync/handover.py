@@ -127,7 +127,7 @@ class HandoverSender(Sender):
             self._tell(receiver, LENGTH.pack(len(description)) + description)
 
     def _tell(self, receiver: socket.socket, message: bytes) -> bool:
-        """Send a message. Returns whether the receiver is alive; one that is not is forgotten."""
+        """Send a message, and drop the receiver if that fails. Returns whether it is alive."""
         try:
             receiver.sendall(message)
         except OSError:
