@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import Config, ConfigError
+from slipstream.controller.colocation import PARTS, ColocatedScheduler
 from slipstream.controller.launch import Cluster
 from slipstream.generators.torch.engine import Engine
 from slipstream.rollout import Batch, Completion, Sampling
@@ -229,6 +230,85 @@ def test_a_sleep_changes_no_token(how: Any) -> None:
     ours, theirs = completions(slept), completions(awake)
     assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
     assert {c.versions for c in ours} == ({(0, 1), (1, 1)} if how == "recompute" else {(1, 1)})
+
+
+@pytest.mark.parametrize("how", ["recompute", "retry"])
+def test_a_pause_keeps_keys_and_values_until_a_swap(how: Any) -> None:
+    paused, awake = (Engine(build_model("qwen3"), slots=4) for _ in range(2))
+    for engine in (paused, awake):
+        for key in range(6):
+            engine.submit(key, [5, 6, 7 + key], Sampling(max_tokens=20, seed=key))
+        for _ in range(7):
+            engine.step()
+    paused.sleep(0)
+    assert paused.step() == [] and paused.running == 4 and paused._cache.positions
+    paused.swap(1, lambda: None, how)
+    assert paused.asleep and not paused.running
+    paused.wake(["scheduling"])
+    ours, theirs = completions(paused), completions(awake)
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    assert {c.versions for c in ours} == ({(0, 1), (1, 1)} if how == "recompute" else {(1, 1)})
+
+
+class SharedGpu:
+    """An engine and a trainer in one process, for the scheduler alone. The trainer's steps fit from a turn on."""
+
+    def __init__(self, fits: list[bool]) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._fits = iter(fits)
+
+    async def onload(self) -> None:
+        self.calls.append(("onload",))
+
+    async def offload(self) -> bool:
+        self.calls.append(("offload",))
+        return next(self._fits)
+
+    async def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    async def wake(self, tags: tuple[str, ...]) -> None:
+        self.calls.append(("wake", *tags))
+
+
+class Pool:
+    def __init__(self, engine: SharedGpu) -> None:
+        self.engine, self.paused = engine, False
+
+    async def call_all(self, call: Any, doing: str) -> None:
+        await call(self.engine)
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_engines_stay_awake_once_steps_fit_beside_them(in_place: bool) -> None:
+    shared: Any = SharedGpu([False, True])
+
+    async def turns() -> list[list[tuple[Any, ...]]]:
+        pool: Any = Pool(shared)
+        scheduler, found = ColocatedScheduler(shared, pool), []
+        for _ in range(3):
+            async with scheduler.trainer_turn(publishes=True):
+                shared.calls.append(("step", pool.paused))
+                await scheduler.before_publish(in_place)
+                shared.calls.append(("publish", pool.paused))
+            assert not pool.paused and set(scheduler.seconds) == {*PARTS, "turn"}
+            found.append(shared.calls)
+            shared.calls = []
+        return found
+
+    first, second, third = asyncio.run(turns())
+    assert first == second == [
+        ("sleep", 2), ("onload",), ("step", True), ("wake", "weights"), ("publish", True), ("offload",),
+        ("wake", "kv_cache"),
+    ]  # fmt: skip
+    pause = [("sleep", 0)] * in_place
+    assert third == [("step", False), *pause, ("publish", in_place), *[("wake", "scheduling")] * in_place]
 
 
 @pytest.mark.parametrize(

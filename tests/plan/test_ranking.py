@@ -112,6 +112,13 @@ def test_a_turn_is_shorter_where_the_trainers_state_stays() -> None:
     assert moved.hold - kept.hold == pytest.approx(2 * 8.19e9 * 12 / 2 / 45e9, rel=0.5)
 
 
+def test_engines_sample_during_a_turn_where_both_fit() -> None:
+    split = Split("colocated", 1, "fsdp", 1, 1, 1, 4)
+    beside, turns = (evaluate(problem("1.7B", gpu, 1), split) for gpu in ("h200", "l40s"))
+    assert beside.overlaps and not turns.overlaps and not turns.missing
+    assert beside.scenario(2).overlaps and beside.publish.hold < 0.1 < turns.publish.hold
+
+
 def test_a_thousand_splits_are_ranked_in_seconds() -> None:
     began = time.process_time()
     plans = rank(problem("8B", gpus=64), (0, 1, 2, 4, 8))

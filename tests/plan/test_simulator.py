@@ -61,11 +61,11 @@ def check(simulation: Simulation) -> None:
     slots=st.integers(1, 12), turns=st.integers(1, 3), spread=st.sampled_from([0.0, 0.5, 1.5]),
     placement=st.sampled_from(["disaggregated", "disaggregated", "colocated", "single_copy"]),
     in_flight=st.sampled_from(["continue", "recompute", "retry"]), kv_tokens=st.sampled_from([1200.0, 1e6]),
-    faulty=st.booleans(), seed=st.integers(0, 2**31),
+    faulty=st.booleans(), overlaps=st.booleans(), seed=st.integers(0, 2**31),
 )  # fmt: skip
 def test_invariants_hold_with_faults_of_all_kinds(
     max_lag: int, groups: int, every: int, engines: int, slots: int, turns: int, spread: float, placement: str,
-    in_flight: str, kv_tokens: float, faulty: bool, seed: int,
+    in_flight: str, kv_tokens: float, faulty: bool, overlaps: bool, seed: int,
 ) -> None:  # fmt: skip
     rng = random.Random(seed)
     faults = Faults()
@@ -79,6 +79,7 @@ def test_invariants_hold_with_faults_of_all_kinds(
     found = scenario(
         given_work, max_lag=max_lag, engines=engines, slots=slots, kv_tokens=kv_tokens, placement=placement,
         in_flight=in_flight, faults=faults, seed=seed, publish=slow, shared_slowdown=1.5, retries=rng.randint(0, 3),
+        overlaps=overlaps,
     )  # fmt: skip
     simulation = Simulation(found, check)
     simulation.run()

@@ -5,25 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
-from slipstream.controller.engine_calls import duration
 from slipstream.generators.pool import GeneratorPool
 from slipstream.trainers.base import TrainerWorker
 
-KEEP, DISCARD = 1, 2  # vLLM's sleep levels: keep the weights in host memory, or discard them
+T = TypeVar("T")
+PAUSE, KEEP, DISCARD = 0, 1, 2  # vLLM's sleep levels: stop sampling; keep the weights in host memory; discard them
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's tags of the memory that `wake` allocates
+SCHEDULING = "scheduling"  # its tag that ends a pause
+PARTS = "sleep", "onload", "wake_weights", "offload", "wake"  # of a turn, in the order of a publish
 
 
 class ColocatedScheduler:
     """Placement `colocated`: engines and trainer alternate on the same GPUs, engines first. See ARCHITECTURE.md.
 
     Requests wait in the pool while engines sleep, and the clocks of episodes are paused (`generators.pausable_clock`).
-    `seconds` has the durations of the last turn and its parts, by name.
+    Once the trainer has found that its steps fit beside the engines, these keep sampling in its turns, and pause only
+    to receive weights. `seconds` has the durations of the last turn and its parts, by name.
     """
 
     def __init__(self, trainer: TrainerWorker, pool: GeneratorPool) -> None:
         self._trainer, self._pool = trainer, pool
-        self._asleep: tuple[str, ...] = ()  # tags of the engines' memory that is free
+        self._asleep: tuple[str, ...] = ()  # tags of what sleeping engines lack; empty while they are awake
+        self._fits = False  # whether steps fit beside the engines
         self.seconds: dict[str, float] = {}
 
     @asynccontextmanager
@@ -32,28 +37,40 @@ class ColocatedScheduler:
 
         After an error the GPUs stay with the trainer, because the run ends.
         """
-        self.seconds, began = {}, time.perf_counter()
-        self._pool.pause()
-        await self._timed(
-            "sleep", self._pool.call_all(lambda engine: engine.sleep(DISCARD if publishes else KEEP), "sleep")
-        )
-        self._asleep = WEIGHTS, KV_CACHE
-        await self._timed("onload", self._trainer.onload())
+        self.seconds, began = dict.fromkeys(PARTS, 0.0), time.perf_counter()
+        if not self._fits:
+            await self._sleep(DISCARD if publishes else KEEP)
+            await self._timed("onload", self._trainer.onload())
         yield
-        await self._timed("offload", self._trainer.offload())
-        await self._timed("wake", self._wake(self._asleep))
-        self._asleep = ()
-        self._pool.resume()
+        if not self._fits:
+            self._fits = bool(await self._timed("offload", self._trainer.offload()))
+        if self._asleep:
+            await self._timed("wake", self._wake(self._asleep))
+            self._asleep = ()
+            self._pool.resume()
         self.seconds["turn"] = time.perf_counter() - began
 
-    async def wake_weights(self) -> None:
-        """Within `trainer_turn`, let engines allocate their weights, to take a version from a trainer on their GPUs."""
+    async def before_publish(self, in_place: bool) -> None:
+        """Within `trainer_turn`, let engines allocate their weights.
+
+        Engines that are awake, and receive a version `in_place`, pause until the end of the turn.
+        """
         if WEIGHTS in self._asleep:
             await self._timed("wake_weights", self._wake((WEIGHTS,)))
             self._asleep = (KV_CACHE,)
+        elif in_place and not self._asleep:
+            await self._sleep(PAUSE)
+
+    async def _sleep(self, level: int) -> None:
+        self._pool.pause()
+        await self._timed("sleep", self._pool.call_all(lambda engine: engine.sleep(level), "sleep"))
+        self._asleep = (SCHEDULING,) if level == PAUSE else (WEIGHTS, KV_CACHE)
 
     async def _wake(self, tags: tuple[str, ...]) -> None:
         await self._pool.call_all(lambda engine: engine.wake(tags), "wake")
 
-    async def _timed(self, part: str, call: Awaitable[object]) -> None:
-        self.seconds[part] = await duration(call)
+    async def _timed(self, part: str, call: Awaitable[T]) -> T:
+        began = time.perf_counter()
+        result = await call
+        self.seconds[part] += time.perf_counter() - began
+        return result

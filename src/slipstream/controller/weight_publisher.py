@@ -253,7 +253,7 @@ class WeightPublisher:
         names = chosen(self._names, version, verify)
         publish_handle = self._published = await self._trainer.stage(version)
         if self._turns:
-            await self._turns.wake_weights()
+            await self._turns.before_publish(self._sender.receives_in_place)
         sent, sums = self._begin_send(publish_handle, names, free)
         try:
             pauses, sending, ready = await self._exchange(publish_handle, sent, version, free)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Handling of sequences in flight at a swap: keep their keys and values, recompute them, restart from the prompt, or
 # finish the sequences before the swap.
 Interruption = Literal["continue", "recompute", "retry", "drain"]
+AWAKE = frozenset({"kv_cache", "scheduling"})  # tags of `EngineWorker.wake` after which an engine samples again
 
 
 class Generator(Protocol):
@@ -64,7 +65,8 @@ class EngineWorker(Protocol):
         """Checksum of each of these parameters as served."""
 
     async def sleep(self, level: int) -> None:
-        """Free GPU memory of keys, values and weights; level 1 keeps weights in host memory, 2 may discard them."""
+        """Stop sampling. At level 1 and 2, also free GPU memory of keys, values and weights; level 1 keeps weights in
+        host memory, 2 may discard them."""
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Allocate memory for "weights" or the "kv_cache" again; with both, decoding continues."""

@@ -50,6 +50,7 @@ class Fit:
     trainer_busy: float
     engines_busy: float
     lag_mean: float
+    overlaps: bool  # whether colocated engines sampled during steps
 
     def describe(self) -> str:
         """The fit in one line."""
@@ -114,6 +115,7 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], config: Config, pro
         median(pauses or [0.0]), median([float(p["ready_s"] or p["transfer_s"]) for p in publishes] or [0.0]),
         trained / seconds, busy["train"], busy["gen"],
         sum(r["lag/mean"] * r["train/tokens"] for r in timed) / trained,
+        config.sync.placement == "colocated" and not timed[-1].get("sync/onload_s"),
     )  # fmt: skip
 
 
@@ -183,5 +185,6 @@ def own_scenario(found: Fit, config: Config, shape: Shape, steps: int = 40) -> S
         TrainerCost(shape, cluster, found.rates, work, config.trainer.ranks),
         PublishCost(sync.link, found.transfer_s, hold, found.pause_s, 0.0),
         engines.replicas, engines.max_num_seqs, math.inf, loop.max_lag, sync.placement, sync.in_flight,
-        loop.force_max_lag, loop.buffer_size, step_overhead_s=0.0 if colocated else found.rates.step_overhead_s,
+        loop.force_max_lag, loop.buffer_size, overlaps=found.overlaps,
+        step_overhead_s=0.0 if colocated else found.rates.step_overhead_s,
     )  # fmt: skip

@@ -16,7 +16,7 @@ TRAINER_OVERHEAD = 3.5 * GIB  # context, chunks of logits, allocator
 PCIE = 25e9  # bytes/s between a GPU and pageable host memory
 PINNED = 45e9  # bytes/s to or from pinned host memory by PCIe 5, in both directions at once
 QUANTIZED = 1 + FP32 / 64  # bytes of a moment of 8 bits, with its share of a block's scale
-TURN_S = 0.4  # of a turn of colocated engines and trainer, without copies: sleep, wake-up, allocations; an estimate
+TURN_S = 0.3  # of a turn of colocated engines and trainer, without copies: sleep, wake-up (colocated_turns_h200x1.json)
 TURN_RESERVE = 5 * GIB  # of the GPU that colocated engines and the trainer's kept state leave
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
 KEPT = {"selective": 1.0, "full": 0.27}
@@ -252,10 +252,11 @@ def publish_cost(
     return PublishCost("nccl", sent, sent, swap, size / tp)
 
 
-def turn_cost(trainer: TrainerCost, free: float) -> PublishCost:
+def turn_cost(trainer: TrainerCost, free: float, overlaps: bool) -> PublishCost:
     """The cost of a trainer's turn on the engines' GPUs, of which `free` bytes each are not the engines'.
 
-    State that does not fit there goes to the host and back. Each rank gathers the weights, and engines copy them.
+    State that does not fit there goes to the host and back. Each rank gathers the weights, and engines copy them. If
+    the turn `overlaps` with generation, engines only pause for that.
     """
     shape, cluster, rank = trainer.shape, trainer.cluster, trainer.work.lora_rank
     size, state = BF16 * trainer.trained, trainer.lasting_state
@@ -264,7 +265,8 @@ def turn_cost(trainer: TrainerCost, free: float) -> PublishCost:
     gathered = size * (1 - 1 / trainer.shards) / trainer.link
     given = gathered + 4 * size / (cluster.gpu.bandwidth * trainer.rates.bandwidth)
     moved = 2 * max(0.0, state + TURN_RESERVE - free) / PINNED
-    return PublishCost("lora" if rank else "shared", given, TURN_S + moved + given, 0.0, 0.0)
+    hold = given if overlaps else TURN_S + moved + given
+    return PublishCost("lora" if rank else "shared", given, hold, 0.0, 0.0)
 
 
 @cache

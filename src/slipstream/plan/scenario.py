@@ -41,7 +41,8 @@ class Scenario:
     force_max_lag: bool = False
     buffer_size: int = 0
     retries: int = 3
-    shared_slowdown: float = 1.0  # of both sides while they work on the same GPUs at once
+    overlaps: bool = False  # whether engines on the trainer's GPUs sample during its steps
+    shared_slowdown: float = 1.0  # of both sides while they do
     step_overhead_s: float = 0.0
     first_step_s: float = 0.0  # added to the first step, in which kernels are compiled
     faults: Faults = Faults()

@@ -246,17 +246,17 @@ class Simulation:
 
     @property
     def _slowdown(self) -> float:
-        return self.scenario.shared_slowdown if self.scenario.placement == "single_copy" else 1.0
+        return self.scenario.shared_slowdown if self.scenario.overlaps else 1.0
 
     def _share_gpus(self) -> None:
-        """Engines on the trainer's GPUs slow down during a step (single copy), or sleep (colocated)."""
+        """Engines on the trainer's GPUs slow down during a step, or sleep."""
         if self.scenario.placement == "disaggregated":
             return
         for engine in self.engines:
             for request in engine.advance(self.now):
                 self._end_turn(request)
             engine.slow = self._slowdown if self.training else 1.0
-            engine.awake = self.scenario.placement == "single_copy" or not self.training
+            engine.awake = self.scenario.overlaps or not self.training
             self._step_engine(engine)
 
     def _end_step(self, epoch: int, start: float, tokens: int, lags: Counter[int]) -> None:

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.config.engine_args import DEFAULT_MEMORY
 from slipstream.config.schema import TrainerConfig
-from slipstream.plan.costs import ENGINE_OVERHEAD, EngineCost, PublishCost, TrainerCost, publish_cost, turn_cost
+from slipstream.plan.costs import (
+    ENGINE_OVERHEAD,
+    TURN_RESERVE,
+    EngineCost,
+    PublishCost,
+    TrainerCost,
+    publish_cost,
+    turn_cost,
+)
 from slipstream.plan.hardware import GIB, Cluster, Rates
 from slipstream.plan.memory import HEADROOM, OPTIONS, SAFE, candidates, cheapest, single_copy_engine
 from slipstream.plan.scenario import Figures, Scenario
@@ -17,6 +25,7 @@ from slipstream.plan.workload import Workload
 
 CHOSEN_ALWAYS = ("activation_checkpointing", "tokens_per_microbatch")
 MAX_SLOTS = 256  # more sequences make a host slower than a GPU gains, see `Rates.host_pair_s`
+FRAGMENTATION = 1.1  # memory that the trainer reserves, relative to its estimate
 SHARED_SLOWDOWN = 1.7  # of each side on shared GPUs: decoding reads memory while training multiplies
 
 
@@ -83,6 +92,14 @@ class Plan(Figures):
         return "retry" if self.problem.work.lora_rank else "recompute"
 
     @property
+    def overlaps(self) -> bool:
+        """Whether engines on the trainer's GPUs sample during its steps, as `trainers.offload` finds in a run."""
+        if self.split.placement == "colocated" and not self.missing:
+            used = FRAGMENTATION * sum(self.memory["trainer"].values()) + sum(self.memory["engine"].values())
+            return used + TURN_RESERVE <= self.problem.cluster.gpu.memory
+        return self.split.placement == "single_copy"
+
+    @property
     def run_s(self) -> float:
         return self.step_s * self.problem.work.steps
 
@@ -95,7 +112,7 @@ class Plan(Figures):
         return Scenario(
             replace(self.problem.work, steps=steps), self.engine, self.trainer, self.publish, self.split.engines,
             self.slots, self.kv_tokens, self.split.max_lag, self.split.placement,
-            in_flight=self.in_flight,
+            in_flight=self.in_flight, overlaps=self.overlaps,
             shared_slowdown=SHARED_SLOWDOWN, step_overhead_s=self.problem.rates.step_overhead_s,
             seed=self.problem.seed,
         )  # fmt: skip
@@ -159,7 +176,8 @@ def evaluate(problem: Problem, split: Split) -> Plan:
     plan = Plan(split=split, problem=problem, engine=engine, trainer=trainer, publish=publish)
     place_memory(plan)
     if split.placement == "colocated":
-        plan.publish = turn_cost(trainer, problem.cluster.gpu.memory - sum(plan.memory["engine"].values()))
+        free = problem.cluster.gpu.memory - sum(plan.memory["engine"].values())
+        plan.publish = turn_cost(trainer, free, plan.overlaps)
     if not plan.missing:
         choose_slots(plan)
         estimate(plan)
@@ -249,10 +267,12 @@ def estimate(plan: Plan) -> None:
     if split.max_lag == 0:
         generate += tail + outside
         step = generate + train + publish + plan.publish.pause
-    elif split.placement == "colocated":
+    elif split.placement == "colocated" and not plan.overlaps:
         recomputed = plan.engine.prefill(sequences * work.context) if plan.in_flight == "recompute" else 0.0
         step = generate + train + publish + recomputed
-    elif split.placement == "single_copy":
+    elif plan.overlaps:
+        if plan.in_flight == "recompute":
+            generate += plan.engine.prefill(sequences * work.context)
         step = max((generate + train) * SHARED_SLOWDOWN / 2, generate, train) + publish
         generate = min(generate * SHARED_SLOWDOWN, step)
         train *= SHARED_SLOWDOWN

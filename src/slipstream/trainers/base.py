@@ -54,8 +54,10 @@ class TrainerWorker(Protocol):
     async def checksums(self, names: Sequence[str]) -> dict[str, int]:
         """Checksums of these parameters in the published dtype, by name."""
 
-    async def offload(self) -> None:
-        """Free GPU memory for engines: parameters and optimizer state move to host memory as far as they must."""
+    async def offload(self) -> bool:
+        """Free GPU memory for engines: parameters and optimizer state move to host memory as far as they must.
+
+        Returns whether steps fit beside the engines. Then nothing moves, and engines need not sleep any more."""
 
     async def onload(self) -> None:
         """Move back to the GPU what `offload` moved."""

@@ -20,6 +20,8 @@ from slipstream.sync.sharded_weights import local_part
 
 MIN_BYTES = 2**16  # a smaller storage stays: a copy would take longer than its memory is worth
 RESERVE = 4 * 2**30  # bytes: what vLLM uses beyond its share, the buckets of a publish, and NCCL's buffers
+FRAGMENTATION = 1.1  # memory that torch reserves, relative to the peak of what tensors take
+MEASURED = 2  # steps: the first one has no moments before its update
 
 
 class Offloader:
@@ -34,6 +36,16 @@ class Offloader:
         self._dropped: list[tuple[Any, int]] = []  # emptied storages without a copy, and their sizes
         self._started: set[int] = set()  # storages whose copies to the host have begun, before they leave
         self._context: int | None = None  # bytes that this process uses on the GPU, without torch's allocations
+        self._steps, self._peak = 0, 0.0
+
+    def record_step(self, peak: float) -> None:
+        """Record the peak of a step: the bytes of all tensors."""
+        self._steps, self._peak = self._steps + 1, max(self._peak, peak)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether all that steps take fits beside the engines, by the steps so far. They may run at once then."""
+        return self._steps >= MEASURED and bool(self._stream) and FRAGMENTATION * self._peak <= self._allowed()
 
     def offload(self, saved: Iterable[Tensor], derived: Iterable[Tensor] = (), constant: Iterable[Tensor] = ()) -> None:
         """Empty storages until the rest fits beside the engines: those of `derived`, whose contents are lost, and then
@@ -88,14 +100,17 @@ class Offloader:
         """Bytes that must leave the device so that engines have their share. Frees torch's cache if there are any."""
         if not self._stream:
             return math.inf
-        free, total = torch.cuda.mem_get_info(self._device)
-        reserved = torch.cuda.memory_reserved(self._device)
-        if self._context is None:  # no engine has started yet
-            self._context = total - free - reserved
-        allowed = (1 - self._share) * total - RESERVE - self._context
-        if reserved > allowed:
+        allowed = self._allowed()
+        if torch.cuda.memory_reserved(self._device) > allowed:
             torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device) - allowed
+
+    def _allowed(self) -> float:
+        """Bytes that torch may reserve beside the engines."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        if self._context is None:  # no engine has started yet
+            self._context = total - free - torch.cuda.memory_reserved(self._device)
+        return (1 - self._share) * total - RESERVE - self._context
 
     def _move(self, saved: Iterable[Tensor], size: float, constant: Iterable[Tensor] = ()) -> None:
         """Move storages to the host, in order, until `size` bytes are free."""

@@ -78,9 +78,9 @@ class PolicyTrainers:
         saving = [trainer.save(path / name, last) for name, trainer in self._trainers.items()]
         return self._waiting.submit(lambda: [each.result() for each in saving])
 
-    def offload(self) -> None:
-        for trainer in self._trainers.values():
-            trainer.offload()
+    def offload(self) -> bool:
+        fit = [trainer.offload() for trainer in self._trainers.values()]
+        return all(fit)
 
     def make_room(self) -> None:
         for trainer in self._trainers.values():

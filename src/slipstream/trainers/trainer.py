@@ -122,8 +122,13 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # free the copy for the engine on this GPU
 
-    def offload(self) -> None:
-        """Free GPU memory for engines. The state can be saved, but not published or exported."""
+    def offload(self) -> bool:
+        """Free GPU memory for engines, unless steps fit beside them. Returns whether they do.
+
+        An offloaded state can be saved, but not published or exported.
+        """
+        if self._offloader and not self.ranks.all_reduce_max(not self._offloader.has_room):
+            return True
         if self._offloader and not self._offloaded:
             checkpoint.create_moments(self.parameters.values(), self._optimizer)
             reference = self._reference.state() if self._reference else []
@@ -133,6 +138,7 @@ class Trainer:
             saved = [*self._moments(), *reference, *self.parameters.values(), *frozen]
             self._offloader.offload(saved, (self._compute_copies or {}).values(), constant)
         self._offloaded = True
+        return False
 
     def make_room(self) -> None:
         """Free GPU memory for the weights of engines that wake while this trainer publishes to them."""
@@ -175,7 +181,7 @@ class Trainer:
         grad_norm = self._update(metrics["loss"])
         self.token_count += batch.tokens
         seconds = time.perf_counter() - began
-        return StepStats(
+        stats = StepStats(
             step=self.step_count,
             grad_norm=grad_norm,
             learning_rate=self._optimizer.param_groups[0]["lr"],
@@ -185,6 +191,9 @@ class Trainer:
             seconds=seconds,
             **self._meter.take_statistics(seconds, self.ranks),
         )
+        if self._offloader:
+            self._offloader.record_step(stats.max_memory_gb * 1e9)
+        return stats
 
     @contextmanager
     def _adapter_dropout(self) -> Iterator[None]:

@@ -79,9 +79,9 @@ class PytorchTrainerWorker(Worker):
         with explain_out_of_memory(self._config, "export"):
             self._trainer.export(path)
 
-    async def offload(self) -> None:
+    async def offload(self) -> bool:
         with explain_out_of_memory(self._config, "offload"):
-            self._trainer.offload()
+            return self._trainer.offload()
 
     async def onload(self) -> None:
         with explain_out_of_memory(self._config, "load"):

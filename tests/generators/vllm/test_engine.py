@@ -642,9 +642,13 @@ def test_any_seed_is_mapped_to_a_valid_seed_of_vllm() -> None:
     assert seed(2**70 + 3) == seed(3) == 3 and seed(2**63 - 1) == 2**63 - 1 and 0 <= seed(-5) < 2**63
 
 
+@pytest.mark.parametrize("fits", [False, True])
 @pytest.mark.parametrize("how", ["recompute", "retry"])
-def test_completions_are_exact_across_sleep(how: str, patient: Path, tmp_path: Path) -> None:
-    """Sequences have exact records after two sleeps, one without and one with new weights."""
+def test_completions_are_exact_across_sleep(how: str, fits: bool, patient: Path, tmp_path: Path) -> None:
+    """Sequences have exact records after two turns of the trainer, one without and one with new weights.
+
+    If its steps fit beside the engine, this only pauses to receive them.
+    """
 
     async def main() -> None:
         flags = ["--sync.placement=colocated", f"--sync.in_flight={how}", "--sync.verify=full"]
@@ -652,6 +656,10 @@ def test_completions_are_exact_across_sleep(how: str, patient: Path, tmp_path: P
         trainer, draw = changing(pools), pools.generator.generate
         try:
             await pools.link.connect(0)
+            assert pools._colocation
+            pools._colocation._fits = fits
+            if fits:
+                await trainer.onload()
             await trainer.store(tmp_path / "0")
             prompts = [[5, 6, 7 + i] for i in range(8)]
             running = await in_flight(pools.generator, prompts, Sampling(max_tokens=LONG))

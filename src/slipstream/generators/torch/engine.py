@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from slipstream.generators.base import GenerationError, Interruption, nonfinite_logits_error, validate_prompt
+from slipstream.generators.base import AWAKE, GenerationError, Interruption, nonfinite_logits_error, validate_prompt
 from slipstream.generators.torch.attention import ATTENTION, SlotCache, StepLayout
 from slipstream.generators.torch.sampling import Sampler
 from slipstream.model.inspection import end_of_sequence
@@ -177,17 +177,19 @@ class Engine:
         return time.perf_counter() - began
 
     def sleep(self, level: int) -> None:
-        """Free the memory of all keys and values; weights stay at every `level`. Call it between two steps.
+        """Stop sampling until `wake`. Above `level` 0, free the memory of all keys and values; weights stay. Call it
+        between two steps.
 
-        Sequences in flight are recomputed after `wake`, unless a `swap` says otherwise.
+        Sequences that lost keys and values are recomputed, unless a `swap` says otherwise.
         """
-        self._join_again()
-        self._cache.clear()
+        if level:
+            self._join_again()
+            self._cache.clear()
         self.draining, self.asleep = False, True
 
     def wake(self, tags: Sequence[str]) -> None:
-        """Continue decoding if `tags` include the "kv_cache"."""
-        self.asleep = self.asleep and "kv_cache" not in tags
+        """Continue decoding if `tags` include the "kv_cache", or "scheduling" after `sleep(0)`."""
+        self.asleep = self.asleep and AWAKE.isdisjoint(tags)
 
     def _join_again(self) -> None:
         """Move running sequences to the front of the queue, to be recomputed with their sampled tokens."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from slipstream.config.schema import Config
 from slipstream.errors import UserError
-from slipstream.generators.base import GenerationError, Interruption
+from slipstream.generators.base import AWAKE, GenerationError, Interruption
 from slipstream.generators.generator_worker import Engine, GeneratorWorker, OpenWeights
 from slipstream.generators.vllm.compat import (
     call_workers,
@@ -74,7 +74,7 @@ class VllmEngine:
         self._vocabulary: int = self._llm.model_config.get_vocab_size()
         self.context: int = self._llm.model_config.max_model_len
         self.version = version
-        self._draining = self.asleep = False
+        self._draining = self.asleep = self._cache_dropped = False
         self.tokens_generated = self.tokens_discarded = 0
         self.busy_seconds = 0.0  # with sequences in flight
         self._parallel_core = core_has_own_process(self._llm)
@@ -199,7 +199,7 @@ class VllmEngine:
         if how == "drain" and self._requests:
             raise RuntimeError(f"drain: {self.running} sequences still run; set `draining` and step until none does")
         started, before = time.perf_counter(), self.version
-        recompute = how == "recompute" and not self.asleep  # a sleeping engine has no keys and values
+        recompute = how == "recompute" and not self._cache_dropped
         counts_before = self._swap_weights(version, apply, recompute)
         pause_s = time.perf_counter() - started if recompute else 0.0
         if self._adapters:
@@ -212,7 +212,8 @@ class VllmEngine:
     def _swap_weights(self, version: int, apply: Callable[[], CountsBeforeSwap], recompute: bool) -> CountsBeforeSwap:
         """Call `apply`, then serve `version`; with `recompute`, reset the KV cache. Returns what `apply` returns."""
         core = self._llm.engine_core
-        pause = recompute and self._parallel_core  # a core in this process is paused between two steps
+        # A core in this process is paused between two steps.
+        pause = recompute and self._parallel_core and not self.asleep
         if pause:
             self._decoding_since = None
             core.call_utility("pause_scheduler", "keep", False)
@@ -273,19 +274,21 @@ class VllmEngine:
         return finished
 
     def sleep(self, level: int) -> None:
-        """Free the memory of keys, values and weights. At level 1 `wake` restores weights, at 2 only a swap does.
+        """Stop sampling until `wake`. Above level 0, free the memory of keys, values and weights: at level 1 `wake`
+        restores weights, at 2 only a swap does.
 
-        Sequences in flight are recomputed after `wake`, unless a `swap` says otherwise. On a CPU vLLM drops keys and
-        values, but frees no memory.
+        Sequences that lost keys and values are recomputed after `wake`, unless a `swap` says otherwise. On a CPU vLLM
+        drops keys and values, but frees no memory.
         """
-        if self._adapters:  # a swap restores adapters, but not the base weights
+        if level and self._adapters:  # a swap restores adapters, but not the base weights
             level = SLEEP_LEVEL_KEEP_WEIGHTS
         self._llm.sleep(level, mode="keep")
-        self.draining, self.asleep = False, True
+        self.draining, self.asleep, self._cache_dropped = False, True, level > 0
 
     def wake(self, tags: Sequence[str]) -> None:
         self._llm.wake_up(list(tags))
-        self.asleep = self.asleep and "kv_cache" not in tags
+        self.asleep = self.asleep and AWAKE.isdisjoint(tags)
+        self._cache_dropped = self._cache_dropped and self.asleep
 
     def load_adapters(self, paths: Mapping[str, str]) -> None:
         """Start new sequences on adapters in PEFT directories, by policy ("": a single one), not on those of a link."""
