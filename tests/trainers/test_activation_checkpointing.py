@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.trainers.activation_checkpointing import prepare_layers
 
@@ -164,3 +165,46 @@ def test_local_experts_and_surrounding_modules_are_compiled(
     model.train_once()
     assert len(programs) == made
     torch._dynamo.reset()
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter, and a nonlinear function of the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(64, 256, False), nn.Linear(64, 4, False), nn.Linear(4, 256, False)
+        self.back = nn.Linear(256, 64, False)
+        self.base.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.as_tensor(self.back(torch.tanh(self.base(hidden) + self.up(self.down(hidden)))))
+
+
+class Products(TorchDispatchMode):
+    """Shapes of the second factor of each matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "aten.mm" in str(func):
+            self.shapes.append(tuple(args[1].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def test_outputs_of_adapters_are_computed_again() -> None:
+    def gradients(again: str) -> tuple[list[Tensor | None], list[tuple[int, ...]]]:
+        torch.manual_seed(0)
+        layer = Adapted()
+        model = nn.Module()
+        model.layers, model._no_split_modules = nn.ModuleList([layer]), ("Adapted",)  # type: ignore[assignment]
+        prepare_layers(model, again, compiled=False)
+        out = layer(torch.linspace(-1, 1, 640).view(10, 64)).square().sum()
+        with Products() as products:
+            out.backward()
+        return [p.grad for p in layer.parameters()], products.shapes
+
+    (wanted, plain), (found, selective) = gradients("none"), gradients("selective")
+    torch.testing.assert_close(found, wanted)
+    assert sorted(selective) == sorted([*plain, (4, 256)])

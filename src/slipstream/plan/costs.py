@@ -21,7 +21,8 @@ TURN_RESERVE = 5 * GIB  # of the GPU that colocated engines and the trainer's ke
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
 KEPT = {"selective": 1.0, "full": 0.27}
 RECOMPUTED = {"selective": 1.03, "full": 4 / 3}
-ADAPTER_ACTIVATIONS = 1.6  # inputs of adapters are kept, too
+ADAPTER_ACTIVATIONS = 1.1  # of a layer with adapters; an estimate
+EAGER_ACTIVATIONS, EAGER_SECONDS = 1.3, 2.2  # without compiled layers, relative to them; memory_eager_h200x1.json
 EXPOSED = 0.5  # share of the traffic of weights and gradients that computation does not hide
 DEFAULT_MICROBATCH = 16384
 CHANGED_BYTES = 3.0  # of a changed element in a delta: its position and its value, coded
@@ -117,6 +118,7 @@ class TrainerCost:
     master_weights: str = "float32"
     offload_optimizer: bool = False
     keep_compute_copy: bool = True
+    compiled: bool = True
     shard_size: int = 0  # ranks that share one copy of the weights (fsdp); 0 is all of them
 
     @property
@@ -141,6 +143,7 @@ class TrainerCost:
         reached = rates.train * (1 - math.exp(-self.shape.hidden / rates.narrow))
         reached *= rates.experts if self.shape.experts > 1 else 1.0
         compute = operations / (self.ranks * self.cluster.gpu.operations * reached)
+        compute *= 1 if self.compiled else EAGER_SECONDS
         state = sum(self._state().values())
         update = 2 * state / (self.cluster.gpu.bandwidth * rates.bandwidth)
         pinned = min(PINNED, self.cluster.gpu.link * rates.link)  # slower cards have PCIe 4 as their link
@@ -217,6 +220,7 @@ class TrainerCost:
         width = shape.head_dim * (shape.heads + 2 * shape.kv_heads) + 2 * shape.hidden + mlp
         split = self.ranks if self.parallel == "tensor" else 1
         kept = KEPT[self.checkpointing] * (ADAPTER_ACTIVATIONS if self.work.lora_rank else 1)
+        kept *= 1 if self.compiled else EAGER_ACTIVATIONS
         return self.microbatch * shape.layers * width * BF16 * kept / split
 
 

@@ -49,7 +49,8 @@ def cost_of(config: Config, shape: Shape, cluster: Cluster) -> TrainerCost:
     options = {field: getattr(trainer, option) for option, field in OPTIONS.items()}
     return TrainerCost(
         shape, cluster, Rates(), workload_of(config), trainer.ranks, trainer.parallel, trainer.context_parallel,
-        own_copy=config.sync.link != "single_copy", shard_size=trainer.fsdp_shard_size, **options,
+        own_copy=config.sync.link != "single_copy", shard_size=trainer.fsdp_shard_size,
+        compiled=trainer.compile, **options,
     )  # fmt: skip
 
 

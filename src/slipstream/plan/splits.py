@@ -197,7 +197,7 @@ def choose_microbatch(problem: Problem, split: Split) -> TrainerCost:
     given = {OPTIONS[name]: getattr(trainer, name) for name in kept}
     cost = TrainerCost(
         problem.shape, problem.cluster, problem.rates, problem.work, split.ranks, split.parallel,
-        split.context_parallel, own_copy=own,
+        split.context_parallel, own_copy=own, compiled=trainer.compile,
     )  # fmt: skip
     may_cast = auto and split.ranks == 1 and split.placement == "disaggregated" and not problem.work.lora_rank
     return cheapest(candidates(cost, given, may_cast), free)

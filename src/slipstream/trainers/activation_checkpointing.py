@@ -15,6 +15,10 @@ from slipstream.trainers.experts import local_experts
 # Operations whose outputs are saved, by prefix; attention's operation depends on the torch release.
 SAVED_OPERATIONS = ("aten.mm", "aten.addmm", "aten.bmm", "aten._grouped_mm", "aten._scaled_dot_product",
             "aten._flash_attention", "torch_attn.")  # fmt: skip
+LINEAR = "aten.mm", "aten.addmm"  # of those, the products whose last argument is a matrix [inner, outer]
+# A product with this inner dimension or less, and WIDER times as many columns, is computed again, such as those of
+# adapters: that costs less than to hold its output.
+NARROW, WIDER = 512, 8
 # Limit of compiled variants: one for each kind of layer, with and without gradients, adapters, and shared prompts.
 # Beyond torch's default limit of 8, layers would silently run uncompiled.
 MAX_COMPILED_PROGRAMS = 64
@@ -73,9 +77,16 @@ def _recompute_selectively(layer: Any, *arguments: Any, **options: Any) -> Any:
     return checkpoint(layer.uncheckpointed_forward, *arguments, use_reentrant=False, context_fn=_contexts, **options)
 
 
-def _save_matmuls(ctx: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    saved = str(operation).startswith(SAVED_OPERATIONS)
+def save_or_recompute(ctx: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """What selective checkpointing does with the output of an operation."""
+    name = str(operation)
+    saved = name.startswith(SAVED_OPERATIONS) and not (name.startswith(LINEAR) and _is_narrow(arguments[-1]))
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_contexts = partial(create_selective_checkpoint_contexts, _save_matmuls)
+def _is_narrow(matrix: torch.Tensor) -> bool:
+    inner, columns = matrix.shape
+    return inner <= min(NARROW, columns // WIDER)
+
+
+_contexts = partial(create_selective_checkpoint_contexts, save_or_recompute)
