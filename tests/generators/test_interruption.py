@@ -197,6 +197,7 @@ def test_vllm_continues_after_a_successful_or_failed_swap(failing: str) -> None:
     engine = object.__new__(VllmEngine)  # without vLLM
     engine._llm = SimpleNamespace(engine_core=core, reset_prefix_cache=reset)
     engine._parallel_core, engine.asleep, engine._draining, engine._adapters = True, False, False, None
+    engine._cache_dropped = False
     engine._requests, engine._cache_salt, engine.version = {}, 0, 0
     with pytest.raises((OSError, RuntimeError), match=r"gone|did not drop") if failing else nullcontext():
         engine.swap(1, apply, "recompute")
