@@ -59,7 +59,7 @@ class Sampling:
     weights and the prompt alone. `record_sampling_mask` records the tokens that top-k, top-p and `json_schema` (JSON
     text; vLLM only) kept, `record_routing` the experts that routers chose; training replays both. With `ignore_eos`
     only `stop_tokens` and `stop_strings` end a completion early, not the model's end-of-sequence tokens. `policy`
-    names one of several policies.
+    names one of several policies. Without `record_logprobs` they may be NaN, which is faster with vLLM.
     """
 
     temperature: float = 1.0
@@ -74,6 +74,7 @@ class Sampling:
     ignore_eos: bool = False
     policy: str = ""
     json_schema: str = ""
+    record_logprobs: bool = True
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (
@@ -122,7 +123,8 @@ class Completion:
     """Tokens sampled after a prompt, with what training on them needs.
 
     `logprobs[i]` is the natural-log probability of `token_ids[i]` under the distribution that sampled it
-    (temperature, top-k and top-p applied; 0.0 for a greedy token). `spans` cover all tokens in order.
+    (temperature, top-k and top-p applied; 0.0 for a greedy token; NaN if not recorded). `spans` cover all tokens in
+    order.
     `finish_reason` is "stop" (a stop token, kept as the last token, or a stop string) or "length".
     `sampling_mask[i]` holds the ids that sampling kept at position i; `experts` is an integer array
     [prompt + completion - 1, layers, experts per token]. Both are None unless `Sampling` asks for them.

@@ -126,6 +126,25 @@ def test_vllm_and_the_embedded_engine_give_the_same_greedy_answers(
     assert len({sample["completion"] for sample in vllm["samples"]}) > 6
 
 
+def test_vllm_evaluates_no_weights_that_are_not_finite(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm")
+    shutil.copytree(folder / "first", folder / "broken")
+    weights = load_file(folder / "broken/model.safetensors")
+    weights["model.norm.weight"].fill_(torch.nan)
+    save_file(weights, folder / "broken/model.safetensors", {"format": "pt"})
+    command = [folder / "run.toml", "--generator.engine=vllm", f"--model.path={folder / 'broken'}"]
+    assert main(["eval", *map(str, command)]) == 2
+    assert "weights with logits that are not finite" in capfd.readouterr().err
+
+
+def test_vllm_samples_without_log_probabilities(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm")
+    evaluated(capfd, folder / "run.toml", "--generator.engine=vllm", "--rollouts", folder / "vllm.parquet")
+    rows = pq.read_table(folder / "vllm.parquet").to_pylist()
+    assert len(rows) == 48 and all(len(row["logprobs"]) == len(row["completion_ids"]) > 0 for row in rows)
+    assert all(p is None or p != p for row in rows for p in row["logprobs"])
+
+
 def test_vllm_evaluates_an_adapter_merged_into_its_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("vllm")
     from peft import LoraConfig, get_peft_model

@@ -237,4 +237,7 @@ def load_generator(config: Config) -> tuple[TorchGenerator, Any]:
 def evaluation_sampling(config: Config, environment: EnvironmentConfig) -> Sampling:
     """Sampling parameters of evaluations on an environment, and of `slipstream generate`."""
     options = config.sampling_of(environment)
-    return Sampling(config.evaluation.temperature, max_tokens=options.max_tokens, stop_strings=tuple(options.stop))
+    return Sampling(
+        config.evaluation.temperature, max_tokens=options.max_tokens, stop_strings=tuple(options.stop),
+        record_logprobs=False,
+    )  # fmt: skip

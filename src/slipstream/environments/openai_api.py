@@ -72,6 +72,8 @@ class SamplingRequest(BaseModel):
         if self.stop is not None:
             stops = [self.stop] if isinstance(self.stop, str) else self.stop
             changes["stop_strings"] = tuple(stop for stop in stops if stop)
+        if self.logprobs is not False:
+            changes["record_logprobs"] = True
         return changes
 
 

@@ -102,6 +102,8 @@ def _equal(field: str, ours: Any, theirs: Any) -> bool:
     try:
         if isinstance(ours, array) and isinstance(theirs, array):
             return ours.typecode == theirs.typecode and ours.tobytes() == theirs.tobytes()
+        if field == "logprobs":  # NaN in evaluations
+            return bool(np.array_equal(np.asarray(ours), np.asarray(theirs), equal_nan=True))
         if field in SEQUENCES:
             return tuple(ours) == tuple(theirs)
         if field == "sampling_mask":

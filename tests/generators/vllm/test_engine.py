@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
@@ -360,6 +361,20 @@ def test_a_drain_excludes_requests_waiting_in_vllm(small: Any) -> None:
     engine.submit(12, [5, 6, 7], Sampling(max_tokens=40))
     assert engine.longest_in_flight() == 0, "those before have ended"
     engine.abort(12)
+
+
+def test_log_probabilities_are_nan_unless_they_are_recorded(small: Any) -> None:
+    for key, options in (("recorded", {}), ("not", {"record_logprobs": False})):
+        small.submit(key, [5, 6, 7], Sampling(max_tokens=9, **options))
+    small.submit("greedy", [5, 6, 7], Sampling(0.0, max_tokens=9, record_logprobs=False))
+    small.submit("mask", [5, 6, 7], Sampling(top_k=4, max_tokens=9, record_logprobs=False, record_sampling_mask=True))
+    found: dict[Any, Completion] = {}
+    while small.busy:
+        found |= dict(small.step())
+    assert all(math.isfinite(p) for key in ("recorded", "mask") for p in found[key].logprobs)
+    assert len(found["mask"].sampling_mask or ()) == len(found["mask"].token_ids)
+    assert len(found["not"].logprobs) == len(found["not"].token_ids) and all(map(math.isnan, found["not"].logprobs))
+    assert set(found["greedy"].logprobs) == {0.0} and found["not"].spans[0].start == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

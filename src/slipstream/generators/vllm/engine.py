@@ -368,11 +368,11 @@ class VllmWorker(GeneratorWorker):
 
 
 def _outcome(request: _Request, output: Any) -> Completion | GenerationError:
-    flat = output.logprobs
-    firsts = flat.start_indices[: len(output.token_ids)]
+    flat = output.logprobs  # None unless they are recorded
+    firsts = flat.start_indices[: len(output.token_ids)] if flat else ()
     kept = (
         [t for t, p in zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True) if p > -math.inf]
-        for a, b in zip(firsts, flat.end_indices, strict=False)
+        for a, b in (zip(firsts, flat.end_indices, strict=False) if flat else ())
     )
     logprobs = [flat.logprobs[i] for i in firsts]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -89,12 +90,18 @@ def new_engine(config: Config, sharers: int) -> Any:
 
 
 def warm_up(engine: Any) -> None:
-    """Sample a token with its log-probability: vLLM compiles a kernel for it, 11 s on a CPU without its cache."""
+    """Sample a token with its log-probability: vLLM compiles a kernel for it, 11 s on a CPU without its cache.
+
+    Raises `ConfigError` if it is not finite: evaluations record none, and would not see that.
+    """
     from vllm import SamplingParams
 
-    engine.add_request("warm-up", {"prompt_token_ids": [0]}, SamplingParams(max_tokens=1, logprobs=0, detokenize=False))
+    sampling = SamplingParams(max_tokens=1, logprobs=0, flat_logprobs=True, detokenize=False)
+    engine.add_request("warm-up", {"prompt_token_ids": [0]}, sampling)
     while engine.has_unfinished_requests():
-        engine.step()
+        for output in engine.step():
+            if not math.isfinite(output.outputs[0].logprobs.logprobs[0]):
+                raise ConfigError("model.path has weights with logits that are not finite; give another model")
 
 
 def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:

@@ -53,6 +53,10 @@ class VllmRequest:
                 "raise generator.engine_args.max_logprobs (of a server, --max-logprobs)"
             )
 
+    @property
+    def records_logprobs(self) -> bool:
+        return self.sampling.record_logprobs or self.sampling.record_sampling_mask
+
     def parameters(self, context: int, eos: Collection[int], seeded: bool) -> dict[str, Any]:
         """vLLM's sampling parameters, by the names that its Python and HTTP interfaces share."""
         sampling = self.sampling
@@ -67,7 +71,8 @@ class VllmRequest:
             "stop": list(sampling.stop_strings),
             # A random number generator for each sequence costs time, and only synchronous runs are reproducible.
             "seed": sampling.seed & MAX_SEED if seeded else None,
-            "logprobs": sampling.top_k if sampling.record_sampling_mask else 0,
+            # Without them a step of vLLM takes its processes less time.
+            "logprobs": sampling.top_k if sampling.record_sampling_mask else 0 if self.records_logprobs else None,
             # Applied to the logits, so log-probabilities are under it, and the tokens that it removes have -inf.
             "structured_outputs": {"json": sampling.json_schema} if sampling.json_schema else None,
         }
@@ -76,7 +81,7 @@ class VllmRequest:
         self, tokens: Sequence[int], logprobs: Iterable[float], finish_reason: str, kept: Iterable[Sequence[int]],
         experts: Any = None,
     ) -> Completion:  # fmt: skip
-        """The completion of these tokens, with version spans.
+        """The completion of these tokens, with version spans. `logprobs` are not read unless they are recorded.
 
         Raises `GenerationError` if vLLM has failed, or for a log-probability that is not finite: the logits were no
         distribution.
@@ -84,17 +89,18 @@ class VllmRequest:
         if finish_reason == "error":
             schema = ": it can't follow this JSON schema" if self.sampling.json_schema else ""
             raise GenerationError(f"vLLM has failed to sample the request{schema}")
-        logprobs = tuple(logprobs)
+        logprobs = tuple(logprobs) if self.records_logprobs else ()
         if broken := next((i for i, logprob in enumerate(logprobs, 1) if not math.isfinite(logprob)), 0):
             raise nonfinite_logits_error(broken)
         starts = [(min(start, len(tokens)), version) for start, version in self.starts]
         ends = [*(start for start, _ in starts[1:]), len(tokens)]
         spans = [VersionSpan(v, start, end) for (start, v), end in zip(starts, ends, strict=True) if start < end]
         greedy, masked = self.sampling.temperature == 0, self.sampling.record_sampling_mask
+        same = 0.0 if greedy else None if self.records_logprobs else math.nan
         return Completion(
             prompt_ids=int32_array(self.prompt),
             token_ids=int32_array(tokens),
-            logprobs=float32_array((0.0,)) * len(tokens) if greedy else float32_array(logprobs),
+            logprobs=float32_array(logprobs) if same is None else float32_array((same,)) * len(tokens),
             spans=tuple(spans),
             finish_reason=finish_reason,
             temperature=self.sampling.temperature,
