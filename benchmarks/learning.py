@@ -1,11 +1,11 @@
 """Learning of a pretrained model at lag 0 and 4: held-out accuracy before and after, and wall time.
 
-    python benchmarks/learning.py models/SmolLM2-135M-Instruct [--tasks sums comparisons] [--lags 0 4] [--seeds 0 1 2]
+    python benchmarks/learning.py models/SmolLM2-135M-Instruct [--tasks sums categories] [--lags 0 4] [--seeds 0 1 2]
         [--gpus 0 1] [--jobs 6] [--json FILE] [option of the run ...]
 
 Two tasks that SmolLM2-135M-Instruct solves about half the time: sums of two one-digit numbers, asked in four ways, and
-whether one two-digit number is larger than another, answered by yes or no. Held out are 25 of 100 pairs of digits, and
-200 of 1,000 comparisons. Each run is a process of its own, with generator and trainer on one GPU. `--jobs` runs share
+whether a word names an animal, a fruit or a vehicle, asked with these in each order. Held out are 25 of 100 pairs of
+digits, and 24 of 96 words. Each run is a process of its own, with generator and trainer on one GPU. `--jobs` runs share
 the GPUs, which lengthens wall times: compare those with as many runs at a time. Runs that FILE holds are not repeated,
 so an invocation that was stopped goes on.
 """
@@ -33,6 +33,16 @@ from work import at_least_one, conditions
 import slipstream
 
 PHRASES = ("What is {a} + {b}?", "Add {a} and {b}.", "{a} plus {b} is", "Calculate {a} + {b}.")
+WORDS = {
+    "animal": "dog cat horse cow pig sheep goat lion tiger bear wolf fox deer rabbit mouse elephant giraffe monkey "
+    "zebra camel eagle owl duck goose chicken shark whale dolphin frog snake turtle penguin",
+    "fruit": "apple banana orange grape pear peach plum cherry mango lemon lime kiwi pineapple strawberry blueberry "
+    "raspberry blackberry apricot melon papaya fig watermelon grapefruit coconut avocado pomegranate guava nectarine "
+    "tangerine cranberry quince olive",
+    "vehicle": "car bus truck train bicycle motorcycle airplane helicopter boat ship tram tractor submarine van "
+    "scooter ferry taxi ambulance jeep yacht canoe sled wagon rocket limousine minivan kayak bulldozer jet trolley "
+    "moped sailboat",
+}
 FLAGS = {
     "environment.prompt": "prompt", "environment.answer": "answer", "sampling.max_tokens": 32, "loop.steps": 50,
     "loop.groups_per_step": 16, "loop.group_size": 8, "generator.max_num_seqs": 256, "trainer.learning_rate": 1e-5,
@@ -49,17 +59,23 @@ def sums() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return [row for rows in asked[25:] for row in rows], [row for rows in asked[:25] for row in rows]
 
 
-def comparisons() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    draw = random.Random(0)
-    pairs = draw.sample(list(itertools.permutations(range(10, 100), 2)), 1000)
-    tasks = [
-        {"prompt": f"Is {a} larger than {b}? Answer yes or no.", "answer": "yes" if a > b else "no"} for a, b in pairs
-    ]
-    return tasks[200:], tasks[:200]
+def categories() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    train: list[dict[str, str]] = []
+    test: list[dict[str, str]] = []
+    for category, words in WORDS.items():
+        for number, word in enumerate(random.Random(0).sample(words.split(), 32)):
+            for order in itertools.permutations(map(with_article, WORDS)):
+                prompt = f"Is {with_article(word)} {order[0]}, {order[1]} or {order[2]}?"
+                (test if number < 8 else train).append({"prompt": prompt, "answer": category})
+    return train, random.Random(0).sample(test, len(test))  # so that any number of them has all categories
 
 
-YES_OR_NO = "{ exact = { extract = '(?i)\\b(yes|no)\\b', ignore_case = true } }"
-TASKS = {"sums": (sums, '"math"'), "comparisons": (comparisons, YES_OR_NO)}
+def with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+LAST_CATEGORY = "{ exact = { extract = '(?i)\\b(animal|fruit|vehicle)\\b', ignore_case = true } }"
+TASKS = {"sums": (sums, '"math"'), "categories": (categories, LAST_CATEGORY)}
 
 
 def write_tasks(name: str, directory: Path) -> Path:
