@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -136,6 +137,8 @@ def test_log_probabilities_and_versions_are_exact(server: str, model: Path, tmp_
             assert build_tokenizer().decode(follows.token_ids).removesuffix("<eos>") == "123456"
             assert [*map(list, follows.sampling_mask or ())] == [[token] for token in follows.token_ids]
             assert not any(follows.logprobs)
+            unrecorded = await generate([5, 6], Sampling(max_tokens=9, record_logprobs=False))
+            assert len(unrecorded.token_ids) == 9 and all(map(math.isnan, unrecorded.logprobs))
 
             for prompt, sampling, why in (
                 ([], Sampling(), "the prompt is empty"),
