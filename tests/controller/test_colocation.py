@@ -210,15 +210,28 @@ def completions(engine: Engine) -> list[Completion]:
     return [done[key] for key in sorted(done)]
 
 
+def engines_with_sequences() -> tuple[Engine, Engine]:
+    """Two engines with 6 requests each, 4 of which are in flight."""
+    engines = Engine(build_model("qwen3"), slots=4), Engine(build_model("qwen3"), slots=4)
+    for engine in engines:
+        for key in range(6):
+            engine.submit(key, [5, 6, 7 + key], Sampling(max_tokens=20, seed=key))
+        for _ in range(7):
+            engine.step()
+    return engines
+
+
+def assert_same_tokens(swapped: Engine, other: Engine, how: str) -> None:
+    """Both engines finish with the same tokens. `swapped` has swapped to version 1 in between."""
+    ours, theirs = completions(swapped), completions(other)
+    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+    assert {c.versions for c in ours} == ({(0, 1), (1, 1)} if how == "recompute" else {(1, 1)})
+
+
 @pytest.mark.parametrize("how", ["recompute", "retry"])
 def test_a_sleep_changes_no_token(how: Any) -> None:
     """An engine that slept samples the same tokens as one that did not."""
-    slept, awake = (Engine(build_model("qwen3"), slots=4) for _ in range(2))
-    for engine in (slept, awake):
-        for key in range(6):
-            engine.submit(key, [5, 6, 7 + key], Sampling(max_tokens=20, seed=key))
-    for _ in range(7):
-        slept.step()
+    slept, awake = engines_with_sequences()
     slept.sleep(2)
     assert slept.step() == [] and slept._cache.positions == 0 and slept.busy
     with pytest.raises(RuntimeError, match="sleeps"):
@@ -227,27 +240,18 @@ def test_a_sleep_changes_no_token(how: Any) -> None:
     assert slept.asleep
     slept.swap(1, lambda: None, how)
     slept.wake(["kv_cache"])
-    ours, theirs = completions(slept), completions(awake)
-    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
-    assert {c.versions for c in ours} == ({(0, 1), (1, 1)} if how == "recompute" else {(1, 1)})
+    assert_same_tokens(slept, awake, how)
 
 
 @pytest.mark.parametrize("how", ["recompute", "retry"])
 def test_a_pause_keeps_keys_and_values_until_a_swap(how: Any) -> None:
-    paused, awake = (Engine(build_model("qwen3"), slots=4) for _ in range(2))
-    for engine in (paused, awake):
-        for key in range(6):
-            engine.submit(key, [5, 6, 7 + key], Sampling(max_tokens=20, seed=key))
-        for _ in range(7):
-            engine.step()
+    paused, awake = engines_with_sequences()
     paused.sleep(0)
     assert paused.step() == [] and paused.running == 4 and paused._cache.positions
     paused.swap(1, lambda: None, how)
     assert paused.asleep and not paused.running
     paused.wake(["scheduling"])
-    ours, theirs = completions(paused), completions(awake)
-    assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
-    assert {c.versions for c in ours} == ({(0, 1), (1, 1)} if how == "recompute" else {(1, 1)})
+    assert_same_tokens(paused, awake, how)
 
 
 class SharedGpu:

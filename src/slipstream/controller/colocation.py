@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
+from slipstream.controller.engine_calls import duration
+from slipstream.generators.base import KV_CACHE, SCHEDULING, WEIGHTS
 from slipstream.generators.pool import GeneratorPool
 from slipstream.trainers.base import TrainerWorker
 
-T = TypeVar("T")
 PAUSE, KEEP, DISCARD = 0, 1, 2  # vLLM's sleep levels: stop sampling; keep the weights in host memory; discard them
-WEIGHTS, KV_CACHE = "weights", "kv_cache"  # vLLM's tags of the memory that `wake` allocates
-SCHEDULING = "scheduling"  # its tag that ends a pause
 PARTS = "sleep", "onload", "wake_weights", "offload", "wake"  # of a turn, in the order of a publish
 
 
@@ -21,14 +20,14 @@ class ColocatedScheduler:
     """Placement `colocated`: engines and trainer alternate on the same GPUs, engines first. See ARCHITECTURE.md.
 
     Requests wait in the pool while engines sleep, and the clocks of episodes are paused (`generators.pausable_clock`).
-    Once the trainer has found that its steps fit beside the engines, these keep sampling in its turns, and pause only
-    to receive weights. `seconds` has the durations of the last turn and its parts, by name.
+    Once the trainer reports that the GPUs hold a step and the engines together, engines keep sampling in its turns, and
+    pause only to receive weights. `seconds` has the durations of the last turn and its parts, by name.
     """
 
     def __init__(self, trainer: TrainerWorker, pool: GeneratorPool) -> None:
         self._trainer, self._pool = trainer, pool
         self._asleep: tuple[str, ...] = ()  # tags of what sleeping engines lack; empty while they are awake
-        self._fits = False  # whether steps fit beside the engines
+        self._fits = False  # whether the GPUs hold a step and the engines together
         self.seconds: dict[str, float] = {}
 
     @asynccontextmanager
@@ -43,7 +42,9 @@ class ColocatedScheduler:
             await self._timed("onload", self._trainer.onload())
         yield
         if not self._fits:
-            self._fits = bool(await self._timed("offload", self._trainer.offload()))
+            offloading = asyncio.ensure_future(self._trainer.offload())
+            await self._timed("offload", offloading)
+            self._fits = bool(offloading.result())
         if self._asleep:
             await self._timed("wake", self._wake(self._asleep))
             self._asleep = ()
@@ -69,8 +70,5 @@ class ColocatedScheduler:
     async def _wake(self, tags: tuple[str, ...]) -> None:
         await self._pool.call_all(lambda engine: engine.wake(tags), "wake")
 
-    async def _timed(self, part: str, call: Awaitable[T]) -> T:
-        began = time.perf_counter()
-        result = await call
-        self.seconds[part] += time.perf_counter() - began
-        return result
+    async def _timed(self, part: str, call: Awaitable[object]) -> None:
+        self.seconds[part] = await duration(call)

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 # Handling of sequences in flight at a swap: keep their keys and values, recompute them, restart from the prompt, or
 # finish the sequences before the swap.
 Interruption = Literal["continue", "recompute", "retry", "drain"]
-AWAKE = frozenset({"kv_cache", "scheduling"})  # tags of `EngineWorker.wake` after which an engine samples again
+# vLLM's tags for `EngineWorker.wake`: two kinds of memory, and the end of a pause. `AWAKE`: it samples again.
+WEIGHTS, KV_CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
+AWAKE = frozenset({KV_CACHE, SCHEDULING})
 
 
 class Generator(Protocol):

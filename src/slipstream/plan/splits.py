@@ -264,18 +264,17 @@ def estimate(plan: Plan) -> None:
     tail = max(0.0, work.completion.largest_of(work.rollouts) - work.completion.typical) * alone
     outside = (work.turns - 1) * work.tool.mean + work.scoring.mean
     publish = plan.publish.hold + overhead
+    recomputed = plan.engine.prefill(sequences * work.context) if plan.in_flight == "recompute" else 0.0
     if split.max_lag == 0:
         generate += tail + outside
         step = generate + train + publish + plan.publish.pause
-    elif split.placement == "colocated" and not plan.overlaps:
-        recomputed = plan.engine.prefill(sequences * work.context) if plan.in_flight == "recompute" else 0.0
-        step = generate + train + publish + recomputed
     elif plan.overlaps:
-        if plan.in_flight == "recompute":
-            generate += plan.engine.prefill(sequences * work.context)
+        generate += recomputed
         step = max((generate + train) * SHARED_SLOWDOWN / 2, generate, train) + publish
         generate = min(generate * SHARED_SLOWDOWN, step)
         train *= SHARED_SLOWDOWN
+    elif split.placement == "colocated":
+        step = generate + train + publish + recomputed
     else:
         # a group in flight takes the time of its longest rollout, and the gate bounds the groups in flight
         latency = work.completion.largest_of(work.group_size) * plan.engine.step(sequences, sequences * work.context)

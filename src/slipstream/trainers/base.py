@@ -57,7 +57,8 @@ class TrainerWorker(Protocol):
     async def offload(self) -> bool:
         """Free GPU memory for engines: parameters and optimizer state move to host memory as far as they must.
 
-        Returns whether steps fit beside the engines. Then nothing moves, and engines need not sleep any more."""
+        Returns whether the GPU holds a step and the engines together. Then nothing moves, and engines can stay awake.
+        """
 
     async def onload(self) -> None:
         """Move back to the GPU what `offload` moved."""

@@ -1,7 +1,8 @@
 """A trainer's state in host memory while engines use its GPU (`sync.placement = "colocated"`).
 
 Storages are emptied and allocated again in place, so parameters, shards of FSDP, optimizer state and all views of them
-stay valid. Each storage has one copy in pinned host memory, allocated once. What fits beside the engines stays.
+stay valid. Each storage has one copy in pinned host memory, allocated once. State for which engines leave
+room stays.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ class Offloader:
 
     @property
     def has_room(self) -> bool:
-        """Whether all that steps take fits beside the engines, by the steps so far. They may run at once then."""
+        """Whether the GPU holds a step and the engines together, by the peaks of the steps so far."""
         return self._steps >= MEASURED and bool(self._stream) and FRAGMENTATION * self._peak <= self._allowed()
 
     def offload(self, saved: Iterable[Tensor], derived: Iterable[Tensor] = (), constant: Iterable[Tensor] = ()) -> None:
-        """Empty storages until the rest fits beside the engines: those of `derived`, whose contents are lost, and then
-        those of `saved`, in order. `constant` are those of `saved` that never change: they are copied once."""
+        """Empty storages until the rest fits in the memory that engines leave: those of `derived`, whose contents are
+        lost, and then those of `saved`, in order. `constant` are those of `saved` that never change: they are copied
+        once."""
         excess = self._excess()
         if excess > 0:
             for storage in _storages(derived).values():
@@ -106,7 +108,7 @@ class Offloader:
         return torch.cuda.memory_reserved(self._device) - allowed
 
     def _allowed(self) -> float:
-        """Bytes that torch may reserve beside the engines."""
+        """Bytes of the GPU that torch may reserve: those that the engines leave."""
         free, total = torch.cuda.mem_get_info(self._device)
         if self._context is None:  # no engine has started yet
             self._context = total - free - torch.cuda.memory_reserved(self._device)

@@ -123,7 +123,7 @@ class Trainer:
             torch.cuda.empty_cache()  # free the copy for the engine on this GPU
 
     def offload(self) -> bool:
-        """Free GPU memory for engines, unless steps fit beside them. Returns whether they do.
+        """Free GPU memory for engines, unless the GPU holds a step and the engines together. Returns whether it does.
 
         An offloaded state can be saved, but not published or exported.
         """

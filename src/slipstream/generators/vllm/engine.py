@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -367,14 +367,19 @@ class VllmWorker(GeneratorWorker):
         super().close()
 
 
-def _outcome(request: _Request, output: Any) -> Completion | GenerationError:
-    flat = output.logprobs  # None unless they are recorded
-    firsts = flat.start_indices[: len(output.token_ids)] if flat else ()
+def _logprobs_and_kept(output: Any) -> tuple[Sequence[float], Iterable[Sequence[int]]]:
+    """The log-probability of each token, and the tokens that sampling kept at its position."""
+    flat = output.logprobs
+    firsts = flat.start_indices[: len(output.token_ids)]
     kept = (
         [t for t, p in zip(flat.token_ids[a:b], flat.logprobs[a:b], strict=True) if p > -math.inf]
-        for a, b in (zip(firsts, flat.end_indices, strict=False) if flat else ())
+        for a, b in zip(firsts, flat.end_indices, strict=False)
     )
-    logprobs = [flat.logprobs[i] for i in firsts]
+    return [flat.logprobs[i] for i in firsts], kept
+
+
+def _outcome(request: _Request, output: Any) -> Completion | GenerationError:
+    logprobs, kept = _logprobs_and_kept(output) if request.records_logprobs else ((), ())
     try:
         return request.completion(output.token_ids, logprobs, output.finish_reason, kept, routed_experts(output))
     except GenerationError as error:

@@ -81,7 +81,7 @@ class VllmRequest:
         self, tokens: Sequence[int], logprobs: Iterable[float], finish_reason: str, kept: Iterable[Sequence[int]],
         experts: Any = None,
     ) -> Completion:  # fmt: skip
-        """The completion of these tokens, with version spans. `logprobs` are not read unless they are recorded.
+        """The completion of these tokens, with version spans. `logprobs` are empty unless they are recorded.
 
         Raises `GenerationError` if vLLM has failed, or for a log-probability that is not finite: the logits were no
         distribution.
@@ -89,7 +89,7 @@ class VllmRequest:
         if finish_reason == "error":
             schema = ": it can't follow this JSON schema" if self.sampling.json_schema else ""
             raise GenerationError(f"vLLM has failed to sample the request{schema}")
-        logprobs = tuple(logprobs) if self.records_logprobs else ()
+        logprobs = tuple(logprobs)
         if broken := next((i for i, logprob in enumerate(logprobs, 1) if not math.isfinite(logprob)), 0):
             raise nonfinite_logits_error(broken)
         starts = [(min(start, len(tokens)), version) for start, version in self.starts]

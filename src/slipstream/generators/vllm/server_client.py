@@ -146,7 +146,9 @@ def served_model_name(models: Collection[Mapping[str, Any]], path: str, server: 
 
 def completion_of(request: VllmRequest, choice: Mapping[str, Any]) -> Completion:
     """The completion of a request from vLLM's choice in a response."""
-    logprobs = choice["logprobs"] if request.records_logprobs else {"top_logprobs": (), "token_logprobs": ()}
+    if not request.records_logprobs:
+        return request.completion(choice["token_ids"], (), choice["finish_reason"], ())
+    logprobs = choice["logprobs"]
     sampling_mask = (
         [int(token.removeprefix("token_id:")) for token, logprob in top.items() if logprob > REMOVED_LOGPROB]
         for top in logprobs["top_logprobs"]
