@@ -111,10 +111,11 @@ def main() -> None:
                 subprocess.run(command, check=True, env=os.environ | ENVIRONMENT)
                 found.append(json.loads(told.read_text()))
                 print(f"{way}: {found[-1]:,.0f} tokens/s", flush=True)
-    share = statistics.median(ours / bare for bare, ours in zip(*rates.values(), strict=True))
-    print(f"eval reaches {share:.2f} of bare vLLM")
-    if options.json:
-        options.json.write_text(json.dumps({**conditions(), "results": {"share": share, **rates}}, indent=1) + "\n")
+            share = statistics.median(ours / bare for bare, ours in zip(*rates.values(), strict=True))
+            print(f"eval reaches {share:.2f} of bare vLLM", flush=True)
+            if options.json:
+                record = {**conditions(), "results": {"share": share, **rates}}
+                options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

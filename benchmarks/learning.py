@@ -93,8 +93,8 @@ def write_tasks(name: str, directory: Path) -> Path:
     return config
 
 
-def measure(run: Path, command: list[str | Path], gpus: Queue[str]) -> dict[str, float]:
-    """Held-out accuracy before and after, and seconds of the run."""
+def measure(run: Path, command: list[str | Path], gpus: Queue[str]) -> dict[str, Any]:
+    """Held-out accuracy before and after and at each evaluation's step, and seconds of the run."""
     gpu = gpus.get()
     try:
         began = time.perf_counter()
@@ -102,13 +102,14 @@ def measure(run: Path, command: list[str | Path], gpus: Queue[str]) -> dict[str,
         with run.with_suffix(".log").open("w") as log:
             status = subprocess.run(command, env=environment, check=False, stdout=log, stderr=log).returncode
         if status:
-            raise SystemExit(run.with_suffix(".log").read_text()[-2000:])
+            raise RuntimeError(run.with_suffix(".log").read_text()[-2000:])
         seconds = time.perf_counter() - began
     finally:
         gpus.put(gpu)
     loaded = slipstream.load_run(run)
-    accuracies = [evaluation["eval/score"] for evaluation in loaded.evaluations]
-    return {"before": accuracies[0], "after": accuracies[-1], "seconds": round(seconds, 1)}
+    accuracies = {int(evaluation["step"]): round(evaluation["eval/score"], 4) for evaluation in loaded.evaluations}
+    first, *_, last = accuracies.values()
+    return {"before": first, "after": last, "seconds": round(seconds, 1), "accuracies": accuracies}
 
 
 def commands(
@@ -149,12 +150,16 @@ def main() -> None:
             if not any(key.items() <= known.items() for known in runs):
                 waiting[pool.submit(measure, run, command, gpus)] = key
         for future in as_completed(waiting):
+            if future.exception():
+                print(f"{waiting[future]} failed: {future.exception()}", file=sys.stderr, flush=True)
+                continue
             runs.append(waiting[future] | future.result())
             print(json.dumps(runs[-1]), flush=True)
             if options.json:
                 record = {**conditions(), "flags": FLAGS, "bars": BARS, "summary": summarize(runs), "runs": runs}
                 options.json.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(summarize(runs), indent=1))
+    sys.exit(any(future.exception() for future in waiting))
 
 
 def summarize(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

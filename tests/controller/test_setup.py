@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,10 @@ import pytest
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError, LoopConfig
 from slipstream.controller import setup, stalls
-from slipstream.controller.setup import PROBE_ROUNDS, PROBES, resolve_config, restore, sample_probes
+from slipstream.controller.probe import PROBE_ROUNDS, PROBES, compare_logprobs, sample_probes
+from slipstream.controller.setup import resolve_config, restore
 from slipstream.environments.base import Task
+from slipstream.errors import RunError
 from slipstream.generators.base import GenerationError
 from slipstream.plan.hardware import GIB, GPUS
 from slipstream.rollout import Completion, VersionSpan
@@ -61,6 +64,27 @@ def test_the_probe_raises_what_all_prompts_fail_by_after_a_few_rounds() -> None:
     with pytest.raises(WorkerDied):
         probed(["good", "dead"])
     assert not policies and PROBE_ROUNDS * PROBES < 1000
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gaps", "accepted"),
+    [
+        ("bfloat16", [0.04] * 99 + [0.9], True),  # one token of a tail that every bfloat16 model has
+        ("bfloat16", [0.3] * 10, False),
+        ("bfloat16", [0.04, float("nan")], False),
+        ("float32", [1e-5] * 10, True),
+        ("float32", [2e-3] * 10, False),
+    ],
+)
+def test_the_tolerance_of_the_probe_is_that_of_the_mean(dtype: str, gaps: list[float], accepted: bool) -> None:
+    config = load_config(None, ["--model.path=m", "--environment.name=addition", f"--model.dtype={dtype}"])
+    sampled = [replace(COMPLETION, logprobs=array("f", [-1.0] * len(gaps)))]
+    scored = [[-1.0 - gap for gap in gaps]]
+    if accepted:
+        assert "on average" in compare_logprobs(sampled, scored, config)
+    else:
+        with pytest.raises(RunError, match=r"do not run the same policy.*trainer.logprob_tolerance"):
+            compare_logprobs(sampled, scored, config)
 
 
 def test_a_worker_that_hangs_is_replaced_before_the_run_ends() -> None:

@@ -28,8 +28,9 @@ from hypothesis import strategies as st
 
 from slipstream.config.loading import load_config
 from slipstream.controller.finish import close
+from slipstream.controller.probe import probe
 from slipstream.controller.run_context import RunContext
-from slipstream.controller.setup import probe, resolve_config
+from slipstream.controller.setup import resolve_config
 from slipstream.environments.base import Policy, Task
 from slipstream.rollout import Completion, Rollout, Sampling, StepReward, VersionSpan
 from slipstream.run import training_loop

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import itertools
 import os
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -26,15 +24,14 @@ from slipstream.controller.evaluation import evaluate_run, held_out_tasks
 from slipstream.controller.launch import Cluster
 from slipstream.controller.metrics import pool_state
 from slipstream.controller.node_checks import check_nodes, measure_network
+from slipstream.controller.probe import probe
 from slipstream.controller.publishing import record_publish, refresh_teacher
 from slipstream.controller.rollouts import report_slow_episodes
 from slipstream.controller.run_context import RunContext
 from slipstream.controller.trackers import TrackerProcess
-from slipstream.environments.base import Policy
 from slipstream.environments.episode import episode_slots
 from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
-from slipstream.generators.base import GenerationError
 from slipstream.model.device import pick_device
 from slipstream.model.inspection import attention_heads, causal_lm, max_model_len
 from slipstream.model.loading import load_causal_lm, load_model, validate_same_vocabulary
@@ -47,7 +44,6 @@ from slipstream.observe.trackers import check_installed
 from slipstream.plan.choice import choose_options, kind_of
 from slipstream.plan.hardware import GPUS, Gpu
 from slipstream.plan.memory import choose_memory
-from slipstream.rollout import Completion
 from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.memory import freeze_heap
 from slipstream.runtime.placement import resolve_auto
@@ -57,8 +53,6 @@ from slipstream.runtime.worker import WorkerDied, WorkerError, describe_death
 from slipstream.sync.link import find_link
 
 META = torch.device("meta")  # for models without their weights
-PROBES = 4  # completions that engine and trainer are compared on
-PROBE_ROUNDS = 8  # in which other prompts are tried if none of these can be sampled from
 
 
 def resolve_config(config: Config) -> Config:
@@ -284,50 +278,6 @@ def retire_long_prompts(run: RunContext) -> None:
         run.state.ledger.retire(index, each.long_prompts)
         ids = {each.loaded.id_of(each.environment.train[i]): f"prompt of {n}" for i, n in each.long_prompts.items()}
         run.totals.tasks_retired |= ids
-
-
-async def sample_probes(run: RunContext, policies: Sequence[Policy]) -> list[Completion]:
-    """Completions of the first prompts that can be sampled from. Raises the error of a prompt if none of them can be.
-
-    Each of the `policies` samples. The tasks of other prompts are retired once they are visited.
-    """
-    playable = (
-        task for each in run.environments for i, task in enumerate(each.environment.train) if i not in each.long_prompts
-    )
-    outcomes: list[Completion | BaseException] = []
-    for _ in range(PROBE_ROUNDS):
-        tasks = list(enumerate(itertools.islice(playable, PROBES)))
-        sampling = [policy.sample(task.prompt, seed=i) for policy in policies for i, task in tasks]
-        outcomes = await asyncio.gather(*sampling, return_exceptions=True) or outcomes
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        for error in errors:
-            if not isinstance(error, GenerationError):
-                raise error
-        if len(errors) < len(outcomes):
-            return [outcome for outcome in outcomes if isinstance(outcome, Completion)]
-    raise errors[0]
-
-
-async def probe(run: RunContext) -> None:
-    """Sample from an engine and score with the trainer. Raises `RunError` if the log-probabilities differ."""
-    sampling = run.sampling
-    if not sampling.record_sampling_mask:  # the trainer scores the full distribution, without top_k and top_p
-        sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0)
-    seed = f"{run.config.loop.seed}/probe"
-    whole = Policy(run.cluster.generator, run.chat_tokenizer, sampling, seed, policies=run.policies)
-    sampled = await sample_probes(run, [whole[name] for name in run.policies] or [whole])
-    async with run.cluster.trainer_turn(publishes=False):
-        scored = await run.cluster.trainer.score(sampled)
-    pairs = zip(sampled, scored, strict=True)
-    worst = max(abs(a - b) for c, scores in pairs for a, b in zip(c.logprobs, scores, strict=True))
-    bound = run.config.trainer.logprob_tolerance or (1e-3 if run.config.model.dtype == "float32" else 0.5)
-    finding = f"log-probabilities of generator and trainer differ by at most {worst:.1e} (bound {bound:.1e})"
-    if not worst <= bound:
-        raise RunError(
-            f"{finding}: they do not run the same policy. Check model.dtype and the model's files, or raise "
-            "trainer.logprob_tolerance if you accept the difference"
-        )
-    run.progress.note(f"probe: {finding}")
 
 
 async def restart_trainer(run: RunContext, error: Exception) -> None:
