@@ -21,7 +21,7 @@ TURN_RESERVE = 5 * GIB  # of the GPU that colocated engines and the trainer's ke
 # Kept activations, relative to the outputs of matrix products; trainer_h200.json
 KEPT = {"selective": 1.0, "full": 0.27}
 RECOMPUTED = {"selective": 1.03, "full": 4 / 3}
-ADAPTER_ACTIVATIONS = 1.1  # of a layer with adapters; an estimate
+ADAPTER_ACTIVATIONS = 1.1  # of a layer with adapters; memory_h200x1.json
 EAGER_ACTIVATIONS, EAGER_SECONDS = 1.3, 2.2  # without compiled layers, relative to them; memory_eager_h200x1.json
 EXPOSED = 0.5  # share of the traffic of weights and gradients that computation does not hide
 DEFAULT_MICROBATCH = 16384
