@@ -32,7 +32,9 @@ GPU = torch.cuda.is_available()
 ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR"} | (
     {} if GPU else {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 )
-OURS = ("worker_extension_cls", "logprobs_mode", "max_logprobs", "async_scheduling")  # arguments that bare vLLM lacks
+OURS = (  # arguments that bare vLLM lacks
+    "worker_extension_cls", "scheduler_cls", "logprobs_mode", "max_logprobs", "async_scheduling",
+)  # fmt: skip
 
 
 class Tasks(Work):

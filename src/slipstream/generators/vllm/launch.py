@@ -27,6 +27,7 @@ ENVIRONMENT = {
 }
 CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # starts in seconds
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
+SCHEDULER = "slipstream.generators.vllm.scheduler.create_scheduler"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
 MAMBA_TYPES = ("falcon_mamba", "jamba", "mamba")  # model types with layers of the first version of Mamba
 ENGINE_BYTES = 6 * 2**30  # of activations and CUDA graphs, where an engine's share is computed
@@ -129,6 +130,7 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "max_logprobs": max(20, config.largest_top_k),
         "worker_extension_cls": EXTENSION,
+        "scheduler_cls": SCHEDULER,
         "disable_log_stats": True,
         "seed": config.loop.seed,
     }
