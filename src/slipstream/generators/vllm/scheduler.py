@@ -1,8 +1,8 @@
 """vLLM's scheduler, which reports a sequence once it has ended instead of after each token.
 
-vLLM's core sends each token to the process that asked, with its log-probability as three arrays, which takes both
-processes longer than the token itself. A generator needs sequences that have ended, so all that happens here between
-two tokens is to keep them. Requests that want their tokens earlier get them from vLLM as before.
+vLLM's core sends each token to the process that asked, with its log-probability as three arrays, which costs both
+processes time. A generator needs only sequences that have ended, so the core keeps their tokens until then. Requests
+that want tokens earlier get them from vLLM as before.
 """
 
 from __future__ import annotations
