@@ -108,8 +108,8 @@ def measure(run: Path, command: list[str | Path], gpus: Queue[str]) -> dict[str,
         gpus.put(gpu)
     loaded = slipstream.load_run(run)
     accuracies = {int(evaluation["step"]): round(evaluation["eval/score"], 4) for evaluation in loaded.evaluations}
-    first, *_, last = accuracies.values()
-    return {"before": first, "after": last, "seconds": round(seconds, 1), "accuracies": accuracies}
+    values = [*accuracies.values()]
+    return {"before": values[0], "after": values[-1], "seconds": round(seconds, 1), "accuracies": accuracies}
 
 
 def commands(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MAX_LORA_RANK = 512  # that vLLM serves
 DEFAULT_MEMORY = 0.85  # share of a GPU for an engine that has it alone, or takes turns with the trainer
+SHARED_MEMORY = 0.8  # share of a GPU for all processes on it, if an engine shares it with others
 RUN_SETS = {  # vLLM's argument: the option of a run that sets it, if any
     "model": "model.path",
     "tokenizer": "model.path",

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from slipstream.config.checks import spares_copy
+from slipstream.config.engine_args import SHARED_MEMORY
 from slipstream.config.loading import with_options
 from slipstream.config.schema import Config
 from slipstream.plan.costs import ENGINE_OVERHEAD, FP32, TrainerCost
@@ -168,5 +169,5 @@ def _engine_parts(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> Iterator
         yield ENGINE_OVERHEAD + (shape.weight_bytes if config.generator.engine == "torch" else 0)
     elif gpus < config.trainer.ranks + config.generator.engines * tp:
         engines = math.ceil(config.generator.engines * tp / max(1, gpus))
-        share = config.generator.gpu_memory_utilization or 0.8 / (engines + 1)  # vLLM's, as `generators.vllm` sets it
+        share = config.generator.gpu_memory_utilization or SHARED_MEMORY / (engines + 1)
         yield engines * share * gpu.memory

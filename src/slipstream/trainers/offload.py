@@ -1,8 +1,8 @@
 """A trainer's state in host memory while engines use its GPU (`sync.placement = "colocated"`).
 
 Storages are emptied and allocated again in place, so parameters, shards of FSDP, optimizer state and all views of them
-stay valid. Each storage has one copy in pinned host memory, allocated once. State for which engines leave
-room stays.
+stay valid. Each storage has one copy in pinned host memory, allocated once. State stays on the GPU as far as engines
+leave room for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from slipstream.config.schema import Config
+from slipstream.generators.vllm.launch import share_in_turns
 from slipstream.sync.sharded_weights import local_part
 
 MIN_BYTES = 2**16  # a smaller storage stays: a copy would take longer than its memory is worth
@@ -108,7 +110,7 @@ class Offloader:
         return torch.cuda.memory_reserved(self._device) - allowed
 
     def _allowed(self) -> float:
-        """Bytes of the GPU that torch may reserve: those that the engines leave."""
+        """Bytes that torch may reserve: the GPU's memory without the engines' share, `RESERVE` and the CUDA context."""
         free, total = torch.cuda.mem_get_info(self._device)
         if self._context is None:  # no engine has started yet
             self._context = total - free - torch.cuda.memory_reserved(self._device)
@@ -181,3 +183,12 @@ def _pinned_memory(size: int, device: torch.device) -> Tensor:
         unpin = weakref.finalize(memory, cudart().cudaHostUnregister, memory.data_ptr())
         unpin.atexit = False  # CUDA may be gone by then
     return memory
+
+
+def new_offloader(config: Config, device: torch.device) -> Offloader | None:
+    """The offloader of a trainer that shares its GPU with engines in turns, else None."""
+    if config.sync.placement != "colocated" or device.type != "cuda":
+        return None
+    memory = torch.cuda.get_device_properties(device).total_memory
+    # The embedded engine has no limit.
+    return Offloader(device, share_in_turns(config, memory) if config.generator.engine == "vllm" else 1.0)

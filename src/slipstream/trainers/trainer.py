@@ -25,7 +25,6 @@ from slipstream.algorithms.statistics import SUMS, means, sums
 from slipstream.algorithms.token_gradients import token_gradients
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config.schema import Config, ConfigError
-from slipstream.generators.vllm.launch import share_in_turns
 from slipstream.model.device import current_device, dtype_of
 from slipstream.model.inspection import adapter_dropouts, trained_parameters
 from slipstream.model.loading import load_model, stored_dtype
@@ -41,7 +40,7 @@ from slipstream.trainers.activation_checkpointing import prepare_layers
 from slipstream.trainers.failures import validate_skipped_steps
 from slipstream.trainers.flops import FlopsMeter
 from slipstream.trainers.master_weights import cast_parameters, compute_on, keep_float32_gradients, trained_dtype
-from slipstream.trainers.offload import Offloader
+from slipstream.trainers.offload import new_offloader
 from slipstream.trainers.optimizer import new_optimizer
 from slipstream.trainers.parallel import TrainerRanks, clip_gradients
 from slipstream.trainers.reference import Reference
@@ -101,11 +100,7 @@ class Trainer:
             compute_on(self.model, self.parameters, self._compute_copies or parts)
         keep_float32_gradients(self.parameters.values())
         self._optimizer = new_optimizer(self.model, self.parameters, options, compiled, config.loop.seed)
-        self._offloader: Offloader | None = None
-        if config.sync.placement == "colocated" and self.device.type == "cuda":
-            memory = torch.cuda.get_device_properties(self.device).total_memory
-            vllm = config.generator.engine == "vllm"  # the embedded engine has no limit
-            self._offloader = Offloader(self.device, share_in_turns(config, memory) if vllm else 1.0)
+        self._offloader = new_offloader(config, self.device)
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
         """Run forward and backward passes on `tensors`, which an engine serves and updates (`single_copy`).

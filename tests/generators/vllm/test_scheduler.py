@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.config.loading import load_config
 from slipstream.generators.vllm.engine import VllmEngine
-from slipstream.generators.vllm.scheduler import PARTS, Kept
+from slipstream.generators.vllm.scheduler import CHUNK, OutputBuffer
 from slipstream.rollout import Completion, Sampling
 from tests.conftest import save_model
+from tests.generators.vllm.test_engine import config_of
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.timeout(240),
 ]
 VLLMS_OWN = "vllm.v1.core.sched.scheduler.Scheduler"
-TOKENS = PARTS + 40
+TOKENS = CHUNK + 40
 KINDS = (  # of one batch: a step then has log-probabilities of 6 tokens for each sequence
     Sampling(max_tokens=TOKENS, ignore_eos=True, seed=1),
     Sampling(max_tokens=TOKENS, ignore_eos=True, seed=2, top_k=5, record_sampling_mask=True),
@@ -34,24 +34,11 @@ KINDS = (  # of one batch: a step then has log-probabilities of 6 tokens for eac
 def engine_of(model: Path, scheduler: str = "") -> VllmEngine:
     gc.collect()  # the end of another engine in this process would end the groups of processes that this one uses
     flags = [f"--generator.engine_args.scheduler_cls={scheduler}"] if scheduler else []
-    return VllmEngine(
-        load_config(
-            None,
-            [
-                f"--model.path={model}",
-                "--environment.name=addition",
-                "--generator.engine=vllm",
-                "--generator.max_num_seqs=8",
-                "--generator.threads=1",
-                "--sampling.top_k=5",
-                *flags,
-            ],
-        )
-    )
+    return VllmEngine(config_of(model, "--sampling.top_k=5", *flags))
 
 
-def kept_sequences(engine: VllmEngine) -> dict[str, Kept]:
-    return engine._llm.engine_core.engine_core.scheduler.kept
+def buffers_of(engine: VllmEngine) -> dict[str, OutputBuffer]:
+    return engine._llm.engine_core.engine_core.scheduler.buffers
 
 
 def completions(engine: VllmEngine) -> dict[Any, Completion]:
@@ -67,16 +54,16 @@ def test_completions_are_those_of_vllms_own_scheduler(tmp_path: Path) -> None:
     save_model(model := tmp_path / "model", head_dim=32)
     engine = engine_of(model)
     ours = completions(engine)
-    assert not kept_sequences(engine)
+    assert not buffers_of(engine)
 
     engine.submit("aborted", [5, 6, 7], KINDS[0])
     for _ in range(4):
         engine.step()
-    [kept] = kept_sequences(engine).values()
-    assert len(kept.tokens) > 1
+    [buffer] = buffers_of(engine).values()
+    assert len(buffer.tokens) > 1
     engine.abort("aborted")
     engine.step()
-    assert not kept_sequences(engine)
+    assert not buffers_of(engine)
 
     del engine
     engine = engine_of(model, VLLMS_OWN)
@@ -93,13 +80,13 @@ def test_parts_are_joined_so_that_arrays_of_whole_steps_can_be_freed() -> None:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.outputs import LogprobsLists
 
-    kept, draw = Kept(1), np.random.default_rng(0)
-    steps = [(draw.random((9, 3), dtype=np.float32), draw.integers(0, 50, (9, 2, 4))) for _ in range(3 * PARTS)]
+    buffer, draw = OutputBuffer(1), np.random.default_rng(0)
+    steps = [(draw.random((9, 3), dtype=np.float32), draw.integers(0, 50, (9, 2, 4))) for _ in range(3 * CHUNK)]
     for number, (logprobs, experts) in enumerate(steps):
         lists = LogprobsLists(np.full((9, 3), number), logprobs, np.zeros(9))
         output = EngineCoreOutput("name", [number], lists.slice_request(4, 1), routed_experts=experts[4:5])
-        (kept.write if number == len(steps) - 1 else kept.add)(output)
-        assert len(kept._logprobs) < PARTS and len(kept._experts) < PARTS
+        (buffer.complete if number == len(steps) - 1 else buffer.append)(output)
+        assert len(buffer._logprobs) < CHUNK and len(buffer._experts) < CHUNK
     assert output.new_token_ids == list(range(len(steps)))
     assert output.new_logprobs.logprobs.tolist() == [[float(logprobs[4, 0])] for logprobs, _ in steps]
     assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids

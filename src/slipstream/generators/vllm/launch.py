@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from slipstream.config.engine_args import DEFAULT_MEMORY, MAX_LORA_RANK
+from slipstream.config.engine_args import DEFAULT_MEMORY, MAX_LORA_RANK, SHARED_MEMORY
 from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.vllm.compat import cpu_head_sizes, has_mamba_kernel, validate_experts_returned
 from slipstream.model.device import dtype_name, dtype_of
@@ -111,22 +111,14 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     `sharers` is the number of processes on the engine's GPU, itself included.
     """
     generator, on_cpu = config.generator, not torch.cuda.is_available()
-    colocated = config.sync.placement == "colocated"
-    share = (
-        share_in_turns(config, 0 if on_cpu else gpu_bytes())
-        if colocated
-        else DEFAULT_MEMORY
-        if sharers == 1
-        else round(0.8 / sharers, 3)
-    )
     arguments: dict[str, Any] = {
         "model": config.model.path,
         "dtype": dtype_name(config),
         "tensor_parallel_size": generator.tensor_parallel_size,
         "max_num_seqs": generator.max_num_seqs,
         "max_model_len": generator.max_model_len or None,
-        "gpu_memory_utilization": generator.gpu_memory_utilization or share,
-        "enable_sleep_mode": colocated and not on_cpu,
+        "gpu_memory_utilization": generator.gpu_memory_utilization or memory_share(config, sharers),
+        "enable_sleep_mode": config.sync.placement == "colocated" and not on_cpu,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are sampled from
         "max_logprobs": max(20, config.largest_top_k),
         "worker_extension_cls": EXTENSION,
@@ -151,6 +143,13 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
         arguments |= cpu_arguments(config.model.path, dtype, generator.max_model_len, memory)
         arguments |= {"async_scheduling": False}
     return arguments | generator.engine_args
+
+
+def memory_share(config: Config, sharers: int) -> float:
+    """Default share of a GPU's memory for an engine that is one of this number of processes on the GPU."""
+    if config.sync.placement == "colocated":
+        return share_in_turns(config, gpu_bytes() if torch.cuda.is_available() else 0)
+    return DEFAULT_MEMORY if sharers == 1 else round(SHARED_MEMORY / sharers, 3)
 
 
 def gpu_bytes() -> int:

@@ -1,8 +1,8 @@
-"""vLLM's scheduler, which reports a sequence once it has ended instead of after each token.
+"""A scheduler for vLLM that reports a sequence once at its end, instead of after each token.
 
-vLLM's core sends each token to the process that asked, with its log-probability as three arrays, which costs both
-processes time. A generator needs only sequences that have ended, so the core keeps their tokens until then. Requests
-that want tokens earlier get them from vLLM as before.
+For each token, vLLM's core sends a message with the log-probability as three arrays, which both processes spend time
+on. A generator needs only whole sequences, so the core buffers the tokens. Requests that ask for tokens before the end
+get them from vLLM as usual.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PARTS = 64  # arrays of one sequence that are joined into one: they are views of the arrays of all sequences in a step
+CHUNK = 64  # arrays of one sequence that are joined: each is a view that keeps the arrays of a whole step in memory
 
 
-class Kept:
-    """Tokens of a sequence in flight, with their log-probabilities and, of a mixture, the experts that they used.
+class OutputBuffer:
+    """Outputs of one sequence in flight: tokens, log-probabilities and, of a mixture of experts, the routing.
 
-    A step has as many log-probabilities a token as any of its sequences asked for, of which `width` are for this one
-    (None: all).
+    vLLM returns as many log-probabilities a token as any sequence of the step has asked for. `width` is the number that
+    this sequence has asked for (None: all).
     """
 
     def __init__(self, width: int | None) -> None:
@@ -30,34 +30,31 @@ class Kept:
         self._prefill_stats: Any = None
         self._events: list[Any] = []  # for vLLM's statistics, which `generator.engine_args` can enable
 
-    def add(self, output: Any) -> None:
-        """Keep the tokens of an `EngineCoreOutput`."""
+    def append(self, output: Any) -> None:
+        """Append the tokens of an `EngineCoreOutput`."""
         self.tokens += output.new_token_ids
         self._prefill_stats = self._prefill_stats or output.prefill_stats
-        if output.events:
-            self._events += output.events
+        self._events += output.events or ()
         if output.new_logprobs is not None:
             self._logprobs.append(output.new_logprobs)
-            if len(self._logprobs) >= PARTS:
+            if len(self._logprobs) >= CHUNK:
                 self._logprobs = [self._join_logprobs()]
         if output.routed_experts is not None:
             self._experts.append(output.routed_experts)
-            if len(self._experts) >= PARTS:
+            if len(self._experts) >= CHUNK:
                 self._experts = [np.concatenate(self._experts)]
 
-    def write(self, output: Any) -> None:
-        """Replace the last tokens, in an `EngineCoreOutput`, by all of them."""
-        self.add(output)
-        output.new_token_ids, output.prefill_stats, output.events = (
-            self.tokens,
-            self._prefill_stats,
-            self._events or None,
-        )
+    def complete(self, output: Any) -> None:
+        """Put the whole sequence into its last `EngineCoreOutput`."""
+        self.append(output)
+        output.new_token_ids = self.tokens
         output.new_logprobs = self._join_logprobs() if self._logprobs else None
         output.routed_experts = np.concatenate(self._experts) if self._experts else None
+        output.prefill_stats = self._prefill_stats
+        output.events = self._events or None
 
     def _join_logprobs(self) -> Any:
-        """The log-probabilities so far as one `LogprobsLists`, the sampled token's first."""
+        """The log-probabilities so far as one `LogprobsLists`, with the sampled token in the first column."""
         tokens, logprobs, ranks = zip(*(part[:3] for part in self._logprobs), strict=True)
         width = self._width
         return type(self._logprobs[0])(
@@ -67,57 +64,58 @@ class Kept:
         )
 
 
-class ReportsAtEnd:
-    """A mixin for vLLM's schedulers."""
+class BuffersOutputs:
+    """Mixin for vLLM's schedulers: buffers the outputs of sequences in flight."""
 
-    requests: dict[str, Any]  # of vLLM's
+    requests: dict[str, Any]  # vLLM's, by name
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kept: dict[str, Kept] = {}  # by request
+        self.buffers: dict[str, OutputBuffer] = {}  # by name of the request
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """As vLLM's, without sequences in flight. The step's message remains, since the generator waits for it."""
-        reported: dict[int, Any] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
-        for message in reported.values():
-            message.outputs = [output for output in message.outputs if self._reports(output)]
-        return reported
+        """vLLM's messages without the outputs that are buffered. A message without outputs is sent, too: the generator
+        waits for one in each step."""
+        messages: dict[int, Any] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        for message in messages.values():
+            message.outputs = [output for output in message.outputs if not self._buffer(output)]
+        return messages
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """Abort requests, and discard their buffers."""
         finished = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
-        self.kept = {name: kept for name, kept in self.kept.items() if name in self.requests}
+        self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in self.requests}
         return finished
 
-    def _reports(self, output: Any) -> bool:
-        """Whether this is the end of a sequence, which then has all tokens, or a request that is not kept."""
-        kept = self.kept.get(output.request_id)
+    def _buffer(self, output: Any) -> bool:
+        """Buffer an output of a sequence in flight, and complete the last one. Returns whether it is buffered."""
+        name = output.request_id
         if output.finish_reason is not None:
-            if kept:
-                kept.write(output)
-                del self.kept[output.request_id]
-            return True
-        if kept is None:
-            sampling = self.requests[output.request_id].sampling_params
-            if not _wanted_at_end(sampling):
-                return True
+            if name in self.buffers:
+                self.buffers.pop(name).complete(output)
+            return False
+        if name not in self.buffers:
+            sampling = self.requests[name].sampling_params
+            if not _wants_only_the_end(sampling):
+                return False
             wanted = sampling.num_logprobs
-            kept = self.kept[output.request_id] = Kept(None if wanted in (None, -1) else wanted + 1)
-        kept.add(output)
-        return False
+            self.buffers[name] = OutputBuffer(None if wanted in (None, -1) else wanted + 1)
+        self.buffers[name].append(output)
+        return True
 
 
 def create_scheduler(*, vllm_config: Any, **arguments: Any) -> Any:
-    """The scheduler of vLLM's core, as vLLM chooses it. For vLLM's argument `scheduler_cls`."""
+    """Create the scheduler that vLLM would choose, with the mixin. vLLM calls it by its argument `scheduler_cls`."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     base = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
-    scheduler = type(f"{base.__name__}AtEnd", (ReportsAtEnd, base), {})
+    scheduler = type(f"Buffering{base.__name__}", (BuffersOutputs, base), {})
     return scheduler(vllm_config=vllm_config, **arguments)
 
 
-def _wanted_at_end(sampling: Any) -> bool:
-    """Whether a request gets all its tokens at the end, and vLLM looks for no strings in them before."""
+def _wants_only_the_end(sampling: Any) -> bool:
+    """Whether a request asks for its tokens at the end, and vLLM has to search no text for stop strings before."""
     from vllm.sampling_params import RequestOutputKind
 
     return bool(
