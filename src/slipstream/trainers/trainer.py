@@ -63,44 +63,65 @@ class Trainer:
         torch.manual_seed(config.loop.seed)
         validate_adapter(config.model.path)
         self.device = current_device()
-        options, compute = config.trainer, dtype_of(config)
-        master = trained_dtype(options, compute)
-        self.ranks = TrainerRanks(options, self.device)
-        home = torch.device("cpu") if self.ranks.is_fsdp else self.device  # FSDP moves it to the GPU layer by layer
-        self.model = model or load_trained_model(config, home)
-        if not self.ranks.is_fsdp:
-            cast_parameters(self.model, self.device, compute, master)
-        self.model.eval()  # without dropout, as engines sample
-        self._dropouts, self._seed = adapter_dropouts(self.model), config.loop.seed
+        self._options, self._algorithm, self._seed = config.trainer, config.algorithm, config.loop.seed
+        self._steps, self._tokens = config.loop.steps, config.loop.max_tokens
         self.step_count = self.token_count = self.skipped_count = self.skipped_in_a_row = 0
         self.micro_batches = 0  # done by this rank; progress for the supervisor
         self.before_update: Callable[[], None] = lambda: None
         self._offloaded = False
-        algorithm = self._algorithm = config.algorithm
+
+        compute = dtype_of(config)
+        master = trained_dtype(self._options, compute)
+        compiled = self._options.compile and self.device.type == "cuda" and compute != torch.float32
+        self.ranks = TrainerRanks(self._options, self.device)
+        self.model = self._prepare_model(config, model, compute, master)
+        self._dropouts = adapter_dropouts(self.model)
         self._objective = load_objective(config)
+        algorithm = self._algorithm
         self._penalty = partial(kl_to_reference, estimator=algorithm.kl_estimator, weighted=algorithm.kl_weighted)
-        self._options = options
-        self._steps, self._tokens = config.loop.steps, config.loop.max_tokens
-        compiled = options.compile and self.device.type == "cuda" and compute != torch.float32
         self._policy = PackedPolicy(self.model, compiled, self.ranks.context)
-        self._reference = Reference(self._policy, config, self.ranks) if config.algorithm.kl_coef else None
+        self._reference = Reference(self._policy, config, self.ranks) if algorithm.kl_coef else None
         self._meter = FlopsMeter(self._policy, self.device)
-        if self.ranks.is_fsdp:
-            self.ranks.shard(self._policy, compute, master)
-        prepare_layers(self.model, options.activation_checkpointing, compiled and not self.ranks.is_tensor_parallel)
-        self.parameters = trained_parameters(self.model)
-        if self.ranks.is_tensor_parallel and self.ranks.mesh:
-            self.parameters, self.ranks.partial_gradients = shard_model(self._policy, self.ranks.mesh)
+        self.parameters = self._shard_parameters(compute, master, compiled)
         if self._reference:
             self._reference.track(self.parameters)
-        lower = compute != master and not self.ranks.is_fsdp  # FSDP casts shards when it gathers them
-        parts = {name: local_part(p.detach()) for name, p in self.parameters.items()}
-        self._compute_copies = {name: part.to(compute) for name, part in parts.items()} if lower else None
-        if lower or self.ranks.is_tensor_parallel:
-            compute_on(self.model, self.parameters, self._compute_copies or parts)
+        self._compute_copies = self._new_compute_copies(compute, master)
         keep_float32_gradients(self.parameters.values())
-        self._optimizer = new_optimizer(self.model, self.parameters, options, compiled, config.loop.seed)
+        self._optimizer = new_optimizer(self.model, self.parameters, self._options, compiled, self._seed)
         self._offloader = new_offloader(config, self.device)
+
+    def _prepare_model(self, config: Config, model: Any, compute: torch.dtype, master: torch.dtype) -> Any:
+        """`model`, by default a new one, in evaluation mode. Without FSDP it is on the device, in its final dtypes."""
+        # FSDP moves it to the GPU layer by layer.
+        model = model or load_trained_model(config, torch.device("cpu") if self.ranks.is_fsdp else self.device)
+        if not self.ranks.is_fsdp:
+            cast_parameters(model, self.device, compute, master)
+        return model.eval()  # without dropout, as engines sample
+
+    def _shard_parameters(
+        self, compute: torch.dtype, master: torch.dtype, compiled: bool
+    ) -> dict[str, torch.nn.Parameter]:
+        """Shard the model over the ranks. Returns the parameters that the optimizer updates."""
+        if self.ranks.is_fsdp:
+            self.ranks.shard(self._policy, compute, master)
+        tensor_parallel = self.ranks.is_tensor_parallel
+        prepare_layers(self.model, self._options.activation_checkpointing, compiled and not tensor_parallel)
+        parameters = trained_parameters(self.model)
+        if tensor_parallel and self.ranks.mesh:
+            parameters, self.ranks.partial_gradients = shard_model(self._policy, self.ranks.mesh)
+        return parameters
+
+    def _new_compute_copies(self, compute: torch.dtype, master: torch.dtype) -> dict[str, Tensor] | None:
+        """Copies of the parameters in the dtype `compute`, if masters have another: passes then use the copies.
+
+        Passes of tensor-parallel ranks use this rank's shards. FSDP casts shards as it gathers them, without copies.
+        """
+        lower = compute != master and not self.ranks.is_fsdp
+        parts = {name: local_part(p.detach()) for name, p in self.parameters.items()}
+        copies = {name: part.to(compute) for name, part in parts.items()} if lower else None
+        if lower or self.ranks.is_tensor_parallel:
+            compute_on(self.model, self.parameters, copies or parts)
+        return copies
 
     def compute_on(self, tensors: Mapping[str, Tensor]) -> None:
         """Run forward and backward passes on `tensors`, which an engine serves and updates (`single_copy`).
