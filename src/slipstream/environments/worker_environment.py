@@ -42,7 +42,6 @@ PING_S = 1.0  # between two pings of a worker
 HANG_S, HANG_CHECKS = 15.0, 10  # a worker that does not answer a ping for so long, in so many checks, hangs
 WAVE_GAP_S = 2.0  # between two first requests of a wave
 END_S = 10.0  # for a worker to close its environment
-STARTS_PER_CORE = 4  # at once: each takes about a second of processor time
 _numbers = itertools.count()  # of episodes
 
 
@@ -218,8 +217,8 @@ class EpisodeProcess:
 class WorkerEnvironment:
     """An environment whose episodes are played in `options.workers` processes, each of which has all of it.
 
-    They start with the first episode, a few at a time. A worker that dies or hangs is replaced, also one above
-    `options.worker_memory_gb`, which first ends its episodes.
+    They start with the first episode, at most one for each core at a time. A worker that dies or hangs is replaced,
+    also one above `options.worker_memory_gb`, which first ends its episodes.
 
     An episode goes to the worker with the fewest episodes, and waits if this worker is still being started. Otherwise
     the episodes of dead workers would gather in the remaining workers, and the next crash would end them, too.
@@ -234,7 +233,7 @@ class WorkerEnvironment:
         self._wave, self._logs = wave, logs
         self._alive: set[EpisodeProcess] = set()
         self._workers: list[EpisodeProcess | None] = [None] * options.workers
-        self._starts = asyncio.Semaphore(STARTS_PER_CORE * cores())
+        self._starts = asyncio.Semaphore(cores())  # a start takes about a second of processor time
         self._closing: set[asyncio.Task[None]] = set()
 
     async def rollout(self, task: Task, policy: Policy) -> Sequence[Rollout]:

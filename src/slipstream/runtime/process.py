@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from slipstream.runtime.event_loop import yield_to_loop
+
 NOT_PLACED = "It was not placed within"  # begins the reason of a process that no node of a cluster could hold
 EXIT_STATUS_S = 10.0  # in which the exit status of a process becomes known after its connection ended
 TERMINATION_GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -103,7 +105,7 @@ class LocalProcess(Process):
             self._process.wait(seconds)
 
     def _signal(self, number: int) -> None:
-        if not self._has_ended():
+        if not self._ended:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS permits no signal to a zombie
                 os.killpg(self.pid, number)
 
@@ -120,12 +122,14 @@ def child_environment(launch: Launch) -> dict[str, str]:
 
 def process_group_alive(group: int) -> bool:
     """Whether a process of this process group is alive and no zombie."""
-    if not Path("/proc/self/stat").exists():
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS permits no signal to a zombie
-            os.killpg(group, 0)
-            return True
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):  # macOS permits no signal to a zombie
         return False
+    if not Path("/proc/self/stat").exists():
+        return True
     for path in Path("/proc").glob("[0-9]*/stat"):
+        yield_to_loop()
         with contextlib.suppress(OSError):  # the process ended meanwhile
             state, _, its_group = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
             if int(its_group) == group and state != "Z":
