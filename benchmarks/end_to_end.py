@@ -53,10 +53,11 @@ def configuration(options: argparse.Namespace, model: Path, directory: Path) -> 
 
 
 def run(config: Path, directory: Path, log: Path, steps: int, warmup: int, seconds: float) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` until the run has all steps, or until `seconds` after the warm-up."""
+    """Lines of `metrics.jsonl` until the run has all steps, or until SIGTERM or `seconds` after the warm-up."""
     with log.open("wb") as out:
         command = [sys.executable, "-m", "slipstream", "train", str(config)]
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    lines: list[dict[str, Any]] = []
     try:
         began = 0.0
         while len(lines := recorded(directory)) < warmup + steps:
@@ -67,6 +68,9 @@ def run(config: Path, directory: Path, log: Path, steps: int, warmup: int, secon
             if began and seconds and time.monotonic() - began > seconds and len(lines) > warmup:
                 break
             time.sleep(0.1)
+    except SystemExit:  # SIGTERM: what was measured counts
+        if len(lines) <= warmup:
+            raise
     finally:
         stop(process)
     return lines[: warmup + steps]
