@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.episode import EpisodeOptions, RolloutFailed, run_episode
 from slipstream.environments.mcp_tools import mcp_tools
+from slipstream.environments.reward_workers import core_slot, cores
 from slipstream.environments.tools import Call, ServerFailed, Tools, plain
 from tests.environments.test_environments import policy
 
@@ -60,6 +62,24 @@ def test_results_and_errors_of_a_tool_are_for_the_model(tmp_path: Path) -> None:
 def test_a_server_that_dies_or_hangs_fails_the_rollout(tmp_path: Path, a: int) -> None:
     with pytest.raises(ServerFailed, match="failed to call add"):
         called(tmp_path, {"a": a, "b": 2}, seconds=6.0)
+
+
+def test_a_command_starts_once_a_core_is_free(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+
+    async def start() -> int:
+        async with mcp_tools([sys.executable, str(tmp_path / "server.py")], seconds=30) as tools:
+            return len(tools)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            for _ in range(cores()):
+                await stack.enter_async_context(core_slot())
+            with pytest.raises(TimeoutError):  # of the test, before that of the server
+                await asyncio.wait_for(asyncio.shield(starting := asyncio.create_task(start())), 0.5)
+        assert await starting == 1
+
+    asyncio.run(main())
 
 
 def test_a_server_that_changes_its_tools_fails_the_rollout(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
 from slipstream.config.schema import ConfigError
 from slipstream.environments.episode import first_error
+from slipstream.environments.reward_workers import core_slot
 from slipstream.environments.tools import ServerFailed
 
 _schemas: dict[str, list[Any]] = {}  # of each server, as first listed in this process
@@ -42,6 +43,8 @@ class ServerTool:
 async def mcp_tools(*servers: str | Sequence[str], seconds: float = 9.0) -> AsyncIterator[list[ServerTool]]:
     """The tools of MCP servers, each a URL or a command, for `Policy.conversation`; `seconds` limits each request.
 
+    No more commands start at once than there are cores, and the episode's clock stops in the queue.
+
     Raises `ServerFailed` for a server that can't be reached, or whose tools changed since this process first listed
     them, and `ConfigError` without the `mcp` package.
     """
@@ -57,12 +60,13 @@ async def mcp_tools(*servers: str | Sequence[str], seconds: float = 9.0) -> Asyn
                 target: Any = server
                 if not isinstance(server, str):
                     target = StdioServerParameters(command=server[0], args=[*server[1:]])
-                try:
-                    async with asyncio.timeout(seconds):
-                        client = await stack.enter_async_context(Client(target))
-                        listed = (await client.list_tools()).tools
-                except Exception as error:
-                    raise _failed(name, "to list its tools", error, seconds) from None
+                async with nullcontext() if target is server else core_slot():
+                    try:
+                        async with asyncio.timeout(seconds):
+                            client = await stack.enter_async_context(Client(target))
+                            listed = (await client.list_tools()).tools
+                    except Exception as error:
+                        raise _failed(name, "to list its tools", error, seconds) from None
                 _validate_unchanged(name, [(tool.name, tool.description, tool.input_schema) for tool in listed])
                 tools += [ServerTool(client, tool, name, seconds) for tool in listed]
             yield tools

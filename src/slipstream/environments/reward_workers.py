@@ -11,10 +11,11 @@ import faulthandler
 import inspect
 import os
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import InvalidReward, Task, as_reward
@@ -84,6 +85,7 @@ class EpisodeContext(NamedTuple):
     unrewarded: bool = False  # `scoring` computes the reward
 
 
+SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 CURRENT_EPISODE: ContextVar[EpisodeContext | None] = ContextVar("episode", default=None)
 
 
@@ -91,6 +93,18 @@ def pause_episode_clock() -> AbstractContextManager[None]:
     """Pause the timeout of the current episode, if any."""
     episode = CURRENT_EPISODE.get()
     return episode.clock.stopped() if episode else nullcontext()
+
+
+@asynccontextmanager
+async def core_slot() -> AsyncIterator[None]:
+    """One of as many slots as there are cores, for processes of episodes. The wait pauses the episode's timeout."""
+    slots = SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(cores()))
+    with pause_episode_clock():
+        await slots.acquire()
+    try:
+        yield
+    finally:
+        slots.release()
 
 
 async def await_reward(reward: Awaitable[Any]) -> Any:

@@ -17,15 +17,14 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from slipstream.config.schema import ConfigError
-from slipstream.environments.reward_workers import cores, pause_episode_clock
+from slipstream.environments.reward_workers import core_slot
 
 INIT = Path(__file__).with_name("sandbox_init.py").read_text()
 SCRATCH = "/box"
@@ -37,7 +36,6 @@ LINGER_S = 1.0  # after the end of the first program; other programs are then ki
 BINDS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")} | {"MALLOC_ARENA_MAX": "1"}
 ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"} | ONE_THREAD
-SLOTS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 class Outcome(NamedTuple):
@@ -115,7 +113,7 @@ class Sandbox:
     async def run_together(self, *programs: Program) -> list[Outcome]:
         """Run programs at the same time, in a sandbox each. When the first one has ended, the others are ended, too."""
         kind = await asyncio.to_thread(isolation, self.kind)
-        async with _slot():
+        async with core_slot():
             runs = [asyncio.create_task(self._run(kind, program)) for program in programs]
             try:
                 await runs[0]
@@ -236,17 +234,6 @@ def _command(request: Mapping[str, Any]) -> list[str]:
         argv += [*own, path]
     argv += ["--symlink", SCRATCH, "/tmp"] if "/tmp" not in parents else []
     return [*argv, "--remount-ro", "/dev", "--remount-ro", "/", *init]
-
-
-@asynccontextmanager
-async def _slot() -> AsyncIterator[None]:
-    slots = SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(cores()))
-    with pause_episode_clock():
-        await slots.acquire()
-    try:
-        yield
-    finally:
-        slots.release()
 
 
 def _transcript(outcome: Outcome) -> str:
