@@ -298,9 +298,10 @@ class Graded:
         return float(self._left[task.id].pop(0))
 
 
-def graded(grades: dict[str, str], samples: int) -> tuple[dict[str, Any], set[int]]:
+def graded(grades: dict[str, str], samples: int, retries: int = 0) -> tuple[dict[str, Any], set[int]]:
     """The record of an evaluation, and the seeds of its requests."""
     flags = [f"--evaluation.samples={samples}", "--evaluation.temperature=1.0"]
+    flags.append(f"--environment.rollout_retries={retries}")
     config = load_config(None, ["--model.path=m", "--environment.name=addition", *flags])
     generator, tokenizer = Scripted(*"2" * 16), ChatTokenizer(build_tokenizer())
     environments = [LoadedEnvironment(config.each_environment[0], Graded(grades))]
@@ -339,6 +340,12 @@ def test_an_evaluation_fails_if_every_sample_does() -> None:
     found, _ = graded({"a": "xx", "b": "xx"}, 2)
     assert all_failed(found) and describe_failures(found).startswith("all 4 episodes of 2 held-out tasks failed")
     assert not all_failed(graded({"a": "xx", "b": "x0"}, 2)[0])
+
+
+def test_a_failed_sample_is_drawn_again_with_another_seed() -> None:
+    found, seeds = graded({"a": "x1", "b": "xx1"}, 1, retries=1)
+    assert (found["eval/score"], found["eval/failed"]) == (0.5, 1)
+    assert len(seeds) == 4
 
 
 def test_late_engines_get_no_requests_during_a_snapshot() -> None:

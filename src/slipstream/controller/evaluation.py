@@ -146,9 +146,18 @@ class _Player:
     episodes: Mapping[str, EpisodeOptions]
 
     async def play(self, policies: Mapping[str, str], each: LoadedEnvironment, task: Task, sample: int) -> Outcome:
+        """Play a sample, again after a failure. Returns its rollouts, or the last failure."""
+        seed = f"{self.config.loop.seed}/evaluation/{each.id_of(task)}" + f"/{sample}" * (sample > 0)
+        outcome = await self._play_once(policies, each, task, seed)
+        for draw in range(1, each.options.rollout_retries + 1):
+            if not isinstance(outcome, RolloutFailed):
+                break
+            outcome = await self._play_once(policies, each, task, f"{seed}/draw {draw}")
+        return outcome
+
+    async def _play_once(self, policies: Mapping[str, str], each: LoadedEnvironment, task: Task, seed: str) -> Outcome:
         if self.config.loop.max_lag:  # a synchronous run's requests reach an engine as one message
             await throttle()
-        seed = f"{self.config.loop.seed}/evaluation/{each.id_of(task)}" + f"/{sample}" * (sample > 0)
         sampling, limits = evaluation_sampling(self.config, each.options), episode_limits(each.options)
         policy = Policy(self.generator, self.tokenizer, sampling, seed, self.endpoint, limits, policies)
         try:
