@@ -471,6 +471,8 @@ def test_tool_calls_are_parsed() -> None:
     assert schema["function"]["description"] == "Twice a number."
     assert schema["function"]["parameters"]["properties"]["number"]["type"] == "integer"
     assert schema["function"]["parameters"]["required"] == ["number"]
+    with pytest.raises(ConfigError, match=r"must return a list of Call\(name, arguments\), and returned {'name': 'f'}"):
+        Tools([double], lambda _: [{"name": "f"}]).calls("f", "f")  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ ATTACKS = {  # the program, and words of the report or of its errors
     "change the root": ("open('/new', 'w')", "Error"),
     "make a device": ("import os; os.mknod('sda', 0o60600, os.makedev(254, 0))", "PermissionError"),
     "mount": (CALL.format("(165, b'none', b'/box', b'tmpfs', 0, None)"), "mount not permitted"),
+    "another architecture": (CALL.format("(0x40000000 + 39,)"), "another architecture not permitted"),
     "new namespaces": (CALL.format("(272, 0x10000000)"), "unshare not permitted"),
     "clone namespaces": (CALL.format("(56, 0x10000000 | 17, 0, 0, 0, 0)"), "clone not permitted"),
     "join namespaces": (CALL.format("(308, os.open('/proc/self/ns/net', 0), 0)"), "setns not permitted"),

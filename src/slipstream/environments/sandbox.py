@@ -13,6 +13,7 @@ import functools
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -54,6 +55,8 @@ class Outcome(NamedTuple):
     @property
     def problem(self) -> str:
         """Why the program failed, in a few words, or ""."""
+        if self.status == -signal.SIGSYS:
+            return "system calls of another architecture not permitted"
         return f"{self.limit} limit exceeded" if self.limit else f"exit status {self.status}" if self.status else ""
 
     @property

@@ -160,7 +160,11 @@ class Tools:
             return []
         if isinstance(self._parse, VllmToolCallParser):
             return self._parse.split(raw, self.schemas)[1]
-        return self._parse(text)
+        for call in (found := self._parse(text)):
+            if not isinstance(call, Call):
+                wanted = "a list of Call(name, arguments)"
+                raise ConfigError(f"parse must return {wanted}, and returned {call!r:.100} in it")
+        return found
 
     async def run(self, call: Call) -> tuple[str, bool]:
         """The result of a call as text for the model, and whether the call succeeded."""
