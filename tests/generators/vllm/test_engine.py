@@ -686,10 +686,13 @@ def test_completions_are_exact_across_sleep(
                 drawn = await pools.generator.longest_in_flight()
             async with pools.trainer_turn(publishes=True):
                 await trainer.change(1)
-                publish = asyncio.ensure_future(pools.link.publish(1))
-                if fits:  # those in flight may have ended by now; requests wait in the pool while the engine pauses
-                    running += [asyncio.ensure_future(drawn_until(publish, pools.generator, prompts[:2], LONG))]
-                await publish
+                published = asyncio.get_running_loop().create_future()
+                if fits:  # those in flight may have ended by now
+                    running += [asyncio.ensure_future(drawn_until(published, pools.generator, prompts[:2], LONG))]
+                    while not await pools.generator.longest_in_flight():
+                        await asyncio.sleep(0.001)
+                await pools.link.publish(1)
+                published.set_result(None)
                 await trainer.store(tmp_path / "1")
             completions = [*await asyncio.gather(*running[:8]), *itertools.chain(*await asyncio.gather(*running[8:]))]
             drawn = 0 if fits else drawn
