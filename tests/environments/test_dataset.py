@@ -136,6 +136,7 @@ def test_content_in_parts_is_text() -> None:
     [
         (["Lima", "Rome", "Oslo"], 1),  # MMLU
         ({"label": ["A", "B", "C"], "text": ["Lima", "Rome", "Oslo"]}, "B"),  # ARC
+        ([{"label": "A", "text": "Lima"}, {"label": "B", "text": "Rome"}, {"label": "C", "text": "Oslo"}], "B"),  # CSQA
         ({"A": "Lima", "B": "Rome", "C": "Oslo"}, "(b)"),  # MedQA
         (["Lima", "Rome", "Oslo"], "Rome"),
     ],

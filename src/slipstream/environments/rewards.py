@@ -318,10 +318,14 @@ def _without_separators(text: str) -> str:
 
 
 def as_choices(value: Any) -> dict[str, str]:
-    """Choices by label: of a list "A", "B", ...; or those of a table of labels and texts. {} for anything else.
+    """Choices by label: of a list "A", "B", ...; or those of a table of labels and texts, or of a list of tables of a
+    label and its text. {} for anything else.
 
     Raises `ValueError` if the table has more labels than texts, or fewer.
     """
+    tables = isinstance(value, list) and all(isinstance(each, dict) and {"label", "text"} <= {*each} for each in value)
+    if tables:
+        return {str(each["label"]): str(each["text"]) for each in value}
     if isinstance(value, dict) and isinstance(value.get("text"), list) and isinstance(value.get("label"), list):
         if len(value["label"]) != len(value["text"]):
             raise ValueError(f"its choices have {len(value['label'])} labels and {len(value['text'])} texts")
