@@ -67,6 +67,7 @@ def test_a_long_prompt_is_cut_and_any_environment_is_shown(
         reward = {{ regex = {{ pattern = "1" }} }}
     """)
     text = shown(capsys, str(tmp_path / "two.toml"), "--tasks=0")
+    assert "300 training tasks of addition: prompts of" in text and "1 training task of long.jsonl: prompts of" in text
     assert "an epoch is 50 steps (8 groups a step, 75% of them here): loop.steps = 100 is 2 epochs" in text
 
 

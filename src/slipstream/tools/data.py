@@ -41,8 +41,9 @@ def data(path: str | None, flags: Sequence[str], shown: int) -> None:
             console.print(_described(task, each.id_of(task), chat, special), soft_wrap=True)
         most = config.sampling_of(each.options).max_tokens
         share = each.options.weight / sum(options.weight for options in config.each_environment)
+        of = f" of {each.options.label}" if len(loaded) > 1 else ""
         for name, tasks in ("training", training), ("held-out", held_out):
-            for line in _lengths(plural(len(tasks), f"{name} task"), tasks, chat, most) if len(tasks) else ():
+            for line in _lengths(plural(len(tasks), f"{name} task") + of, tasks, chat, most) if len(tasks) else ():
                 console.print(line, markup=False, soft_wrap=True)
         console.print(_epochs(len(training), share, config.loop), "", sep="\n", markup=False, soft_wrap=True)
         asyncio.run(close_environment(each.environment))
