@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config.loading import dump, load_config, load_policy_config
+from slipstream.config.loading import dump, load_config, load_policy_config, with_policy
 from slipstream.config.schema import ConfigError
 from slipstream.model.paths import check_policies
 
@@ -96,6 +96,13 @@ def test_a_trained_adapter_sets_the_options_of_adapters_or_is_refused(path: Path
         load_config(path, [f"--policies.0.adapter={tmp_path}/other"])
     with pytest.raises(ConfigError, match=r"policies.1.adapter = 'none': no such directory; give that of a PEFT"):
         check_policies(load_config(path, ["--policies.1.adapter=none"]))
+
+
+def test_a_run_of_one_policy_is_no_opponent_of_several(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text('model.path = "m"\nenvironment.name = "addition"\n')
+    with pytest.raises(ConfigError, match=r"/run has trained one policy without a name; give a run of policies a, b$"):
+        with_policy(load_config(path), str(tmp_path / "run"))
 
 
 def test_policies_of_one_model_share_it_and_others_have_their_own(path: Path) -> None:

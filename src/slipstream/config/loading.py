@@ -143,7 +143,10 @@ def _with_policies(config: Config, target: str, names: Sequence[str]) -> Config:
             f"{target} is no run; give the directory of a run of these policies (before training they are those of a "
             "CONFIG.toml)"
         )
-    other, policies = load_config(run), [policy.model_dump(exclude_unset=True) for policy in config.policies]
+    other = load_config(run)
+    if not other.policies:
+        raise ConfigError(f"{target} has trained one policy without a name; give a run of policies {', '.join(names)}")
+    policies = [policy.model_dump(exclude_unset=True) for policy in config.policies]
     for policy in (each for each in policies if each["name"] in names):
         path = str(policy_of(target, policy["name"]))
         adapts = other.each_policy[policy["name"]] if other.lora.rank else None
