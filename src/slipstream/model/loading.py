@@ -107,12 +107,14 @@ def load_adapter(model: Any, path: str, option: str = "lora.path", name: str = "
         stored = load_file(Path(path) / ADAPTER_WEIGHTS)
         own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         shapes = {n: (n, stored[n].shape, own[n].shape) for n in stored.keys() & own.keys()}
+        base = adapter_config(path).get("base_model_name_or_path")
         _validate_loaded_tensors(
             {
                 "missing_keys": own.keys() - stored.keys(),
                 "unexpected_keys": stored.keys() - own.keys(),
                 "mismatched_keys": [found for found in shapes.values() if found[1] != found[2]],
-            }
+            },
+            f"it is an adapter of {base!r}; train it over that model, or {AGAIN}" if base else AGAIN,
         )
         if wrong := first_not_finite(stored):
             raise ValueError(f"{wrong} holds values that are not finite; {AGAIN}")
@@ -241,17 +243,18 @@ def explain_damaged_files(path: str, option: str) -> Iterator[None]:
         ) from None
 
 
-def _validate_loaded_tensors(loading_info: Mapping[str, Any]) -> None:
-    """Raise `ValueError`, naming a tensor, if files and model differ by the `loading_info` of transformers."""
+def _validate_loaded_tensors(loading_info: Mapping[str, Any], remedy: str = AGAIN) -> None:
+    """Raise `ValueError`, naming a tensor and the remedy, if files and model differ by transformers' `loading_info`."""
     if missing := sorted(loading_info["missing_keys"]):
-        raise ValueError(f"the files lack {_first_and_count(missing)}, which its configuration asks for; {AGAIN}")
+        raise ValueError(f"the files lack {_first_and_count(missing)}, which its configuration asks for; {remedy}")
     if misshapen := sorted(loading_info["mismatched_keys"]):
         name, stored, asked = misshapen[0]
         more = f" (and {len(misshapen) - 1} more)" if misshapen[1:] else ""
-        raise ValueError(f"{name}{more} is {list(stored)} in the files and {list(asked)} by its configuration; {AGAIN}")
+        found = f"{list(stored)} in the files and {list(asked)} by its configuration"
+        raise ValueError(f"{name}{more} is {found}; {remedy}")
     if unexpected := sorted(loading_info["unexpected_keys"]):
         extra = _first_and_count(unexpected)
-        raise ValueError(f"the files hold {extra}, which its configuration has no place for; {AGAIN}")
+        raise ValueError(f"the files hold {extra}, which its configuration has no place for; {remedy}")
 
 
 def _unconverted_parameters(error: RuntimeError) -> list[str]:
