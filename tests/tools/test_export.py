@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slipstream.cli import main
 from slipstream.config.loading import dump, load_config
 from slipstream.model.paths import hub_answers
+from slipstream.observe.run_data import load_run
+from slipstream.tools.push import model_card
 from tests.conftest import build_model, build_tokenizer
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
@@ -241,6 +243,28 @@ def test_one_of_several_policies_is_pushed(hub: dict[str, Any], tmp_path: Path) 
     commit = [json.loads(line)["value"] for line in hub["/api/models/me/policy/commit/main"].splitlines()]
     files = {entry["path"]: base64.b64decode(entry["content"]) for entry in commit[1:]}
     assert "adapter_config.json" in files and b"It is the policy `b` of a run that trained" in files["README.md"]
+
+
+def test_a_card_names_datasets_and_the_objective_of_its_policy(tmp_path: Path) -> None:
+    data = 'environments = [{ dataset = "me/sums", reward = "math" }, { dataset = "quiz.csv", reward = "choice" }]'
+    (tmp_path / "mine.toml").write_text(f"""
+        {data}
+        model.path = "base"
+        lora.rank = 4
+        [[policies]]
+        name = "a"
+        [[policies]]
+        name = "b"
+        learning_rate = 0.5
+        algorithm = {{ loss = "ppo", kl_coef = 0.25 }}
+    """)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(dump(load_config(tmp_path / "mine.toml")))
+    cards = [model_card(load_run(tmp_path / "run"), "me/x", True, name).content for name in ("a", "b")]
+    assert all("| Environment | me/sums, quiz.csv |" in card for card in cards)
+    own = ("| `trainer.learning_rate` | `0.5` |", '| `algorithm.loss` | `{"name" = "ppo"}` |',
+           "| `algorithm.kl_coef` | `0.25` |")  # fmt: skip
+    assert [[line in card for line in own] for card in cards] == [[False] * 3, [True] * 3]
 
 
 def load_config_text(text: bytes, folder: Path) -> Any:

@@ -85,7 +85,7 @@ def model_card(run: Run, name: str, is_adapter: bool, policy: str = "") -> Model
     versions = dict(run.summary.get("packages") or {})
     sections = {
         "Results": _table({"Environment": _environments(run), **_scores(run), **figures(run)}),
-        "Training": _table(_options(run)),
+        "Training": _table(_options(run, policy)),
         "Versions": _table(versions) if versions else "The run recorded none.",
         "Configuration": f"`slipstream train slipstream.toml` repeats the run.\n\n```toml\n{_configuration(run)}```",
     }
@@ -104,7 +104,8 @@ def _base(run: Run, policy: str = "") -> tuple[str, bool]:
 
 def _environments(run: Run) -> str:
     parts = run.config.get("environments") or [run.config.get("environment", {})]
-    names = [str(part.get("label") or part.get("dataset") or part.get("name") or "–") for part in parts]
+    data = [part.get("options", {}).get("dataset") for part in parts]
+    names = [str(part.get("label") or file or part.get("name") or "–") for part, file in zip(parts, data, strict=True)]
     return ", ".join(Path(name).name if Path(name).is_absolute() else name for name in names)
 
 
@@ -121,12 +122,18 @@ def _scores(run: Run) -> dict[str, str]:
     return {**shown, "Evaluated on": f"{number(score['tasks'])} held-out tasks; intervals of 95%: {score['method']}"}
 
 
-def _options(run: Run) -> dict[str, str]:
-    """The main options, and all others of their sections that differ from the default."""
+def _options(run: Run, policy: str) -> dict[str, str]:
+    """The main options, and all others of their sections that differ from the default; those of one of several policies
+    where it has its own."""
     defaults = {option["name"]: option.get("default") for option in describe_options()}
+    own: dict[str, Any] = {}
+    for each in run.config.get("policies", ()):
+        if each["name"] == policy:
+            own |= {f"algorithm.{name}": value for name, value in each.get("algorithm", {}).items()}
+            own |= {"trainer.learning_rate": each["learning_rate"]} if each.get("learning_rate") else {}
     chosen = {
         name: value
-        for name, value in run.options.items()
+        for name, value in (run.options | own).items()
         if name in ALWAYS or (name.partition(".")[0] in SECTIONS and value != defaults.get(name))
     }
     return {f"`{name}`": f"`{SECRET.sub(_hide, to_toml(value))}`" for name, value in chosen.items()}
