@@ -45,10 +45,15 @@ def train(config: Config, *, quiet: bool = False) -> dict[str, Any]:
     """Run a configuration to its end. Returns the summary, as in `summary.json` of the run directory."""
     with open_runtime(config.runtime):
         config = resolve_config(config)
-        name = "-".join(Path(each.name.partition(":")[0]).stem for each in config.each_environment)
-        path = Path(config.run.dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        path = Path(config.run.dir or f"runs/{run_name(config)}-{time.strftime('%Y%m%d-%H%M%S')}")
         with report_file_errors(path), contextlib.closing(RunDirectory.create(path)) as directory:
             return run_bounded(run_in(directory, config, quiet))
+
+
+def run_name(config: Config) -> str:
+    """The names of the environments in that of the run directory: of a dataset the name of its file."""
+    names = (each.label if each.name == "dataset" else each.name.partition(":")[0] for each in config.each_environment)
+    return "-".join(Path(name).stem for name in names)
 
 
 def resume(path: Path, flags: Sequence[str] = (), *, quiet: bool = False) -> dict[str, Any]:

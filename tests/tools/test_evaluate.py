@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.cli import main
+from slipstream.config.loading import load_config
 from slipstream.observe.estimates import compare_paired
+from slipstream.run import run_name
 from slipstream.tools.evaluate import describe_comparison
 from tests.conftest import save_model
 
@@ -112,6 +114,15 @@ def test_scores_are_printed_as_markdown(folder: Path, capfd: pytest.CaptureFixtu
     assert table[:2] == [["", f"`{folder / 'first'}`"], ["---", "---"]]
     assert [row[0] for row in table[2:]] == ["score", "pass@2", "even", "odd", "failed episodes"]
     assert table[4][1].endswith("(3 tasks)")
+
+
+def test_a_dataset_is_named_by_its_file(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    flags = [f"--environment.dataset={tmp_path}/sums.jsonl", "--environment.answer=answer"]
+    flags += ["--environment.reward=exact", "--sampling.max_tokens=2"]
+    assert main(["eval", str(folder / "first"), *flags]) == 0
+    assert capfd.readouterr().out.startswith("sums.jsonl: score 0.000")
+    assert run_name(load_config(None, [f"--model.path={folder}/first", *flags])) == "sums"
 
 
 def test_vllm_and_the_embedded_engine_give_the_same_greedy_answers(

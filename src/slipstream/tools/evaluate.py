@@ -68,8 +68,10 @@ class Evaluation:
 
     @property
     def name(self) -> str:
-        """The name of the environment, or the labels of several."""
-        return self.config.environment.name or " and ".join(each.label for each in self.config.each_environment)
+        """The name of the environment, or the label of a dataset, or the labels of several."""
+        if (name := self.config.environment.name) not in ("", "dataset"):
+            return name
+        return " and ".join(each.label for each in self.config.each_environment)
 
     @property
     def path(self) -> str:
