@@ -160,7 +160,8 @@ class Tools:
             return []
         if isinstance(self._parse, VllmToolCallParser):
             return self._parse.split(raw, self.schemas)[1]
-        for call in (found := self._parse(text)):
+        found: list[Any] = self._parse(text)
+        for call in found:
             if not isinstance(call, Call):
                 wanted = "a list of Call(name, arguments)"
                 raise ConfigError(f"parse must return {wanted}, and returned {call!r:.100} in it")
