@@ -459,7 +459,8 @@ def test_a_failed_rollout_is_drawn_again_in_its_group(model: Path, tmp_path: Pat
     sizes = {}
     for retries in (0, 8):
         run = tmp_path / str(retries)
-        summary = train(model, run, loop__max_lag=0, environment__rollout_retries=retries, **named)
+        counted = {"loop__steps": 99, "loop__epochs": 0.9}  # of 20 tasks: 6 steps of 3
+        summary = train(model, run, loop__max_lag=0, environment__rollout_retries=retries, **counted, **named)
         rows = [row for step in load_run(run).rollout_steps for row in load_run(run).rollouts(step)]
         groups = {row["visit_id"]: row["task_id"] for row in rows}
         sizes[retries] = {sum(row["visit_id"] == visit for row in rows) for visit in groups}

@@ -69,8 +69,13 @@ def test_a_long_prompt_is_cut_and_any_environment_is_shown(
     text = shown(capsys, str(tmp_path / "two.toml"), "--tasks=0")
     assert "300 training tasks of addition: prompts of" in text and "1 training task of long.jsonl: prompts of" in text
     assert "an epoch is 50 steps (8 groups a step, 75% of them here): loop.steps = 100 is 2 epochs" in text
+    text = shown(capsys, str(tmp_path / "two.toml"), "--tasks=0", "--loop.epochs=3")
+    assert "loop.steps = 150 is 3 epochs" in text and "loop.steps = 150 is 300 epochs" in text
 
 
 def test_an_error_is_one_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--environment.name=addition", "--loop.epochs=0.1", "--trainer.warmup_steps=200"]
+    assert main(["data", f"--model.path={tiny}", *few]) == 2
+    assert "trainer.warmup_steps = 200 leaves nothing of loop.steps" in capsys.readouterr().err
     assert main(["data", f"--model.path={tiny}", "--environment.dataset=gone.csv", *REGEX]) == 2
     assert "dataset 'gone.csv': there is no such file" in capsys.readouterr().err

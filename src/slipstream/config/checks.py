@@ -204,7 +204,7 @@ CHECKS: tuple[Check, ...] = (
     (lambda c: 0 < c.loop.buffer_size < c.loop.groups_per_step,
      "{loop.buffer_size} can't hold the {=loop.groups_per_step} groups of one step; raise it to at least "
      "{=loop.groups_per_step}, or set it to 0"),
-    (lambda c: c.trainer.warmup_steps >= c.loop.steps,
+    (lambda c: not c.loop.epochs and c.trainer.warmup_steps >= c.loop.steps,
      "{trainer.warmup_steps} leaves nothing of {loop.steps}; lower it below {=loop.steps}"),
     (lambda c: c.checkpoint.every % c.sync.every,
      "{checkpoint.every} is no multiple of {sync.every}; make it one, so that a checkpoint holds the weights of a "

@@ -90,6 +90,7 @@ class LoopConfig(Section):
     """Length of the run, size of a step, and how far generation may run ahead of training."""
 
     steps: int = option(100, "Optimizer steps.", ge=1)
+    epochs: float = option(0.0, "Visits of each training task, from which loop.steps is computed; 0: loop.steps.", ge=0)
     max_tokens: int = option(0, "Trained tokens that end the run, unless loop.steps does; 0: no limit.", ge=0)
     groups_per_step: int = option(8, "Groups (tasks) that one step trains on.", ge=1)
     group_size: int = option(8, "Rollouts per task; advantages compare them with each other.", ge=2, le=MAX_SEQUENCES)

@@ -12,7 +12,7 @@ from slipstream.controller.trackers import TrackerProcess
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
-from slipstream.environments.load import load_environments, takes_reward_workers
+from slipstream.environments.load import load_environments, takes_reward_workers, with_steps
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.generators.pool import EngineReplica
 from slipstream.model.inspection import max_model_len
@@ -39,13 +39,11 @@ class RunContext:
     main: asyncio.Task[Any]  # the task of the training loop, and of the start before it
 
     def __init__(self, config: Config, directory: RunDirectory, quiet: bool) -> None:
-        self.config, self.directory = config, directory
-        self.objective = load_objective(config)
+        environments = load_environments(config, directory.path / "logs")
+        self.config = config = with_steps(config, environments)
+        self.directory, self.objective = directory, load_objective(config)
         self.policies = {policy.name: policy.name for policy in config.policies}  # as `Policy` takes them
-        self.environments = [
-            RunEnvironment(config, loaded, self.count_reward_error)
-            for loaded in load_environments(config, directory.path / "logs")
-        ]
+        self.environments = [RunEnvironment(config, each, self.count_reward_error) for each in environments]
         self.tokenizer = load_tokenizer(config.model.path)
         self.chat_tokenizer = ChatTokenizer(self.tokenizer, max_model_len(config), config.model)
         self.endpoint = Endpoint(self.chat_tokenizer)

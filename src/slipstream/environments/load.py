@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.config.environments import BUILT_IN, EnvironmentConfig
-from slipstream.config.loading import suggest
+from slipstream.config.loading import suggest, with_options
 from slipstream.config.plugins import construct, load_option, one_line, option_code
 from slipstream.config.schema import Config, ConfigError
 from slipstream.environments.base import Environment, Policy, Task
@@ -51,6 +53,20 @@ def load_environments(config: Config, logs: Path | None = None) -> list[LoadedEn
             environment = WorkerEnvironment(environment, options, wave, logs)
         loaded.append(LoadedEnvironment(options, environment, f"{options.label}/" if config.environments else ""))
     return loaded
+
+
+def with_steps(config: Config, loaded: Sequence[LoadedEnvironment]) -> Config:
+    """The configuration with the `loop.steps` of its `loop.epochs`, if it has these. Raises `ConfigError`."""
+    if not config.loop.epochs:
+        return config
+    steps = math.ceil(config.loop.epochs * max(epoch_steps(config, each) for each in loaded))
+    return with_options(config, loop=config.loop.model_dump() | {"steps": steps, "epochs": 0.0})
+
+
+def epoch_steps(config: Config, each: LoadedEnvironment) -> float:
+    """The steps in which each training task of an environment is visited once."""
+    share = each.options.weight / sum(options.weight for options in config.each_environment)
+    return len(each.environment.train) / (config.loop.groups_per_step * share)
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:

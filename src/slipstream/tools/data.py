@@ -11,10 +11,16 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.config.loading import load_config
-from slipstream.config.schema import ConfigError, LoopConfig
+from slipstream.config.schema import Config, ConfigError
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
-from slipstream.environments.load import close_environment, load_environments
+from slipstream.environments.load import (
+    LoadedEnvironment,
+    close_environment,
+    epoch_steps,
+    load_environments,
+    with_steps,
+)
 from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.model.inspection import max_model_len
 from slipstream.model.loading import load_tokenizer
@@ -33,6 +39,7 @@ def data(path: str | None, flags: Sequence[str], shown: int) -> None:
     config = load_config(path, flags)
     tokenizer = load_tokenizer(config.model.path)
     loaded = load_environments(config)
+    config = with_steps(config, loaded)
     chat, console = ChatTokenizer(tokenizer, max_model_len(config), config.model), Console(highlight=False)
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     for each in loaded:
@@ -40,12 +47,11 @@ def data(path: str | None, flags: Sequence[str], shown: int) -> None:
         for task in training[:shown]:
             console.print(_described(task, each.id_of(task), chat, special), soft_wrap=True)
         most = config.sampling_of(each.options).max_tokens
-        share = each.options.weight / sum(options.weight for options in config.each_environment)
         of = f" of {each.options.label}" if len(loaded) > 1 else ""
         for name, tasks in ("training", training), ("held-out", held_out):
             for line in _lengths(plural(len(tasks), f"{name} task") + of, tasks, chat, most) if len(tasks) else ():
                 console.print(line, markup=False, soft_wrap=True)
-        console.print(_epochs(len(training), share, config.loop), "", sep="\n", markup=False, soft_wrap=True)
+        console.print(_epochs(config, each), "", sep="\n", markup=False, soft_wrap=True)
         asyncio.run(close_environment(each.environment))
 
 
@@ -69,11 +75,12 @@ def _described(task: Task, name: str, chat: ChatTokenizer, special: set[int]) ->
     return found.append("\n")
 
 
-def _epochs(tasks: int, share: float, loop: LoopConfig) -> str:
+def _epochs(config: Config, each: LoadedEnvironment) -> str:
     """The steps of an epoch, in which each task is visited once, and the epochs of the run."""
-    steps = tasks / (loop.groups_per_step * share)
-    each = f"{loop.groups_per_step} groups a step" + f", {share:.0%} of them here" * (share < 1)
-    return f"an epoch is {steps:.3g} steps ({each}): loop.steps = {loop.steps} is {loop.steps / steps:.3g} epochs"
+    loop, steps = config.loop, epoch_steps(config, each)
+    share = len(each.environment.train) / (steps * loop.groups_per_step)
+    groups = f"{loop.groups_per_step} groups a step" + f", {share:.0%} of them here" * (len(config.environments) > 1)
+    return f"an epoch is {steps:.3g} steps ({groups}): loop.steps = {loop.steps} is {loop.steps / steps:.3g} epochs"
 
 
 def _lengths(title: str, tasks: Sequence[Task], chat: ChatTokenizer, most: int) -> list[str]:

@@ -188,6 +188,8 @@ def workload(options: argparse.Namespace, config: Config | None) -> Workload:
         raise ConfigError(f"--completion {options.completion} exceeds the limit of {most} tokens; raise --max-tokens")
     if options.turns > completion.mean:
         raise ConfigError(f"--turns {options.turns} exceeds the {completion.mean:,.0f} tokens that the turns share")
+    if loop and loop.epochs and not options.steps:
+        raise ConfigError(f"loop.epochs = {loop.epochs:g} needs the tasks; give --steps, from `slipstream data`")
     size = options.group_size or (loop.group_size if loop else 8)
     rollouts = options.rollouts or (loop.groups_per_step * size if loop else DEFAULT_ROLLOUTS)
     if rollouts % size:
