@@ -160,6 +160,15 @@ def test_multiple_choice(choices: Any, answer: Any) -> None:
     assert rewarded(made, 0, *right, *wrong) == [1.0] * len(right) + [0.0] * len(wrong)
 
 
+def test_choices_in_a_column_each() -> None:
+    Path("quiz.csv").write_text("q,A,B,right\nItaly?,Lima,Rome,B\nPeru?,Lima,Rome,A\n")
+    reward = {"choice": {"choices": ["A", "B"]}}
+    made = environment(dataset="quiz.csv", prompt="{q}\n1. {A}\n2. {B}", answer="right", reward=reward)
+    assert rewarded(made, 0, "B", "Rome", "Answer: Rome", "A", "Lima") == [1.0, 1.0, 1.0, 0.0, 0.0]
+    with pytest.raises(ConfigError, match=r"quiz\.csv, row 1: .* no column 'C'; there are q, A, B, right"):
+        environment(dataset="quiz.csv", prompt="q", answer="right", reward={"choice": {"choices": ["A", "C"]}})
+
+
 @pytest.mark.parametrize(
     ("choices", "answer", "right", "wrong"),
     [

@@ -46,7 +46,7 @@ class Reward:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, kind = getattr(self, field.name), str(field.type)
-            if kind not in (type(value).__name__, "float" if type(value) is int else ""):
+            if not {type(value).__name__, "float" if type(value) is int else ""} & {*kind.split(" | ")}:
                 raise ConfigError(f"environment.reward: {field.name} = {value!r} must be of type {kind}")
         if not self.weight >= 0:
             raise ConfigError(f"environment.reward: weight = {self.weight!r} must be 0 (only a metric) or above")
@@ -141,15 +141,21 @@ class Choice(Reward):
     """Whether the reply names the right choice, by its letter or its text.
 
     The answer is an index from 0 if it is a number, else a label, the text of a choice, or an index as text, whichever
-    is found first. The choices are in the column `choices`, by default in "choices" if there is such a column.
+    is found first. The choices are in the column `choices`, by default in "choices" if there is such a column; or A, B,
+    ... in a list of columns each.
     """
 
-    choices: str = ""
+    choices: str | list = ""  # type: ignore[type-arg]  # as the message of a wrong type names it
 
     def prepare(self, answer: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-        choices = as_choices(column_value(row, self.choices) if self.choices else row.get("choices"))
+        found = row.get("choices")
+        if isinstance(self.choices, list):
+            found = [column_value(row, str(name)) for name in self.choices]
+        elif self.choices:
+            found = column_value(row, self.choices)
+        choices = as_choices(found)
         if self.choices and not choices:
-            raise ValueError(f"its {self.choices!r} is {column_value(row, self.choices)!r:.80}, not choices")
+            raise ValueError(f"its {self.choices!r} is {found!r:.80}, not choices")
         choices = choices or dict.fromkeys(string.ascii_uppercase, "")
         labels, text = [*choices], str(answer).strip()
         indexed = labels[int(text) :][:1] if text.isdecimal() else []
