@@ -54,6 +54,7 @@ def test_exported_adapters_equal_the_trained_adapters(found: dict[int, Found]) -
     """Export gathers adapters only."""
     folder: Path = found[0]["folder"]
     adapters = load_file(folder / "lora 2 exported" / "adapter_model.safetensors")
+    assert not (folder / "lora 2 exported" / "README.md").exists(), "a card without content"
     assert {n.replace(".weight", ".default.weight") for n in adapters} == found[2]["lora"]["parameters"].keys()
 
 

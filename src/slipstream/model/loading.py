@@ -350,6 +350,8 @@ def save_policy(model: Any, trained: dict[str, torch.Tensor], path: Path) -> Non
         for name, tensor in model.state_dict().items():
             state[name] = state[tied[name]] if name in tied else tensor.cpu()
     model.save_pretrained(path, state_dict=state)
+    if hasattr(model, "get_base_model"):
+        (path / "README.md").unlink(missing_ok=True)  # PEFT's card without content
 
 
 def _first_line(error: Exception) -> str:
