@@ -38,6 +38,7 @@ from slipstream.environments.episode import (
     RolloutFailed,
     Scoring,
     episode_limits,
+    play_again,
     reward_error_counter,
     run_episode,
 )
@@ -148,12 +149,11 @@ class _Player:
     async def play(self, policies: Mapping[str, str], each: LoadedEnvironment, task: Task, sample: int) -> Outcome:
         """Play a sample, again after a failure. Returns its rollouts, or the last failure."""
         seed = f"{self.config.loop.seed}/evaluation/{each.id_of(task)}" + f"/{sample}" * (sample > 0)
-        outcome = await self._play_once(policies, each, task, seed)
-        for draw in range(1, each.options.rollout_retries + 1):
-            if not isinstance(outcome, RolloutFailed):
-                break
-            outcome = await self._play_once(policies, each, task, f"{seed}/draw {draw}")
-        return outcome
+        outcomes = await play_again(
+            lambda draw: self._play_once(policies, each, task, f"{seed}/draw {draw}" if draw else seed),
+            each.options.rollout_retries,
+        )
+        return outcomes[-1]
 
     async def _play_once(self, policies: Mapping[str, str], each: LoadedEnvironment, task: Task, seed: str) -> Outcome:
         if self.config.loop.max_lag:  # a synchronous run's requests reach an engine as one message

@@ -11,7 +11,7 @@ from functools import partial
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.concurrency import EpisodeSlots
-from slipstream.environments.episode import EpisodeOptions, RolloutFailed, episode_limits, run_episode
+from slipstream.environments.episode import EpisodeOptions, RolloutFailed, episode_limits, play_again, run_episode
 from slipstream.errors import RunError
 from slipstream.objective import has_signal
 from slipstream.observe.events import CONTROLLER, SCORING
@@ -72,13 +72,11 @@ async def play_group(run: RunContext, visit: Visit) -> None:
 
 
 async def play_member(run: RunContext, task: Task, visit: Visit, member: int) -> list[Outcome]:
-    """Play one member of a group, again after a failure. Returns each failure, and at the end the success, if any."""
-    outcomes: list[Outcome] = []
-    for draw in range(run.environments[visit.environment].options.rollout_retries + 1):
-        outcomes.append(await play_rollout(run, task, visit, f"{member}/{draw}" if draw else f"{member}"))
-        if not isinstance(outcomes[-1], RolloutFailed):
-            break
-    return outcomes
+    """Play one member of a group, again after a failure. Returns as `play_again`."""
+    return await play_again(
+        lambda draw: play_rollout(run, task, visit, f"{member}/{draw}" if draw else f"{member}"),
+        run.environments[visit.environment].options.rollout_retries,
+    )
 
 
 async def play_rollout(run: RunContext, task: Task, visit: Visit, member: str) -> Outcome:

@@ -39,9 +39,9 @@ class RunContext:
     main: asyncio.Task[Any]  # the task of the training loop, and of the start before it
 
     def __init__(self, config: Config, directory: RunDirectory, quiet: bool) -> None:
+        self.directory, self.objective = directory, load_objective(config)
         environments = load_environments(config, directory.path / "logs")
         self.config = config = with_steps(config, environments)
-        self.directory, self.objective = directory, load_objective(config)
         self.policies = {policy.name: policy.name for policy in config.policies}  # as `Policy` takes them
         self.environments = [RunEnvironment(config, each, self.count_reward_error) for each in environments]
         self.tokenizer = load_tokenizer(config.model.path)

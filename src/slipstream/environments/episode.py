@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar
@@ -103,6 +103,19 @@ def reward_error_counter(
 ) -> RewardErrorCounter | None:
     """The counter that `environment.reward_error = "zero"` asks for; None for "fail"."""
     return RewardErrorCounter(MAX_REWARD_ERRORS_IN_A_ROW, on_error) if config.reward_error == "zero" else None
+
+
+async def play_again(
+    played: Callable[[int], Awaitable[Result | RolloutFailed]], retries: int
+) -> list[Result | RolloutFailed]:
+    """Await `played(draw)`, up to `retries` more times while it fails. Returns each failure, and at the end the
+    success, if any."""
+    outcomes: list[Result | RolloutFailed] = []
+    for draw in range(retries + 1):
+        outcomes.append(await played(draw))
+        if not isinstance(outcomes[-1], RolloutFailed):
+            break
+    return outcomes
 
 
 async def run_episode(

@@ -65,8 +65,12 @@ def with_steps(config: Config, loaded: Sequence[LoadedEnvironment]) -> Config:
 
 def epoch_steps(config: Config, each: LoadedEnvironment) -> float:
     """The steps in which each training task of an environment is visited once."""
-    share = each.options.weight / sum(options.weight for options in config.each_environment)
-    return len(each.environment.train) / (config.loop.groups_per_step * share)
+    return len(each.environment.train) / (config.loop.groups_per_step * share_of_groups(config, each))
+
+
+def share_of_groups(config: Config, each: LoadedEnvironment) -> float:
+    """The share of an environment in the groups of a step, by the weights of all."""
+    return each.options.weight / sum(options.weight for options in config.each_environment)
 
 
 def load_environment(config: EnvironmentConfig) -> Environment:

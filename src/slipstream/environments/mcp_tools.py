@@ -43,7 +43,7 @@ class ServerTool:
 async def mcp_tools(*servers: str | Sequence[str], seconds: float = 9.0) -> AsyncIterator[list[ServerTool]]:
     """The tools of MCP servers, each a URL or a command, for `Policy.conversation`; `seconds` limits each request.
 
-    No more commands start at once than there are cores, and the episode's clock stops in the queue.
+    At most one command for each core starts at a time; the episode's timeout excludes the wait.
 
     Raises `ServerFailed` for a server that can't be reached, or whose tools changed since this process first listed
     them, and `ConfigError` without the `mcp` package.

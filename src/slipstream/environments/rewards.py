@@ -46,7 +46,8 @@ class Reward:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, kind = getattr(self, field.name), str(field.type)
-            if not {type(value).__name__, "float" if type(value) is int else ""} & {*kind.split(" | ")}:
+            kinds = kind.replace("[str]", "").split(" | ")
+            if type(value).__name__ not in kinds and not (type(value) is int and "float" in kinds):
                 raise ConfigError(f"environment.reward: {field.name} = {value!r} must be of type {kind}")
         if not self.weight >= 0:
             raise ConfigError(f"environment.reward: weight = {self.weight!r} must be 0 (only a metric) or above")
@@ -145,7 +146,7 @@ class Choice(Reward):
     ... in a list of columns each.
     """
 
-    choices: str | list = ""  # type: ignore[type-arg]  # as the message of a wrong type names it
+    choices: str | list[str] = ""
 
     def prepare(self, answer: Any, row: Mapping[str, Any]) -> dict[str, Any]:
         found = row.get("choices")

@@ -344,13 +344,14 @@ def validate_same_vocabulary(path: str, option: str, policy: str) -> None:
 def save_policy(model: Any, trained: dict[str, torch.Tensor], path: Path) -> None:
     """Save `model` to `path` for `from_pretrained` (or PEFT), with the values `trained` for its trained parameters."""
     state = dict(trained)
-    if not hasattr(model, "get_base_model"):
+    is_adapter = hasattr(model, "get_base_model")
+    if not is_adapter:
         first = {id(p): name for name, p in model.named_parameters()}
         tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         for name, tensor in model.state_dict().items():
             state[name] = state[tied[name]] if name in tied else tensor.cpu()
     model.save_pretrained(path, state_dict=state)
-    if hasattr(model, "get_base_model"):
+    if is_adapter:
         (path / "README.md").unlink(missing_ok=True)  # PEFT's card without content
 
 

@@ -19,6 +19,7 @@ from slipstream.environments.load import (
     close_environment,
     epoch_steps,
     load_environments,
+    share_of_groups,
     with_steps,
 )
 from slipstream.generators.base import ContextFull, GenerationError
@@ -77,9 +78,8 @@ def _described(task: Task, name: str, chat: ChatTokenizer, special: set[int]) ->
 
 def _epochs(config: Config, each: LoadedEnvironment) -> str:
     """The steps of an epoch, in which each task is visited once, and the epochs of the run."""
-    loop, steps = config.loop, epoch_steps(config, each)
-    share = len(each.environment.train) / (steps * loop.groups_per_step)
-    groups = f"{loop.groups_per_step} groups a step" + f", {share:.0%} of them here" * (len(config.environments) > 1)
+    loop, steps, share = config.loop, epoch_steps(config, each), share_of_groups(config, each)
+    groups = f"{loop.groups_per_step} groups a step" + f", {share:.0%} of them here" * (share < 1)
     return f"an epoch is {steps:.3g} steps ({groups}): loop.steps = {loop.steps} is {loop.steps / steps:.3g} epochs"
 
 
