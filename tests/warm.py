@@ -52,13 +52,13 @@ class Forks:
             socket.send_fds(self._connection, [pickle.dumps(request)], [theirs.fileno(), *files])
         return Forked(ours)
 
-    def start(self, launch: Launch, theirs: socket.socket) -> Any:
+    def start(self, launch: Launch, *sockets: socket.socket) -> Any:
         """Replaces `LocalProcess._start`."""
         if launch.name.startswith(NEW):
-            return start_new(launch, theirs)
+            return start_new(launch, *sockets)
         with (launch.log or Path(os.devnull)).open("ab") as log, Path(os.devnull).open("rb") as nothing:
             request = Request(["slipstream.runtime.worker_main"], "worker", child_environment(launch), str(Path.cwd()))
-            process = self.fork(request, nothing.fileno(), log.fileno(), log.fileno(), theirs.fileno())
+            process = self.fork(request, *(file.fileno() for file in (nothing, log, log, *sockets)))
         with contextlib.suppress(ProcessLookupError):
             while process.poll() is None and os.getpgid(process.pid) != process.pid:
                 time.sleep(0.001)  # until it leads a group, which can be sent signals
@@ -137,9 +137,9 @@ def server_of(kind: str) -> Forks:
     return _servers[kind]
 
 
-def start(launch: Launch, theirs: socket.socket) -> Any:
+def start(launch: Launch, *sockets: socket.socket) -> Any:
     """Replaces `LocalProcess._start` in the process of the tests."""
-    return server_of("vllm" if "vllm" in reference.get() else "").start(launch, theirs)
+    return server_of("vllm" if "vllm" in reference.get() else "").start(launch, *sockets)
 
 
 async def start_known(self: WorkerProcess, kind: Any, name: str, *arguments: Any) -> Any:

@@ -1,7 +1,7 @@
 """A worker's process on a Ray cluster: the controller's end, and the actor that starts it on its node.
 
-The worker runs in a child process of the actor, so that a worker that computes or hangs does not block the actor. Calls
-of Ray carry the bytes of the connection.
+The worker runs in a child process of the actor, so that a worker that computes or hangs does not block the actor. On
+the controller's node it gets the controller's socket. On other nodes calls of Ray carry the bytes of the connection.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from slipstream.runtime.addresses import ADDRESS, interface_of
 from slipstream.runtime.process import NOT_PLACED, TERMINATION_GRACE_S, Launch, LocalProcess, Process
+from slipstream.runtime.ray.socket_server import Offer, SocketServer
 
 READS, READ_BYTES = 8, 2**18  # of the socket, for one call of Ray
 GATHER_MS = 1  # in which further bytes join the first: a call of Ray costs as much
@@ -31,19 +32,22 @@ CONTROL_TIMEOUT_S = 30.0  # for the answer of a node to a call that ends a worke
 class RayProcess(Process):
     """A worker's process, started by its own actor. `limit` is in seconds; `pending` says why it is not placed yet."""
 
-    def __init__(self, actor: Any, launch: Launch, limit: float, pending: Callable[[], str]) -> None:
+    def __init__(
+        self, actor: Any, launch: Launch, limit: float, pending: Callable[[], str], sockets: SocketServer
+    ) -> None:
         path = [entry or os.getcwd() for entry in sys.path]  # noqa: PTH109
-        self._actor, self._started = actor, actor.start.remote(launch, path, os.getcwd())  # noqa: PTH109
+        self.connection, self._theirs = socket.socketpair()
+        offer = sockets.offer(self._theirs)
+        self._actor, self._started = actor, actor.start.remote(launch, path, os.getcwd(), offer)  # noqa: PTH109
         self._limit, self._pending = limit, pending
         self._end = ""  # why the actor can relay no messages
-        self.connection, self._relayed = socket.socketpair()
         threading.Thread(target=self._receive, name=f"from {launch.name}'s node", daemon=True).start()
 
     @property
     def pid(self) -> int:
         """Process id on its node."""
-        pid: int = ray.get(self._started)
-        return pid
+        pid, _ = ray.get(self._started)
+        return int(pid)
 
     def describe_end(self) -> str:
         return self._end or self._call(LocalProcess.describe_end) or ""
@@ -55,12 +59,16 @@ class RayProcess(Process):
         self._stop(LocalProcess.kill)
 
     def _receive(self) -> None:
-        """Relay the messages of the worker to the controller. Starts `_send` once the worker's process runs."""
+        """Relay the messages of the worker to the controller, and end the connection as the worker or its node ends.
+
+        A worker that has the socket itself is relayed nothing but its end. For others this starts `_send`.
+        """
         try:
-            ray.get(self._started, timeout=self._limit)
-            threading.Thread(target=self._send, daemon=True).start()
+            _, has_socket = ray.get(self._started, timeout=self._limit)
+            if not has_socket:
+                threading.Thread(target=self._send, daemon=True).start()
             while data := ray.get(self._actor.receive.remote()):
-                self._relayed.sendall(data)
+                self._theirs.sendall(data)
         except GetTimeoutError:
             self._end = f"{NOT_PLACED} runtime.start_timeout = {self._limit:g} s: {self._pending()}\n"
         except RayTaskError as error:
@@ -71,12 +79,12 @@ class RayProcess(Process):
         except OSError:  # the controller has disconnected
             pass
         with contextlib.suppress(OSError):
-            self._relayed.shutdown(socket.SHUT_RDWR)
+            self._theirs.shutdown(socket.SHUT_RDWR)
 
     def _send(self) -> None:
         """Relay what the controller sends. One call at a time: later messages wait in the socket and form the next."""
         with contextlib.suppress(OSError, RayError):
-            while data := _read(self._relayed):
+            while data := _read(self._theirs):
                 ray.get(self._actor.send.remote(data))
         self._actor.control.remote(LocalProcess.disconnect)
 
@@ -100,16 +108,18 @@ class WorkerActor:
     """Starts one worker's process, and relays bytes to and from it. Other calls follow a `start` that succeeded."""
 
     @ray.method(concurrency_group="control")
-    def start(self, launch: Launch, path: Sequence[str], directory: str) -> int:
-        """Start the worker's process, with the controller's import path and working directory. Returns its id.
+    def start(self, launch: Launch, path: Sequence[str], directory: str, offer: Offer) -> tuple[int, bool]:
+        """Start the worker's process, with the controller's import path and working directory.
 
-        Raises `OSError` if the run directory is missing on this node.
+        Returns its id, and whether it has the offered socket. Raises `OSError` if the run directory is missing on this
+        node.
         """
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
         if Path(directory).is_dir():
             os.chdir(directory)
-        self._process = LocalProcess(_on_this_node(launch))
-        return self._process.pid
+        taken = offer.take(ray.get_runtime_context().get_node_id())
+        self._process = LocalProcess(_on_this_node(launch), taken)
+        return self._process.pid, taken is not None
 
     @ray.method(concurrency_group="send")
     def send(self, data: bytes) -> None:

@@ -22,6 +22,7 @@ from slipstream.runtime.process import Launch, Launcher
 from slipstream.runtime.ray.connection import connect
 from slipstream.runtime.ray.mailbox import serve_mailbox
 from slipstream.runtime.ray.process import ACTOR, RayProcess
+from slipstream.runtime.ray.socket_server import SocketServer
 from slipstream.runtime.runtime import Node, Runtime
 
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "one_node": "STRICT_PACK"}
@@ -61,6 +62,7 @@ class RayRuntime(Runtime):
         """Connect. Raises `ConfigError` if no cluster answers at the address."""
         connect(self._options.address, "runtime.address")
         self.address: str = ray.util.get_node_ip_address()
+        self._sockets = SocketServer(ray.get_runtime_context().get_node_id())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,6 +70,7 @@ class RayRuntime(Runtime):
             with contextlib.suppress(ray.exceptions.RayError):
                 remove_placement_group(group)
         ray.shutdown()
+        self._sockets.close()
 
     @property
     def gpus(self) -> int:
@@ -128,7 +131,7 @@ class RayRuntime(Runtime):
     def _start(self, options: dict[str, Any], launch: Launch) -> RayProcess:
         actor = ACTOR.options(**options).remote()
         pending = partial(self._describe, launch.name, options)
-        return RayProcess(actor, launch, self._options.start_timeout, pending)
+        return RayProcess(actor, launch, self._options.start_timeout, pending, self._sockets)
 
     def _describe(self, name: str, options: dict[str, Any]) -> str:
         """What a worker asks for, and what each node has, for a worker that is not placed."""
