@@ -171,6 +171,8 @@ def measure(models: Path, folder: Path, size: int, plain: bool) -> Found:
         way = WAYS[name]
         trainer = make_trainer(models / way.model, *FLAGS, *way.flags, f"--trainer.ranks={size}")
         assert (trainer._compute_copies is None) == (name not in ("copy", "bfloat16") or trainer.ranks.is_fsdp)
+        if size > 1:
+            trainer.warm_up()  # as compiled trainers do, on a GPU
         found[name] = run(trainer, way, 0, folder / f"{name} {size}")
         trainer.export(folder / f"{name} {size} exported")
         if way.like == "lora":

@@ -118,3 +118,15 @@ def test_the_compiled_update_is_that_of_plain_operations(dtype: torch.dtype) -> 
     for plain, compiled in zip(*ways, strict=True):
         apart = (plain.float() - compiled.float()).abs() > 1e-6 * plain.float().abs()
         assert apart.float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("flags", [(), ("--lora.rank=4",), ("--lora.rank=4", "--algorithm.kl_coef=0.1")])
+def test_a_step_compiles_nothing(saved: Path, flags: tuple[str, ...]) -> None:
+    """Batches of any sizes, with prompts that are shared and prompts that are not."""
+    torch._dynamo.reset()
+    trainer = make_trainer(saved, "--model.dtype=auto", *flags)
+    torch._dynamo.utils.counters.clear()
+    for groups in (1, 24, 7):
+        trainer.step(random_batch(vocabulary=40, groups=groups))
+        trainer.score([completion for completion, _ in sequences(random_batch(vocabulary=40, groups=groups))])
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -45,6 +45,7 @@ from slipstream.trainers.optimizer import new_optimizer
 from slipstream.trainers.parallel import TrainerRanks, clip_gradients
 from slipstream.trainers.reference import Reference
 from slipstream.trainers.tensor_parallel import shard_model
+from slipstream.trainers.warm_up import warm_up
 
 ENGINE_WEIGHT_BYTES = 2  # of an engine's parameter
 PUBLISH_BYTES = 3 * 2**30  # of the buckets of a publish, unless a parameter is larger than a bucket
@@ -89,6 +90,16 @@ class Trainer:
         keep_float32_gradients(self.parameters.values())
         self._optimizer = new_optimizer(self.model, self.parameters, self._options, compiled, self._seed)
         self._offloader = new_offloader(config, self.device)
+        if compiled:
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Compile the passes of the first step. Parameters and optimizer stay as they are."""
+        with self._adapter_dropout():
+            warm_up(self._policy, self.ranks, self.device)
+        self._optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _prepare_model(self, config: Config, model: Any, compute: torch.dtype, master: torch.dtype) -> Any:
         """`model`, by default a new one, in evaluation mode. Without FSDP it is on the device, in its final dtypes."""
