@@ -56,11 +56,11 @@ def main() -> None:
                 command = [*common, f"--runtime.kind={name}"]
                 rates[name].append(steps_per_second(command, scratch / f"{name}_{number}", options.steps))
                 print(f"round {number + 1}, {name}: {rates[name][-1]:.2f} steps/s", flush=True)
-    local, ray = (statistics.median(rates[name]) for name in RUNTIMES)
+            local, ray = (statistics.median(rates[name]) for name in RUNTIMES)
+            if options.json:
+                found = {**conditions(), "steps_per_s": rates, "ratio": ray / local}
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
     print(f"Ray: {ray:.2f} steps/s, {ray / local:.3f} of local's {local:.2f} (medians of {options.rounds})")
-    if options.json:
-        found = {**conditions(), "steps_per_s": rates, "ratio": ray / local}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
