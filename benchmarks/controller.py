@@ -32,7 +32,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +94,27 @@ def save_tokenizer(path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
 
 
+class Spans:
+    """Start and end of many intervals, in 16 bytes each, since they are in the memory that is measured."""
+
+    def __init__(self) -> None:
+        self.starts, self.ends = array("d"), array("d")
+
+    def add(self, start: float, end: float) -> None:
+        self.starts.append(start)
+        self.ends.append(end)
+
+    def __iter__(self) -> Iterator[tuple[float, float]]:
+        return zip(self.starts, self.ends, strict=True)
+
+
 class Watch:
     """Stalls of the loop, and start and end of each phase of the controller's work, in seconds since the start."""
 
     def __init__(self) -> None:
-        self.stalls: list[tuple[float, float]] = []  # due time and actual time of the timer
-        self.parts: dict[str, list[float]] = {part: [] for part in PARTS}  # seconds of each stall
-        self.phases: dict[str, list[tuple[float, float]]] = {}
+        self.stalls = Spans()  # due time and actual time of the timer
+        self.parts = {part: array("d") for part in PARTS}  # seconds of each stall
+        self.phases: dict[str, Spans] = defaultdict(Spans)
         self.memory: list[float] = []  # GB at each step
         self.steps: list[float] = []  # the end of each
         self.busy: list[float] = []  # processor seconds of all threads at each step
@@ -111,7 +127,7 @@ class Watch:
         try:
             yield
         finally:
-            self.phases.setdefault(name, []).append((began, time.perf_counter()))
+            self.phases[name].add(began, time.perf_counter())
 
     def around(self, owner: Any, method: str, name: str) -> None:
         """Measure each call of this function or coroutine as a phase."""
@@ -142,7 +158,7 @@ class Watch:
     def beat(self, due: float) -> None:
         now = time.perf_counter()
         ran, waited = self._thread_times()
-        self.stalls.append((due, now))
+        self.stalls.add(due, now)
         waiting = min(now - due, waited - self._waited)
         running = min(now - due - waiting, ran - self._ran)
         for part, seconds in zip(PARTS, (running, waiting, now - due - running - waiting), strict=True):
@@ -154,7 +170,7 @@ class Watch:
         if phase == "start":
             self._collecting = time.perf_counter()
         else:
-            self.phases.setdefault("garbage collection", []).append((self._collecting, time.perf_counter()))
+            self.phases["garbage collection"].add(self._collecting, time.perf_counter())
 
     def stepped(self, groups: int) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -170,15 +186,14 @@ class Watch:
     def median_in_flight(self) -> int:
         return round(statistics.median(self.settled(self.in_flight)))
 
-    def longest(self, spans: list[tuple[float, float]], *parts: str) -> list[float]:
+    def longest(self, spans: Iterable[tuple[float, float]], *parts: str) -> list[float]:
         """The longest stall, in ms, that overlaps with each of these spans; with `parts`, the largest sum of them."""
-        begins = [due for due, _ in self.stalls]
-        whole = [came - due for due, came in self.stalls]
+        begins, whole = self.stalls.starts, [came - due for due, came in self.stalls]
         seconds = list(map(sum, zip(*(self.parts[part] for part in parts), strict=True))) if parts else whole
         found = []
         for began, ended in spans:
             within = range(max(0, bisect.bisect_left(begins, began) - 1), bisect.bisect_right(begins, ended))
-            found.append(max((1000 * seconds[i] for i in within if self.stalls[i][1] > began), default=0.0))
+            found.append(max((1000 * seconds[i] for i in within if self.stalls.ends[i] > began), default=0.0))
         return found
 
 

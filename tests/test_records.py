@@ -69,6 +69,8 @@ def script(path: Path, arguments: list[str]) -> None:
     elif path.stem == "learning":
         fixed = {"model.path": "m", "environment.dataset": "tasks.jsonl", "environment.reward": "math"} | module.FLAGS
         load_config(None, [*(f"--{name}={value}" for name, value in fixed.items()), *flags])
+    elif path.stem == "runtimes":
+        load_config(None, ["--model.path=m", "--environment.name=addition", *flags])
     elif path.stem == "demo":
         module.configuration(module.parser(), "addition", options.dir, options.seed, flags)
     else:

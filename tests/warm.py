@@ -72,11 +72,13 @@ class Forked:
         self._status = status
         self.pid = int(status.recv(64))
         self._lock = threading.Lock()
+        self._ended = select.poll()
+        self._ended.register(status, select.POLLIN)
         self._code: int | None = None
 
     def poll(self) -> int | None:
         with self._lock:
-            if self._code is None and select.select([self._status], [], [], 0)[0]:
+            if self._code is None and self._ended.poll(0):
                 told = self._status.recv(64)
                 self._code = int(told) if told else -signal.SIGKILL  # its server was killed
                 self._status.close()

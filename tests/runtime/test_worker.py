@@ -436,6 +436,22 @@ def test_an_ended_process_receives_no_signal(tmp_path: Path, monkeypatch: pytest
     assert not sent
 
 
+def test_a_stopped_process_ends_as_soon_as_it_is_terminated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.runtime.process.TERMINATION_GRACE_S", 600.0)
+
+    async def main() -> None:
+        process = WorkerProcess("echo", tmp_path / "echo.log")
+        echo = await process.start(Echo, REFERENCE, "")
+        pid = await echo.pid()
+        os.kill(pid, signal.SIGSTOP)
+        process.terminate("it is stopped")
+        async with asyncio.timeout(60):
+            while alive(pid):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
 def test_a_hung_process_is_terminated_and_its_calls_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process counts as hung if it is stopped or makes no progress. Slow, excused and idle processes do not."""
     monkeypatch.setattr("slipstream.runtime.worker_process.HEARTBEAT_S", 0.05)

@@ -92,6 +92,7 @@ class LocalProcess(Process):
         self._wait(grace)
         last = time.monotonic() + TERMINATION_GRACE_S
         self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # a stopped process handles no signal until it continues
         while not self._has_ended() and time.monotonic() < last:
             time.sleep(0.02)
         self.kill()

@@ -119,7 +119,9 @@ class HandoverSender(Sender):
 
     def _accept(self) -> None:
         """Accept the receivers that have connected since the last publish, and describe the buckets to them."""
-        while select.select([self._listener], [], [], 0)[0]:
+        connected = select.poll()  # `select.select` refuses descriptors above 1,023, which a trainer on GPUs may have
+        connected.register(self._listener, select.POLLIN)
+        while connected.poll(0):
             receiver, _ = self._listener.accept()
             receiver.settimeout(TIMEOUT_S)
             self._receivers.append(receiver)
