@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from slipstream import ConfigError, load_run
+from slipstream.observe.health import Health, replay
+from slipstream.observe.run_data import read_lines
 from slipstream.runtime.run_directory import lock, write_atomically
 
 
@@ -71,3 +74,24 @@ def test_frames(path: Path) -> None:
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         load_run(tmp_path)
+
+
+def test_a_long_run_is_replayed_without_being_in_memory_whole(tmp_path: Path) -> None:
+    """A restart of the trainer replays all steps: what that takes must not grow with them."""
+    path = tmp_path / "metrics.jsonl"
+    assert list(read_lines(path)) == []
+    with path.open("w") as file:
+        for step in range(1, 2001):
+            file.write(
+                json.dumps({"step": step, "reward/mean": 0.5} | {f"metric/{i}": i / 7 for i in range(100)}) + "\n"
+            )
+        file.write('[1]\n{"step": 2001, "rew')
+    health = Health({})
+    tracemalloc.start()
+    try:
+        replay(read_lines(path), [], health)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [record["step"] for record in read_lines(path)] == list(range(1, 2001))
+    assert peak < path.stat().st_size, "200 records are kept, of 2,000"

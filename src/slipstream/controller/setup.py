@@ -39,7 +39,7 @@ from slipstream.model.paths import check_paths
 from slipstream.observe.events import CONTROLLER, TRAINER
 from slipstream.observe.health import Health, replay
 from slipstream.observe.progress import report_startup
-from slipstream.observe.run_data import Run
+from slipstream.observe.run_data import read_lines
 from slipstream.observe.trackers import check_installed
 from slipstream.plan.choice import choose_options, kind_of
 from slipstream.plan.hardware import GPUS, Gpu
@@ -231,7 +231,8 @@ def watch_health(run: RunContext) -> None:
     options = run.config.observe
     if options.health:
         run.health = Health(run.config.model_dump(), options.ignore)
-        replay(Run(run.directory.path), run.health)
+        metrics, evaluations = (read_lines(run.directory.path / f"{name}.jsonl") for name in ("metrics", "evaluations"))
+        replay(metrics, list(evaluations), run.health)
 
 
 async def restore(run: RunContext, path: Path, data: dict[str, Any]) -> None:

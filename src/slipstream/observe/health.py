@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from slipstream.config.schema import HealthRule
@@ -379,13 +379,13 @@ class Health:
 
 def check(run: Run) -> list[HealthWarning]:
     """What the rules find in the records of a run, which may be going on, over, or older than a rule."""
-    return replay(run, Health(run.config))
+    return replay(run.metrics, run.evaluations, Health(run.config))
 
 
-def replay(run: Run, health: Health) -> list[HealthWarning]:
+def replay(metrics: Iterable[Record], evaluations: Sequence[Record], health: Health) -> list[HealthWarning]:
     """Add all records of a run to `health`. Returns the warnings that begin."""
     found = []
-    for record in run.metrics:
+    for record in metrics:
         step = record.get("step") or 0
-        found += health.step(record, [e for e in run.evaluations if (e.get("step") or 0) < step])
+        found += health.step(record, [e for e in evaluations if (e.get("step") or 0) < step])
     return found

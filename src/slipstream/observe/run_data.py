@@ -13,7 +13,8 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -31,6 +32,18 @@ if TYPE_CHECKING:
     import pandas
 
 Record = dict[str, Any]
+
+
+def read_lines(path: Path) -> Iterator[Record]:
+    """The records of a file of JSON objects, one at a time: those of a long run take gigabytes. Skips damaged lines."""
+    with path.open("rb") if path.exists() else nullcontext(()) as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
 
 
 class JsonLines:
