@@ -116,19 +116,21 @@ def balanced(summary: dict[str, Any], metrics: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_one_of_two_engines_is_replaced(
-    link: str, number: int, flags: list[str], tiny: Path, tmp_path: Path, impatient: None
+    link: str, number: int, flags: list[str], tiny: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    if number == signal.SIGSTOP:  # a busy host may keep a process that works silent for two seconds, too
+        request.getfixturevalue(impatient.__name__)
     run = run_of(tiny, tmp_path, "--generator.replicas=2", f"--sync.link={link}", *flags)
 
     async def script(run: Warned) -> None:
         pool = run.cluster.generator
         before = pool.generators[1]
         send(before, number)
-        await until(lambda: len(pool.alive) == 1)
+        await until(lambda: before.process.dead)
         await step(run)
-        await until(lambda: len(pool.alive) == 2)
+        await until(lambda: len(pool.alive) == 2 and pool.generators[1] is not before)
         engine = pool.generators[1]
-        assert engine is not before and engine.version >= run.state.version - 1
+        assert engine.version >= run.state.version - 1
         tokens = engine.totals["tokens"]
         await step(run, 3)
         assert engine.totals["tokens"] > tokens
