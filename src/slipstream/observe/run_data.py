@@ -38,12 +38,17 @@ def read_lines(path: Path) -> Iterator[Record]:
     """The records of a file of JSON objects, one at a time: those of a long run take gigabytes. Skips damaged lines."""
     with path.open("rb") if path.exists() else nullcontext(()) as lines:
         for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
+            if (record := _parse(line)) is not None:
                 yield record
+
+
+def _parse(line: bytes) -> Record | None:
+    """The object in a line of JSON; None for a damaged line."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class JsonLines:
@@ -74,11 +79,7 @@ class JsonLines:
         self._offset += len(complete)
         known = len(self.records)
         for line in complete.splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict):
+            if (record := _parse(line)) is not None:
                 self.records.append(record)
             else:
                 self.damaged += 1

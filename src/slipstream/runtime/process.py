@@ -60,21 +60,22 @@ class LocalProcess(Process):
     """A child process in its own session and process group, connected by a socket pair."""
 
     def __init__(self, launch: Launch, given: socket.socket | None = None) -> None:
-        """Messages of a worker with a `given` socket pass there, and `connection` only ends as the worker ends."""
+        """A worker with a `given` socket sends messages there; its `connection` carries none, and ends with it."""
         self.connection, theirs = socket.socketpair()
         if launch.log:
             launch.log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, given or contextlib.nullcontext():
-            self._process = self._start(launch, given, theirs) if given else self._start(launch, theirs)
+            self._process = self._start(launch, *((given, theirs) if given else (theirs,)))
         self.pid = self._process.pid
         self._ended = False  # the process and all that it started; the number of its process group may be reused
 
     @staticmethod
-    def _start(launch: Launch, messages: socket.socket, *kept: socket.socket) -> subprocess.Popen[bytes]:
+    def _start(launch: Launch, *sockets: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the process, which inherits the sockets; the first carries its messages."""
         with (launch.log or Path(os.devnull)).open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "slipstream.runtime.worker_main", str(messages.fileno())],
-                pass_fds=[each.fileno() for each in (messages, *kept)],
+                [sys.executable, "-m", "slipstream.runtime.worker_main", str(sockets[0].fileno())],
+                pass_fds=[each.fileno() for each in sockets],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -61,7 +61,8 @@ class RayProcess(Process):
     def _receive(self) -> None:
         """Relay the messages of the worker to the controller, and end the connection as the worker or its node ends.
 
-        A worker that has the socket itself is relayed nothing but its end. For others this starts `_send`.
+        A worker that has the controller's socket sends its messages there, and only its end arrives here. For other
+        workers this starts `_send`.
         """
         try:
             _, has_socket = ray.get(self._started, timeout=self._limit)

@@ -38,7 +38,10 @@ class Offer:
 
 
 class SocketServer:
-    """Gives sockets to whoever can open a directory of this user's. It holds only weak references to them."""
+    """Passes offered sockets to processes of the same user, which connect through a private directory.
+
+    The server keeps weak references: an offer ends when its owner drops the socket.
+    """
 
     def __init__(self, node: str) -> None:
         self._node, self._numbers = node, itertools.count()
