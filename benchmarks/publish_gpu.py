@@ -1,13 +1,15 @@
 """The cost of a publish for sequences in flight on GPUs: vLLM on one, the trainer on the other, 256 sequences decoding.
 
     python benchmarks/publish_gpu.py nccl nccl_direct [--shape 1.7B] [--publishes 10] [--changed 0.02] [--json FILE]
+    python benchmarks/publish_gpu.py lora --engines 2          # each with 256 sequences and a GPU of its own
 
 Links run one after the other in the same run, each in an engine of its own. Before each publish a share of the weights'
 elements changes, at random positions. The gap is the time between two
 consecutive tokens of all sequences, measured at their arrival. The pause of a publish is the largest gap from its
 start to a quarter of a second after its end, less the median gap of the second before it. Sending is the duration of
 the trainer's call; the transfer begins when both sides take part. An engine is ready when it samples by the new
-weights. A publish ends after the comparison of checksums.
+weights; of several engines, the last counts, and the gaps are those of the engine with the longest pause. A publish
+ends after the comparison of checksums.
 """
 
 from __future__ import annotations
@@ -96,16 +98,17 @@ class MeasuredTrainer(PytorchTrainerWorker):
         return torch.cuda.memory_allocated() - masters
 
 
-def configure(model: Path, link: str, memory: float) -> Config:
+def configure(model: Path, link: str, memory: float, engines: int) -> Config:
     return load_config(None, [
         f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", f"--sync.link={link}",
         "--generator.engine=vllm", f"--generator.max_num_seqs={SEQUENCES}",
-        f"--generator.gpu_memory_utilization={memory}", "--generator.max_model_len=4096", *MORE.get(link, []),
+        f"--generator.replicas={engines}", f"--generator.gpu_memory_utilization={memory}",
+        "--generator.max_model_len=4096", *MORE.get(link, []),
     ])  # fmt: skip
 
 
 async def measure(model: Path, folder: Path, link: str, options: argparse.Namespace) -> dict[str, Any]:
-    config, publishes = configure(model, link, options.memory), options.publishes
+    config, publishes = configure(model, link, options.memory, options.engines), options.publishes
     WORKER_CLASSES.update(vllm="publish_gpu:TimedEngine", pytorch="publish_gpu:MeasuredTrainer")
     began = time.perf_counter()
     pools = await Cluster.start(config, folder)
@@ -115,22 +118,24 @@ async def measure(model: Path, folder: Path, link: str, options: argparse.Namesp
         trainer = handle(MeasuredTrainer, pools.trainer_process)
         beside = await trainer.beside_masters()
         sampling = Sampling(max_tokens=TOKENS)
-        calls = [pools.generator.generate([1, 2, 3, i + 4], sampling) for i in range(SEQUENCES)]
+        count = SEQUENCES * options.engines
+        calls = [pools.generator.generate([1, 2, 3, i + 4], sampling) for i in range(count)]
         running = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(4)
-        engine = handle(TimedEngine, pools.generator.generators[0].process)
+        engines = [handle(TimedEngine, generator.process) for generator in pools.generator.generators]
         rows = []
         for version in range(1, publishes + 1):
             await trainer.change(options.changed)
-            await engine.ends()
+            await asyncio.gather(*(engine.ends() for engine in engines))
             await asyncio.sleep(QUIET)
             start = time.perf_counter()
             stats = await pools.link.publish(version)
             end = time.perf_counter()
             await asyncio.sleep(AFTER)
             began, ended = await trainer.last_sent()
-            both = max(began, await engine.began_to_receive())  # the clock is one for all processes of a host
-            rows.append(describe(await engine.ends(), start, end, stats, (both, ended)))
+            both = max([began, *[await engine.began_to_receive() for engine in engines]])  # a host has one clock
+            each = [describe(await engine.ends(), start, end, stats, (both, ended)) for engine in engines]
+            rows.append(max(each, key=lambda row: row["pause_ms"]))
         assert not any(task.done() for task in running), "sequences ended before the last publish"
         for task in running:
             task.cancel()
@@ -141,7 +146,12 @@ async def measure(model: Path, folder: Path, link: str, options: argparse.Namesp
     found = {name: statistics.median(row[name] for row in rows if name in row) for name in rows[-1]}
     if found["transfer_ms"] > 0:  # else generators fetch the version themselves
         found["transfer_gb_per_s"] = size / found["transfer_ms"] / 1e6
-    described = {"link": link, "bytes": size, "engine_gib": weights_of_engine(folder / "logs" / "generator_0.log")}
+    described = {
+        "link": link,
+        "engines": options.engines,
+        "bytes": size,
+        "engine_gib": weights_of_engine(folder / "logs" / "generator_0.log"),
+    }
     described |= {"trainer_bytes_beside_masters": beside, "start_s": started}
     return {**described, "publishes": publishes, **found, "each": rows}
 
@@ -188,6 +198,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--shape", default="1.7B")
     found.add_argument("--publishes", type=int, default=10)
     found.add_argument("--changed", type=float, default=0.02)
+    found.add_argument("--engines", type=int, default=1)
     found.add_argument("--memory", type=float, default=0.8)
     found.add_argument("--json", type=Path)
     return found

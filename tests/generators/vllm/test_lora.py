@@ -231,8 +231,12 @@ def test_verify_loads_its_reference_adapter_by_vllm(
     assert served.drew(served.finish()["next"])
 
 
-def test_adapters_in_use_keep_their_slots(served: Served) -> None:
-    """There is a slot for the next adapter in addition to those in use; adapters are read once, never from files."""
+def test_adapters_in_use_keep_their_slots(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a slot for the next adapter in addition to those in use. vLLM's own code fills each slot only once."""
+    from slipstream.generators.vllm.lora_worker import AdapterLoader
+
+    fill, filled = AdapterLoader._fill, []
+    monkeypatch.setattr(AdapterLoader, "_fill", lambda self, slot, *a: filled.append(slot) or fill(self, slot, *a))
     manager: Any = served.engine._llm.model_executor.driver_worker.worker.model_runner.lora_manager._adapter_manager
     slots: list[set[tuple[int, int]]] = []
     for number in range(5):
@@ -242,7 +246,8 @@ def test_adapters_in_use_keep_their_slots(served: Served) -> None:
         slots.append({(i, adapter) for i, adapter in enumerate(manager.lora_index_to_id) if adapter})
     assert all(len({adapter for _, adapter in now}) == len(now) == 3 for now in slots[2:])
     assert all(len(before & after) == 2 for before, after in itertools.pairwise(slots[2:]))
-    served.finish()
+    assert len(filled) == len(set(filled))
+    assert served.drew(served.finish()[4])
 
 
 @pytest.mark.parametrize("how", ["retry", "continue"])

@@ -19,6 +19,7 @@ from vllm.lora.request import LoRARequest
 
 from slipstream.errors import UserError
 from slipstream.generators.served_weights import BackgroundWorker, side_stream
+from slipstream.generators.vllm.recorded_copies import RecordedCopies
 from slipstream.sync.adapters import adapter_files, read_adapter, split_name
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import PublishHandle
@@ -37,6 +38,8 @@ class AdapterLoader:
         self._values: dict[
             tuple[str, str], torch.Tensor
         ] = {}  # of the newest version, by policy and name, on the device
+        self._tensors: dict[str, torch.Tensor] = {}  # of the adapter that is loading; vLLM scales them in place
+        self._filled: dict[int, tuple[RecordedCopies, LoRAModel]] = {}  # how vLLM filled each slot
         self._loading: list[tuple[Future[LoRAModel], int]] = []  # an adapter for each policy, with its slot
         self._sums: Future[dict[str, int]] | None = None
         self._name = ""  # of the adapter that is loading for a server, see `prepare`
@@ -119,12 +122,31 @@ class AdapterLoader:
     def _load(self, handle: PublishHandle, policy: str, number: int, slot: int) -> LoRAModel:
         """Everything that `add_lora` does before it registers the adapter under its number."""
         with torch.cuda.stream(self._stream), adapter_files(handle) as folder:
-            device, path = self._worker_manager.device, folder / policy
-            reader = copy.copy(self._worker_manager)
-            reader._lora_model_cls = _adapter_class(read_adapter(path, device))
-            values = read_adapter(path, device)  # another copy: vLLM scales its tensors in place
+            path = folder / policy
+            values = read_adapter(path, self._worker_manager.device)
             self._values |= {(policy, name): value for name, value in values.items()}
-            adapter: LoRAModel = reader._load_adapter(LoRARequest(path.name, number, str(path)))
+            if not self._tensors:
+                self._tensors = {name: torch.empty_like(value) for name, value in values.items()}
+            torch._foreach_copy_(list(self._tensors.values()), list(values.values()))
+            adapter = self._repeat(slot, number) or self._fill(slot, LoRARequest(path.name, number, str(path)))
+        if self._stream:
+            self._stream.synchronize()
+        return adapter
+
+    def _repeat(self, slot: int, number: int) -> LoRAModel | None:
+        """Fill a slot as it was filled before. None if it was not, or if that can't be repeated."""
+        if slot not in self._filled:
+            return None
+        copies, adapter = self._filled[slot]
+        copies.repeat()
+        return adapter.clone(number)
+
+    def _fill(self, slot: int, request: LoRARequest) -> LoRAModel:
+        """Fill a slot by vLLM's code, from `_tensors`."""
+        reader = copy.copy(self._worker_manager)
+        reader._lora_model_cls = _adapter_class(self._tensors)
+        adapter: LoRAModel = reader._load_adapter(request)
+        with RecordedCopies(self._tensors.values()) as copies:
             self._slots._create_merged_loras_inplace(adapter)
             for name, module in self._slots.modules.items():
                 weights = self._slots._get_lora_layer_weights(adapter, name)
@@ -132,8 +154,8 @@ class AdapterLoader:
                     module.set_lora(slot, weights.lora_a, weights.lora_b)
                 else:
                     module.reset_lora(slot)
-        if self._stream:
-            self._stream.synchronize()
+        if copies.complete:
+            self._filled[slot] = copies, adapter
         return adapter
 
     def _compute_checksums(self, names: Sequence[str]) -> dict[str, int]:
