@@ -190,6 +190,17 @@ def test_every_option_is_documented_once() -> None:
             'which is trainer.parallel = "ddp"',
         ),
         (["--sync.link=single_copy", "--model.dtype=bfloat16", "--trainer.ranks=2"], "needs trainer.ranks = 1"),
+        (["--sync.link=single_copy", "--model.dtype=bfloat16", "--generator.replicas=2"], "needs trainer.ranks = 2"),
+        (
+            [
+                "--sync.link=single_copy",
+                "--model.dtype=bfloat16",
+                "--generator.replicas=2",
+                "--trainer.ranks=2",
+                "--trainer.parallel=fsdp",
+            ],
+            'trainer.parallel = "ddp"',
+        ),
         (
             [
                 "--sync.link=single_copy",

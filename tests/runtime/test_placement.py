@@ -60,6 +60,12 @@ def test_engines_are_restarted_if_no_link_can_write_their_layout(
             ((0, 1),),
             (0, 1),
         ),
+        (
+            [*SINGLE_COPY, "--generator.replicas=2", "--trainer.ranks=2", "--trainer.parallel=ddp"],
+            4,
+            ((0,), (1,)),
+            (0, 1),
+        ),
         ([*SINGLE_COPY, "--generator.device=cuda:1"], 2, ((1,),), (1,)),
         ([*SINGLE_COPY, "--trainer.device=cuda:1"], 2, ((1,),), (1,)),
         ([*SINGLE_COPY, "--generator.device=cuda:1", "--trainer.device=cuda:1"], 2, ((1,),), (1,)),

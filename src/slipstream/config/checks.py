@@ -173,7 +173,7 @@ CHECKS: tuple[Check, ...] = (
     # weight links
     *_conflicts(
         lambda c: c.sync.link == "single_copy", "{sync.link}",
-        (lambda c: c.generator.replicas > 1, "{generator.replicas}", "set it to 1"),
+        (lambda c: c.generator.replicas == AUTO, "{generator.replicas}", "give a number"),
         (lambda c: c.sync.every > 1, "{sync.every}", "set it to 1"),
         (lambda c: c.lora.rank, "{lora.rank}", "set it to 0"),
         (lambda c: c.model.dtype not in ("bfloat16", "auto"), "{model.dtype}", 'set it to "bfloat16"'),
@@ -255,13 +255,16 @@ CHECKS: tuple[Check, ...] = (
          "a vLLM that has the whole base", 'give generator.engine_args.quantization = "bitsandbytes"'),
         (lambda c: c.sync.placement == "colocated", "{sync.placement}", 'use "disaggregated"'),
     ),
-    (lambda c: c.sync.link == "single_copy" and c.generator.tensor_parallel_size == 1 < c.trainer.ranks,
-     "{sync.link} with {generator.tensor_parallel_size} needs trainer.ranks = 1: a rank of the trainer computes on the "
-     "weights of a rank of the engine"),
+    (lambda c: c.sync.link == "single_copy" and c.generator.tensor_parallel_size == 1
+     and (c.trainer.ranks != c.generator.replicas or (c.trainer.ranks > 1 and c.trainer.parallel != "ddp")),
+     "{sync.link} with {generator.replicas} needs trainer.ranks = {=generator.replicas} and, with several, "
+     'trainer.parallel = "ddp": each rank computes on the weights of the engine on its GPU'),
     (lambda c: c.sync.link == "single_copy" and c.generator.tensor_parallel_size > 1
      and (c.trainer.ranks != c.generator.tensor_parallel_size or c.trainer.parallel != "tensor"),
      "{sync.link} with {generator.tensor_parallel_size} needs trainer.ranks = {=generator.tensor_parallel_size} and "
      'trainer.parallel = "tensor": a rank of the trainer computes on the weights of a rank of the engine'),
+    (lambda c: c.sync.link == "single_copy" and c.generator.tensor_parallel_size > 1 < c.generator.replicas,
+     "{sync.link} with {generator.replicas} needs generator.tensor_parallel_size = 1"),
     (lambda c: len(c.trainer.betas) != 2 or not all(0 <= beta < 1 for beta in c.trainer.betas),
      "{trainer.betas} must be two numbers in [0, 1); try [0.9, 0.99]"),
     # placement, restarted engines and attached servers

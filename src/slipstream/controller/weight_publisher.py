@@ -90,7 +90,8 @@ class WeightPublisher:
         """Connect both ends and publish for the first time. Raises `PublishError` if any engine fails."""
         if self._sync.link == "single_copy":
             shapes = await self._trainer.shapes()
-            await self._trainer.compute_on(await self._members[0].worker.export_ipc_handles(shapes))
+            found = await gather_all(g.worker.export_ipc_handles(shapes) for g in self._members)
+            await self._trainer.compute_on([handles for engine in found for handles in engine])
         await self._connect_ends()
         async with self._turns.trainer_turn(publishes=True) if self._turns else nullcontext():
             stats = await self.publish(version, "off" if self._sync.verify == "off" else "full")

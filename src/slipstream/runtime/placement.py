@@ -175,7 +175,9 @@ def place(config: Config, gpus: int) -> Placement:
     if config.sync.link == "single_copy":
         return _place_single_copy(config, gpus)
     spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(count)]
-    generators = tuple(_gpus_of_device("generator", generator.device, found, gpus, each) for found in spread)
+    generators = tuple(
+        _gpus_of_device("generator.tensor_parallel_size", generator.device, found, gpus, each) for found in spread
+    )
     used = sorted({gpu for found in generators for gpu in found})
     if colocated and len(used) < sum(map(len, generators)):
         raise ConfigError(
@@ -193,7 +195,7 @@ def place(config: Config, gpus: int) -> Placement:
             "or name generator.device and trainer.device to share"
         )
     placement = Placement(
-        generators, _gpus_of_device("trainer", config.trainer.device, tuple(left[:ranks]), gpus, ranks)
+        generators, _gpus_of_device("trainer.ranks", config.trainer.device, tuple(left[:ranks]), gpus, ranks)
     )
     _validate_link(config.sync.link, placement, gpus)
     return placement
@@ -223,18 +225,21 @@ def _validate_link(link: str, placement: Placement, gpus: int) -> None:
 
 
 def _place_single_copy(config: Config, gpus: int) -> Placement:
-    """The generator and the trainer on the same GPUs. Raises `ConfigError` if their options name different devices."""
-    devices, each = (config.generator.device, config.trainer.device), config.generator.tensor_parallel_size
+    """Generators and the trainer on the same GPUs. Raises `ConfigError` if their options name different devices."""
+    devices, ranks = (config.generator.device, config.trainer.device), config.trainer.ranks
     named = [device for device in devices if device != "auto"] or ["auto"]
-    both = _gpus_of_device("generator", named[0], tuple(range(each)), gpus, each)
+    option = f"generator.{'tensor_parallel_size' if config.generator.tensor_parallel_size > 1 else 'replicas'}"
+    both = _gpus_of_device(option, named[0], tuple(range(ranks)), gpus, ranks)
     if not both:
         raise ConfigError('sync.link = "single_copy" needs a GPU, and there is none for it here; use "shared"')
-    if both != _gpus_of_device("trainer", named[-1], both, gpus, each):
+    if both != _gpus_of_device("trainer.ranks", named[-1], both, gpus, ranks):
         raise ConfigError(
             'sync.link = "single_copy" needs generator and trainer on the same GPUs, and generator.device = '
             f'"{devices[0]}" and trainer.device = "{devices[1]}" are others; leave one of them out'
         )
-    return Placement((both,), both)
+    if config.generator.tensor_parallel_size > 1:
+        return Placement((both,), both)
+    return Placement(tuple((gpu,) for gpu in both), both)
 
 
 def gpus_here() -> int:
@@ -249,17 +254,20 @@ def visible(gpus: tuple[int, ...]) -> dict[str, str]:
     return {VISIBLE: ",".join(names[gpu] if names else str(gpu) for gpu in gpus)}
 
 
-def _gpus_of_device(side: str, device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple[int, ...]:
-    """`count` GPUs from the index in `device`, `found` if it is "auto", or none on the CPU. Errors name the `side`."""
+def _gpus_of_device(option: str, device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple[int, ...]:
+    """`count` GPUs from the index in `device`, `found` if it is "auto", or none on the CPU.
+
+    `option` sets the count: errors name it and its side.
+    """
     if device == "auto" and gpus:
         return found
     if not device.startswith("cuda"):
         return ()
     first = int(device.partition(":")[2] or 0)
     if first + count > gpus:
-        each = {"generator": "tensor_parallel_size", "trainer": "ranks"}[side]
+        side = option.partition(".")[0]
         raise ConfigError(
-            f'{side}.device = "{device}" with {side}.{each} = {count} needs {first + count} GPUs, but there are {gpus} '
+            f'{side}.device = "{device}" with {option} = {count} needs {first + count} GPUs, but there are {gpus} '
             "here; name an earlier one, or leave it out"
         )
     return tuple(range(first, first + count))
