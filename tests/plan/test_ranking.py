@@ -64,8 +64,8 @@ def test_a_model_that_fits_nowhere_and_lengths_over_the_context_are_refused() ->
 
 
 def test_the_first_split_has_the_smallest_lag_that_is_as_fast() -> None:
-    plans = plan(problem("0.6B", gpus=2, work=work(Lengths(256), groups=64)), (8, 1), simulated=3)
-    assert plans[0].split.max_lag == 1
+    plans = plan(problem("0.6B", gpus=2, work=work(Lengths(256), groups=64)), (8, 2), simulated=3)
+    assert plans[0].split.max_lag == 2
     assert plans[0].tokens_per_s >= 0.97 * max(found.tokens_per_s for found in plans[1:] if found.source != "formula")
 
 
@@ -92,6 +92,14 @@ def test_tensor_parallel_trainers_are_those_that_runs_accept(
     assert can_shard_trainer(shape, ranks) == accepted
     found = splits(Problem(shape, Cluster(find_gpu("h100"), 2 * ranks), work(), Rates()), (1,))
     assert any(split.parallel == "tensor" and split.ranks == ranks for split in found) == accepted
+
+
+def test_single_copy_has_an_engine_and_a_rank_on_each_gpu() -> None:
+    found = [split for split in splits(problem("8B", gpus=4), (1,)) if split.placement == "single_copy"]
+    assert {(split.ranks, split.parallel, split.engines, split.tp) for split in found} == {
+        (4, "ddp", 4, 1),
+        (4, "tensor", 1, 4),
+    }
 
 
 def test_single_copy_of_a_mixture_is_on_one_gpu() -> None:

@@ -130,6 +130,8 @@ def splits(problem: Problem, lags: tuple[int, ...]) -> Iterator[Split]:
             alone = not problem.work.lora_rank and problem.work.every == 1 and can_shard_trainer(shape, tp)
             if lag and gpus == tp and alone:
                 yield Split("single_copy", tp, "tensor" if tp > 1 else "fsdp", 1, 1, tp, lag)
+            if lag and tp == 1 < gpus <= problem.cluster.per_node and alone and shape.experts == 1:
+                yield Split("single_copy", gpus, "ddp", 1, gpus, 1, lag)
             for ranks in range(1, gpus - tp + 1):
                 engines = (gpus - ranks) // tp
                 if ranks + engines * tp < gpus and 1 in sizes and tp > 1 and (gpus - ranks) % tp:

@@ -30,7 +30,7 @@ from slipstream.model.device import dtype_of
 from slipstream.runtime.addresses import LOOPBACK, own_address
 from slipstream.sync.frames import PLAIN, SILENCE_LIMIT_S, FrameServer, Refused, Request, Stream, fetch, unpack
 from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, Shapes, shapes_of
-from slipstream.sync.shared import allocate_shared_file, free_shared_file
+from slipstream.sync.shared import SharedFiles, allocate_shared_file, free_shared_file
 
 FRAME = 2**22  # bytes
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in safetensors, for each `model.dtype`
@@ -50,8 +50,8 @@ class AdapterMemory:
         head, size = safetensors_header({split_name(name)[1]: shapes[name] for name in parameters}, dtype)
         self.config = json.dumps(adapter_config)
         self._files = {ADAPTER: _create_file(self.config.encode()), ADAPTER_WEIGHTS: _create_file(head, size)}
-        path = self._files[ADAPTER_WEIGHTS][1]
-        self.data = torch.from_file(path, shared=True, size=len(head) + size, dtype=torch.uint8)
+        self._mapped = SharedFiles(next(iter(parameters.values())).device)
+        self.data = self._mapped.map(Path(self._files[ADAPTER_WEIGHTS][1]))
         self._values = self.data[len(head) :].view(dtype)
 
     @torch.no_grad()
@@ -70,6 +70,7 @@ class AdapterMemory:
             (folder / name).symlink_to(memory)
 
     def close(self) -> None:
+        self._mapped.close()
         for handle, memory in self._files.values():
             free_shared_file(handle, memory)
 
@@ -203,10 +204,13 @@ def adapter_files(handle: PublishHandle) -> Iterator[Path]:
             free_shared_file(descriptor, memory)
 
 
-def read_adapter(version: Path, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of a version by PEFT's names, on `device`: views of one copy of the file that `stage` wrote."""
+def read_adapter(version: Path, device: torch.device, files: SharedFiles | None = None) -> dict[str, Tensor]:
+    """The tensors of a version by PEFT's names, on `device`: views of one copy of the file that `stage` wrote.
+
+    `files` has what this process has mapped of earlier versions.
+    """
     path = version / ADAPTER_WEIGHTS
-    data = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+    data = (files or SharedFiles(torch.device("cpu"))).map(path.readlink() if path.is_symlink() else path)
     start = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
     described = json.loads(data[8:start].numpy().tobytes())
     described.pop("__metadata__")

@@ -205,7 +205,10 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
     fresh = _for_local_engines(config)
     if not config.generator.servers:
         config = fresh
-    fresh = with_options(fresh, generator=fresh.generator.model_dump() | {"replicas": 1})
+    single = {"generator": fresh.generator.model_dump() | {"replicas": 1}}
+    if fresh.sync.link == "single_copy" and fresh.generator.tensor_parallel_size == 1:  # a rank for each engine
+        single["trainer"] = fresh.trainer.model_dump() | {"ranks": 1}
+    fresh = with_options(fresh, **single)
     if min(prompts, tokens) < 1 or after < 0:
         raise ConfigError(
             f"verify with --prompts {prompts} --tokens {tokens} --after {after} compares nothing; give at least 1 "

@@ -23,6 +23,7 @@ from slipstream.generators.vllm.recorded_copies import RecordedCopies
 from slipstream.sync.adapters import adapter_files, read_adapter, split_name
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import PublishHandle
+from slipstream.sync.shared import SharedFiles
 
 
 class AdapterLoader:
@@ -34,6 +35,7 @@ class AdapterLoader:
     def __init__(self, worker_manager: Any, batch: Callable[[], Any]) -> None:
         self._batch, self._worker_manager, self._slots = batch, worker_manager, worker_manager._adapter_manager
         self._stream = side_stream(worker_manager.device)
+        self._files = SharedFiles(worker_manager.device)  # the trainer's, on this host
         self._background = BackgroundWorker("adapter")
         self._values: dict[
             tuple[str, str], torch.Tensor
@@ -93,6 +95,7 @@ class AdapterLoader:
         self._worker_manager.add_adapter = self._add_adapter
         for number in self._numbers.values():
             self._worker_manager.remove_adapter(number)
+        self._background.submit(self._files.close)  # after a load that is under way
         self._background.close()
 
     def _register(self, adapter: LoRAModel, slot: int) -> None:
@@ -123,7 +126,7 @@ class AdapterLoader:
         """Everything that `add_lora` does before it registers the adapter under its number."""
         with torch.cuda.stream(self._stream), adapter_files(handle) as folder:
             path = folder / policy
-            values = read_adapter(path, self._worker_manager.device)
+            values = read_adapter(path, self._worker_manager.device, None if "server" in handle else self._files)
             self._values |= {(policy, name): value for name, value in values.items()}
             if not self._tensors:
                 self._tensors = {name: torch.empty_like(value) for name, value in values.items()}
