@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -45,10 +46,15 @@ def read_lines(path: Path) -> Iterator[Record]:
 def _parse(line: bytes) -> Record | None:
     """The object in a line of JSON; None for a damaged line."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_with_shared_names)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
+
+
+def _with_shared_names(pairs: list[tuple[str, Any]]) -> Record:
+    """An object whose names are in memory once for all records: most of a record's memory are its names."""
+    return {sys.intern(name): value for name, value in pairs}
 
 
 class JsonLines:
