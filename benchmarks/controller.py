@@ -9,7 +9,7 @@ real engines. With a rate, each completion takes as long as its tokens at this r
 is due every millisecond; a stall is its delay. Each stall is attributed to the concurrent phases of the controller's
 work. In a stall the loop's thread runs, waits for a processor (as Linux counts it), or waits otherwise: mostly for the
 interpreter lock, whose owner may be waiting for a processor. A separate process that only sleeps measures the stalls of
-the machine.
+the machine. SIGTERM ends the run early, with the figures of the steps until then.
 
 The simulated processes represent GPUs, so they run only while a processor is idle: on a host with few cores they would
 otherwise compete with the controller, and the stalls would be those of the scheduler.
@@ -28,6 +28,7 @@ import math
 import multiprocessing
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -209,6 +210,7 @@ def described(values: list[float]) -> dict[str, float]:
 
 def machine(late: Any, over: Any) -> None:
     """Delays of a timer in an otherwise idle process, in ms."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which `timeout` sends to the whole process group
     found = []
     while not over.is_set():
         due = time.perf_counter() + BEAT
@@ -277,15 +279,17 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     other = multiprocessing.Process(target=machine, args=(late, over), daemon=True)
     other.start()
     began = time.perf_counter()
-    run.train(load_config(None, flags(options, scratch / "model")), quiet=True)
+    try:
+        run.train(load_config(None, flags(options, scratch / "model")), quiet=True)
+    finally:
+        over.set()
     elapsed = time.perf_counter() - began
-    over.set()
     alone = late.get()
     steps = list(zip(watch.steps, watch.steps[1:], strict=False))
     settled, walls, busy = watch.settled(watch.memory), watch.settled(watch.steps), watch.settled(watch.busy)
     half, seconds = len(settled) // 2, max(walls[-1] - walls[0], 1e-9)
     return {
-        "steps": options.steps, "rollouts": options.rollouts, "tokens": options.tokens, "engines": options.engines,
+        "steps": len(watch.steps), "rollouts": options.rollouts, "tokens": options.tokens, "engines": options.engines,
         "runtime": options.runtime, "seconds": round(elapsed, 1), "cores": round((busy[-1] - busy[0]) / seconds, 3),
         "steps_per_s": round((len(walls) - 1) / seconds, 3), "rollouts_in_flight": GROUP * watch.median_in_flight(),
         "step": described(watch.longest(steps)),

@@ -98,7 +98,7 @@ class MeasuredTrainer(PytorchTrainerWorker):
         return torch.cuda.memory_allocated() - masters
 
 
-def configure(model: Path, link: str, memory: float, engines: int) -> Config:
+def configure(model: Path, link: str, memory: float, engines: int = 1) -> Config:
     return load_config(None, [
         f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", f"--sync.link={link}",
         "--generator.engine=vllm", f"--generator.max_num_seqs={SEQUENCES}",
