@@ -22,6 +22,8 @@ from slipstream.config.schema import Config
 from slipstream.model.device import dtype_of
 from slipstream.sync.link import ConnectionInfo, Layout, Parameters, PublishHandle, Receiver, Sender, Shapes, shapes_of
 
+PORTABLE = 1  # `cudaHostRegisterPortable`: for all devices of the process
+
 
 class SharedSender(Sender):
     """The trainer's end: owns the shared file of both buffers."""
@@ -142,7 +144,7 @@ class SharedFiles:
                 self._unmap(gone)
             memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
             if self._lock:
-                _validate(_cuda().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+                _validate(_cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
             self._mapped[key] = memory
         return self._mapped[key]
 
@@ -153,12 +155,14 @@ class SharedFiles:
     def _unmap(self, key: tuple[str, int]) -> None:
         memory = self._mapped.pop(key)
         if self._lock:
-            _validate(_cuda().cudaHostUnregister(memory.data_ptr()))
+            _validate(_cuda_runtime().cudaHostUnregister(memory.data_ptr()))
 
 
-def _cuda() -> Any:
+def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _validate(status: Any) -> None:
-    torch.cuda.check_error(int(status))
+    """Raise `RuntimeError` if a call of CUDA's runtime failed."""
+    if int(status):
+        raise RuntimeError(f"CUDA can't page-lock memory that is shared with another process: error {int(status)}")
