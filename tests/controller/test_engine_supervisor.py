@@ -200,6 +200,25 @@ def test_a_run_ends_if_its_engine_dies_again_and_again(
     assert run.totals.engines_lost[-1].endswith("0 of 1 generators are left")
 
 
+@pytest.mark.parametrize("link", ["shared", "single_copy"])
+def test_without_restarts_only_single_copy_needs_every_engine(link: str, tiny: Path, tmp_path: Path) -> None:
+    """A rank of the trainer would compute on the weights of the dead engine."""
+    run = run_of(tiny, tmp_path, "--generator.replicas=2", "--generator.max_restarts=0")
+
+    async def script(run: Warned) -> None:
+        run.config = run.config.model_copy(update={"sync": run.config.sync.model_copy(update={"link": link})})
+        send(run.cluster.generator.generators[1], signal.SIGKILL)
+        await step(run, 3)
+
+    if link == "shared":
+        summary = asyncio.run(play(run, script))
+        assert len(summary["engines_lost"]) == 1
+    else:
+        with pytest.raises(BaseExceptionGroup) as caught:
+            asyncio.run(play(run, lambda run: asyncio.gather(script(run), until(lambda: False))))
+        assert caught.value.subgroup(WorkerDied) is not None
+
+
 @pytest.mark.parametrize(("served_s", "delays"), [(60.0, [0.0123, 0.0246]), (0.02, [0.0123, 0.0123])])
 def test_the_delay_of_a_restart_grows_until_an_engine_serves_for_long(
     served_s: float, delays: list[float], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable
 
-from slipstream.config.schema import ConfigError
+from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.publishing import publish_to_new_engines
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.episode import episode_slots
@@ -121,9 +121,14 @@ async def keep_engine(run: RunContext, engine: EngineReplica, start: Start | Non
         engines_changed(run)
         raise
     del run.engine_watches[engine]
-    if len(run.engine_watches) < run.config.generator.min_replicas:
+    if len(run.engine_watches) < least_engines(run.config):
         pool.fail(died)
         engines_changed(run)
+
+
+def least_engines(config: Config) -> int:
+    """Engines without which a run ends: by `single_copy` all, since a trainer rank computes on the weights of each."""
+    return config.generator.engines if config.sync.link == "single_copy" else config.generator.min_replicas
 
 
 async def replace_engine(run: RunContext, engine: EngineReplica) -> EngineReplica:
