@@ -4,12 +4,11 @@
     python benchmarks/publish_gpu.py lora --engines 2          # each with 256 sequences and a GPU of its own
 
 Links run one after the other in the same run, each in an engine of its own. Before each publish a share of the weights'
-elements changes, at random positions. The gap is the time between two
-consecutive tokens of all sequences, measured at their arrival. The pause of a publish is the largest gap from its
-start to a quarter of a second after its end, less the median gap of the second before it. Sending is the duration of
-the trainer's call; the transfer begins when both sides take part. An engine is ready when it samples by the new
-weights; of several engines, the last counts, and the gaps are those of the engine with the longest pause. A publish
-ends after the comparison of checksums.
+elements changes, at random positions. The gap is the time between two consecutive tokens of all sequences, measured at
+their arrival. The pause of a publish is the largest gap from its start to a quarter of a second after its end, less the
+median gap of the second before it. Sending is the duration of the trainer's call; the transfer begins when both sides
+take part. An engine is ready when it samples by the new weights. With several engines, `ready` is the time of the last
+one, and gaps are those of the engine with the longest pause. A publish ends after the comparison of checksums.
 """
 
 from __future__ import annotations

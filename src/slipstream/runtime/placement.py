@@ -174,16 +174,8 @@ def place(config: Config, gpus: int) -> Placement:
     _validate_gpus(config, gpus, asked)
     if config.sync.link == "single_copy":
         return _place_single_copy(config, gpus)
-    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(count)]
-    generators = tuple(
-        _gpus_of_device("generator.tensor_parallel_size", generator.device, found, gpus, each) for found in spread
-    )
+    generators = _place_generators(config, gpus)
     used = sorted({gpu for found in generators for gpu in found})
-    if colocated and len(used) < sum(map(len, generators)):
-        raise ConfigError(
-            f'generator.device = "{generator.device}" puts {count} generators on the same GPU, and each takes most of '
-            'its memory where sync.placement = "colocated"; leave it out, or set generator.replicas = 1'
-        )
     left = [gpu for gpu in range(gpus) if gpus == 1 or gpu not in used]
     if colocated:
         left = [*used, *(gpu for gpu in left if gpu not in used)]
@@ -199,6 +191,22 @@ def place(config: Config, gpus: int) -> Placement:
     )
     _validate_link(config.sync.link, placement, gpus)
     return placement
+
+
+def _place_generators(config: Config, gpus: int) -> tuple[tuple[int, ...], ...]:
+    """GPUs of each generator. Raises `ConfigError` if colocated generators would share a GPU."""
+    generator, each = config.generator, config.generator.tensor_parallel_size
+    spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.engines)]
+    generators = tuple(
+        _gpus_of_device("generator.tensor_parallel_size", generator.device, found, gpus, each) for found in spread
+    )
+    assigned = [gpu for found in generators for gpu in found]
+    if config.sync.placement == "colocated" and len(set(assigned)) < len(assigned):
+        raise ConfigError(
+            f'generator.device = "{generator.device}" puts {generator.engines} generators on the same GPU, and each '
+            'takes most of its memory where sync.placement = "colocated"; leave it out, or set generator.replicas = 1'
+        )
+    return generators
 
 
 def _validate_gpus(config: Config, gpus: int, asked: str) -> None:

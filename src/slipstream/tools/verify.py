@@ -206,8 +206,8 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
     if not config.generator.servers:
         config = fresh
     single = {"generator": fresh.generator.model_dump() | {"replicas": 1}}
-    if fresh.sync.link == "single_copy" and fresh.generator.tensor_parallel_size == 1:  # a rank for each engine
-        single["trainer"] = fresh.trainer.model_dump() | {"ranks": 1}
+    if fresh.sync.link == "single_copy":  # a trainer rank for each rank of the one engine
+        single["trainer"] = fresh.trainer.model_dump() | {"ranks": fresh.generator.tensor_parallel_size}
     fresh = with_options(fresh, **single)
     if min(prompts, tokens) < 1 or after < 0:
         raise ConfigError(

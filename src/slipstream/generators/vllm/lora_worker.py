@@ -37,9 +37,7 @@ class AdapterLoader:
         self._stream = side_stream(worker_manager.device)
         self._files = SharedFiles(worker_manager.device)  # the trainer's, on this host
         self._background = BackgroundWorker("adapter")
-        self._values: dict[
-            tuple[str, str], torch.Tensor
-        ] = {}  # of the newest version, by policy and name, on the device
+        self._values: dict[tuple[str, str], torch.Tensor] = {}  # of the newest version, by policy and name
         self._tensors: dict[str, torch.Tensor] = {}  # of the adapter that is loading; vLLM scales them in place
         self._filled: dict[int, tuple[RecordedCopies, LoRAModel]] = {}  # how vLLM filled each slot
         self._loading: list[tuple[Future[LoRAModel], int]] = []  # an adapter for each policy, with its slot

@@ -1,7 +1,7 @@
 """Records the in-place operations that fill tensors from others, so that they can be repeated in three calls.
 
-vLLM loads an adapter by thousands of small operations. In a thread beside the engine each of them waits for the
-interpreter lock, which the engine's thread holds.
+vLLM loads an adapter by thousands of small operations. A background thread that executes them waits for the interpreter
+lock at each operation, because the engine's thread holds the lock.
 """
 
 from __future__ import annotations
