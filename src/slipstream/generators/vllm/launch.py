@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process could not use the GPU
 }
 CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # starts in seconds
+UNBOUND_THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # vLLM binds each stage to a NUMA node of its own otherwise
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
 SCHEDULER = "slipstream.generators.vllm.scheduler.create_scheduler"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
@@ -85,7 +86,13 @@ def new_engine(config: Config, sharers: int) -> Any:
     arguments = engine_arguments(config, sharers)
     if not torch.cuda.is_available():
         validate_on_cpu(arguments["model"])
-    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    # With pipeline stages, a core in this process could not be paused: it returns from a step with batches in flight.
+    own_process = config.generator.pipeline_parallel_size > 1
+    if own_process and not torch.cuda.is_available():
+        os.environ.update(UNBOUND_THREADS | os.environ)
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=own_process)
+    if own_process and not torch.cuda.is_available():
+        engine.collective_rpc("execute_dummy_batch")  # allocates the tensors that a stage receives
     warm_up(engine)
     return engine
 
@@ -171,7 +178,7 @@ def share_in_turns(config: Config, memory: int) -> float:
         return generator.gpu_memory_utilization or DEFAULT_MEMORY
     slots = generator.engine_args.get("max_num_seqs", generator.max_num_seqs)
     cache = slots * cache_bytes(config.model.path, dtype_of(config), generator.max_model_len)
-    needed = (weights + CACHE_MARGIN * cache) / generator.tensor_parallel_size + ENGINE_BYTES
+    needed = (weights + CACHE_MARGIN * cache) / generator.gpus_per_engine + ENGINE_BYTES
     return min(DEFAULT_MEMORY, round(needed / memory, 3)) if cache else DEFAULT_MEMORY
 
 
