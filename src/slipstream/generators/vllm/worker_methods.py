@@ -194,7 +194,7 @@ class WorkerMethods:
         for module in model.modules():
             if hasattr(module, "cpu_linear"):  # the head: replace the repacked copy by the weights themselves
                 module.cpu_linear = torch.nn.functional.linear
-        stages = self.vllm_config.parallel_config.pipeline_parallel_size
+        stages = self.model_runner.parallel_config.pipeline_parallel_size
         shards = map_parameters(model, connection_info["shapes"], *_tensor_parallel(self), stages)
         if not getattr(self, "_slipstream_validated", False):  # later the weights may be those of a run
             _validate_layout(self.model_runner, shards)
