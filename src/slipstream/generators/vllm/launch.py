@@ -43,6 +43,7 @@ REMEDIES = {  # by a part of vLLM's error message
     "out of memory": "lower {memory} or {slots}, end what else is on the GPU, or spread the model by {spread}",
     "No available memory for the cache": "raise {memory}, or spread the model by {spread}",
     "larger than the available KV cache memory": "raise {memory}, or lower generator.max_model_len",
+    "incompatible with pipeline parallelism": "set algorithm.replay_routing = false",
     "vocab size must be": 'train all weights (lora.rank = 0), or set generator.engine = "torch"',
     "does not support LoRA": "train all weights (lora.rank = 0), or give another model",
     "address already in use": "another program took this port in this moment; start again",
