@@ -176,7 +176,8 @@ def test_every_slot_gets_the_published_values(served: Served) -> None:
 
 
 def test_stages_of_a_pipeline_serve_adapters(patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # as the engine sets it, for this test alone
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # as the engine sets both, for this test alone
     staged = Served(patient, tmp_path, "--generator.engine_args.pipeline_parallel_size=2")
     try:
         for key in ("first", "second"):

@@ -26,7 +26,6 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process could not use the GPU
 }
 CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # starts in seconds
-UNBOUND_THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # vLLM binds each stage to a NUMA node of its own otherwise
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
 SCHEDULER = "slipstream.generators.vllm.scheduler.create_scheduler"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
@@ -88,11 +87,13 @@ def new_engine(config: Config, sharers: int) -> Any:
     if not torch.cuda.is_available():
         validate_on_cpu(arguments["model"])
     # With pipeline stages, a core in this process could not be paused: it returns from a step with batches in flight.
-    own_process = config.generator.pipeline_parallel_size > 1
-    if own_process and not torch.cuda.is_available():
-        os.environ.update(UNBOUND_THREADS | os.environ)
-    engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=own_process)
-    if own_process and not torch.cuda.is_available():
+    stages = config.generator.pipeline_parallel_size
+    staged_on_cpu = stages > 1 and not torch.cuda.is_available()
+    if staged_on_cpu:  # else vLLM binds each stage to a NUMA node of its own
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // stages)))
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=stages > 1)
+    if staged_on_cpu:
         engine.collective_rpc("execute_dummy_batch")  # allocates the tensors that a stage receives
     warm_up(engine)
     return engine
