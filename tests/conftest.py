@@ -31,6 +31,7 @@ torch.set_num_threads(1)
 LONG = (
     "generators/vllm/test_remote_servers.py", "runtime/test_ray_ends.py", "e2e/test_runs.py", "runtime/test_ray.py",
     "generators/vllm/test_engine.py", "runtime/test_faults.py", "generators/vllm/test_servers.py", "e2e/test_verify.py",
+    "generators/vllm/test_pipeline.py",
     "trainers/test_parallel_options.py", "e2e/test_two_hosts.py", "test_families.py", "runtime/test_ray_heal.py",
     "e2e/test_study.py", "runtime/test_node_network.py", "e2e/test_policies.py", "e2e/test_trainer_restart.py",
     "sync/test_hosts.py", "runtime/test_hung.py", "controller/test_engine_supervisor.py", "e2e/test_control.py",
