@@ -26,6 +26,7 @@ from slipstream.config.schema import Config
 from slipstream.rollout import Batch
 from slipstream.step_stats import StepStats
 from slipstream.sync.delta import DeltaSender
+from slipstream.sync.link import PublishHandle
 from slipstream.sync.prediction import count_exponents, expected_changed_fraction
 from slipstream.trainers.trainer_worker import PytorchTrainerWorker
 
@@ -44,7 +45,7 @@ class MeasuredTrainer(PytorchTrainerWorker):
         self._exponents = count_exponents(weights.values())
         self._senders = {steps: DeltaSender(weights, config, Path(run), 0) for steps in PUBLISHES}
         for sender in self._senders.values():
-            sender.stage(0)
+            sender.send(sender.stage(0))
 
     async def step(self, batch: Batch) -> StepStats:
         stats = await super().step(batch)
@@ -52,14 +53,18 @@ class MeasuredTrainer(PytorchTrainerWorker):
         rows = [self._row(done, steps) for steps in PUBLISHES if is_measured(done, steps)]
         for steps in PUBLISHES:
             if is_measured(done + steps, steps):
-                self._senders[steps].stage(done)  # the version before that publish
+                self._send(steps, done)  # the version before that publish
         with (self._run_dir / ROWS).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         return stats
 
+    def _send(self, steps: int, version: int) -> PublishHandle:
+        sender = self._senders[steps]
+        return sender.send(sender.stage(version))
+
     def _row(self, done: int, steps: int) -> dict[str, Any]:
         """Changes by the last `steps` steps of those done, and their prediction."""
-        options, sent = self._config.trainer, self._senders[steps].stage(done)
+        options, sent = self._config.trainer, self._send(steps, done)
         moving, update = updates(self._trainer._optimizer)
         row = {
             "step": done, "steps": steps, "changed": sent["changed"], "moving": moving, "update": update,
