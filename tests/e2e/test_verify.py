@@ -62,7 +62,7 @@ def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path
     ("flags", "status", "said"),
     [
         pytest.param(["--generator.engine=vllm", "--sync.link=nccl", "--tokens=300"], 0, "EXACT", marks=needs_vllm),
-        pytest.param([*FP8, "--sync.link=shared", "--sync.verify=full"], 0, "EXACT", marks=needs_vllm),
+        pytest.param([*FP8, "--sync.verify=full", "--prompts=4", "--tokens=200"], 0, "EXACT", marks=needs_vllm),
         pytest.param(
             [
                 "--generator.engine=vllm",
