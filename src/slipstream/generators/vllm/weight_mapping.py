@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.errors import InvalidInput
+from slipstream.generators.vllm.quantized_weights import served_tensors, with_scales
 from slipstream.sync.link import ParameterShard
 
 USE_RESTART = 'set sync.link = "checkpoint", sync.restart = true and sync.in_flight = "retry"'
@@ -20,7 +21,7 @@ def map_parameters(model: Any, shapes: Mapping[str, Sequence[int]], rank: int, s
 
     Raises `InvalidInput` that names the first parameter without a tensor.
     """
-    served = dict(model.named_parameters())
+    served = served_tensors(model)
     projections: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})  # fused, with members in order
     fused = {member: (whole, members) for whole, members in projections.items() for member in members}
     shards: dict[str, ParameterShard] = {}
@@ -31,21 +32,21 @@ def map_parameters(model: Any, shapes: Mapping[str, Sequence[int]], rank: int, s
         parent, _, member = module.rpartition(".")
         expert = next((e for e in _expert_tensors(parent, f"{member}.{kind}") if e in served), "")
         if expert:
-            shards[name] = _map_experts(name, served[expert].data, tuple(shape), size)
+            shards[name] = _map_experts(name, served[expert], tuple(shape), size)
         elif name in served and member in projections and size > 1:
             raise InvalidInput(
                 f"{name} is fused in the model's files, whose rows on {size} GPUs are not consecutive: it can't be "
                 f"updated in place; set generator.tensor_parallel_size = 1, or {USE_RESTART}"
             )
         elif name in served:
-            shards[name] = _map_single(name, served[name].data, tuple(shape), rank, size)
+            shards[name] = _map_single(name, served[name], tuple(shape), rank, size)
         elif member in fused and f"{parent}.{fused[member][0]}.{kind}" in served:
             whole, members = fused[member]
             names = [f"{parent}.{m}.{kind}" for m in members]
-            shards |= _map_fused(names, served[f"{parent}.{whole}.{kind}"].data, shapes, rank, size)
+            shards |= _map_fused(names, served[f"{parent}.{whole}.{kind}"], shapes, rank, size)
         else:
             raise InvalidInput(f"vLLM serves no tensor for {name}: this model can't be updated in place; {USE_RESTART}")
-    return shards
+    return with_scales(shards, served)
 
 
 def _expert_tensors(parent: str, name: str) -> list[str]:
@@ -66,8 +67,8 @@ def _map_experts(name: str, tensor: Tensor, shape: tuple[int, ...], size: int) -
     return ParameterShard(tensor, shape)
 
 
-def expert_tensor(name: str, shards: Mapping[str, ParameterShard]) -> Tensor | None:
-    """The served tensor of one expert's projection, by its name in model files that don't stack experts."""
+def expert_shard(name: str, shards: Mapping[str, ParameterShard]) -> ParameterShard | None:
+    """The shard of one expert's projection, by its name in model files that don't stack experts."""
     found = EXPERT.fullmatch(name)
     if not found:
         return None
@@ -75,11 +76,9 @@ def expert_tensor(name: str, shards: Mapping[str, ParameterShard]) -> Tensor | N
     shard = shards.get(f"{experts}.{'down_proj' if kind == 'down' else 'gate_up_proj'}")
     if shard is None:
         return None
-    part = shard.tensor[int(number)]
-    if kind == "down":
-        return part
-    rows = part.shape[0] // 2
-    return part[:rows] if kind == "gate" else part[rows:]
+    rows = shard.tensor.shape[1] // 2
+    parts = {"gate": slice(rows), "up": slice(rows, None), "down": slice(None)}
+    return shard.select(int(number), parts[kind])
 
 
 def _map_single(name: str, tensor: Tensor, shape: tuple[int, ...], rank: int, size: int) -> ParameterShard:
