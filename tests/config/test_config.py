@@ -360,7 +360,27 @@ VLLM = ["--generator.engine=vllm", "--teacher.path=t", "--teacher.engine=vllm"]
 @pytest.mark.parametrize(
     ("flags", "said", "then"),
     [
-        (["--generator.engine_args.pipeline_parallel_size=2"], "= 2 can't be served: a link", []),
+        (["--generator.engine_args.pipeline_parallel_size=0"], "= 0 is no number of stages; give an integer", []),
+        (["--generator.engine_args.pipeline_parallel_size=auto"], '= "auto" is no number of stages', []),
+        (
+            ["--generator.engine_args.pipeline_parallel_size=2", "--sync.link=nccl_direct"],
+            'can\'t be served by sync.link = "nccl_direct"; set the link to "nccl", or leave it out',
+            ["--sync.link=nccl", "--generator.tensor_parallel_size=2"],
+        ),
+        (
+            ["--generator.engine_args.pipeline_parallel_size=2", "--sync.link=single_copy", "--model.dtype=bfloat16"],
+            'can\'t be served by sync.link = "single_copy"; set the link to "nccl", or leave it out',
+            ["--sync.link=lora", "--lora.rank=8"],
+        ),
+        (
+            [
+                "--generator.engine_args.pipeline_parallel_size=2",
+                "--sync.placement=colocated",
+                "--sync.in_flight=recompute",
+            ],
+            'can\'t be served with sync.placement = "colocated"; use "disaggregated", or leave it out',
+            ["--sync.placement=disaggregated"],
+        ),
         (["--generator.engine_args.data_parallel_size=2"], "one replica; use generator.replicas", []),
         (["--generator.engine_args.data_parallel_backend=ray"], "one replica; use generator.replicas", []),
         (["--generator.engine_args.distributed_executor_backend=ray"], 'workers run on this host; use "mp"', []),

@@ -27,6 +27,15 @@ def test_ranks_of_an_engine_share_4_heads_and_2_of_keys(tiny: Path, size: int, d
         validate(tiny, "--generator.engine=vllm", f"--generator.tensor_parallel_size={size}")
 
 
+def test_a_pipeline_stage_has_a_layer(tiny: Path) -> None:
+    flags = ["--generator.engine=vllm", "--generator.engine_args.pipeline_parallel_size"]
+    validate(tiny, *flags, "3")
+    with pytest.raises(
+        ConfigError, match="pipeline_parallel_size = 4, but the model has 3 layers; give at most as many"
+    ):
+        validate(tiny, *flags, "4")
+
+
 @pytest.mark.parametrize(("size", "divides"), [(2, True), (4, True), (3, False)])
 def test_ranks_of_the_trainer_share_4_experts(tmp_path: Path, size: int, divides: bool) -> None:
     save_model(tmp_path, family="qwen3_moe")

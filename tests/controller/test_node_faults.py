@@ -77,7 +77,7 @@ def test_gpus_that_others_use_and_engines_larger_than_a_node_are_faults() -> Non
     assert faults(A, used, needs=replace(NEEDS, gpus=2)) == []
     [(_, text)] = faults(A, used, needs=replace(NEEDS, gpus=3))
     assert "needs 3 GPUs, but only 2 have half of their memory free" in text
-    [(_, text)] = faults(A, B, needs=replace(NEEDS, gpus_together=4))
+    [(_, text)] = faults(A, B, needs=replace(NEEDS, gpus_together=4, engine_size="generator.tensor_parallel_size = 4"))
     assert "generator.tensor_parallel_size = 4, but a node has at most 2 GPUs" in text
 
 

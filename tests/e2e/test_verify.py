@@ -66,6 +66,17 @@ def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path
         pytest.param(
             [
                 "--generator.engine=vllm",
+                "--generator.engine_args.pipeline_parallel_size=2",
+                "--sync.link=nccl",
+                "--tokens=300",
+            ],
+            0,
+            "tensor parallel 1, pipeline parallel 2, float32",
+            marks=needs_vllm,
+        ),
+        pytest.param(
+            [
+                "--generator.engine=vllm",
                 "--sync.link=checkpoint",
                 "--sync.restart=true",
                 "--sync.in_flight=retry",

@@ -13,6 +13,7 @@ from slipstream.runtime import placement
 from slipstream.runtime.placement import Network, place, resolve_auto, threads, visible
 
 SINGLE_COPY = ["--sync.link=single_copy", "--model.dtype=bfloat16"]
+STAGES = ["--generator.engine_args.pipeline_parallel_size=2"]
 SERVER = ["--generator.servers=['http://far:1']", "--sync.link=checkpoint"]
 LOCAL = ["--generator.servers=['http://localhost:1', 'http://localhost:2']", "--sync.link=nccl"]
 IN_TURNS = ["--sync.placement=colocated", "--sync.in_flight=retry"]
@@ -47,6 +48,9 @@ def test_engines_are_restarted_if_no_link_can_write_their_layout(
         (["--generator.replicas=3"], 4, ((0,), (1,), (2,)), (3,)),
         (["--generator.tensor_parallel_size=2"], 4, ((0, 1),), (2,)),
         (["--generator.replicas=2", "--generator.tensor_parallel_size=2"], 8, ((0, 1), (2, 3)), (4,)),
+        ([*STAGES, "--generator.replicas=2"], 8, ((0, 1), (2, 3)), (4,)),
+        ([*STAGES, "--generator.tensor_parallel_size=2"], 8, ((0, 1, 2, 3),), (4,)),
+        (STAGES, 0, ((),), ()),
         (["--trainer.ranks=4", "--generator.replicas=2"], 8, ((0,), (1,)), (2, 3, 4, 5)),
         (["--trainer.ranks=2"], 0, ((),), ()),
         (["--trainer.ranks=2", "--generator.device=cuda:0", "--trainer.device=cuda:0"], 2, ((0,),), (0, 1)),
@@ -150,6 +154,8 @@ def test_auto_chooses_the_link_by_engine_adapters_and_placement(
     [
         (["--generator.replicas=2"], 2, "need 3 GPUs, but there are 2"),
         (["--generator.tensor_parallel_size=2"], 1, "tensor_parallel_size = 2, but there are 1 GPUs"),
+        (STAGES, 1, "= 1 and generator.engine_args.pipeline_parallel_size = 2, but there are 1 GPUs"),
+        (STAGES, 2, "pipeline_parallel_size = 2 and trainer.ranks = 1 need 3 GPUs, but there are 2"),
         (["--sync.link=single_copy", "--model.dtype=bfloat16"], 0, "needs a GPU"),
         (
             ["--sync.link=nccl_direct", "--generator.engine=vllm"],

@@ -40,7 +40,6 @@ RUN_SETS = {  # vLLM's argument: the option of a run that sets it, if any
     "worker_extension_cls": "",
 }
 UNSUPPORTED: dict[str, tuple[Any, str, str]] = {  # vLLM's argument: the default, why others fail, remedy
-    "pipeline_parallel_size": (1, "a link writes whole layers on one stage", "use generator.tensor_parallel_size"),
     "data_parallel_size": (1, "a generator is one replica", "use generator.replicas"),
     "prefill_context_parallel_size": (1, "a link writes tensor-parallel shards", "use generator.tensor_parallel_size"),
     "nnodes": (1, "an engine runs on one host", "use generator.servers on others"),
@@ -89,11 +88,18 @@ def _refused(
 
 
 def _unsupported_by_links(config: Config) -> Iterator[str]:
+    sync = config.sync
     as_trained = not (config.serves_adapters or config.sync.restart)  # else adapters are separate, or files are loaded
     for name, value in config.generator.engine_args.items():
         setting = _setting("generator", name, value)
         if name.startswith("data_parallel_") and name not in UNSUPPORTED:
             yield f"{setting} can't be served: a generator is one replica; use generator.replicas"
+        elif name == "pipeline_parallel_size" and (type(value) is not int or value < 1):
+            yield f"{setting} is no number of stages; give an integer from 1"
+        elif name == "pipeline_parallel_size" and value > 1 and sync.link in ("nccl_direct", "single_copy"):
+            yield f'{setting} can\'t be served by sync.link = "{sync.link}"; set the link to "nccl", or leave it out'
+        elif name == "pipeline_parallel_size" and value > 1 and sync.placement == "colocated":
+            yield f'{setting} can\'t be served with sync.placement = "colocated"; use "disaggregated", or leave it out'
         elif name == "distributed_executor_backend" and value not in ("mp", "uni", None):
             yield f'{setting} can\'t be served: workers run on this host; use "mp", or generator.servers on others'
         elif name.startswith("quantization") and value is not None and as_trained:

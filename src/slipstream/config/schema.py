@@ -142,6 +142,24 @@ class GeneratorConfig(Section):
         return 0 if self.servers else 1 if self.replicas == AUTO else self.replicas
 
     @property
+    def pipeline_parallel_size(self) -> int:
+        """Pipeline stages of one engine, each of consecutive layers on `tensor_parallel_size` GPUs of its own."""
+        stages = self.engine_args.get("pipeline_parallel_size")
+        return stages if isinstance(stages, int) else 1
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """GPUs of one engine, each with a worker of vLLM that is a rank of the weight link."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def engine_size(self) -> str:
+        """The options that set `gpus_per_engine`, for error messages."""
+        stages = self.pipeline_parallel_size
+        pipeline = f" and generator.engine_args.pipeline_parallel_size = {stages}" if stages > 1 else ""
+        return f"generator.tensor_parallel_size = {self.tensor_parallel_size}{pipeline}"
+
+    @property
     def remote(self) -> str:
         """Host and port of the first server on another host, or ""."""
         urls = [urlsplit(url) for url in self.servers]

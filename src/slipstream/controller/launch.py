@@ -190,7 +190,7 @@ async def start_generators(
 
         return process, start
 
-    ranks = config.generator.tensor_parallel_size
+    ranks = config.generator.gpus_per_engine
     slots: int = config.generator.engine_args.get("max_num_seqs", config.generator.max_num_seqs)
 
     def begin(number: int, config: Config) -> tuple[EngineReplica, Start]:
@@ -217,7 +217,7 @@ def assignable_gpus(config: Config, engines: int) -> int:
 
     On Ray with room for `engines` more: the cluster may get nodes, and such an engine waits for its GPUs.
     """
-    later = engines * config.generator.tensor_parallel_size if config.runtime.kind == "ray" else 0
+    later = engines * config.generator.gpus_per_engine if config.runtime.kind == "ray" else 0
     return current_runtime().gpus + later
 
 

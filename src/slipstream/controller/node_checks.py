@@ -134,6 +134,7 @@ def _needs(runtime: Runtime, config: Config | None, directory: Path, found: Exam
     return replace(
         needs, gpus=len({gpu for gpus in (*placement.generators, placement.trainer) for gpu in gpus}),
         gpus_together=max(map(len, placement.generators), default=0),
+        engine_size=config.generator.engine_size,
         disk=(config.checkpoint.keep + 1) * CHECKPOINT_BYTES * trained + weights,
         memory=2 * weights if link == "shared" else 0, published=weights if link.startswith("nccl") else 0,
         vllm=config.generator.engine == "vllm" and not config.generator.servers,

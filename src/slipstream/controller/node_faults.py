@@ -25,6 +25,7 @@ class Needs:
     directory: str = "."
     gpus: int = 0  # of all nodes
     gpus_together: int = 0  # of one node
+    engine_size: str = ""  # options that set it
     disk: int = 0
     memory: int = 0  # of the controller's node
     published: int = 0
@@ -92,7 +93,7 @@ def _run_checks(reports: Reports, needs: Needs) -> list[tuple[str, object, str]]
         ("GPUs", free < needs.gpus <= len(gpus),
          f"the run needs {needs.gpus} GPUs, but only {free} have half of their memory free; see `nvidia-smi`"),
         ("GPUs", needs.gpus_together > largest,
-         f"generator.tensor_parallel_size = {needs.gpus_together}, but a node has at most {largest} GPUs; lower it"),
+         f"{needs.engine_size}, but a node has at most {largest} GPUs; lower it"),
         ("memory", 0 <= controller.memory < needs.memory,
          f"both copies of the weights of the shared link need {needs.memory / GB:.1f} GB, but {memory} on "
          f"{controller.node}; free some"),

@@ -153,6 +153,12 @@ def _validate_policy(config: Config, model: Any) -> None:
             f"generator.tensor_parallel_size = {size} can't share {heads} attention heads and {keys} heads of keys and "
             "values; give a divisor"
         )
+    layers, stages = model.config.get_text_config().num_hidden_layers, config.generator.pipeline_parallel_size
+    if stages > layers:
+        raise ConfigError(
+            f"generator.engine_args.pipeline_parallel_size = {stages}, but the model has {layers} layers; give at most "
+            "as many"
+        )
 
 
 async def start(run: RunContext) -> None:

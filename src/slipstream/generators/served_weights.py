@@ -86,19 +86,21 @@ class ServedWeights:
     """An engine's end of a link, and the shards that it updates.
 
     `rebind` allows to swap memory instead of copying. `staged` copies versions from the host to the GPU while the
-    engine runs; without it (the engine sleeps, and has no memory to spare) they are copied at the swap. Raises
+    engine runs; without it (the engine sleeps, and has no memory to spare) they are copied at the swap. With
+    `stage_only` the shards are those of a pipeline stage, and other stages hold the other parameters. Raises
     `InvalidInput` if parameter names or shapes differ from the trainer's.
     """
 
     def __init__(
         self, link: str, connection_info: ConnectionInfo, shards: Mapping[str, ParameterShard], rank: int, rebind: bool,
-        staged: bool = True,
+        staged: bool = True, stage_only: bool = False,
     ) -> None:  # fmt: skip
         self._shards, self._staged = shards, staged
         self._device = next(iter(shards.values())).tensor.device
         shapes = {name: list(shard.shape) for name, shard in shards.items()}
-        validate_same_shapes(shapes, connection_info["shapes"])
-        self._receiver = call_link(link, find_link(link)[1], connection_info, shapes, rank, self._device)
+        wanted = connection_info["shapes"]
+        validate_same_shapes(shapes, {name: wanted[name] for name in shapes} if stage_only else wanted)
+        self._receiver = call_link(link, find_link(link)[1], connection_info, wanted, rank, self._device)
         self._receiver.attach(shards)
         self._stream = side_stream(self._device)
         self._rebind = rebind and self._receiver.rebindable
@@ -190,7 +192,8 @@ class ServedWeights:
         return seconds
 
     def start_checksums(self, names: Sequence[str]) -> None:
-        """Start to compute checksums of the shards of these parameters; those of all ranks add up to the whole's."""
+        """Start to compute checksums of the shards of these parameters that are held here; those of all ranks of a
+        pipeline stage add up to the whole's."""
         self._sums = self._background.submit(lambda: self._compute_checksums(names))
 
     def checksums(self) -> dict[str, int] | None:
@@ -201,7 +204,7 @@ class ServedWeights:
     def _compute_checksums(self, names: Sequence[str]) -> dict[str, int]:
         # In a side stream: in that of the passes, the checksums and the passes would delay each other.
         with torch.no_grad(), torch.cuda.stream(self._stream):
-            return {name: self._compute_checksum(name, self._shards[name]) for name in names}
+            return {n: self._compute_checksum(n, self._shards[n]) for n in names if n in self._shards}
 
     def _compute_checksum(self, name: str, shard: ParameterShard) -> int:
         return shard.checksum(lambda: self._received[name][shard.index].to(self._device)) if shard.counted else 0

@@ -105,7 +105,7 @@ def fit(metrics: Sequence[Record], events: Sequence[Record], config: Config, pro
     publishes = [event for event in events if event.get("kind") == "publish" and event.get("transfer_s") is not None]
     pauses = [record["sync/pause_ms"] / 1000 for record in timed if record.get("sync/pause_ms") is not None]
     lengths = tuple(one.tokens for one in sampled)
-    reference = config.generator.tensor_parallel_size, prompt + fmean(lengths) / 2
+    reference = config.generator.gpus_per_engine, prompt + fmean(lengths) / 2
     rates = replace(
         Rates(), train_fixed_s=train.fixed, train_token_s=train.each, decode_fixed_s=decode.fixed,
         decode_sequence_s=decode.each, step_overhead_s=max(0.0, median(gaps)), decode_reference=reference,
@@ -181,7 +181,7 @@ def own_scenario(found: Fit, config: Config, shape: Shape, steps: int = 40) -> S
     cluster = Cluster(find_gpu("h100"), 8)  # whose rates the fitted ones replace
     hold = found.rates.step_overhead_s if colocated else 0.0
     return Scenario(
-        work, EngineCost(shape, cluster, found.rates, engines.tensor_parallel_size),
+        work, EngineCost(shape, cluster, found.rates, engines.gpus_per_engine),
         TrainerCost(shape, cluster, found.rates, work, config.trainer.ranks),
         PublishCost(sync.link, found.transfer_s, hold, found.pause_s, 0.0),
         engines.replicas, engines.max_num_seqs, math.inf, loop.max_lag, sync.placement, sync.in_flight,

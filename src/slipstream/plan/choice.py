@@ -22,7 +22,7 @@ def choose_options(config: Config, gpus: int, gpu_name: str) -> Config:
     if not (auto_lag or auto_engines):
         return config
     lag, engines = 1 if auto_lag else config.loop.max_lag, 1 if auto_engines else config.generator.replicas
-    kind, tp = kind_of(gpu_name), config.generator.tensor_parallel_size
+    kind, tp = kind_of(gpu_name), config.generator.gpus_per_engine
     if kind and gpus > 1:
         colocated = config.sync.placement == "colocated"
         most = max(1, (gpus - (0 if colocated else config.trainer.ranks)) // tp)
@@ -60,7 +60,7 @@ class Candidates:
         self._config = config
 
     def evaluate(self, engines: int, lag: int) -> Plan:
-        trainer, tp = self._config.trainer, self._config.generator.tensor_parallel_size
+        trainer, tp = self._config.trainer, self._config.generator.gpus_per_engine
         placement = self._config.sync.placement
         split = Split(placement, trainer.ranks, trainer.parallel, trainer.context_parallel, engines, tp, lag)
         return evaluate(self._problem, split)

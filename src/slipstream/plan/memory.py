@@ -162,7 +162,7 @@ def single_copy_engine(shape: Shape, work: Workload, tp: int) -> float:
 
 
 def _engine_parts(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> Iterator[float]:
-    tp = config.generator.tensor_parallel_size
+    tp = config.generator.gpus_per_engine
     if config.sync.link == "single_copy":
         yield single_copy_engine(shape, workload_of(config), tp)
     elif config.sync.placement == "colocated":  # what a sleeping engine keeps: the embedded one also its weights

@@ -161,17 +161,16 @@ def _fits_single_copy(config: Config) -> bool:
 def place(config: Config, gpus: int) -> Placement:
     """Assign GPUs, `gpus` in all, to generators and trainer ranks.
 
-    Generators take the first GPUs, `generator.tensor_parallel_size` each, and trainer ranks the next ones, or in a
+    Generators take the first GPUs, `generator.gpus_per_engine` each, and trainer ranks the next ones, or in a
     colocated run the same ones. With one GPU all processes share it. With vLLM servers only, the trainer takes the
     first GPU. `generator.device` and `trainer.device` override the first GPU of all generators and of all ranks.
 
     Raises `ConfigError` if there are too few GPUs, or if a device or link doesn't suit the assignment.
     """
     generator, colocated = config.generator, config.sync.placement == "colocated"
-    each, ranks = generator.tensor_parallel_size, config.trainer.ranks
-    count = generator.engines
-    asked = f"generator.replicas = {count} with generator.tensor_parallel_size = {each}"
-    wanted = count * each
+    ranks, count = config.trainer.ranks, generator.engines
+    asked = f"generator.replicas = {count} with {generator.engine_size}"
+    wanted = count * generator.gpus_per_engine
     _validate_gpus(config, gpus, asked)
     if config.sync.link == "single_copy":
         return _place_single_copy(config, gpus)
@@ -188,7 +187,7 @@ def place(config: Config, gpus: int) -> Placement:
             "or name generator.device and trainer.device to share"
         )
     placement = Placement(
-        generators, _gpus_of_device("trainer.ranks", config.trainer.device, tuple(left[:ranks]), gpus, ranks)
+        generators, _gpus_of_device(f"trainer.ranks = {ranks}", config.trainer.device, tuple(left[:ranks]), gpus, ranks)
     )
     _validate_link(config.sync.link, placement, gpus)
     return placement
@@ -196,11 +195,9 @@ def place(config: Config, gpus: int) -> Placement:
 
 def _place_generators(config: Config, gpus: int) -> tuple[tuple[int, ...], ...]:
     """GPUs of each generator. Raises `ConfigError` if colocated generators would share a GPU."""
-    generator, each = config.generator, config.generator.tensor_parallel_size
+    generator, each = config.generator, config.generator.gpus_per_engine
     spread = [tuple(range(i * each, (i + 1) * each)) if gpus > 1 else (0,) for i in range(generator.engines)]
-    generators = tuple(
-        _gpus_of_device("generator.tensor_parallel_size", generator.device, found, gpus, each) for found in spread
-    )
+    generators = tuple(_gpus_of_device(generator.engine_size, generator.device, found, gpus, each) for found in spread)
     assigned = [gpu for found in generators for gpu in found]
     if config.sync.placement == "colocated" and len(set(assigned)) < len(assigned):
         raise ConfigError(
@@ -212,14 +209,14 @@ def _place_generators(config: Config, gpus: int) -> tuple[tuple[int, ...], ...]:
 
 def _validate_gpus(config: Config, gpus: int, asked: str) -> None:
     """Raise `ConfigError` if one role alone needs more GPUs than there are; `asked` names the generators' options."""
-    each, ranks = config.generator.tensor_parallel_size, config.trainer.ranks
-    wanted = config.generator.engines * each
+    generator, ranks = config.generator, config.trainer.ranks
+    wanted = generator.engines * generator.gpus_per_engine
     if gpus and config.sync.placement == "colocated" and wanted > gpus:
         raise ConfigError(f"{asked} need {wanted} GPUs, but there are {gpus}; lower one of them")
     if 0 < gpus < ranks and config.trainer.device != "cpu":
         raise ConfigError(f"trainer.ranks = {ranks}, but there are {gpus} GPUs here, and each rank needs its own")
-    if each > max(1, gpus):
-        raise ConfigError(f"generator.tensor_parallel_size = {each}, but there are {gpus} GPUs here")
+    if generator.tensor_parallel_size > max(1, gpus) or generator.gpus_per_engine > gpus > 0:
+        raise ConfigError(f"{generator.engine_size}, but there are {gpus} GPUs here")
 
 
 def _validate_link(link: str, placement: Placement, gpus: int) -> None:
@@ -238,10 +235,10 @@ def _place_single_copy(config: Config, gpus: int) -> Placement:
     devices, ranks = (config.generator.device, config.trainer.device), config.trainer.ranks
     named = [device for device in devices if device != "auto"] or ["auto"]
     option = f"generator.{'tensor_parallel_size' if config.generator.tensor_parallel_size > 1 else 'replicas'}"
-    both = _gpus_of_device(option, named[0], tuple(range(ranks)), gpus, ranks)
+    both = _gpus_of_device(f"{option} = {ranks}", named[0], tuple(range(ranks)), gpus, ranks)
     if not both:
         raise ConfigError('sync.link = "single_copy" needs a GPU, and there is none for it here; use "shared"')
-    if both != _gpus_of_device("trainer.ranks", named[-1], both, gpus, ranks):
+    if both != _gpus_of_device(f"trainer.ranks = {ranks}", named[-1], both, gpus, ranks):
         raise ConfigError(
             'sync.link = "single_copy" needs generator and trainer on the same GPUs, and generator.device = '
             f'"{devices[0]}" and trainer.device = "{devices[1]}" are others; leave one of them out'
@@ -263,10 +260,10 @@ def visible(gpus: tuple[int, ...]) -> dict[str, str]:
     return {VISIBLE: ",".join(names[gpu] if names else str(gpu) for gpu in gpus)}
 
 
-def _gpus_of_device(option: str, device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple[int, ...]:
+def _gpus_of_device(asked: str, device: str, found: tuple[int, ...], gpus: int, count: int) -> tuple[int, ...]:
     """`count` GPUs from the index in `device`, `found` if it is "auto", or none on the CPU.
 
-    `option` sets the count: errors name it and its side.
+    `asked` is the option that sets the count, with its value: errors name it and its side.
     """
     if device == "auto" and gpus:
         return found
@@ -274,9 +271,9 @@ def _gpus_of_device(option: str, device: str, found: tuple[int, ...], gpus: int,
         return ()
     first = int(device.partition(":")[2] or 0)
     if first + count > gpus:
-        side = option.partition(".")[0]
+        side = asked.partition(".")[0]
         raise ConfigError(
-            f'{side}.device = "{device}" with {option} = {count} needs {first + count} GPUs, but there are {gpus} '
+            f'{side}.device = "{device}" with {asked} needs {first + count} GPUs, but there are {gpus} '
             "here; name an earlier one, or leave it out"
         )
     return tuple(range(first, first + count))

@@ -264,7 +264,13 @@ class DeltaReceiver(Receiver):
         for name, shard in shards.items():
             if not shard.tensor.is_contiguous() or shard.tensor.dtype != self._dtype:
                 raise InvalidInput(f'the engine stores {name} in another layout or dtype: use sync.link = "checkpoint"')
-        self._tensors = Tensors({name: Part(shards[name]) for name in self._shapes}, self._blocks)
+        whole = {name: shards.get(name) or self._absent(shape) for name, shape in self._shapes.items()}
+        self._tensors = Tensors({name: Part(shard) for name, shard in whole.items()}, self._blocks)
+
+    def _absent(self, shape: list[int]) -> ParameterShard:
+        """A shard without rows, of a parameter that other pipeline stages of the engine hold."""
+        tensor = torch.empty(0, *shape[1:], dtype=self._dtype, device=self._device)
+        return ParameterShard(tensor, tuple(shape), (slice(0, 0),))
 
     @torch.no_grad()
     def prepare(self, handle: PublishHandle) -> Update:

@@ -58,7 +58,7 @@ class HandoverSender(Sender):
         self._device = next(iter(parameters.values())).device
         self._layout = Layout(shapes_of(parameters), dtype_of(config))
         self._buckets = self._layout.buckets(BUCKET)
-        engines = config.generator.engines * config.generator.tensor_parallel_size
+        engines = config.generator.engines * config.generator.gpus_per_engine
         on_cpu = self._device.type == "cpu" or config.generator.device == "cpu"
         self._by_ipc = not on_cpu and engines <= config.trainer.ranks
         self._memory: Tensor | None = None  # of both buckets

@@ -144,6 +144,11 @@ class ParameterShard:
     needs_received: ClassVar[bool] = False
     """`tensor` has other values than the trainer: `checksum` needs the received ones."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the engine that the part is written into."""
+        return (self.tensor,)
+
     def encode(self, values: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each tensor that the engine serves for these values of the part, and its new values."""
         return [(self.tensor, values)]

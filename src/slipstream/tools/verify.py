@@ -108,8 +108,11 @@ class Verdict:
         """The verdict as a table."""
         generator = config.generator
         discarded = f"; {self.tokens_discarded} tokens were discarded" if self.tokens_discarded else ""
+        stages = generator.pipeline_parallel_size
+        pipeline = f", pipeline parallel {stages}" if stages > 1 else ""
+        parallel = f"tensor parallel {generator.tensor_parallel_size}{pipeline}"
         rows = [
-            ("engine", f"{generator.engine}, tensor parallel {generator.tensor_parallel_size}, {dtype_name(config)}"),
+            ("engine", f"{generator.engine}, {parallel}, {dtype_name(config)}"),
             ("link", f"{self.link or config.sync.link}, in flight: {config.sync.in_flight}"),
             ("completions", f"{self.completions}, of which {self.changed} changed policy in the middle"),
             ("in flight", f"{self.met} at the publish{discarded}"),

@@ -31,14 +31,14 @@ LONG = 200
 class Served:
     """An engine and a trainer's adapters on some layers, without the processes around them."""
 
-    def __init__(self, model: Path, directory: Path) -> None:
+    def __init__(self, model: Path, directory: Path, *more: str) -> None:
         from slipstream.generators.vllm.engine import VllmEngine
         from slipstream.sync.adapters import AdapterSender
 
         flags = ["--sync.link=lora", "--lora.rank=4", "--generator.max_num_seqs=8", "--loop.max_lag=1",
                  "--lora.use_rslora=true", r"--lora.target_pattern=.*\.layers\.[02]\..*_proj"]  # fmt: skip
         named = [f"--model.path={model}", "--environment.name=addition", "--generator.engine=vllm"]
-        config = load_config(None, [*named, *flags])
+        config = load_config(None, [*named, *flags, *more])
         self.policy = load_model(config.model, config.lora, device=torch.device("cpu"), dtype=torch.float32)
         self.engine = VllmEngine(config)
         self.sender = AdapterSender(trained_parameters(self.policy), config, directory, 1)
@@ -173,6 +173,21 @@ def test_every_slot_gets_the_published_values(served: Served) -> None:
         assert check(served) == published(served)
         served.engine.submit("one", [5, 6, 7], Sampling(max_tokens=20))
         assert served.drew(served.finish()["one"])
+
+
+def test_stages_of_a_pipeline_serve_adapters(patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # as the engine sets both, for this test alone
+    staged = Served(patient, tmp_path, "--generator.engine_args.pipeline_parallel_size=2")
+    try:
+        for key in ("first", "second"):
+            staged.publish()
+            assert check(staged) == published(staged)
+            staged.engine.submit(key, [5, 6, 7], Sampling(max_tokens=20))
+            assert staged.drew(staged.finish()[key])
+    finally:
+        staged.sender.close()
+        staged.engine._llm.engine_core.shutdown()
 
 
 def check(served: Served) -> dict[str, int]:

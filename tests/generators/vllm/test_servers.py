@@ -758,6 +758,7 @@ def test_a_claim_lasts_until_its_release_or_the_end_of_its_lease(monkeypatch: py
     worker.model_runner = Mock()
     worker.model_runner.get_model().modules.return_value = ()
     worker.model_runner.parallel_config.tensor_parallel_size = 1
+    worker.model_runner.parallel_config.pipeline_parallel_size = 1
     worker.vllm_config, worker.rank = Mock(), 0
     monkeypatch.setattr(
         vllm_worker, "ServedWeights", lambda *_, **__: now.__setitem__(0, now[0] + 2 * vllm_worker.LEASE_S)
@@ -775,6 +776,7 @@ def test_a_worker_that_connects_again_closes_its_earlier_end(monkeypatch: pytest
     worker.model_runner, worker.vllm_config, worker.rank = Mock(), Mock(), 0
     worker.model_runner.get_model().modules.return_value = ()
     worker.model_runner.parallel_config.tensor_parallel_size = 1
+    worker.model_runner.parallel_config.pipeline_parallel_size = 1
     ends = [Mock(), Mock()]
     monkeypatch.setattr(vllm_worker, "map_parameters", lambda *_: {})
     monkeypatch.setattr(vllm_worker, "ServedWeights", Mock(side_effect=ends))

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from slipstream.errors import UserError
+from slipstream.generators.vllm.requests import sum_checksums
 from slipstream.generators.vllm.weight_mapping import expert_shard, map_parameters
 from slipstream.sync.checksum import checksum
 
@@ -126,3 +128,30 @@ def test_an_unknown_layout_is_refused_by_name(change: dict[str, list[int]], said
     shapes = shapes_of(8, 2, 4, 8, 16)
     with pytest.raises(ValueError, match=rf'{said}.*; set sync.link = "checkpoint", sync.restart = true'):
         map_parameters(Rank(shapes, 1, 2, 16), shapes | change, 0, 1)
+
+
+def test_a_pipeline_stage_maps_what_it_holds() -> None:
+    """Tied embeddings are in both stages."""
+    shapes = {"embed.weight": [6, 4], "layers.0.norm.weight": [4], "layers.1.norm.weight": [4]}
+    first = Served(embed__weight=torch.zeros(6, 4), layers__0__norm__weight=torch.zeros(4))
+    last = Served(layers__1__norm__weight=torch.zeros(4), embed__weight=torch.zeros(6, 4))
+    assert [[*map_parameters(stage, shapes, 0, 1, 2)] for stage in (first, last)] == [
+        ["embed.weight", "layers.0.norm.weight"],
+        ["embed.weight", "layers.1.norm.weight"],
+    ]
+    with pytest.raises(ValueError, match=r"no tensor for layers.1.norm.weight: this model can't be updated in place"):
+        map_parameters(first, shapes, 0, 1)
+    copied = Served(layers__1__norm__weight=torch.zeros(4), lm_head__weight=torch.zeros(6, 4))
+    with pytest.raises(ValueError, match=r"serves lm_head.weight in a pipeline stage without .* leave out generator.e"):
+        map_parameters(copied, shapes, 0, 1, 2)
+
+
+def test_checksums_of_stages_cover_every_parameter() -> None:
+    """Two stages of two tensor-parallel workers each; both stages hold `tied`."""
+    workers = [{"a": "1", "tied": "5"}, {"a": "2", "tied": "6"}, {"b": "7", "tied": "4"}, {"b": "0", "tied": "7"}]
+    assert sum_checksums(workers, ["a", "b", "tied"], 2) == {"a": 3, "b": 7, "tied": 11}
+    with pytest.raises(UserError, match="hold 0 values of c instead of one"):
+        sum_checksums(workers, ["a", "c"], 2)
+    workers[3]["tied"] = "8"
+    with pytest.raises(UserError, match="hold 2 values of tied instead of one"):
+        sum_checksums(workers, ["tied"], 2)

@@ -183,7 +183,7 @@ class VllmEngine:
         requests = [request for request in self._requests.values() if not request.finished]
         if not requests:
             return {}
-        by_name = call_workers(self._llm, WorkerMethods.slipstream_count_tokens)[0]
+        by_name = call_workers(self._llm, WorkerMethods.slipstream_count_tokens)[-1]  # the last stage samples
         counts = {request: by_name.get(request.worker_name, 0) for request in requests}
         for request, tokens in counts.items():
             request.finished = tokens is None

@@ -42,6 +42,7 @@ REMEDIES = {  # by a part of vLLM's error message
     "out of memory": "lower {memory} or {slots}, end what else is on the GPU, or spread the model by {spread}",
     "No available memory for the cache": "raise {memory}, or spread the model by {spread}",
     "larger than the available KV cache memory": "raise {memory}, or lower generator.max_model_len",
+    "incompatible with pipeline parallelism": "set algorithm.replay_routing = false",
     "vocab size must be": 'train all weights (lora.rank = 0), or set generator.engine = "torch"',
     "does not support LoRA": "train all weights (lora.rank = 0), or give another model",
     "address already in use": "another program took this port in this moment; start again",
@@ -85,7 +86,15 @@ def new_engine(config: Config, sharers: int) -> Any:
     arguments = engine_arguments(config, sharers)
     if not torch.cuda.is_available():
         validate_on_cpu(arguments["model"])
-    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    # With pipeline stages, a core in this process could not be paused: it returns from a step with batches in flight.
+    stages = config.generator.pipeline_parallel_size
+    staged_on_cpu = stages > 1 and not torch.cuda.is_available()
+    if staged_on_cpu:  # else vLLM binds each stage to a NUMA node of its own
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // stages)))
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=stages > 1)
+    if staged_on_cpu:
+        engine.collective_rpc("execute_dummy_batch")  # allocates the tensors that a stage receives
     warm_up(engine)
     return engine
 
@@ -171,7 +180,7 @@ def share_in_turns(config: Config, memory: int) -> float:
         return generator.gpu_memory_utilization or DEFAULT_MEMORY
     slots = generator.engine_args.get("max_num_seqs", generator.max_num_seqs)
     cache = slots * cache_bytes(config.model.path, dtype_of(config), generator.max_model_len)
-    needed = (weights + CACHE_MARGIN * cache) / generator.tensor_parallel_size + ENGINE_BYTES
+    needed = (weights + CACHE_MARGIN * cache) / generator.gpus_per_engine + ENGINE_BYTES
     return min(DEFAULT_MEMORY, round(needed / memory, 3)) if cache else DEFAULT_MEMORY
 
 

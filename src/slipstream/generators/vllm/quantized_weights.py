@@ -29,6 +29,10 @@ class QuantizedShard(ParameterShard):
 
     needs_received = True
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.tensor, self.scale
+
     def encode(self, values: Tensor) -> list[tuple[Tensor, Tensor]]:
         rows = values.reshape(-1, values.shape[-1])  # of experts, too
         quantized, scale = quantize_rows(rows.to(self.tensor.device, torch.bfloat16).contiguous())

@@ -141,6 +141,17 @@ def same_checksums(workers: Sequence[Mapping[str, str]]) -> dict[str, int]:
     return {name: int(value) for name, value in workers[0].items()}
 
 
-def sum_checksums(shards: Sequence[Mapping[str, str]], names: Iterable[str]) -> dict[str, int]:
-    """Checksum of each parameter: the sum of the workers' checksums of their shards."""
-    return {name: sum(int(shard[name]) for shard in shards) for name in names}
+def sum_checksums(shards: Sequence[Mapping[str, str]], names: Iterable[str], stages: int = 1) -> dict[str, int]:
+    """Checksum of each parameter: the sum of the checksums of its shards in the workers of a pipeline stage.
+
+    Workers are in order of their stage. Raises `UserError` for a parameter that no stage holds, or of which two stages
+    hold different values.
+    """
+    each, sums = len(shards) // stages, {}
+    for name in names:
+        held = [shards[i : i + each] for i in range(0, len(shards), each) if name in shards[i]]
+        found = {sum(int(shard[name]) for shard in stage) for stage in held}
+        if len(found) != 1:
+            raise UserError(f"vLLM's pipeline stages hold {len(found)} values of {name} instead of one")
+        sums[name] = found.pop()
+    return sums

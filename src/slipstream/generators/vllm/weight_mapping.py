@@ -16,10 +16,13 @@ USE_RESTART = 'set sync.link = "checkpoint", sync.restart = true and sync.in_fli
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def map_parameters(model: Any, shapes: Mapping[str, Sequence[int]], rank: int, size: int) -> dict[str, ParameterShard]:
+def map_parameters(
+    model: Any, shapes: Mapping[str, Sequence[int]], rank: int, size: int, stages: int = 1
+) -> dict[str, ParameterShard]:
     """The shard of each parameter of `shapes`, by Hugging Face name, in tensor-parallel rank `rank` of `size`.
 
-    Raises `InvalidInput` that names the first parameter without a tensor.
+    With several pipeline stages, those that this stage holds. Raises `InvalidInput` that names the first parameter
+    without a tensor, or in a stage the first tensor without a parameter, which no version would update.
     """
     served = served_tensors(model)
     projections: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})  # fused, with members in order
@@ -44,9 +47,22 @@ def map_parameters(model: Any, shapes: Mapping[str, Sequence[int]], rank: int, s
             whole, members = fused[member]
             names = [f"{parent}.{m}.{kind}" for m in members]
             shards |= _map_fused(names, served[f"{parent}.{whole}.{kind}"], shapes, rank, size)
-        else:
-            raise InvalidInput(f"vLLM serves no tensor for {name}: this model can't be updated in place; {USE_RESTART}")
-    return with_scales(shards, served)
+        elif stages == 1:
+            raise unserved_error(name)
+    shards = with_scales(shards, served)
+    updated = {tensor.untyped_storage().data_ptr() for shard in shards.values() for tensor in shard.tensors}
+    for name, tensor in served.items() if stages > 1 else ():
+        if tensor.untyped_storage().data_ptr() not in updated:
+            raise InvalidInput(
+                f"vLLM serves {name} in a pipeline stage without its parameter: this model can't be updated in place; "
+                f"leave out generator.engine_args.pipeline_parallel_size, or {USE_RESTART}"
+            )
+    return shards
+
+
+def unserved_error(name: str) -> InvalidInput:
+    """The error for a parameter without a tensor in the engine."""
+    return InvalidInput(f"vLLM serves no tensor for {name}: this model can't be updated in place; {USE_RESTART}")
 
 
 def _expert_tensors(parent: str, name: str) -> list[str]:

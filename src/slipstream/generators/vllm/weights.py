@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from slipstream.errors import UserError
 from slipstream.generators.vllm.compat import call_workers, call_workers_nowait, core_died
 from slipstream.generators.vllm.requests import TokenCounts, same_checksums, sum_checksums
+from slipstream.generators.vllm.weight_mapping import unserved_error
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.sync.frames import Superseded
 from slipstream.sync.link import ConnectionInfo, PublishHandle
@@ -53,7 +54,9 @@ class VllmWeights:
 
     def __init__(self, llm: Any, link: str, connection_info: ConnectionInfo, rank: int) -> None:
         self._llm, self._blocking, self._pause_s = llm, link == "nccl_direct", 0.0
-        call_workers(llm, WorkerMethods.slipstream_connect, link, connection_info, rank)
+        missing = call_workers(llm, WorkerMethods.slipstream_connect, link, connection_info, rank)
+        if nowhere := set(missing[0]).intersection(*missing[1:]):
+            raise unserved_error(min(nowhere))
 
     def prepare(self, handle: PublishHandle) -> None:
         started = call_workers_nowait(self._llm, WorkerMethods.slipstream_prepare, handle)
@@ -86,7 +89,7 @@ class VllmWeights:
             if any(rolled_back):
                 raise UserError("vLLM's workers serve two versions, since some could not write the new one")
             self._pause_s = max(worker[0] for worker in results)
-            counts: TokenCounts = results[0][1]
+            counts: TokenCounts = results[-1][1]  # of the last pipeline stage, which samples
             return counts
 
         return counts_before
@@ -101,7 +104,8 @@ class VllmWeights:
 
     def checksums(self) -> dict[str, int] | None:
         sums = self._sums.poll()
-        return None if sums is None else sum_checksums(sums, self._names)
+        stages: int = self._llm.vllm_config.parallel_config.pipeline_parallel_size
+        return None if sums is None else sum_checksums(sums, self._names, stages)
 
     def close(self) -> None:
         call_workers(self._llm, WorkerMethods.slipstream_close)

@@ -184,14 +184,19 @@ class WorkerMethods:
         raise_gc_thresholds()
         freeze_heap()
 
-    def slipstream_connect(self, link: str, connection_info: ConnectionInfo, rank: int) -> None:
-        """Open this worker's end of a link. Raises `InvalidInput` for a model that can't be updated in place."""
+    def slipstream_connect(self, link: str, connection_info: ConnectionInfo, rank: int) -> list[str]:
+        """Open this worker's end of a link. The first worker has this rank.
+
+        Returns the parameters that only other pipeline stages hold. Raises `InvalidInput` for a model that can't be
+        updated in place.
+        """
         self.slipstream_track_tokens()
         model = self.model_runner.get_model()
         for module in model.modules():
             if hasattr(module, "cpu_linear"):  # the head: replace the repacked copy by the weights themselves
                 module.cpu_linear = torch.nn.functional.linear
-        shards = map_parameters(model, connection_info["shapes"], *_tensor_parallel(self))
+        stages = self.model_runner.parallel_config.pipeline_parallel_size
+        shards = map_parameters(model, connection_info["shapes"], *_tensor_parallel(self), stages)
         validate_link(link, shards)
         if not getattr(self, "_slipstream_validated", False):  # later the weights may be those of a run
             _validate_layout(self.model_runner, shards)
@@ -202,10 +207,12 @@ class WorkerMethods:
             self._slipstream = BlockingWeights(NcclDirectReceiver(connection_info, self, rank), shards)
         else:
             staged = not self.vllm_config.model_config.enable_sleep_mode
-            rank += _tensor_parallel(self)[0]
-            self._slipstream = ServedWeights(link, connection_info, shards, rank, rebind=False, staged=staged)
+            self._slipstream = ServedWeights(
+                link, connection_info, shards, rank + self.rank, rebind=False, staged=staged, stage_only=stages > 1
+            )
         if hasattr(self, "_slipstream_lease"):  # renew: this call blocked the run's own renewals
             self.slipstream_claim(*self._slipstream_lease[:2], new=False)
+        return [name for name in connection_info["shapes"] if name not in shards]
 
     def slipstream_prepare(self, handle: PublishHandle) -> None:
         """Start to receive a version."""

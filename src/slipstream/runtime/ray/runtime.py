@@ -167,7 +167,7 @@ def plan_groups(placement: Placement, ranks: int, strategy: str) -> tuple[list[G
         if shared and len(gpus) > 1:
             raise ConfigError(
                 f"generator {number} shares GPUs with the trainer and has {len(gpus)}; on Ray such an engine has one: "
-                'set generator.tensor_parallel_size = 1, or runtime.kind = "local"'
+                'set generator.tensor_parallel_size = 1 without pipeline_parallel_size, or runtime.kind = "local"'
             )
         if shared:
             slots[role] = Slot("trainer", placement.trainer.index(gpus[0]), _share(gpus, users))
