@@ -5,20 +5,24 @@
 Each case is a run on GSM8K with real rewards, by `slipstream.train`: bfloat16 weights of float32 masters, a constant
 learning rate. For the first publishes and for those after step 20, a sender of `sync.link = "delta"` in the trainer
 counts and codes the elements that differ from the weights before. Each is predicted twice: from the learning rate and
-the start weights alone, and with `moving` (mean factor by which AdamW's eps damps updates) as measured after it.
-`update` is the mean size of an update in learning rates. `examples/gemma.py` and `examples/smollm2.py` make the models.
+the start weights alone, and with `moving` (mean factor by which AdamW's eps damps updates) as measured after it in each
+parameter: rows of an embedding without gradients do not move. `update` is the mean size of an update in learning rates.
+`examples/gemma.py` and `examples/smollm2.py` make the models.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from work import conditions
 
 import slipstream
@@ -26,6 +30,7 @@ from slipstream.config.schema import Config
 from slipstream.rollout import Batch
 from slipstream.step_stats import StepStats
 from slipstream.sync.delta import DeltaSender
+from slipstream.sync.link import PublishHandle
 from slipstream.sync.prediction import count_exponents, expected_changed_fraction
 from slipstream.trainers.trainer_worker import PytorchTrainerWorker
 
@@ -41,10 +46,10 @@ class MeasuredTrainer(PytorchTrainerWorker):
     def __init__(self, config: Config, run: str) -> None:
         super().__init__(config, run)
         weights = self._trainer.parameters
-        self._exponents = count_exponents(weights.values())
+        self._exponents = [count_exponents([weight]) for weight in weights.values()]
         self._senders = {steps: DeltaSender(weights, config, Path(run), 0) for steps in PUBLISHES}
         for sender in self._senders.values():
-            sender.stage(0)
+            sender.send(sender.stage(0))
 
     async def step(self, batch: Batch) -> StepStats:
         stats = await super().step(batch)
@@ -52,25 +57,37 @@ class MeasuredTrainer(PytorchTrainerWorker):
         rows = [self._row(done, steps) for steps in PUBLISHES if is_measured(done, steps)]
         for steps in PUBLISHES:
             if is_measured(done + steps, steps):
-                self._senders[steps].stage(done)  # the version before that publish
+                self._send(steps, done)  # the version before that publish
         with (self._run_dir / ROWS).open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
         return stats
 
+    def _send(self, steps: int, version: int) -> PublishHandle:
+        sender = self._senders[steps]
+        return sender.send(sender.stage(version))
+
     def _row(self, done: int, steps: int) -> dict[str, Any]:
         """Changes by the last `steps` steps of those done, and their prediction."""
-        options, sent = self._config.trainer, self._senders[steps].stage(done)
-        moving, update = updates(self._trainer._optimizer)
+        sent, weights = self._send(steps, done), self._trainer.parameters
+        numbers = [weight.numel() for weight in weights.values()]
+        adamw = [damping_and_update(self._trainer._optimizer, weight) for weight in weights.values()]
         row = {
-            "step": done, "steps": steps, "changed": sent["changed"], "moving": moving, "update": update,
-            "bytes": sent["bytes"], "dense": 2 * sum(p.numel() for p in self._trainer.parameters.values()),
+            "step": done, "steps": steps,
+            "changed": sent["changed"], "bytes": sent["bytes"], "dense": 2 * sum(numbers),
         }  # fmt: skip
-        for name, share in (("predicted", 1.0), ("predicted_moving", moving)):
-            row[name] = expected_changed_fraction(
-                self._exponents, options.learning_rate, steps, taken=done - steps, beta1=options.betas[0],
-                weight_decay=options.weight_decay, moving=share,
-            )  # fmt: skip
+        row["moving"], row["update"] = (weighted_mean(values, numbers) for values in zip(*adamw, strict=True))
+        for name, damping in (("predicted", [1.0] * len(adamw)), ("predicted_moving", [moving for moving, _ in adamw])):
+            row[name] = weighted_mean(
+                [self._predict(done, steps, *case) for case in zip(self._exponents, damping, strict=True)], numbers
+            )
         return row
+
+    def _predict(self, done: int, steps: int, exponents: Tensor, moving: float) -> float:
+        options = self._config.trainer
+        return expected_changed_fraction(
+            exponents, options.learning_rate, steps, taken=done - steps, beta1=options.betas[0],
+            weight_decay=options.weight_decay, moving=moving,
+        )  # fmt: skip
 
 
 def is_measured(end: int, steps: int) -> bool:
@@ -79,19 +96,21 @@ def is_measured(end: int, steps: int) -> bool:
 
 
 @torch.no_grad()
-def updates(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
-    """Means of sqrt(v) / (sqrt(v) + eps) and of |m| / (sqrt(v) + eps) over all elements, both bias-corrected."""
+def damping_and_update(optimizer: torch.optim.Optimizer, weight: Tensor) -> tuple[float, float]:
+    """Means of sqrt(v) / (sqrt(v) + eps) and of |m| / (sqrt(v) + eps) over a parameter, both bias-corrected."""
     (beta1, beta2), eps = (optimizer.param_groups[0][name] for name in ("betas", "eps"))
-    moving = size = count = 0.0
-    for state in optimizer.state.values():
-        done = float(state["step"])
-        moments = (state[name].view(-1).split(PIECE) for name in ("exp_avg", "exp_avg_sq"))
-        for mean, square in zip(*moments, strict=True):
-            root = (square / (1 - beta2**done)).sqrt_()
-            moving += float((root / (root + eps)).sum(dtype=torch.float64))
-            size += float((mean / (root + eps)).abs_().sum(dtype=torch.float64)) / (1 - beta1**done)
-            count += root.numel()
-    return moving / count, size / count
+    state, moving, size = optimizer.state[weight], 0.0, 0.0
+    done = float(state["step"])
+    moments = (state[name].view(-1).split(PIECE) for name in ("exp_avg", "exp_avg_sq"))
+    for mean, square in zip(*moments, strict=True):
+        root = (square / (1 - beta2**done)).sqrt_()
+        moving += float((root / (root + eps)).sum(dtype=torch.float64))
+        size += float((mean / (root + eps)).abs_().sum(dtype=torch.float64)) / (1 - beta1**done)
+    return moving / weight.numel(), size / weight.numel()
+
+
+def weighted_mean(values: Sequence[float], numbers: Sequence[int]) -> float:
+    return sum(map(operator.mul, values, numbers)) / sum(numbers)
 
 
 def measure(model: Path, rate: float, options: argparse.Namespace, run: Path) -> dict[str, Any]:
@@ -107,8 +126,8 @@ def measure(model: Path, rate: float, options: argparse.Namespace, run: Path) ->
             f"--sampling.max_tokens={options.tokens}", '--sampling.stop=["\\nQuestion:", "\\n\\n"]',
             f"--loop.steps={options.steps}", "--loop.groups_per_step=1", "--loop.group_size=8", "--loop.max_lag=2",
             "--generator.max_num_seqs=16", "--generator.max_model_len=1024", "--trainer.logprob_tolerance=2",
-            "--sampling.temperature=0.8", "--runtime.max_restarts=0", "--sync.verify=off", "--evaluation.tasks=0",
-            f"--checkpoint.every={options.steps}",
+            f"--sampling.temperature={options.temperature}", "--runtime.max_restarts=0", "--sync.verify=off",
+            "--evaluation.tasks=0", f"--checkpoint.every={options.steps}",
         ],
     )  # fmt: skip
     summary = slipstream.train(config, quiet=True)
@@ -141,6 +160,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--learning-rates", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5])
     found.add_argument("--steps", type=int, default=24)
     found.add_argument("--tokens", type=int, default=32, help="most tokens of a completion")
+    found.add_argument("--temperature", type=float, default=0.8)
     found.add_argument("--shots", type=int, default=1, help="worked examples in the prompt")
     found.add_argument("--json", type=Path, help="results are added to this file")
     return found

@@ -2,14 +2,16 @@
 
     python benchmarks/publish_fan_out.py [--receivers 16] [--rate 8mbit] [--elements 64] [--changed 0.015]
         [--publishes 5] [--json benchmarks/results/publish_fan_out.json]
+    python benchmarks/publish_fan_out.py --shape 11M --vllm 2    # receivers and two vLLM engines that decode
 
 Needs the rights to make network namespaces (root). Each trainer and each receiver is a process on a host of its own: a
 network namespace on one bridge, with a link whose rate is limited both ways (`tc tbf`) after the first publish, which
 brings all weights to one receiver after the other. A receiver has the tensors of an engine, but samples nothing, so
-that 16 of them need little of the CPU and the network is the limit. One trainer publishes to one receiver, another to
-all others, in turns. `ready` is the time from the start of `stage` until all receivers have swapped, and `copies` is
-what the trainer sent of frames by the size of the version. Checksums of all receivers are compared with the trainer's.
-The first publishes over the shaped links are not counted: the sender has to learn that all networks are slower.
+that 16 of them need little of the CPU and the network is the limit. `--vllm` adds engines that sample. One trainer
+publishes to one receiver, another to all others, in turns. `ready` is the time from the start of `stage` until all
+receivers have swapped, and `copies` is what the trainer sent of frames by the size of the version. Checksums of all
+receivers are compared with the trainer's. The first publishes over the shaped links are not counted: the sender has to
+learn that all networks are slower.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,13 +36,15 @@ from typing import Any
 
 import torch
 from publish_network import change_elements
-from work import at_least_one, conditions
+from work import SHAPES, at_least_one, conditions, save_model
 
 from slipstream.config.loading import load_config
-from slipstream.generators.served_weights import ServedWeights
+from slipstream.generators.served_weights import ServedWeights, local_shards
+from slipstream.model.inspection import trained_parameters
+from slipstream.model.loading import load_causal_lm
+from slipstream.rollout import Sampling
 from slipstream.runtime.addresses import ADDRESS
 from slipstream.sync.delta import DeltaSender
-from slipstream.sync.link import ParameterShard
 
 NET = "10.98.0."
 LEARNING = 3  # publishes over the shaped links until the sender knows their rates
@@ -52,9 +57,15 @@ def parameters(millions: int) -> dict[str, torch.Tensor]:
     return {f"w{i}": values.clone() for i in range(millions)}
 
 
+def load_parameters(options: argparse.Namespace) -> dict[str, torch.Tensor]:
+    if not options.shape:
+        return parameters(options.elements)
+    return trained_parameters(load_causal_lm(options.model, device=torch.device("cpu"), dtype=torch.bfloat16))
+
+
 class TrainerEnd:
-    def __init__(self, millions: int, changed: float) -> None:
-        self._parameters, self._changed = parameters(millions), changed
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._parameters, self._changed = load_parameters(options), options.changed
         config = load_config(None, ["--model.path=m", "--environment.name=addition", "--model.dtype=bfloat16"])
         self._sender = DeltaSender(self._parameters, config, Path(), 1)
         self._seed = torch.Generator().manual_seed(1)
@@ -82,8 +93,8 @@ class TrainerEnd:
 
 
 class ReceiverEnd:
-    def __init__(self, millions: int, rank: int) -> None:
-        self._shards = {n: ParameterShard(p, tuple(p.shape)) for n, p in parameters(millions).items()}
+    def __init__(self, options: argparse.Namespace, rank: int) -> None:
+        self._shards = local_shards(load_parameters(options))
         self._rank = rank
 
     def connect(self, info: Any) -> None:
@@ -106,6 +117,43 @@ class ReceiverEnd:
         while (sums := self._weights.checksums()) is None:
             time.sleep(0.01)
         return {name: str(value % 2**64) for name, value in sums.items()}
+
+
+class VllmEnd(ReceiverEnd):
+    """A vLLM engine that decodes four sequences while it receives."""
+
+    def __init__(self, options: argparse.Namespace, rank: int) -> None:
+        from slipstream.generators.vllm.engine import VllmEngine
+
+        self._names, self._rank = [*load_parameters(options)], rank
+        self._sampling = Sampling(max_tokens=800, ignore_eos=True)
+        self._engine = VllmEngine(load_config(None, [
+            f"--model.path={options.model}", "--model.dtype=bfloat16", "--environment.name=addition",
+            "--sync.link=delta", "--generator.engine=vllm", "--generator.max_model_len=1024",
+            "--generator.max_num_seqs=4",
+        ]))  # fmt: skip
+
+    def connect(self, info: Any) -> None:
+        self._weights = self._engine.open_weights("delta", info, self._rank)
+
+    def publish(self, handle: Any) -> float:
+        self._weights.prepare(handle)
+        self._decode_until(self._weights.prepared)
+        self._engine.swap(handle["version"], self._weights.apply)
+        self._decode_until(lambda: self._engine.versions_known)
+        return time.monotonic()
+
+    def checksums(self) -> dict[str, str]:
+        self._weights.start_checksums(self._names)
+        found: list[dict[str, int] | None] = []
+        self._decode_until(lambda: found.append(self._weights.checksums()) or found[-1] is not None)
+        return {name: str(value % 2**64) for name, value in (found[-1] or {}).items()}
+
+    def _decode_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            for key in range(4 - self._engine.running):
+                self._engine.submit((time.perf_counter(), key), [1, 2, 3], self._sampling)
+            self._engine.step()
 
 
 FORK = multiprocessing.get_context("fork")
@@ -206,17 +254,18 @@ def publish(version: int, trainer: Remote, receivers: list[Remote]) -> dict[str,
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    sides, count = {"one": 1, "many": options.receivers}, options.receivers + 3
+    kinds = {"one": [ReceiverEnd], "many": [ReceiverEnd] * options.receivers + [VllmEnd] * options.vllm}
+    count = options.receivers + options.vllm + 3
     ends: dict[str, tuple[Remote, list[Remote]]] = {}
     with hosts(count) as prefix:
         numbers = iter(range(count))
         try:
-            for side, receivers in sides.items():
-                trainer = Remote(next(numbers), prefix, partial(TrainerEnd, options.elements, options.changed))
-                others = [Remote(next(numbers), prefix, partial(ReceiverEnd, options.elements, i + 1))
-                          for i in range(receivers)]  # fmt: skip
+            for side, receivers in kinds.items():
+                trainer = Remote(next(numbers), prefix, partial(TrainerEnd, options))
+                others = [Remote(next(numbers), prefix, partial(kind, options, rank))
+                          for rank, kind in enumerate(receivers, 1)]  # fmt: skip
                 ends[side] = trainer, others
-            found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+            found: dict[str, list[dict[str, float]]] = {side: [] for side in kinds}
             for trainer, others in ends.values():
                 publish_all_weights(trainer, others)
             shape(prefix, count, options.rate)
@@ -228,7 +277,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for trainer, others in ends.values():
                 for end in (trainer, *others):
                     end.end()
-    one, many = (found[side][LEARNING:] for side in sides)
+    one, many = (found[side][LEARNING:] for side in kinds)
     medians = {side: {k: statistics.median(f[k] for f in counted) for k in counted[0]}
                for side, counted in (("one", one), ("many", many))}  # fmt: skip
     ratios = [b["ready_s"] / a["ready_s"] for a, b in zip(one, many, strict=True)]
@@ -241,6 +290,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--receivers", type=at_least_one, default=16)
     found.add_argument("--rate", default="8mbit")
     found.add_argument("--elements", type=at_least_one, default=64, help="millions")
+    found.add_argument("--shape", choices=SHAPES, help="the parameters of this model, instead of elements")
+    found.add_argument("--vllm", type=int, default=0, help="vLLM engines beside the receivers; with --shape")
     found.add_argument("--changed", type=float, default=0.015)
     found.add_argument("--publishes", type=at_least_one, default=5)
     found.add_argument("--json", type=Path)
@@ -249,10 +300,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    found = measure(options)
+    if options.vllm and not options.shape:
+        sys.exit(f"--vllm {options.vllm} needs a model; give --shape, such as 11M")
+    with tempfile.TemporaryDirectory() as folder:
+        options.model = str(Path(folder) / "model")
+        if options.shape:
+            save_model(options.shape, Path(options.model), torch.bfloat16)
+        found = measure(options)
     print(json.dumps(found))
     if options.json:
-        kept = {name: getattr(options, name) for name in ("receivers", "rate", "elements", "changed", "publishes")}
+        names = ("receivers", "vllm", "shape", "rate", "elements", "changed", "publishes")
+        kept = {name: getattr(options, name) for name in names}
         options.json.write_text(json.dumps(conditions() | kept | found, indent=1) + "\n")
 
 

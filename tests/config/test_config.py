@@ -353,6 +353,7 @@ def test_paths_of_existing_files_become_absolute(tmp_path: Path, monkeypatch: py
     )
 
 
+FP8 = "--generator.engine_args.quantization=fp8_per_channel"
 VLLM = ["--generator.engine=vllm", "--teacher.path=t", "--teacher.engine=vllm"]
 
 
@@ -393,6 +394,22 @@ VLLM = ["--generator.engine=vllm", "--teacher.path=t", "--teacher.engine=vllm"]
             ["--generator.engine_args.quantization=fp8"],
             "set sync.restart",
             ["--sync.restart=true", "--sync.in_flight=retry"],
+        ),
+        (
+            [FP8, "--model.dtype=float32"],
+            'served with model.dtype = "float32", which vLLM does not quantize; set model.dtype = "bfloat16"',
+            ["--model.dtype=bfloat16"],
+        ),
+        (
+            [FP8, "--sync.placement=colocated", "--sync.in_flight=recompute"],
+            'served with sync.placement = "colocated", where engines receive',
+            ["--sync.placement=disaggregated"],
+        ),
+        ([FP8, "--sync.link=delta"], 'served by sync.link = "delta", which writes', ["--sync.link=nccl"]),
+        (
+            ['--generator.engine_args.quantization_config={"linear": "fp8_per_block"}', FP8],
+            "and at most quantization_config.ignore; use that",
+            ['--generator.engine_args.quantization_config={"ignore": ["lm_head"]}'],
         ),
         (
             ["--generator.engine_args.tensor_parallel_size=2"],

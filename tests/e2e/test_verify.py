@@ -13,6 +13,7 @@ from tests.conftest import VOCABULARY, build_model, build_tokenizer
 from tests.e2e.test_runs import slipstream
 
 TWO_ENGINES = ["--generator.replicas=2"]
+FP8 = ["--generator.engine=vllm", "--generator.engine_args.quantization=fp8_per_channel", "--model.dtype=bfloat16"]
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
 
@@ -61,6 +62,7 @@ def test_the_change_is_enlarged_for_a_model_that_repeats_its_last_token(tmp_path
     ("flags", "status", "said"),
     [
         pytest.param(["--generator.engine=vllm", "--sync.link=nccl", "--tokens=300"], 0, "EXACT", marks=needs_vllm),
+        pytest.param([*FP8, "--sync.verify=full", "--prompts=4", "--tokens=200"], 0, "EXACT", marks=needs_vllm),
         pytest.param(
             [
                 "--generator.engine=vllm",

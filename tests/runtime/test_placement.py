@@ -122,6 +122,7 @@ SERVERS = ["--generator.servers=['http://localhost:1', 'http://127.0.0.1:2']"]
         (["--trainer.device=cpu"], 2, "shared"),
         (["--generator.device=cpu"], 2, "shared"),
         (["--sync.every=2"], 1, "shared"),
+        (["--generator.engine_args.quantization=fp8_per_channel"], 1, "shared"),
         (["--model.dtype=float32"], 1, "shared"),
         (["--trainer.keep_compute_copy=false"], 1, "shared"),
         (["--lora.rank=4"], 1, "lora"),

@@ -18,7 +18,7 @@ from slipstream.rollout import Completion, Sampling, VersionSpan, int32_array
 from slipstream.runtime import run_directory
 from slipstream.runtime.run_directory import scratch_directory
 from slipstream.tools import verify as verification
-from slipstream.tools.verify import RAISE_TOKENS, PerturbingTrainer, Verdict, _longer, _verdict
+from slipstream.tools.verify import RAISE_TOKENS, PerturbingTrainer, Verdict, _longer, _verdict, _with_one_engine
 from tests.conftest import build_model, build_tokenizer
 
 
@@ -163,6 +163,18 @@ def test_a_small_context_and_an_automatic_link_are_verified(tmp_path: Path, monk
     assert config.sync.link == "auto" and config.sampling.max_tokens > 100
     said = asyncio.run(verification.verify(config)).describe(config)
     assert "\nlink           shared, in flight: recompute\n" in said and said.endswith(" EXACT")
+
+
+def test_one_engine_of_a_single_copy_has_one_trainer_rank() -> None:
+    config = load_config(
+        None,
+        [
+            "--model.path=m", "--environment.name=addition", "--generator.engine=vllm", "--sync.link=single_copy",
+            "--generator.replicas=2", "--trainer.ranks=2", "--trainer.parallel=ddp", "--trainer.learning_rate=2e-6",
+        ],
+    )  # fmt: skip
+    one = _with_one_engine(config)
+    assert (one.generator.replicas, one.trainer.ranks, one.trainer.learning_rate) == (1, 1, 2e-6)
 
 
 def test_the_message_names_the_option_that_allows_longer_completions() -> None:

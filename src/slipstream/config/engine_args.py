@@ -53,6 +53,8 @@ UNSUPPORTED: dict[str, tuple[Any, str, str]] = {  # vLLM's argument: the default
         (None, "versions of accepted draft tokens are not tracked", "leave it out"),
     ),
 }
+QUANTIZATION = "fp8_per_channel"  # vLLM's quantization in which a link can write any row alone
+WORD_LINKS = ("delta", "single_copy", "nccl_direct", "handover")  # write the trainer's own values in place
 TEACHER_SETS = {"model": "teacher.path", "gpu_memory_utilization": "teacher.gpu_memory_utilization"}
 TEACHER_UNSUPPORTED: dict[str, tuple[Any, str, str]] = {
     "data_parallel_size": (1, "a teacher is one replica", "leave it out"),
@@ -101,12 +103,35 @@ def _unsupported_by_links(config: Config) -> Iterator[str]:
         elif name == "distributed_executor_backend" and value not in ("mp", "uni", None):
             yield f'{setting} can\'t be served: workers run on this host; use "mp", or generator.servers on others'
         elif name.startswith("quantization") and value is not None and as_trained:
-            yield f"{setting} can't be served: links write weights as trained; set sync.restart, or leave it out"
+            yield from _unsupported_quantization(config, name, value)
         elif name == "kv_cache_dtype" and value not in ("auto", None) and _is_exact(config):
             yield (
                 f"{setting} rounds keys and values, so that log-probabilities differ from the trainer's; leave it out, "
                 "or set trainer.logprob_tolerance to the largest difference that you accept"
             )
+
+
+def _unsupported_quantization(config: Config, name: str, value: Any) -> Iterator[str]:
+    """Why no link can write weights that vLLM quantizes in this way."""
+    setting = f"{_setting('generator', name, value)} can't be served"
+    ignores = name == "quantization_config" and isinstance(value, Mapping) and [*value] == ["ignore"]
+    if config.generator.engine_args.get("quantization") != QUANTIZATION or not (name == "quantization" or ignores):
+        yield (
+            f'{setting}: links write weights as trained, or with quantization = "{QUANTIZATION}" and at most '
+            "quantization_config.ignore; use that, set sync.restart, or leave it out"
+        )
+    elif name == "quantization" and config.model.dtype == "float32":
+        yield f'{setting} with model.dtype = "float32", which vLLM does not quantize; set model.dtype = "bfloat16"'
+    elif name == "quantization" and config.sync.placement == "colocated":
+        yield (
+            f'{setting} with sync.placement = "colocated", where engines receive the trainer\'s own values; '
+            'use "disaggregated"'
+        )
+    elif name == "quantization" and config.sync.link in WORD_LINKS:
+        yield (
+            f'{setting} by sync.link = "{config.sync.link}", which writes the trainer\'s own values; '
+            'use "nccl", "shared" or "checkpoint"'
+        )
 
 
 def _is_exact(config: Config) -> bool:

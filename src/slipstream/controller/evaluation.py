@@ -20,7 +20,6 @@ import torch
 from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.schema import Config
 from slipstream.controller.evaluation_record import (
-    Outcome,
     PlayedTask,
     add_policies,
     all_failed,
@@ -35,6 +34,7 @@ from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import (
     EpisodeOptions,
+    Outcome,
     RolloutFailed,
     Scoring,
     episode_limits,

@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
-from slipstream.environments.episode import RolloutFailed
+from slipstream.environments.episode import Outcome, RolloutFailed
 from slipstream.environments.load import LoadedEnvironment
 from slipstream.observe.estimates import Estimate, estimate_mean, pass_at_k
 from slipstream.observe.run_totals import metric_means
@@ -18,7 +18,6 @@ from slipstream.rollout import Rollout, build_samples, mean
 from slipstream.scheduling.curriculum import success_of
 
 RECORDED_CHARACTERS = 500  # of a prompt or a completion
-Outcome = tuple[Rollout, ...] | RolloutFailed  # of an episode: one rollout for each role
 
 
 @dataclass(frozen=True)

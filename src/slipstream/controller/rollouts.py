@@ -11,7 +11,14 @@ from functools import partial
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.concurrency import EpisodeSlots
-from slipstream.environments.episode import EpisodeOptions, RolloutFailed, episode_limits, play_again, run_episode
+from slipstream.environments.episode import (
+    EpisodeOptions,
+    Outcome,
+    RolloutFailed,
+    episode_limits,
+    play_again,
+    run_episode,
+)
 from slipstream.errors import RunError
 from slipstream.objective import has_signal
 from slipstream.observe.events import CONTROLLER, SCORING
@@ -20,7 +27,6 @@ from slipstream.runtime.closing import gather_all
 from slipstream.runtime.event_loop import throttle
 from slipstream.scheduling.ledger import Visit
 
-Outcome = tuple[Rollout, ...] | RolloutFailed  # of an episode: its rollouts, one per role
 FILTERED_STEPS = 20  # steps' worth of filtered groups in a row: the default limit, and the number that causes a warning
 UNASKED_STEPS = 10  # steps without a rollout of one of several policies, after which the run ends
 SLOW_EPISODE_S = 10.0  # age at which an episode is first reported as slow

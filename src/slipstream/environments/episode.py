@@ -60,6 +60,9 @@ class RolloutFailed(Exception):
         return last if last.startswith(self.reason) else f"{self.reason}: {last}"
 
 
+Outcome = tuple[Rollout, ...] | RolloutFailed  # of an episode: one rollout for each role
+
+
 class EpisodeBlocked(BaseException):
     """Raised inside an episode that blocks the event loop. A user's `except Exception` does not catch it."""
 

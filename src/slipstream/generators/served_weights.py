@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.sync.checksum import checksum
 from slipstream.sync.link import (
     ConnectionInfo,
     ParameterShard,
@@ -107,6 +106,7 @@ class ServedWeights:
         self._rebind = rebind and self._receiver.rebindable
         self._next: Future[list[tuple[Tensor, Tensor]] | Update] | None = None
         self._applied: Update | None = None  # an update that is not confirmed yet
+        self._received: Mapping[str, Any] = {}  # the version's values, if shards need them for their checksums
         self._sums: Future[dict[str, int]] | None = None
         self._timer = DeviceTimer(self._device)
         self._background = BackgroundWorker("weights")
@@ -122,13 +122,16 @@ class ServedWeights:
             return []
         if isinstance(weights, Update):
             return weights
-        new = [weights[name][shard.index] for name, shard in self._shards.items()]
-        served = [shard.tensor for shard in self._shards.values()]
-        if self._stream and self._staged:
-            with torch.cuda.stream(self._stream):
-                new = [tensor.to(self._device) for tensor in new]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            for name, shard in self._shards.items():
+                new = weights[name][shard.index]
+                pairs += shard.encode(new.to(self._device) if self._staged else new)
+        if self._stream:
             self._stream.synchronize()
-        return list(zip(served, new, strict=True))
+        if any(shard.needs_received for shard in self._shards.values()):
+            self._received = weights
+        return pairs
 
     def prepared(self) -> bool:
         """Whether the whole version is staged. Raises the error of a failed transfer."""
@@ -172,8 +175,9 @@ class ServedWeights:
                 target.data = new
             else:
                 copies.append((target, new))
-        if copies:
-            torch._foreach_copy_([target for target, _ in copies], [new for _, new in copies])
+        for dtype in {target.dtype for target, _ in copies}:  # one launch for tensors of one dtype
+            same = [(target, new) for target, new in copies if target.dtype == dtype]
+            torch._foreach_copy_([target for target, _ in same], [new for _, new in same])
 
     def applied(self) -> bool:
         """Whether the device has finished the last swap. Raises `RolledBack` if it failed."""
@@ -198,10 +202,12 @@ class ServedWeights:
         return self._sums.result() if self._sums.done() else None
 
     def _compute_checksums(self, names: Sequence[str]) -> dict[str, int]:
-        shards = {name: self._shards[name] for name in names if name in self._shards}
         # In a side stream: in that of the passes, the checksums and the passes would delay each other.
-        with torch.cuda.stream(self._stream):
-            return {n: checksum(shard.tensor, shard.index) if shard.counted else 0 for n, shard in shards.items()}
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            return {n: self._compute_checksum(n, self._shards[n]) for n in names if n in self._shards}
+
+    def _compute_checksum(self, name: str, shard: ParameterShard) -> int:
+        return shard.checksum(lambda: self._received[name][shard.index].to(self._device)) if shard.counted else 0
 
     def close(self) -> None:
         self._background.close()

@@ -154,7 +154,8 @@ def _fits_single_copy(config: Config) -> bool:
     possible = (
         config.trainer.keep_compute_copy and config.trainer.ranks == config.sync.every == 1 and not config.lora.rank
     )
-    return possible and config.generator.engine == "vllm" and dtype_name(config) == "bfloat16"
+    as_trained = "quantization" not in config.generator.engine_args
+    return possible and as_trained and config.generator.engine == "vllm" and dtype_name(config) == "bfloat16"
 
 
 def place(config: Config, gpus: int) -> Placement:

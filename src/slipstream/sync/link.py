@@ -18,10 +18,10 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch import Tensor
 from slipstream.config.plugins import SEE, load_option, option_code
 from slipstream.config.schema import Config, ConfigError, SyncConfig
 from slipstream.errors import InvalidInput
+from slipstream.sync.checksum import checksum
 from slipstream.sync.update import Update
 
 # Plain data by which a receiver connects: always `shapes` by name, and `link` if it is not the link of `sync.link`.
@@ -139,6 +140,30 @@ class ParameterShard:
     shape: tuple[int, ...]
     index: tuple[slice, ...] = ()
     counted: bool = True
+
+    needs_received: ClassVar[bool] = False
+    """`tensor` has other values than the trainer: `checksum` needs the received ones."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors of the engine that the part is written into."""
+        return (self.tensor,)
+
+    def encode(self, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each tensor that the engine serves for these values of the part, and its new values."""
+        return [(self.tensor, values)]
+
+    def select(self, *index: int | slice) -> ParameterShard:
+        """A shard of `tensor[index]` alone."""
+        return replace(self, tensor=self.tensor[index])
+
+    def holds(self, values: Tensor) -> bool:
+        """Whether the engine serves exactly these values."""
+        return all(torch.equal(new.to(served), served) for served, new in self.encode(values))
+
+    def checksum(self, received: Callable[[], Tensor]) -> int:
+        """The checksum of what the engine serves, as the trainer computes it. `received` returns the part's values."""
+        return checksum(self.tensor, self.index)
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,9 @@ def expected_changed_fraction(
     """Expected share of elements whose bfloat16 value differs after `steps` further steps of AdamW, from 0 to 1.
 
     `exponents` is the result of `count_exponents`. `taken` is the number of earlier steps: bias correction makes the
-    first updates larger. `moving` is the mean of sqrt(v) / (sqrt(v) + eps) over all elements, as measured in training:
-    eps damps updates by this factor. The formula assumes noisy gradients: normal, and independent between steps.
+    first updates larger. `moving` is the mean of sqrt(v) / (sqrt(v) + eps) over the elements, as measured in training:
+    eps damps updates by this factor. If it differs between parameters (rows of an embedding without gradients do not
+    move), predict each parameter alone. The formula assumes noisy gradients: normal, and independent between steps.
     Masters that start on bfloat16 values change less at first.
     """
     spacing = 2.0 ** (torch.arange(EXPONENTS, dtype=torch.float64).clamp(min=1) - BIAS - MANTISSA_BITS)

@@ -208,10 +208,7 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
     fresh = _for_local_engines(config)
     if not config.generator.servers:
         config = fresh
-    single = {"generator": fresh.generator.model_dump() | {"replicas": 1}}
-    if fresh.sync.link == "single_copy":  # a trainer rank for each rank of the one engine
-        single["trainer"] = fresh.trainer.model_dump() | {"ranks": fresh.generator.tensor_parallel_size}
-    fresh = with_options(fresh, **single)
+    fresh = _with_one_engine(fresh)
     if min(prompts, tokens) < 1 or after < 0:
         raise ConfigError(
             f"verify with --prompts {prompts} --tokens {tokens} --after {after} compares nothing; give at least 1 "
@@ -229,6 +226,13 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
         again = [await _generate_fresh(fresh, folder / name, s) for name, s in (("A", by_a), ("B", by_b))]
     longer = _longer(completions[:prompts], tokens)
     return _verdict(completions, again, how=config.sync.in_flight, longer=longer, link=config.sync.link, **observed)
+
+
+def _with_one_engine(config: Config) -> Config:
+    one = {"generator": config.generator.model_dump() | {"replicas": 1}}
+    if config.sync.link == "single_copy" and config.generator.replicas > 1:  # with a trainer rank for each engine
+        one["trainer"] = config.trainer.model_dump(exclude_unset=True, exclude={"parallel"}) | {"ranks": 1}
+    return with_options(config, **one)
 
 
 def _for_local_engines(config: Config) -> Config:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import UserError
 from slipstream.generators.vllm.requests import sum_checksums
-from slipstream.generators.vllm.weight_mapping import expert_tensor, map_parameters
+from slipstream.generators.vllm.weight_mapping import expert_shard, map_parameters
 from slipstream.sync.checksum import checksum
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -102,11 +102,11 @@ def test_stacked_experts_match_the_layout_of_vllm(experts: int, hidden: int, inn
     for number in range(experts):
         gate, up = weights["mlp.experts.gate_up_proj"][number].chunk(2)  # as transformers computes on it
         for kind, wanted in (("gate", gate), ("up", up), ("down", weights["mlp.experts.down_proj"][number])):
-            part = expert_tensor(f"mlp.experts.{number}.{kind}_proj.weight", places)
-            assert part is not None and torch.equal(part, wanted)
+            part = expert_shard(f"mlp.experts.{number}.{kind}_proj.weight", places)
+            assert part and torch.equal(part.tensor, wanted)
     w13, w2 = held.values()
     assert torch.equal(w13, weights["mlp.experts.gate_up_proj"]) and torch.equal(w2, weights["mlp.experts.down_proj"])
-    assert expert_tensor("mlp.gate.weight", places) is None
+    assert expert_shard("mlp.gate.weight", places) is None
     padded = Served(**{name: torch.zeros(experts, *(n + 1 for n in t.shape[1:])) for name, t in held.items()})
     for model, size, remedy in (
         (Served(**held), 2, "tensor_parallel_size = 1"),

@@ -32,6 +32,24 @@ def refusals() -> tuple[type[Exception], ...]:
     return ValueError, getattr(exceptions, "VLLMClientError", ValueError)
 
 
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 values of a matrix and the scale of each row, `[rows, 1]`, by vLLM's functions for "fp8_per_channel"."""
+    from vllm.model_executor.layers.quantization.online import fp8
+
+    if not scales_span_ranks():  # 0.25
+        values, scale = fp8.ops.scaled_fp8_quant(rows, scale=None, use_per_token_if_dynamic=True)
+        return values, scale
+    scale = fp8._fp8_channel_scale(fp8.weight_amax(rows, dim=-1, keepdim=True))
+    return fp8._fp8_quant_per_channel(rows, scale), scale
+
+
+def scales_span_ranks() -> bool:
+    """Whether the scale of an FP8 row is computed from the columns of all tensor-parallel ranks."""
+    from vllm.model_executor.layers.quantization.online import fp8
+
+    return hasattr(fp8, "amax_for_tp_weight_quant")
+
+
 def core_has_own_process(llm: Any) -> bool:
     """Whether vLLM's engine core is a separate process."""
     return hasattr(llm.engine_core, "call_utility")

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.errors import InvalidInput
+from slipstream.generators.vllm.quantized_weights import served_tensors, with_scales
 from slipstream.sync.link import ParameterShard
 
 USE_RESTART = 'set sync.link = "checkpoint", sync.restart = true and sync.in_flight = "retry"'
@@ -23,7 +24,7 @@ def map_parameters(
     With several pipeline stages, those that this stage holds. Raises `InvalidInput` that names the first parameter
     without a tensor, or in a stage the first tensor without a parameter, which no version would update.
     """
-    served = dict(model.named_parameters())
+    served = served_tensors(model)
     projections: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})  # fused, with members in order
     fused = {member: (whole, members) for whole, members in projections.items() for member in members}
     shards: dict[str, ParameterShard] = {}
@@ -34,21 +35,22 @@ def map_parameters(
         parent, _, member = module.rpartition(".")
         expert = next((e for e in _expert_tensors(parent, f"{member}.{kind}") if e in served), "")
         if expert:
-            shards[name] = _map_experts(name, served[expert].data, tuple(shape), size)
+            shards[name] = _map_experts(name, served[expert], tuple(shape), size)
         elif name in served and member in projections and size > 1:
             raise InvalidInput(
                 f"{name} is fused in the model's files, whose rows on {size} GPUs are not consecutive: it can't be "
                 f"updated in place; set generator.tensor_parallel_size = 1, or {USE_RESTART}"
             )
         elif name in served:
-            shards[name] = _map_single(name, served[name].data, tuple(shape), rank, size)
+            shards[name] = _map_single(name, served[name], tuple(shape), rank, size)
         elif member in fused and f"{parent}.{fused[member][0]}.{kind}" in served:
             whole, members = fused[member]
             names = [f"{parent}.{m}.{kind}" for m in members]
-            shards |= _map_fused(names, served[f"{parent}.{whole}.{kind}"].data, shapes, rank, size)
+            shards |= _map_fused(names, served[f"{parent}.{whole}.{kind}"], shapes, rank, size)
         elif stages == 1:
             raise unserved_error(name)
-    updated = {shard.tensor.untyped_storage().data_ptr() for shard in shards.values()}
+    shards = with_scales(shards, served)
+    updated = {tensor.untyped_storage().data_ptr() for shard in shards.values() for tensor in shard.tensors}
     for name, tensor in served.items() if stages > 1 else ():
         if tensor.untyped_storage().data_ptr() not in updated:
             raise InvalidInput(
@@ -81,8 +83,8 @@ def _map_experts(name: str, tensor: Tensor, shape: tuple[int, ...], size: int) -
     return ParameterShard(tensor, shape)
 
 
-def expert_tensor(name: str, shards: Mapping[str, ParameterShard]) -> Tensor | None:
-    """The served tensor of one expert's projection, by its name in model files that don't stack experts."""
+def expert_shard(name: str, shards: Mapping[str, ParameterShard]) -> ParameterShard | None:
+    """The shard of one expert's projection, by its name in model files that don't stack experts."""
     found = EXPERT.fullmatch(name)
     if not found:
         return None
@@ -90,11 +92,9 @@ def expert_tensor(name: str, shards: Mapping[str, ParameterShard]) -> Tensor | N
     shard = shards.get(f"{experts}.{'down_proj' if kind == 'down' else 'gate_up_proj'}")
     if shard is None:
         return None
-    part = shard.tensor[int(number)]
-    if kind == "down":
-        return part
-    rows = part.shape[0] // 2
-    return part[:rows] if kind == "gate" else part[rows:]
+    rows = shard.tensor.shape[1] // 2
+    parts = {"gate": slice(rows), "up": slice(rows, None), "down": slice(None)}
+    return shard.select(int(number), parts[kind])
 
 
 def _map_single(name: str, tensor: Tensor, shape: tuple[int, ...], rank: int, size: int) -> ParameterShard:

@@ -20,8 +20,9 @@ import torch
 from slipstream.errors import InvalidInput, UserError
 from slipstream.generators.served_weights import ServedWeights, side_stream
 from slipstream.generators.vllm.compat import count_tokens, is_known_runner
+from slipstream.generators.vllm.quantized_weights import validate_link
 from slipstream.generators.vllm.requests import LEASE_S, TokenCounts
-from slipstream.generators.vllm.weight_mapping import USE_RESTART, expert_tensor, map_parameters
+from slipstream.generators.vllm.weight_mapping import USE_RESTART, expert_shard, map_parameters
 from slipstream.model.inspection import config_sizes, end_of_sequence, generation_config
 from slipstream.runtime.memory import freeze_heap, raise_gc_thresholds
 from slipstream.sync.frames import Superseded
@@ -196,6 +197,7 @@ class WorkerMethods:
                 module.cpu_linear = torch.nn.functional.linear
         stages = self.model_runner.parallel_config.pipeline_parallel_size
         shards = map_parameters(model, connection_info["shapes"], *_tensor_parallel(self), stages)
+        validate_link(link, shards)
         if not getattr(self, "_slipstream_validated", False):  # later the weights may be those of a run
             _validate_layout(self.model_runner, shards)
             self._slipstream_validated = True
@@ -299,8 +301,8 @@ def _validate_layout(runner: Any, shards: Mapping[str, ParameterShard]) -> None:
     loader: Any = get_model_loader(runner.load_config)
     for name, tensor in loader.get_all_weights(runner.model_config, runner.get_model()):
         shard = shards.get(name)
-        served = shard.tensor if shard else expert_tensor(name, shards)
-        if served is not None and not torch.equal(tensor[shard.index if shard else ()].to(served), served):
+        values, shard = tensor[shard.index if shard else ()], shard or expert_shard(name, shards)
+        if shard and not shard.holds(values):
             raise InvalidInput(
                 f"vLLM stores {name} in a different layout: this model can't be updated in place; {USE_RESTART}"
             )
