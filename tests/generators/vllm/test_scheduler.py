@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from slipstream.generators.vllm.engine import VllmEngine
-from slipstream.generators.vllm.scheduler import CHUNK, OutputBuffer
+from slipstream.generators.vllm.scheduler import CHUNK, BuffersOutputs, OutputBuffer
 from slipstream.rollout import Completion, Sampling
 from tests.conftest import save_model
 from tests.generators.vllm.test_engine import config_of
@@ -86,8 +87,41 @@ def test_parts_are_joined_so_that_arrays_of_whole_steps_can_be_freed() -> None:
         lists = LogprobsLists(np.full((9, 3), number), logprobs, np.zeros(9))
         output = EngineCoreOutput("name", [number], lists.slice_request(4, 1), routed_experts=experts[4:5])
         (buffer.complete if number == len(steps) - 1 else buffer.append)(output)
-        assert len(buffer._logprobs) < CHUNK and len(buffer._experts) < CHUNK
+        assert len(buffer._logprobs) <= CHUNK and len(buffer._experts) <= CHUNK
     assert output.new_token_ids == list(range(len(steps)))
     assert output.new_logprobs.logprobs.tolist() == [[float(logprobs[4, 0])] for logprobs, _ in steps]
     assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
     assert np.array_equal(output.routed_experts, np.stack([experts[4] for _, experts in steps]))
+
+
+def test_few_sequences_that_start_together_are_joined_in_one_step() -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.outputs import LogprobsLists
+
+    names = [str(number) for number in range(4 * CHUNK)]
+
+    class Scheduler:
+        requests = dict.fromkeys(
+            names,
+            SimpleNamespace(
+                sampling_params=SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False, logprobs=0)
+            ),
+        )
+
+        def update_from_output(self) -> dict[int, EngineCoreOutputs]:
+            lists = LogprobsLists(*(np.zeros((len(names), 1)) for _ in range(2)), np.zeros(len(names)))
+            each = [EngineCoreOutput(n, [5], lists.slice_request(i, 1)) for i, n in enumerate(names)]
+            return {0: EngineCoreOutputs(outputs=each)}
+
+    class Buffering(BuffersOutputs, Scheduler):
+        pass
+
+    scheduler = Buffering()
+    before = dict.fromkeys(names, 0)
+    for _ in range(3 * CHUNK):
+        assert scheduler.update_from_output()[0].outputs == []
+        arrays = {name: len(buffer._logprobs) for name, buffer in scheduler.buffers.items()}
+        assert sum(arrays[name] <= before[name] for name in names) <= 4
+        before = arrays

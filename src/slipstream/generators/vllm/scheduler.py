@@ -7,24 +7,27 @@ get them from vLLM as usual.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK = 64  # arrays of one sequence that are joined: each is a view that keeps the arrays of a whole step in memory
+# Arrays of one sequence that are joined: each is a view that keeps the arrays of a whole step in memory. Sequences that
+# start together join theirs in different steps, since hundreds of joins in one step would delay the next one.
+CHUNK = 64
 
 
 class OutputBuffer:
     """Outputs of one sequence in flight: tokens, log-probabilities and, of a mixture of experts, the routing.
 
     vLLM returns as many log-probabilities a token as any sequence of the step has asked for. `width` is the number that
-    this sequence has asked for (None: all).
+    this sequence has asked for (None: all). `number` counts sequences, and shifts the steps in which arrays are joined.
     """
 
-    def __init__(self, width: int | None) -> None:
+    def __init__(self, width: int | None, number: int = 0) -> None:
         self.tokens: list[int] = []
-        self._width = width
+        self._width, self._shift = width, number % CHUNK
         self._logprobs: list[Any] = []
         self._experts: list[NDArray[Any]] = []
         self._prefill_stats: Any = None
@@ -37,12 +40,10 @@ class OutputBuffer:
         self._events += output.events or ()
         if output.new_logprobs is not None:
             self._logprobs.append(output.new_logprobs)
-            if len(self._logprobs) >= CHUNK:
-                self._logprobs = [self._join_logprobs()]
         if output.routed_experts is not None:
             self._experts.append(output.routed_experts)
-            if len(self._experts) >= CHUNK:
-                self._experts = [np.concatenate(self._experts)]
+        if (len(self.tokens) + self._shift) % CHUNK == 0:
+            self._join()
 
     def complete(self, output: Any) -> None:
         """Put the whole sequence into its last `EngineCoreOutput`."""
@@ -52,6 +53,12 @@ class OutputBuffer:
         output.routed_experts = np.concatenate(self._experts) if self._experts else None
         output.prefill_stats = self._prefill_stats
         output.events = self._events or None
+
+    def _join(self) -> None:
+        if self._logprobs:
+            self._logprobs = [self._join_logprobs()]
+        if self._experts:
+            self._experts = [np.concatenate(self._experts)]
 
     def _join_logprobs(self) -> Any:
         """The log-probabilities so far as one `LogprobsLists`, with the sampled token in the first column."""
@@ -72,6 +79,7 @@ class BuffersOutputs:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.buffers: dict[str, OutputBuffer] = {}  # by name of the request
+        self._numbers = itertools.count()
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """vLLM's messages without the outputs that are buffered. A message without outputs is sent, too: the generator
@@ -99,7 +107,8 @@ class BuffersOutputs:
             if not _wants_only_the_end(sampling):
                 return False
             wanted = sampling.num_logprobs
-            self.buffers[name] = OutputBuffer(None if wanted in (None, -1) else wanted + 1)
+            width = None if wanted in (None, -1) else wanted + 1
+            self.buffers[name] = OutputBuffer(width, next(self._numbers))
         self.buffers[name].append(output)
         return True
 
