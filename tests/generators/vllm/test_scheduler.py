@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
+import random
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -87,41 +90,49 @@ def test_parts_are_joined_so_that_arrays_of_whole_steps_can_be_freed() -> None:
         lists = LogprobsLists(np.full((9, 3), number), logprobs, np.zeros(9))
         output = EngineCoreOutput("name", [number], lists.slice_request(4, 1), routed_experts=experts[4:5])
         (buffer.complete if number == len(steps) - 1 else buffer.append)(output)
-        assert len(buffer._logprobs) <= CHUNK and len(buffer._experts) <= CHUNK
+        if number % CHUNK == 3:
+            buffer.join()
+            assert len(buffer._logprobs) == len(buffer._experts) == 1
     assert output.new_token_ids == list(range(len(steps)))
     assert output.new_logprobs.logprobs.tolist() == [[float(logprobs[4, 0])] for logprobs, _ in steps]
     assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
     assert np.array_equal(output.routed_experts, np.stack([experts[4] for _, experts in steps]))
 
 
-def test_few_sequences_that_start_together_are_joined_in_one_step() -> None:
+@pytest.mark.parametrize("starts_each_step", [4 * CHUNK, 1])
+def test_each_step_joins_the_arrays_of_few_sequences(starts_each_step: int) -> None:
+    """Whether sequences start together or one after the other, and end at any time."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.outputs import LogprobsLists
 
-    names = [str(number) for number in range(4 * CHUNK)]
+    slots, draw = 4 * CHUNK, random.Random(0)
+    wanted = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False, logprobs=0)
+    remaining: dict[str, int] = {}  # tokens of each sequence in flight
 
     class Scheduler:
-        requests = dict.fromkeys(
-            names,
-            SimpleNamespace(
-                sampling_params=SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False, logprobs=0)
-            ),
-        )
+        requests: ClassVar[dict[str, Any]] = defaultdict(lambda: SimpleNamespace(sampling_params=wanted))
 
         def update_from_output(self) -> dict[int, EngineCoreOutputs]:
-            lists = LogprobsLists(*(np.zeros((len(names), 1)) for _ in range(2)), np.zeros(len(names)))
-            each = [EngineCoreOutput(n, [5], lists.slice_request(i, 1)) for i, n in enumerate(names)]
-            return {0: EngineCoreOutputs(outputs=each)}
+            lists, outputs = LogprobsLists(*(np.zeros((slots, 1)) for _ in range(2)), np.zeros(slots)), []
+            for row, name in enumerate(list(remaining)):
+                remaining[name] -= 1
+                ended = FinishReason.LENGTH if not remaining[name] else None
+                outputs.append(EngineCoreOutput(name, [5], lists.slice_request(row, 1), finish_reason=ended))
+                if ended:
+                    del remaining[name]
+            return {0: EngineCoreOutputs(outputs=outputs)}
 
     class Buffering(BuffersOutputs, Scheduler):
         pass
 
-    scheduler = Buffering()
-    before = dict.fromkeys(names, 0)
-    for _ in range(3 * CHUNK):
-        assert scheduler.update_from_output()[0].outputs == []
-        arrays = {name: len(buffer._logprobs) for name, buffer in scheduler.buffers.items()}
-        assert sum(arrays[name] <= before[name] for name in names) <= 4
-        before = arrays
+    scheduler, numbers, arrays = Buffering(), itertools.count(), dict[str, int]()
+    for _ in range(2000):
+        for _ in range(min(starts_each_step, slots - len(remaining))):
+            remaining[str(next(numbers))] = draw.randint(206, 306)
+        scheduler.update_from_output()
+        before, arrays = arrays, {name: len(buffer._logprobs) for name, buffer in scheduler.buffers.items()}
+        assert sum(arrays[name] <= before[name] for name in arrays.keys() & before.keys()) <= slots // CHUNK
+        assert max(arrays.values()) <= CHUNK + 1
+    assert len(arrays) == len(remaining) > slots // 2

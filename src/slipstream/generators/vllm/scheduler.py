@@ -8,13 +8,14 @@ get them from vLLM as usual.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Arrays of one sequence that are joined: each is a view that keeps the arrays of a whole step in memory. Sequences that
-# start together join theirs in different steps, since hundreds of joins in one step would delay the next one.
+# Steps after which the arrays of a sequence are joined: each is a view that keeps the arrays of a whole step in memory.
+# Each step joins those of one sequence in `CHUNK`: hundreds of joins in one step would delay the next one.
 CHUNK = 64
 
 
@@ -22,12 +23,12 @@ class OutputBuffer:
     """Outputs of one sequence in flight: tokens, log-probabilities and, of a mixture of experts, the routing.
 
     vLLM returns as many log-probabilities a token as any sequence of the step has asked for. `width` is the number that
-    this sequence has asked for (None: all). `number` counts sequences, and shifts the steps in which arrays are joined.
+    this sequence has asked for (None: all).
     """
 
-    def __init__(self, width: int | None, number: int = 0) -> None:
+    def __init__(self, width: int | None) -> None:
         self.tokens: list[int] = []
-        self._width, self._shift = width, number % CHUNK
+        self._width = width
         self._logprobs: list[Any] = []
         self._experts: list[NDArray[Any]] = []
         self._prefill_stats: Any = None
@@ -42,8 +43,6 @@ class OutputBuffer:
             self._logprobs.append(output.new_logprobs)
         if output.routed_experts is not None:
             self._experts.append(output.routed_experts)
-        if (len(self.tokens) + self._shift) % CHUNK == 0:
-            self._join()
 
     def complete(self, output: Any) -> None:
         """Put the whole sequence into its last `EngineCoreOutput`."""
@@ -54,10 +53,11 @@ class OutputBuffer:
         output.prefill_stats = self._prefill_stats
         output.events = self._events or None
 
-    def _join(self) -> None:
-        if self._logprobs:
+    def join(self) -> None:
+        """Copy the outputs so far out of the arrays of whole steps."""
+        if len(self._logprobs) > 1:
             self._logprobs = [self._join_logprobs()]
-        if self._experts:
+        if len(self._experts) > 1:
             self._experts = [np.concatenate(self._experts)]
 
     def _join_logprobs(self) -> Any:
@@ -78,8 +78,7 @@ class BuffersOutputs:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.buffers: dict[str, OutputBuffer] = {}  # by name of the request
-        self._numbers = itertools.count()
+        self.buffers: dict[str, OutputBuffer] = {}  # by name of the request; those to join next come first
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """vLLM's messages without the outputs that are buffered. A message without outputs is sent, too: the generator
@@ -87,6 +86,9 @@ class BuffersOutputs:
         messages: dict[int, Any] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
         for message in messages.values():
             message.outputs = [output for output in message.outputs if not self._buffer(output)]
+        for name in list(itertools.islice(self.buffers, math.ceil(len(self.buffers) / CHUNK))):
+            self.buffers[name] = buffer = self.buffers.pop(name)  # to the end
+            buffer.join()
         return messages
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +109,7 @@ class BuffersOutputs:
             if not _wants_only_the_end(sampling):
                 return False
             wanted = sampling.num_logprobs
-            width = None if wanted in (None, -1) else wanted + 1
-            self.buffers[name] = OutputBuffer(width, next(self._numbers))
+            self.buffers[name] = OutputBuffer(None if wanted in (None, -1) else wanted + 1)
         self.buffers[name].append(output)
         return True
 
