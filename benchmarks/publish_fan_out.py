@@ -145,9 +145,9 @@ class VllmEnd(ReceiverEnd):
 
     def checksums(self) -> dict[str, str]:
         self._weights.start_checksums(self._names)
-        found: list[dict[str, int] | None] = []
-        self._decode_until(lambda: found.append(self._weights.checksums()) or found[-1] is not None)
-        return {name: str(value % 2**64) for name, value in (found[-1] or {}).items()}
+        while (sums := self._weights.checksums()) is None:
+            self._engine.step()
+        return {name: str(value % 2**64) for name, value in sums.items()}
 
     def _decode_until(self, done: Callable[[], bool]) -> None:
         while not done():
@@ -289,9 +289,9 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--receivers", type=at_least_one, default=16)
     found.add_argument("--rate", default="8mbit")
-    found.add_argument("--elements", type=at_least_one, default=64, help="millions")
-    found.add_argument("--shape", choices=SHAPES, help="the parameters of this model, instead of elements")
-    found.add_argument("--vllm", type=int, default=0, help="vLLM engines beside the receivers; with --shape")
+    found.add_argument("--elements", type=at_least_one, help="millions, by default 64")
+    found.add_argument("--shape", choices=SHAPES, help="the parameters of this model, instead of --elements")
+    found.add_argument("--vllm", type=int, choices=range(17), default=0, help="vLLM engines, too; with --shape")
     found.add_argument("--changed", type=float, default=0.015)
     found.add_argument("--publishes", type=at_least_one, default=5)
     found.add_argument("--json", type=Path)
@@ -302,6 +302,10 @@ def main() -> None:
     options = parser().parse_args()
     if options.vllm and not options.shape:
         sys.exit(f"--vllm {options.vllm} needs a model; give --shape, such as 11M")
+    if options.shape and options.elements:
+        sys.exit(f"--elements {options.elements} and --shape {options.shape} are both sizes; give one")
+    if not options.shape:
+        options.elements = options.elements or 64
     with tempfile.TemporaryDirectory() as folder:
         options.model = str(Path(folder) / "model")
         if options.shape:

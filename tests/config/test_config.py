@@ -360,16 +360,16 @@ VLLM = ["--generator.engine=vllm", "--teacher.path=t", "--teacher.engine=vllm"]
 @pytest.mark.parametrize(
     ("flags", "said", "then"),
     [
-        (["--generator.engine_args.pipeline_parallel_size=0"], "= 0 is no number of stages; give an integer", []),
-        (["--generator.engine_args.pipeline_parallel_size=auto"], '= "auto" is no number of stages', []),
+        (["--generator.engine_args.pipeline_parallel_size=0"], "= 0 must be an integer of at least 1", []),
+        (["--generator.engine_args.pipeline_parallel_size=auto"], '= "auto" must be an integer', []),
         (
             ["--generator.engine_args.pipeline_parallel_size=2", "--sync.link=nccl_direct"],
-            'can\'t be served by sync.link = "nccl_direct"; set the link to "nccl", or leave it out',
+            'can\'t be served by sync.link = "nccl_direct"; use sync.link = "nccl", or one stage',
             ["--sync.link=nccl", "--generator.tensor_parallel_size=2"],
         ),
         (
             ["--generator.engine_args.pipeline_parallel_size=2", "--sync.link=single_copy", "--model.dtype=bfloat16"],
-            'can\'t be served by sync.link = "single_copy"; set the link to "nccl", or leave it out',
+            'can\'t be served by sync.link = "single_copy"; use sync.link = "nccl", or one stage',
             ["--sync.link=lora", "--lora.rank=8"],
         ),
         (
@@ -378,7 +378,7 @@ VLLM = ["--generator.engine=vllm", "--teacher.path=t", "--teacher.engine=vllm"]
                 "--sync.placement=colocated",
                 "--sync.in_flight=recompute",
             ],
-            'can\'t be served with sync.placement = "colocated"; use "disaggregated", or leave it out',
+            'can\'t be served with sync.placement = "colocated"; use "disaggregated", or one stage',
             ["--sync.placement=disaggregated"],
         ),
         (["--generator.engine_args.data_parallel_size=2"], "one replica; use generator.replicas", []),

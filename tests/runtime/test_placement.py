@@ -16,6 +16,7 @@ SINGLE_COPY = ["--sync.link=single_copy", "--model.dtype=bfloat16"]
 STAGES = ["--generator.engine_args.pipeline_parallel_size=2"]
 SERVER = ["--generator.servers=['http://far:1']", "--sync.link=checkpoint"]
 LOCAL = ["--generator.servers=['http://localhost:1', 'http://localhost:2']", "--sync.link=nccl"]
+QUANTIZED = ["--generator.engine=vllm", "--generator.engine_args.quantization=fp8_per_channel"]
 IN_TURNS = ["--sync.placement=colocated", "--sync.in_flight=retry"]
 
 
@@ -220,6 +221,7 @@ def test_cores_are_divided_among_the_processes_of_this_host(monkeypatch: pytest.
         (None, [], "nccl: several hosts"),
         (Network(1.1e8), ["--lora.rank=4"], "lora: vLLM serves adapters"),
         (Network(1.1e8), IN_TURNS, "shared: engines and trainer take turns"),
+        (Network(1.1e8), QUANTIZED, "nccl: engines quantize weights"),
     ],
 )
 def test_auto_chooses_the_link_between_hosts_by_their_network(

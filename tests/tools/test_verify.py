@@ -171,6 +171,7 @@ def test_one_engine_of_a_single_copy_has_one_trainer_rank() -> None:
         [
             "--model.path=m", "--environment.name=addition", "--generator.engine=vllm", "--sync.link=single_copy",
             "--generator.replicas=2", "--trainer.ranks=2", "--trainer.parallel=ddp", "--trainer.learning_rate=2e-6",
+            "--trainer.context_parallel=2", "--generator.min_replicas=2",
         ],
     )  # fmt: skip
     one = _with_one_engine(config)

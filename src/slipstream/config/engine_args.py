@@ -53,8 +53,8 @@ UNSUPPORTED: dict[str, tuple[Any, str, str]] = {  # vLLM's argument: the default
         (None, "versions of accepted draft tokens are not tracked", "leave it out"),
     ),
 }
-QUANTIZATION = "fp8_per_channel"  # vLLM's quantization in which a link can write any row alone
-WORD_LINKS = ("delta", "single_copy", "nccl_direct", "handover")  # write the trainer's own values in place
+QUANTIZATION = "fp8_per_channel"  # vLLM's quantization of each row independently
+UNQUANTIZED_LINKS = ("delta", "single_copy", "nccl_direct", "handover")  # write the trainer's own values in place
 TEACHER_SETS = {"model": "teacher.path", "gpu_memory_utilization": "teacher.gpu_memory_utilization"}
 TEACHER_UNSUPPORTED: dict[str, tuple[Any, str, str]] = {
     "data_parallel_size": (1, "a teacher is one replica", "leave it out"),
@@ -95,11 +95,11 @@ def _unsupported_by_links(config: Config) -> Iterator[str]:
         if name.startswith("data_parallel_") and name not in UNSUPPORTED:
             yield f"{setting} can't be served: a generator is one replica; use generator.replicas"
         elif name == "pipeline_parallel_size" and (type(value) is not int or value < 1):
-            yield f"{setting} is no number of stages; give an integer from 1"
+            yield f"{setting} must be an integer of at least 1"
         elif name == "pipeline_parallel_size" and value > 1 and sync.link in ("nccl_direct", "single_copy"):
-            yield f'{setting} can\'t be served by sync.link = "{sync.link}"; set the link to "nccl", or leave it out'
+            yield f'{setting} can\'t be served by sync.link = "{sync.link}"; use sync.link = "nccl", or one stage'
         elif name == "pipeline_parallel_size" and value > 1 and sync.placement == "colocated":
-            yield f'{setting} can\'t be served with sync.placement = "colocated"; use "disaggregated", or leave it out'
+            yield f'{setting} can\'t be served with sync.placement = "colocated"; use "disaggregated", or one stage'
         elif name == "distributed_executor_backend" and value not in ("mp", "uni", None):
             yield f'{setting} can\'t be served: workers run on this host; use "mp", or generator.servers on others'
         elif name.startswith("quantization") and value is not None and as_trained:
@@ -114,7 +114,7 @@ def _unsupported_by_links(config: Config) -> Iterator[str]:
 def _unsupported_quantization(config: Config, name: str, value: Any) -> Iterator[str]:
     """Why no link can write weights that vLLM quantizes in this way."""
     setting = f"{_setting('generator', name, value)} can't be served"
-    ignores = name == "quantization_config" and isinstance(value, Mapping) and [*value] == ["ignore"]
+    ignores = name == "quantization_config" and isinstance(value, Mapping) and set(value) <= {"ignore"}
     if config.generator.engine_args.get("quantization") != QUANTIZATION or not (name == "quantization" or ignores):
         yield (
             f'{setting}: links write weights as trained, or with quantization = "{QUANTIZATION}" and at most '
@@ -127,7 +127,7 @@ def _unsupported_quantization(config: Config, name: str, value: Any) -> Iterator
             f'{setting} with sync.placement = "colocated", where engines receive the trainer\'s own values; '
             'use "disaggregated"'
         )
-    elif name == "quantization" and config.sync.link in WORD_LINKS:
+    elif name == "quantization" and config.sync.link in UNQUANTIZED_LINKS:
         yield (
             f'{setting} by sync.link = "{config.sync.link}", which writes the trainer\'s own values; '
             'use "nccl", "shared" or "checkpoint"'

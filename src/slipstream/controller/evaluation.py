@@ -34,7 +34,7 @@ from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.endpoint import Endpoint
 from slipstream.environments.episode import (
     EpisodeOptions,
-    Outcome,
+    EpisodeOutcome,
     RolloutFailed,
     Scoring,
     episode_limits,
@@ -146,7 +146,9 @@ class _Player:
     endpoint: Endpoint | None
     episodes: Mapping[str, EpisodeOptions]
 
-    async def play(self, policies: Mapping[str, str], each: LoadedEnvironment, task: Task, sample: int) -> Outcome:
+    async def play(
+        self, policies: Mapping[str, str], each: LoadedEnvironment, task: Task, sample: int
+    ) -> EpisodeOutcome:
         """Play a sample, again after a failure. Returns its rollouts, or the last failure."""
         seed = f"{self.config.loop.seed}/evaluation/{each.id_of(task)}" + f"/{sample}" * (sample > 0)
         outcomes = await play_again(
@@ -155,7 +157,9 @@ class _Player:
         )
         return outcomes[-1]
 
-    async def _play_once(self, policies: Mapping[str, str], each: LoadedEnvironment, task: Task, seed: str) -> Outcome:
+    async def _play_once(
+        self, policies: Mapping[str, str], each: LoadedEnvironment, task: Task, seed: str
+    ) -> EpisodeOutcome:
         if self.config.loop.max_lag:  # a synchronous run's requests reach an engine as one message
             await throttle()
         sampling, limits = evaluation_sampling(self.config, each.options), episode_limits(each.options)

@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
-from slipstream.environments.episode import Outcome, RolloutFailed
+from slipstream.environments.episode import EpisodeOutcome, RolloutFailed
 from slipstream.environments.load import LoadedEnvironment
 from slipstream.observe.estimates import Estimate, estimate_mean, pass_at_k
 from slipstream.observe.run_totals import metric_means
@@ -26,7 +26,7 @@ class PlayedTask:
 
     environment: LoadedEnvironment
     task: Task
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[EpisodeOutcome]
 
     @property
     def id(self) -> str:

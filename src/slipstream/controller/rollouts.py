@@ -13,7 +13,7 @@ from slipstream.environments.base import Policy, Task
 from slipstream.environments.concurrency import EpisodeSlots
 from slipstream.environments.episode import (
     EpisodeOptions,
-    Outcome,
+    EpisodeOutcome,
     RolloutFailed,
     episode_limits,
     play_again,
@@ -77,7 +77,7 @@ async def play_group(run: RunContext, visit: Visit) -> None:
     run.changed.set()
 
 
-async def play_member(run: RunContext, task: Task, visit: Visit, member: int) -> list[Outcome]:
+async def play_member(run: RunContext, task: Task, visit: Visit, member: int) -> list[EpisodeOutcome]:
     """Play one member of a group, again after a failure. Returns as `play_again`."""
     return await play_again(
         lambda draw: play_rollout(run, task, visit, f"{member}/{draw}" if draw else f"{member}"),
@@ -85,7 +85,7 @@ async def play_member(run: RunContext, task: Task, visit: Visit, member: int) ->
     )
 
 
-async def play_rollout(run: RunContext, task: Task, visit: Visit, member: str) -> Outcome:
+async def play_rollout(run: RunContext, task: Task, visit: Visit, member: str) -> EpisodeOutcome:
     """Play one episode. Returns its rollouts, one per role, or why it failed. `member` derives its seed.
 
     Raises `RunError` after too many failures in a row, and `WorkerDied` if all engines or a scoring process died.
@@ -135,7 +135,7 @@ def count_failure(run: RunContext, visit: Visit, failure: RolloutFailed) -> None
         raise run_error(run, found, failure) from None
 
 
-def end_group(run: RunContext, visit: Visit, task: Task, played: Sequence[Outcome], began: float) -> None:
+def end_group(run: RunContext, visit: Visit, task: Task, played: Sequence[EpisodeOutcome], began: float) -> None:
     """Add the group to the buffer, filter it, or return its task to pending; retire the task after the last try.
 
     The group started at time `began` of the run. Raises `RunError` if most tasks are retired.

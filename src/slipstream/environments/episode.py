@@ -60,7 +60,7 @@ class RolloutFailed(Exception):
         return last if last.startswith(self.reason) else f"{self.reason}: {last}"
 
 
-Outcome = tuple[Rollout, ...] | RolloutFailed  # of an episode: one rollout for each role
+EpisodeOutcome = tuple[Rollout, ...] | RolloutFailed  # of an episode: one rollout for each role
 
 
 class EpisodeBlocked(BaseException):

@@ -192,8 +192,8 @@ class ServedWeights:
         return seconds
 
     def start_checksums(self, names: Sequence[str]) -> None:
-        """Start to compute checksums of the shards of these parameters that are held here; those of all ranks of a
-        pipeline stage add up to the whole's."""
+        """Start to compute checksums of the shards of these parameters that are held here; the
+        sum over the ranks of one pipeline stage is the parameter's checksum."""
         self._sums = self._background.submit(lambda: self._compute_checksums(names))
 
     def checksums(self) -> dict[str, int] | None:

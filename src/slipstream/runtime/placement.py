@@ -123,7 +123,7 @@ def choose_link(config: Config, gpus: int, hosts: int, network: Network) -> tupl
     if config.policies:
         return ("checkpoint", "several policies on several hosts") if hosts > 1 else ("shared", "several policies")
     if hosts > 1 and not placement.shared:
-        return _choose_between_hosts(network)
+        return _choose_between_hosts(network) if _serves_as_trained(config) else ("nccl", "engines quantize weights")
     if own or config.sync.placement == "colocated":
         return "shared", "engine or trainer is your own class" if own else "engines and trainer take turns"
     if not (placement.trainer and all(placement.generators)):
@@ -154,8 +154,17 @@ def _fits_single_copy(config: Config) -> bool:
     possible = (
         config.trainer.keep_compute_copy and config.trainer.ranks == config.sync.every == 1 and not config.lora.rank
     )
-    as_trained = "quantization" not in config.generator.engine_args
-    return possible and as_trained and config.generator.engine == "vllm" and dtype_name(config) == "bfloat16"
+    return (
+        possible
+        and _serves_as_trained(config)
+        and config.generator.engine == "vllm"
+        and dtype_name(config) == "bfloat16"
+    )
+
+
+def _serves_as_trained(config: Config) -> bool:
+    """Whether vLLM serves the trainer's own values, so that a link can write these in place."""
+    return "quantization" not in config.generator.engine_args
 
 
 def place(config: Config, gpus: int) -> Placement:

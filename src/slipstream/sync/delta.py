@@ -62,8 +62,9 @@ from slipstream.sync.update import Part, Tensors, Update
 
 BLOCK = {"cpu": 2**20, "cuda": 2**27}  # words that are coded together
 SLOW = 0.25  # of the median rate, or of `COMPRESSION`: no receiver waits for one below
-MIN_MEASURED = 2**20  # bytes of a stream that measures the rate of a network,
-MIN_MEASURED_SLOW, MIN_MEASURED_S = 2**15, 1.0  # or of one that takes this time
+MIN_MEASURED = 2**20  # bytes of a stream that measures the rate of a network
+MIN_MEASURED_S = 1.0  # time of a smaller stream that measures it
+MIN_MEASURED_SLOW = 2**15  # bytes of such a stream
 BOTTLENECK = 0.5  # of the rate of the receiver before: below it a receiver's own network is the slowest of the chain
 WINDOW = 2**26  # bytes of a version that a receiver holds for others
 
@@ -313,7 +314,7 @@ class DeltaReceiver(Receiver):
         except BaseException:
             stream.end("the receiver failed")
             raise
-        if stream.size >= min(MIN_MEASURED, max(MIN_MEASURED_SLOW, stream.rate * MIN_MEASURED_S)):
+        if stream.rated >= min(MIN_MEASURED, max(MIN_MEASURED_SLOW, stream.rate * MIN_MEASURED_S)):
             self._rate.add(stream.rate, stream.upstream_rate)
         return update, update.checksums(self._sums), stream.trailer
 

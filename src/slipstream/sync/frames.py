@@ -73,6 +73,7 @@ class Stream:
         self.used = time.monotonic()
         self.progressed = 0.0  # time of the last further byte
         self.rate = self.upstream_rate = 0.0  # bytes per second from first to last frame, here and in the server
+        self.rated = 0  # bytes by which `rate` was measured: those of the last connection
 
     def __len__(self) -> int:
         return self._dropped + len(self._frames)
@@ -256,7 +257,8 @@ def _fetch_from(address: Address, secret: bytes, request: Request, into: Stream)
             last = time.monotonic()
             into.add(bytes(message))
         end = _parse(message)
-        into.rate, into.upstream_rate = (into.size - before) / max(last - began, 1e-6), end["rate"]
+        into.rated = into.size - before
+        into.rate, into.upstream_rate = into.rated / max(last - began, 1e-6), end["rate"]
         into.end(trailer=end["trailer"])
     return None
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from slipstream.errors import UserError
+from slipstream.errors import InvalidInput, UserError
 from slipstream.generators.vllm.requests import sum_checksums
 from slipstream.generators.vllm.weight_mapping import expert_shard, map_parameters
+from slipstream.generators.vllm.weights import VllmWeights
 from slipstream.sync.checksum import checksum
 
 PACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -155,3 +156,13 @@ def test_checksums_of_stages_cover_every_parameter() -> None:
     workers[3]["tied"] = "8"
     with pytest.raises(UserError, match="hold 2 values of tied instead of one"):
         sum_checksums(workers, ["tied"], 2)
+
+
+def test_a_parameter_that_no_pipeline_stage_holds_is_refused() -> None:
+    class Stages:
+        def __init__(self, *missing: list[str]) -> None:
+            self.collective_rpc = lambda *arguments, **named: missing
+
+    VllmWeights(Stages(["b"], ["a"]), "nccl", {}, 1)
+    with pytest.raises(InvalidInput, match="serves no tensor for b: "):
+        VllmWeights(Stages(["c", "b"], ["a", "b"]), "nccl", {}, 1)

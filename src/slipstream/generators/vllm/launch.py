@@ -87,11 +87,11 @@ def new_engine(config: Config, sharers: int) -> Any:
     if not torch.cuda.is_available():
         validate_on_cpu(arguments["model"])
     # With pipeline stages, a core in this process could not be paused: it returns from a step with batches in flight.
-    stages = config.generator.pipeline_parallel_size
+    stages, workers = config.generator.pipeline_parallel_size, config.generator.gpus_per_engine
     staged_on_cpu = stages > 1 and not torch.cuda.is_available()
     if staged_on_cpu:  # else vLLM binds each stage to a NUMA node of its own
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // stages)))
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // workers)))
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=stages > 1)
     if staged_on_cpu:
         engine.collective_rpc("execute_dummy_batch")  # allocates the tensors that a stage receives

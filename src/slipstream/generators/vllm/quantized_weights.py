@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.config.engine_args import QUANTIZATION, WORD_LINKS
+from slipstream.config.engine_args import QUANTIZATION, UNQUANTIZED_LINKS
 from slipstream.errors import InvalidInput
 from slipstream.generators.vllm.compat import quantize_rows, scales_span_ranks
 from slipstream.sync.checksum import checksum
@@ -43,7 +43,7 @@ class QuantizedShard(ParameterShard):
         return replace(self, tensor=self.tensor[index], scale=self.scale[index])
 
     def checksum(self, received: Callable[[], Tensor]) -> int:
-        """The checksum of the received values, or the next number if the engine serves other values than these become.
+        """The checksum of the received values, plus 1 if the served tensors differ from these values quantized again.
 
         The trainer has no FP8 values to compare with.
         """
@@ -98,8 +98,11 @@ def with_scales(shards: Mapping[str, ParameterShard], served: Mapping[str, Tenso
 
 
 def validate_link(link: str, shards: Mapping[str, ParameterShard]) -> None:
-    """Raise `InvalidInput` if a link that writes the trainer's own values would write FP8 weights."""
-    if link in WORD_LINKS and any(shard.needs_received for shard in shards.values()):
+    """Raise `InvalidInput` if a link that writes the trainer's own values would write FP8 weights.
+
+    Only a server of the user can have such weights with such a link: a run refuses its own engines before.
+    """
+    if link in UNQUANTIZED_LINKS and any(shard.needs_received for shard in shards.values()):
         raise InvalidInput(
             f'sync.link = "{link}" writes the trainer\'s own values, and this vLLM serves FP8 weights; '
             'use "nccl", "shared" or "checkpoint"'

@@ -55,8 +55,8 @@ class VllmWeights:
     def __init__(self, llm: Any, link: str, connection_info: ConnectionInfo, rank: int) -> None:
         self._llm, self._blocking, self._pause_s = llm, link == "nccl_direct", 0.0
         missing = call_workers(llm, WorkerMethods.slipstream_connect, link, connection_info, rank)
-        if nowhere := set(missing[0]).intersection(*missing[1:]):
-            raise unserved_error(min(nowhere))
+        if unserved := set(missing[0]).intersection(*missing[1:]):
+            raise unserved_error(min(unserved))
 
     def prepare(self, handle: PublishHandle) -> None:
         started = call_workers_nowait(self._llm, WorkerMethods.slipstream_prepare, handle)
@@ -103,9 +103,9 @@ class VllmWeights:
         self._sums = PolledCall(self._llm, WorkerMethods.slipstream_checksums, started)
 
     def checksums(self) -> dict[str, int] | None:
-        sums = self._sums.poll()
-        stages: int = self._llm.vllm_config.parallel_config.pipeline_parallel_size
-        return None if sums is None else sum_checksums(sums, self._names, stages)
+        if (sums := self._sums.poll()) is None:
+            return None
+        return sum_checksums(sums, self._names, self._llm.vllm_config.parallel_config.pipeline_parallel_size)
 
     def close(self) -> None:
         call_workers(self._llm, WorkerMethods.slipstream_close)
