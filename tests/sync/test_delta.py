@@ -499,11 +499,11 @@ def test_no_engine_follows_one_with_a_slow_network(trainer: Trainer, monkeypatch
 
 
 def test_a_small_version_measures_a_slow_network(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, "--sync.max_mb_per_s=0.05")
+    trainer = Trainer(tmp_path, "--sync.max_mb_per_s=0.02")
     engine = Engine(trainer.info)
     engine.swap(trainer.publish())
     assert delta.MIN_MEASURED_SLOW <= 2 * sum(map(torch.numel, trainer.parameters.values())) < delta.MIN_MEASURED
-    assert engine.receiver._rate.estimate == pytest.approx(5e4, rel=0.2)
+    assert engine.receiver._rate.estimate == pytest.approx(2e4, rel=0.4)
     trainer.sender.close()
 
 
