@@ -48,8 +48,8 @@ class MeasuredTrainer(PytorchTrainerWorker):
         weights = self._trainer.parameters
         self._exponents = [count_exponents([weight]) for weight in weights.values()]
         self._senders = {steps: DeltaSender(weights, config, Path(run), 0) for steps in PUBLISHES}
-        for sender in self._senders.values():
-            sender.send(sender.stage(0))
+        for steps in PUBLISHES:
+            self._send(steps, 0)
 
     async def step(self, batch: Batch) -> StepStats:
         stats = await super().step(batch)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.config.schema import Config
+    from slipstream.config.schema import Config, SyncConfig
 
 MAX_LORA_RANK = 512  # that vLLM serves
 DEFAULT_MEMORY = 0.85  # share of a GPU for an engine that has it alone, or takes turns with the trainer
@@ -88,18 +88,13 @@ def _refused(
 
 
 def _unsupported_by_links(config: Config) -> Iterator[str]:
-    sync = config.sync
     as_trained = not (config.serves_adapters or config.sync.restart)  # else adapters are separate, or files are loaded
     for name, value in config.generator.engine_args.items():
         setting = _setting("generator", name, value)
         if name.startswith("data_parallel_") and name not in UNSUPPORTED:
             yield f"{setting} can't be served: a generator is one replica; use generator.replicas"
-        elif name == "pipeline_parallel_size" and (type(value) is not int or value < 1):
-            yield f"{setting} must be an integer of at least 1"
-        elif name == "pipeline_parallel_size" and value > 1 and sync.link in ("nccl_direct", "single_copy"):
-            yield f'{setting} can\'t be served by sync.link = "{sync.link}"; use sync.link = "nccl", or one stage'
-        elif name == "pipeline_parallel_size" and value > 1 and sync.placement == "colocated":
-            yield f'{setting} can\'t be served with sync.placement = "colocated"; use "disaggregated", or one stage'
+        elif name == "pipeline_parallel_size":
+            yield from _unsupported_stages(config.sync, setting, value)
         elif name == "distributed_executor_backend" and value not in ("mp", "uni", None):
             yield f'{setting} can\'t be served: workers run on this host; use "mp", or generator.servers on others'
         elif name.startswith("quantization") and value is not None and as_trained:
@@ -111,6 +106,16 @@ def _unsupported_by_links(config: Config) -> Iterator[str]:
             )
 
 
+def _unsupported_stages(sync: SyncConfig, setting: str, stages: Any) -> Iterator[str]:
+    """Why no link can write this number of pipeline stages."""
+    if type(stages) is not int or stages < 1:
+        yield f"{setting} must be an integer of at least 1"
+    elif stages > 1 and sync.link in ("nccl_direct", "single_copy"):
+        yield f'{setting} can\'t be served by sync.link = "{sync.link}"; use sync.link = "nccl", or one stage'
+    elif stages > 1 and sync.placement == "colocated":
+        yield f'{setting} can\'t be served with sync.placement = "colocated"; use "disaggregated", or one stage'
+
+
 def _unsupported_quantization(config: Config, name: str, value: Any) -> Iterator[str]:
     """Why no link can write weights that vLLM quantizes in this way."""
     setting = f"{_setting('generator', name, value)} can't be served"
@@ -120,14 +125,16 @@ def _unsupported_quantization(config: Config, name: str, value: Any) -> Iterator
             f'{setting}: links write weights as trained, or with quantization = "{QUANTIZATION}" and at most '
             "quantization_config.ignore; use that, set sync.restart, or leave it out"
         )
-    elif name == "quantization" and config.model.dtype == "float32":
+    elif ignores:
+        return
+    elif config.model.dtype == "float32":
         yield f'{setting} with model.dtype = "float32", which vLLM does not quantize; set model.dtype = "bfloat16"'
-    elif name == "quantization" and config.sync.placement == "colocated":
+    elif config.sync.placement == "colocated":
         yield (
             f'{setting} with sync.placement = "colocated", where engines receive the trainer\'s own values; '
             'use "disaggregated"'
         )
-    elif name == "quantization" and config.sync.link in UNQUANTIZED_LINKS:
+    elif config.sync.link in UNQUANTIZED_LINKS:
         yield (
             f'{setting} by sync.link = "{config.sync.link}", which writes the trainer\'s own values; '
             'use "nccl", "shared" or "checkpoint"'

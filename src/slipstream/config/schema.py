@@ -143,7 +143,7 @@ class GeneratorConfig(Section):
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Pipeline stages of one engine, each of consecutive layers on `tensor_parallel_size` GPUs of its own."""
+        """Number of pipeline stages of one engine. Each has consecutive layers and `tensor_parallel_size` GPUs."""
         stages = self.engine_args.get("pipeline_parallel_size")
         return stages if isinstance(stages, int) else 1
 

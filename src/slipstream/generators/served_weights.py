@@ -169,14 +169,13 @@ class ServedWeights:
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy new tensors into the served ones, or rebind these where possible."""
-        copies = []
+        copies: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for target, new in pairs:
             if self._rebind and new.dtype == target.dtype and new.device == target.device:
                 target.data = new
             else:
-                copies.append((target, new))
-        for dtype in {target.dtype for target, _ in copies}:  # one launch for tensors of one dtype
-            same = [(target, new) for target, new in copies if target.dtype == dtype]
+                copies.setdefault(target.dtype, []).append((target, new))
+        for same in copies.values():  # one launch for tensors of one dtype
             torch._foreach_copy_([target for target, _ in same], [new for _, new in same])
 
     def applied(self) -> bool:
@@ -192,8 +191,10 @@ class ServedWeights:
         return seconds
 
     def start_checksums(self, names: Sequence[str]) -> None:
-        """Start to compute checksums of the shards of these parameters that are held here; the
-        sum over the ranks of one pipeline stage is the parameter's checksum."""
+        """Start to compute checksums of these parameters' shards in this engine.
+
+        The sum over the ranks of one pipeline stage is the parameter's checksum.
+        """
         self._sums = self._background.submit(lambda: self._compute_checksums(names))
 
     def checksums(self) -> dict[str, int] | None:

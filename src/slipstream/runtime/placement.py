@@ -154,12 +154,8 @@ def _fits_single_copy(config: Config) -> bool:
     possible = (
         config.trainer.keep_compute_copy and config.trainer.ranks == config.sync.every == 1 and not config.lora.rank
     )
-    return (
-        possible
-        and _serves_as_trained(config)
-        and config.generator.engine == "vllm"
-        and dtype_name(config) == "bfloat16"
-    )
+    engine = config.generator.engine == "vllm" and _serves_as_trained(config)
+    return possible and engine and dtype_name(config) == "bfloat16"
 
 
 def _serves_as_trained(config: Config) -> bool:

@@ -89,7 +89,7 @@ def new_engine(config: Config, sharers: int) -> Any:
     # With pipeline stages, a core in this process could not be paused: it returns from a step with batches in flight.
     stages, workers = config.generator.pipeline_parallel_size, config.generator.gpus_per_engine
     staged_on_cpu = stages > 1 and not torch.cuda.is_available()
-    if staged_on_cpu:  # else vLLM binds each stage to a NUMA node of its own
+    if staged_on_cpu:  # by default vLLM binds each stage to another NUMA node
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // workers)))
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=stages > 1)

@@ -21,8 +21,8 @@ def map_parameters(
 ) -> dict[str, ParameterShard]:
     """The shard of each parameter of `shapes`, by Hugging Face name, in tensor-parallel rank `rank` of `size`.
 
-    With several pipeline stages, those that this stage holds. Raises `InvalidInput` that names the first parameter
-    without a tensor, or in a stage the first tensor without a parameter, which no version would update.
+    With several pipeline stages the result has the parameters of this worker's stage. Raises `InvalidInput` with the
+    name of the first parameter without a tensor, or of the first tensor in a stage without a parameter.
     """
     served = served_tensors(model)
     projections: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})  # fused, with members in order
@@ -50,14 +50,20 @@ def map_parameters(
         elif stages == 1:
             raise unserved_error(name)
     shards = with_scales(shards, served)
+    if stages > 1:
+        _validate_stage(served, shards)
+    return shards
+
+
+def _validate_stage(served: Mapping[str, Tensor], shards: Mapping[str, ParameterShard]) -> None:
+    """Raise `InvalidInput` for the first tensor of a pipeline stage that no version would update."""
     updated = {tensor.untyped_storage().data_ptr() for shard in shards.values() for tensor in shard.tensors}
-    for name, tensor in served.items() if stages > 1 else ():
+    for name, tensor in served.items():
         if tensor.untyped_storage().data_ptr() not in updated:
             raise InvalidInput(
                 f"vLLM serves {name} in a pipeline stage without its parameter: this model can't be updated in place; "
                 f"leave out generator.engine_args.pipeline_parallel_size, or {USE_RESTART}"
             )
-    return shards
 
 
 def unserved_error(name: str) -> InvalidInput:
