@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import itertools
 import random
+import weakref
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from slipstream.generators.vllm.engine import VllmEngine
-from slipstream.generators.vllm.scheduler import CHUNK, BuffersOutputs, OutputBuffer
+from slipstream.generators.vllm.scheduler import CHUNK, BuffersOutputs, OutputBuffer, StepLogprobs
 from slipstream.rollout import Completion, Sampling
 from tests.conftest import save_model
 from tests.generators.vllm.test_engine import config_of
@@ -80,22 +81,26 @@ def test_completions_are_those_of_vllms_own_scheduler(tmp_path: Path) -> None:
         assert got.sampling_mask == wanted.sampling_mask
 
 
-def test_parts_are_joined_so_that_arrays_of_whole_steps_can_be_freed() -> None:
+def test_a_sequence_has_its_rows_of_all_steps_and_keeps_no_array_of_a_step() -> None:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.outputs import LogprobsLists
 
-    buffer, draw = OutputBuffer(1), np.random.default_rng(0)
+    buffer, draw, arrays = OutputBuffer(2), np.random.default_rng(0), []
     steps = [(draw.random((9, 3), dtype=np.float32), draw.integers(0, 50, (9, 2, 4))) for _ in range(3 * CHUNK)]
     for number, (logprobs, experts) in enumerate(steps):
-        lists = LogprobsLists(np.full((9, 3), number), logprobs, np.zeros(9))
-        output = EngineCoreOutput("name", [number], lists.slice_request(4, 1), routed_experts=experts[4:5])
-        (buffer.complete if number == len(steps) - 1 else buffer.append)(output)
+        lists = LogprobsLists(np.full((9, 3), number), logprobs.copy(), np.full(9, number, np.int32))
+        step, routing = StepLogprobs(lists), experts.copy()
+        arrays += [weakref.ref(array) for array in (*lists[:3], routing)]
+        output = EngineCoreOutput("name", [number], step.slice_request(4, 1), routed_experts=routing[4:5])
+        (buffer.complete if number == len(steps) - 1 else buffer.append)(output, step)
         if number % CHUNK == 3:
             buffer.join()
-            assert len(buffer._logprobs) == len(buffer._experts) == 1
+            del lists, step, routing, output
+            assert not any(array() is not None for array in arrays)
     assert output.new_token_ids == list(range(len(steps)))
-    assert output.new_logprobs.logprobs.tolist() == [[float(logprobs[4, 0])] for logprobs, _ in steps]
-    assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
+    assert np.array_equal(output.new_logprobs.logprobs, np.stack([logprobs[4, :2] for logprobs, _ in steps]))
+    assert output.new_logprobs.logprob_token_ids.tolist() == [[number] * 2 for number in output.new_token_ids]
+    assert output.new_logprobs.sampled_token_ranks.tolist() == output.new_token_ids
     assert np.array_equal(output.routed_experts, np.stack([experts[4] for _, experts in steps]))
 
 
@@ -105,7 +110,6 @@ def test_each_step_joins_the_arrays_of_few_sequences(starts_each_step: int) -> N
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-    from vllm.v1.outputs import LogprobsLists
 
     slots, draw = 4 * CHUNK, random.Random(0)
     wanted = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False, logprobs=0)
@@ -114,12 +118,12 @@ def test_each_step_joins_the_arrays_of_few_sequences(starts_each_step: int) -> N
     class Scheduler:
         requests: ClassVar[dict[str, Any]] = defaultdict(lambda: SimpleNamespace(sampling_params=wanted))
 
-        def update_from_output(self) -> dict[int, EngineCoreOutputs]:
-            lists, outputs = LogprobsLists(*(np.zeros((slots, 1)) for _ in range(2)), np.zeros(slots)), []
+        def update_from_output(self, scheduled: Any, results: Any) -> dict[int, EngineCoreOutputs]:
+            routing, outputs = np.zeros((slots, 1, 2, 4)), []
             for row, name in enumerate(list(remaining)):
                 remaining[name] -= 1
                 ended = FinishReason.LENGTH if not remaining[name] else None
-                outputs.append(EngineCoreOutput(name, [5], lists.slice_request(row, 1), finish_reason=ended))
+                outputs.append(EngineCoreOutput(name, [5], routed_experts=routing[row], finish_reason=ended))
                 if ended:
                     del remaining[name]
             return {0: EngineCoreOutputs(outputs=outputs)}
@@ -131,8 +135,8 @@ def test_each_step_joins_the_arrays_of_few_sequences(starts_each_step: int) -> N
     for _ in range(2000):
         for _ in range(min(starts_each_step, slots - len(remaining))):
             remaining[str(next(numbers))] = draw.randint(206, 306)
-        scheduler.update_from_output()
-        before, arrays = arrays, {name: len(buffer._logprobs) for name, buffer in scheduler.buffers.items()}
+        scheduler.update_from_output(None, SimpleNamespace(logprobs=None))
+        before, arrays = arrays, {name: len(buffer._experts) for name, buffer in scheduler.buffers.items()}
         assert sum(arrays[name] <= before[name] for name in arrays.keys() & before.keys()) <= slots // CHUNK
         assert max(arrays.values()) <= CHUNK + 1
     assert len(arrays) == len(remaining) > slots // 2

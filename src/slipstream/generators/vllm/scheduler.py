@@ -14,9 +14,55 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Steps after which the arrays of a sequence are joined: each is a view that keeps the arrays of a whole step in memory.
-# Each step joins those of one sequence in `CHUNK`: hundreds of joins in one step would delay the next one.
+# Steps after which the routing of a sequence is joined: each part is a view that keeps the array of a whole step in
+# memory. Each step joins that of one sequence in `CHUNK`: hundreds of joins in one step would delay the next one.
 CHUNK = 64
+
+
+class StepLogprobs:
+    """The log-probabilities of a step, a vLLM `LogprobsLists` in `lists`, of which sequences copy rows as bytes.
+
+    vLLM would make three views for each row, which take several times as long and keep the arrays in memory.
+    """
+
+    def __init__(self, lists: Any) -> None:
+        self.lists = lists
+        self.arrays = [np.ascontiguousarray(array) for array in lists[:3]]  # tokens, log-probabilities, ranks
+        self.bytes = [array.data.cast("B") for array in self.arrays]
+        self.itemsizes = [array.itemsize for array in self.arrays]
+        self.width: int = self.arrays[0].shape[1]
+
+    def slice_request(self, index: int, positions: int) -> tuple[int, int]:
+        """What vLLM calls for the rows of a request: here a note of them, see `rows`."""
+        return index, positions
+
+    def rows(self, index: int, positions: int) -> range:
+        starts = self.lists.cu_num_generated_tokens
+        first = starts[index] if starts else index
+        return range(first, first + positions)
+
+
+class SequenceLogprobs:
+    """The log-probabilities of a sequence, of `width` tokens (None: of all that the step has), as bytes."""
+
+    def __init__(self, step: StepLogprobs, width: int | None) -> None:
+        self._kind, self._width = type(step.lists), step.width if width is None else width
+        self._dtypes = [array.dtype for array in step.arrays]
+        self._tokens, self._logprobs, self._ranks = bytearray(), bytearray(), bytearray()
+
+    def append(self, step: StepLogprobs, row: int) -> None:
+        """Append a row of a step: the first columns of tokens and log-probabilities, and the rank."""
+        first = row * step.width
+        last, (tokens, logprobs, ranks), (token, logprob, rank) = first + self._width, step.bytes, step.itemsizes
+        self._tokens += tokens[first * token : last * token]
+        self._logprobs += logprobs[first * logprob : last * logprob]
+        self._ranks += ranks[row * rank : row * rank + rank]
+
+    def collect(self) -> Any:
+        """All rows as vLLM's `LogprobsLists`, with the sampled token in the first column."""
+        parts = zip((self._tokens, self._logprobs, self._ranks), self._dtypes, strict=True)
+        tokens, logprobs, ranks = (np.frombuffer(part, dtype) for part, dtype in parts)
+        return self._kind(tokens.reshape(-1, self._width), logprobs.reshape(-1, self._width), ranks)
 
 
 class OutputBuffer:
@@ -29,46 +75,36 @@ class OutputBuffer:
     def __init__(self, width: int | None) -> None:
         self.tokens: list[int] = []
         self._width = width
-        self._logprobs: list[Any] = []
+        self._logprobs: SequenceLogprobs | None = None
         self._experts: list[NDArray[Any]] = []
         self._prefill_stats: Any = None
         self._events: list[Any] = []  # for vLLM's statistics, which `generator.engine_args` can enable
 
-    def append(self, output: Any) -> None:
-        """Append the tokens of an `EngineCoreOutput`."""
+    def append(self, output: Any, step: StepLogprobs | None) -> None:
+        """Append the tokens of an `EngineCoreOutput` of a step."""
         self.tokens += output.new_token_ids
         self._prefill_stats = self._prefill_stats or output.prefill_stats
         self._events += output.events or ()
-        if output.new_logprobs is not None:
-            self._logprobs.append(output.new_logprobs)
+        if step and output.new_logprobs:
+            self._logprobs = self._logprobs or SequenceLogprobs(step, self._width)
+            for row in step.rows(*output.new_logprobs):
+                self._logprobs.append(step, row)
         if output.routed_experts is not None:
             self._experts.append(output.routed_experts)
 
-    def complete(self, output: Any) -> None:
+    def complete(self, output: Any, step: StepLogprobs | None) -> None:
         """Put the whole sequence into its last `EngineCoreOutput`."""
-        self.append(output)
+        self.append(output, step)
         output.new_token_ids = self.tokens
-        output.new_logprobs = self._join_logprobs() if self._logprobs else None
+        output.new_logprobs = self._logprobs.collect() if self._logprobs else None
         output.routed_experts = np.concatenate(self._experts) if self._experts else None
         output.prefill_stats = self._prefill_stats
         output.events = self._events or None
 
     def join(self) -> None:
-        """Copy the outputs so far out of the arrays of whole steps."""
-        if len(self._logprobs) > 1:
-            self._logprobs = [self._join_logprobs()]
+        """Copy the routing so far out of the arrays of whole steps."""
         if len(self._experts) > 1:
             self._experts = [np.concatenate(self._experts)]
-
-    def _join_logprobs(self) -> Any:
-        """The log-probabilities so far as one `LogprobsLists`, with the sampled token in the first column."""
-        tokens, logprobs, ranks = zip(*(part[:3] for part in self._logprobs), strict=True)
-        width = self._width
-        return type(self._logprobs[0])(
-            np.concatenate([each[:, :width] for each in tokens]),
-            np.concatenate([each[:, :width] for each in logprobs]),
-            np.concatenate(ranks),
-        )
 
 
 class BuffersOutputs:
@@ -80,12 +116,15 @@ class BuffersOutputs:
         super().__init__(*args, **kwargs)
         self.buffers: dict[str, OutputBuffer] = {}  # by name of the request; those to join next come first
 
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
+    def update_from_output(self, scheduled: Any, results: Any) -> dict[int, Any]:
         """vLLM's messages without the outputs that are buffered. A message without outputs is sent, too: the generator
         waits for one in each step."""
-        messages: dict[int, Any] = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        step = StepLogprobs(results.logprobs) if results.logprobs else None
+        if step:
+            results.logprobs = step
+        messages: dict[int, Any] = super().update_from_output(scheduled, results)  # type: ignore[misc]
         for message in messages.values():
-            message.outputs = [output for output in message.outputs if not self._buffer(output)]
+            message.outputs = [output for output in message.outputs if not self._buffer(output, step)]
         for name in list(itertools.islice(self.buffers, math.ceil(len(self.buffers) / CHUNK))):
             self.buffers[name] = buffer = self.buffers.pop(name)  # to the end
             buffer.join()
@@ -97,21 +136,22 @@ class BuffersOutputs:
         self.buffers = {name: buffer for name, buffer in self.buffers.items() if name in self.requests}
         return finished
 
-    def _buffer(self, output: Any) -> bool:
+    def _buffer(self, output: Any, step: StepLogprobs | None) -> bool:
         """Buffer an output of a sequence in flight, and complete the last one. Returns whether it is buffered."""
-        name = output.request_id
-        if output.finish_reason is not None:
-            if name in self.buffers:
-                self.buffers.pop(name).complete(output)
-            return False
+        name, ended = output.request_id, output.finish_reason is not None
         if name not in self.buffers:
-            sampling = self.requests[name].sampling_params
-            if not _wants_only_the_end(sampling):
+            sampling = None if ended else self.requests[name].sampling_params
+            if not sampling or not _wants_only_the_end(sampling):
+                if step and output.new_logprobs:
+                    output.new_logprobs = step.lists.slice_request(*output.new_logprobs)
                 return False
             wanted = sampling.num_logprobs
             self.buffers[name] = OutputBuffer(None if wanted in (None, -1) else wanted + 1)
-        self.buffers[name].append(output)
-        return True
+        if ended:
+            self.buffers.pop(name).complete(output, step)
+        else:
+            self.buffers[name].append(output, step)
+        return not ended
 
 
 def create_scheduler(*, vllm_config: Any, **arguments: Any) -> Any:
@@ -129,8 +169,7 @@ def _wants_only_the_end(sampling: Any) -> bool:
     from vllm.sampling_params import RequestOutputKind
 
     return bool(
-        sampling
-        and sampling.output_kind == RequestOutputKind.FINAL_ONLY
+        sampling.output_kind == RequestOutputKind.FINAL_ONLY
         and not sampling.detokenize
         and sampling.prompt_logprobs is None
     )
