@@ -39,7 +39,7 @@ def test_all_kinds_of_passes_stay_compiled(monkeypatch: pytest.MonkeyPatch) -> N
     config: Any = torch._dynamo.config
     made = 0
 
-    def count(module: Any, inputs: Any) -> Any:
+    def count(module: Any, inputs: Any, **options: Any) -> Any:
         nonlocal made
         made += 1
         return module.forward
@@ -145,7 +145,7 @@ def test_local_experts_and_surrounding_modules_are_compiled(
 ) -> None:
     programs: list[str] = []
 
-    def note(module: Any, inputs: Any) -> Any:
+    def note(module: Any, inputs: Any, **options: Any) -> Any:
         parts = [module, *(m for m in module.modules() if isinstance(m, torch.fx.GraphModule))]
         programs.append(" ".join({str(node.target) for part in parts for node in part.graph.nodes}))
         return module.forward

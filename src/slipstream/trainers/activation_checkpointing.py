@@ -58,7 +58,8 @@ def _compile(*modules: Any) -> None:
     compiler.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for module in modules:
         # Not `__call__`: FSDP's hooks differ between layers, and each layer would be compiled by itself.
-        module.forward = torch.compile(module.forward, dynamic=True)
+        # Padded products would make a program depend on the number of tokens, and others would be compiled in steps.
+        module.forward = torch.compile(module.forward, dynamic=True, options={"shape_padding": False})
 
 
 def allow_recompilation() -> None:
