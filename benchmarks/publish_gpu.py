@@ -1,14 +1,16 @@
 """The cost of a publish for sequences in flight on GPUs: vLLM on one, the trainer on the other, 256 sequences decoding.
 
-    python benchmarks/publish_gpu.py nccl nccl_direct [--shape 1.7B] [--publishes 10] [--changed 0.02] [--json FILE]
+    python benchmarks/publish_gpu.py nccl nccl_direct [--shape 1.7B] [--publishes 10] [--json FILE] [config flags]
     python benchmarks/publish_gpu.py lora --engines 2          # each with 256 sequences and a GPU of its own
+    python benchmarks/publish_gpu.py lora --engines 2 --memory 0.4 --trainer.device=cuda:1   # on the second engine's
 
 Links run one after the other in the same run, each in an engine of its own. Before each publish a share of the weights'
 elements changes, at random positions. The gap is the time between two consecutive tokens of all sequences, measured at
 their arrival. The pause of a publish is the largest gap from its start to a quarter of a second after its end, less the
 median gap of the second before it. Sending is the duration of the trainer's call; the transfer begins when both sides
 take part. An engine is ready when it samples by the new weights. With several engines, `ready` is the time of the last
-one, and gaps are those of the engine with the longest pause. A publish ends after the comparison of checksums.
+one, and gaps are those of the engine with the longest pause. A publish ends after the comparison of checksums. Other
+flags are options of the run.
 """
 
 from __future__ import annotations
@@ -97,17 +99,19 @@ class MeasuredTrainer(PytorchTrainerWorker):
         return torch.cuda.memory_allocated() - masters
 
 
-def configure(model: Path, link: str, memory: float, engines: int = 1) -> Config:
+def configure(model: Path, link: str, options: argparse.Namespace, flags: list[str]) -> Config:
     return load_config(None, [
         f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", f"--sync.link={link}",
         "--generator.engine=vllm", f"--generator.max_num_seqs={SEQUENCES}",
-        f"--generator.replicas={engines}", f"--generator.gpu_memory_utilization={memory}",
-        "--generator.max_model_len=4096", *MORE.get(link, []),
+        f"--generator.replicas={options.engines}", f"--generator.gpu_memory_utilization={options.memory}",
+        "--generator.max_model_len=4096", *MORE.get(link, []), *flags,
     ])  # fmt: skip
 
 
-async def measure(model: Path, folder: Path, link: str, options: argparse.Namespace) -> dict[str, Any]:
-    config, publishes = configure(model, link, options.memory, options.engines), options.publishes
+async def measure(
+    model: Path, folder: Path, link: str, options: argparse.Namespace, flags: list[str]
+) -> dict[str, Any]:
+    config, publishes = configure(model, link, options, flags), options.publishes
     WORKER_CLASSES.update(vllm="publish_gpu:TimedEngine", pytorch="publish_gpu:MeasuredTrainer")
     began = time.perf_counter()
     pools = await Cluster.start(config, folder)
@@ -204,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = parser().parse_args()
+    options, flags = parser().parse_known_args()
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # to log the memory of the model
     with tempfile.TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
@@ -212,7 +216,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         results = []
         for link in options.links:
-            results.append(asyncio.run(measure(model, Path(temporary) / link, link, options)))
+            results.append(asyncio.run(measure(model, Path(temporary) / link, link, options, flags)))
             print(json.dumps({k: v for k, v in results[-1].items() if k != "each"}), flush=True)
             if options.json:
                 options.json.write_text(json.dumps({**conditions(), "results": results}, indent=1) + "\n")

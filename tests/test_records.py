@@ -66,6 +66,9 @@ def script(path: Path, arguments: list[str]) -> None:
         load_config(module.EXAMPLE, flags)
     elif path.stem == "vllm_core":
         module.configure(options, flags)
+    elif path.stem == "publish_gpu":
+        for link in options.links:
+            module.configure(Path("m"), link, options, flags)
     elif path.stem == "learning":
         fixed = {"model.path": "m", "environment.dataset": "tasks.jsonl", "environment.reward": "math"} | module.FLAGS
         load_config(None, [*(f"--{name}={value}" for name, value in fixed.items()), *flags])
@@ -78,9 +81,6 @@ def script(path: Path, arguments: list[str]) -> None:
     if path.stem == "verify":
         for case in options.cases:
             module.configure("m", options.dtype, case)
-    elif path.stem == "publish_gpu":
-        for link in options.links:
-            module.configure(Path("m"), link, options.memory)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)

@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 
 from slipstream.errors import UserError
 from slipstream.generators.served_weights import BackgroundWorker, side_stream
-from slipstream.generators.vllm.recorded_copies import RecordedCopies
+from slipstream.generators.vllm.recorded_copies import RecordedCopies, load_kernels
 from slipstream.sync.adapters import adapter_files, read_adapter, split_name
 from slipstream.sync.checksum import checksum
 from slipstream.sync.link import PublishHandle
@@ -46,6 +46,7 @@ class AdapterLoader:
         self._numbers: dict[str, int] = {}  # of the adapters that vLLM has numbered, by name
         self._add_adapter = worker_manager.add_adapter
         worker_manager.add_adapter = self._add_named
+        load_kernels(torch.empty(0, dtype=self._slots.lora_config.lora_dtype, device=worker_manager.device))
 
     def prepare(self, handle: PublishHandle) -> None:
         """Start to load a version. Raises `UserError` if too few slots are free.

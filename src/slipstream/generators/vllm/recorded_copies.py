@@ -54,3 +54,20 @@ class RecordedCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._copied:
             targets, sources = zip(*self._copied, strict=True)
             torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def load_kernels(like: Tensor) -> None:
+    """Repeat an example of copies on new tensors of the device and dtype of `like`.
+
+    CUDA loads a kernel at its first use, and no thread can start other kernels meanwhile, which takes up to 30 ms.
+    """
+    source, wide = like.new_ones(8, 16), like.new_empty(8, 32)
+    with RecordedCopies([source]) as copies:
+        wide.zero_()
+        source.mul_(2.0)
+        for target in (
+            like.new_empty(8, 16),
+            wide[:, :16],
+        ):  # an adapter of the rank of its slot, and one of a lower rank
+            target.copy_(source)
+    copies.repeat()
