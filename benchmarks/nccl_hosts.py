@@ -1,6 +1,7 @@
-"""Publishes by the `nccl` link between two network namespaces, beside plain collectives of torch.distributed.
+"""Publishes by NCCL between two network namespaces, beside plain collectives of torch.distributed.
 
     sudo python benchmarks/nccl_hosts.py [--receivers plain vllm] [--shape 1.7B] [--rounds 8] [--json FILE]
+    sudo python benchmarks/nccl_hosts.py --link nccl_direct --receivers vllm
     sudo python benchmarks/nccl_hosts.py --device cpu --backend gloo --shape 11M   # without GPUs
 
 The trainer's end runs in one namespace on GPU 0, the receiver in another on GPU 1, and a pair of virtual devices joins
@@ -171,8 +172,8 @@ class End:
         vllm = ["--generator.engine=vllm", "--generator.max_model_len=2048", "--generator.max_num_seqs=64"]
         vllm += ["--generator.gpu_memory_utilization=0.5"] if self.device.type == "cuda" else []
         return load_config(None, [
-            f"--model.path={model}", "--environment.name=addition", "--model.dtype=bfloat16", "--sync.link=nccl",
-            *(vllm if self.options.receiver == "vllm" else []),
+            f"--model.path={model}", "--environment.name=addition", "--model.dtype=bfloat16",
+            f"--sync.link={self.options.link}", *(vllm if self.options.receiver == "vllm" else []),
         ])  # fmt: skip
 
 
@@ -196,11 +197,13 @@ class TrainerEnd(End):
         self._sender: Any = None
 
     def open(self, model: str) -> Any:
-        from slipstream.sync.nccl import BUCKET, NcclSender
+        from slipstream.sync.link import find_link
+        from slipstream.sync.nccl import BUCKET
 
         if self._sender:
             self._sender.close()
-        self._sender = NcclSender(self._parameters, self.configuration(model), Path(model), 1)
+        sender, _ = find_link(self.options.link)
+        self._sender = sender(self._parameters, self.configuration(model), Path(model), 1)
         size = sum(p.numel() * p.element_size() for p in self._parameters.values())
         return {"info": self._sender.connection_info(), "bytes": size, "bucket": BUCKET}
 
@@ -250,7 +253,7 @@ class ReceiverEnd(End):
 
         self._engine = VllmEngine(self.configuration(model))
         self._names = list(info["shapes"])
-        self._weights = self._engine.open_weights("nccl", info, 1)
+        self._weights = self._engine.open_weights(self.options.link, info, 1)
         self._lock = threading.Lock()
         self._sampling = Sampling(max_tokens=1500, ignore_eos=True)
 
@@ -438,6 +441,7 @@ class Measurement:
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--receivers", nargs="+", choices=("plain", "vllm"), default=["plain"])
+    found.add_argument("--link", choices=("nccl", "nccl_direct"), default="nccl", help="nccl_direct needs vLLM")
     found.add_argument("--shape", default="1.7B")
     found.add_argument("--rounds", type=int, default=8)
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -454,6 +458,8 @@ def main() -> None:
     if options.role:
         sys.argv = sys.argv[:1]
         return serve(TrainerEnd(options) if options.role == "trainer" else ReceiverEnd(options))
+    if options.link == "nccl_direct" and options.receivers != ["vllm"]:
+        sys.exit("--link nccl_direct is vLLM's own: give --receivers vllm")
     if not options.one_namespace:
         leave_host()
     with contextlib.ExitStack() as stack:
@@ -488,7 +494,7 @@ def write_record(options: argparse.Namespace, found: list[dict[str, Any]]) -> No
     if options.json:
         from work import conditions
 
-        kept = {name: getattr(options, name) for name in ("shape", "rounds", "backend", "one_namespace")}
+        kept = {name: getattr(options, name) for name in ("link", "shape", "rounds", "backend", "one_namespace")}
         options.json.write_text(json.dumps(conditions() | kept | {"results": found}, indent=1) + "\n")
 
 
