@@ -175,6 +175,20 @@ def test_every_slot_gets_the_published_values(served: Served) -> None:
         assert served.drew(served.finish()["one"])
 
 
+def test_only_the_first_version_is_loaded_by_vllms_own_code(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thousands of operations would make later versions wait, into whichever slot they go."""
+    from slipstream.generators.vllm.lora_worker import AdapterLoader
+
+    served.publish()
+    monkeypatch.setattr(AdapterLoader, "_fill", None)
+    for key in range(3):
+        served.engine.submit(key, [5, 6, 7 + key], Sampling(max_tokens=LONG))
+        served.engine.step()  # the version stays in use
+        if key < 2:
+            served.publish()
+    assert served.drew(served.finish()[2])
+
+
 def test_stages_of_a_pipeline_serve_adapters(patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # as the engine sets both, for this test alone

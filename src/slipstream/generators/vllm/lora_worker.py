@@ -130,7 +130,12 @@ class AdapterLoader:
             if not self._tensors:
                 self._tensors = {name: torch.empty_like(value) for name, value in values.items()}
             torch._foreach_copy_(list(self._tensors.values()), list(values.values()))
-            adapter = self._repeat(slot, number) or self._fill(slot, LoRARequest(path.name, number, str(path)))
+            adapter = self._repeat(slot, number)
+            if not adapter:
+                request, first = LoRARequest(path.name, number, str(path)), not self._filled
+                adapter = self._fill(slot, request)
+                if first and self._filled and not self._name:  # before anything is sampled
+                    self._fill_free_slots(request)
         if self._stream:
             self._stream.synchronize()
         return adapter
@@ -159,6 +164,12 @@ class AdapterLoader:
         if copies.complete:
             self._filled[slot] = copies, adapter
         return adapter
+
+    def _fill_free_slots(self, request: LoRARequest) -> None:
+        """Fill the free slots, too: later versions then repeat that, and sampling goes on meanwhile."""
+        for slot, number in enumerate(self._slots.lora_index_to_id[:-1]):  # see `engine_arguments`
+            if number is None and slot not in self._filled:
+                self._fill(slot, request)
 
     def _compute_checksums(self, names: Sequence[str]) -> dict[str, int]:
         with torch.cuda.stream(self._stream):
