@@ -137,8 +137,8 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
     }
     if config.sync.link == "lora":
         rank = next(r for r in LORA_RANKS if r >= config.lora.rank)
-        # For each policy an adapter slot for each version that may be in use, and one for the next. On CPUs vLLM applies
-        # the last slot to sequences without an adapter, so it stays empty.
+        # For each policy an adapter slot for each version that may be in use, and one for the next. On CPUs vLLM
+        # applies the last slot to sequences without an adapter, so it stays empty.
         slots = (config.loop.max_lag + 3) * max(1, len(config.policies)) + on_cpu
         arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": slots}
     if config.sync.link == "nccl_direct":
