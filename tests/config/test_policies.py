@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.config.loading import dump, load_config, load_policy_config, with_policy
 from slipstream.config.schema import ConfigError
-from slipstream.model.paths import check_policies
+from slipstream.model.paths import check_policy_paths
 
 GOOD = """
 [model]
@@ -95,7 +95,7 @@ def test_a_trained_adapter_sets_the_options_of_adapters_or_is_refused(path: Path
     with pytest.raises(ConfigError, match=r"lora.rank = 4, but the adapter at policies.0.adapter = '.*/other' has 8"):
         load_config(path, [f"--policies.0.adapter={tmp_path}/other"])
     with pytest.raises(ConfigError, match=r"policies.1.adapter = 'none': no such directory; give that of a PEFT"):
-        check_policies(load_config(path, ["--policies.1.adapter=none"]))
+        check_policy_paths(load_config(path, ["--policies.1.adapter=none"]))
 
 
 def test_a_run_of_one_policy_is_no_opponent_of_several(path: Path, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class GeneratorConfig(Section):
 
     @property
     def engines(self) -> int:
-        """Number of engines that the run starts; 0 if it attaches to servers."""
+        """Number of engines that the run starts: 0 if it attaches to servers, 1 for an unresolved "auto"."""
         return 0 if self.servers else 1 if self.replicas == AUTO else self.replicas
 
     @property
@@ -318,7 +318,10 @@ class Config(Section):
 
     @property
     def each_policy(self) -> dict[str, Config]:
-        """The configuration of each of `[[policies]]` by name, with its own objective and learning rate."""
+        """The configuration of each policy by name, as of a run of that policy alone; empty without `[[policies]]`.
+
+        Model path, adapter path, objective and learning rate are the policy's own.
+        """
         found = {}
         for policy in self.policies:
             algorithm = {name: getattr(policy.algorithm, name) for name in policy.algorithm.model_fields_set}
@@ -336,7 +339,10 @@ class Config(Section):
 
     @property
     def each_model(self) -> list[Config]:
-        """The configuration of each model that is trained, with its policies: adapters, or one without `lora.rank`."""
+        """The configuration of each trained model, with the policies that it trains; `[self]` without `[[policies]]`.
+
+        With `lora.rank` a model has an adapter for each policy with its `model.path`. Without, each policy is a model.
+        """
         found: dict[tuple[str, str], list[PolicyConfig]] = {}
         for policy in self.policies:
             own = policy.model or self.model.path, "" if self.lora.rank else policy.name

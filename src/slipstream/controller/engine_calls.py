@@ -33,9 +33,11 @@ async def prepare_version(engine: EngineReplica, handle: PublishHandle) -> None:
 
 
 async def swap_version(engine: EngineReplica, version: int, in_flight: Interruption) -> Pause:
-    """Swap, and return when the engine sampled nothing: the pause is placed at the end of the call.
+    """Swap to a staged version, and set `engine.version`. Returns the pause, in which the engine sampled nothing.
 
-    Completions of the version are withheld from now on. Raises `NotServed` if the swap was rolled back.
+    The pause has the duration that the engine reports. Its end is set to the end of the call. With `in_flight` "drain"
+    the engine admits no request during the call. Completions with tokens of this version are withheld until
+    `engine.release`. Raises `NotServed` if the swap was rolled back.
     """
     engine.quarantine(version)
     with engine.slots.closed() if in_flight == "drain" else nullcontext():

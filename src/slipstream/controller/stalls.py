@@ -22,10 +22,11 @@ WORKER_WATCH = 3  # further intervals: the watch of a single worker has the same
 
 @asynccontextmanager
 async def end_if_stalled(run: RunContext) -> AsyncIterator[None]:
-    """Context that raises `RunError` once the run has made no progress for `runtime.progress_timeout`.
+    """Context that raises `RunError` if the run makes no progress for too long. It cancels `run.main` to do so.
 
-    The limits of episodes, scores and starts of workers are added, and a few seconds in which a worker that hangs is
-    terminated and restarted instead. A paused run is exempt.
+    The limit is `runtime.progress_timeout` and three intervals of this watch, in which a hung worker is restarted
+    first. While a worker starts, `runtime.start_timeout` is added; during an episode, the longest episode timeout;
+    during scoring, `scoring.timeout`. A paused run has no limit.
     """
     main, found = run.main, list[str]()
 

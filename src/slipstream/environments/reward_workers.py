@@ -65,8 +65,11 @@ class RewardErrorCounter:
         self._limit, self._on_error = limit, on_error
         self.in_a_row = 0
 
-    def raised(self, error: ScoringError) -> float:
-        """Count an error. Returns the reward 0, or raises the error beyond the limit."""
+    def count(self, error: ScoringError) -> float:
+        """Count an error of a reward function and report it to `on_error`. Returns a `ZeroReward`.
+
+        Raises the error instead after more than `limit` errors in a row.
+        """
         self.in_a_row += 1
         if self.in_a_row > self._limit:
             raise error
@@ -129,7 +132,7 @@ async def await_reward(reward: Awaitable[Any]) -> Any:
         return result
     if errors is None:
         raise failure
-    return errors.raised(failure)
+    return errors.count(failure)
 
 
 class RewardWorkerPool:

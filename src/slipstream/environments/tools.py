@@ -140,7 +140,10 @@ class Tools:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """JSON schemas of the functions, for the chat template, from annotations and docstrings."""
+        """The functions as OpenAI tool definitions, for the chat template.
+
+        Descriptions are docstrings. Parameters are JSON schemas: of type annotations, or from the server of the tool.
+        """
         schemas = {name: adapter.json_schema() for name, adapter in self._adapters.items()} | self._server_schemas
         return [
             {

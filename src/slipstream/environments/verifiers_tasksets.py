@@ -70,7 +70,7 @@ class Split:
             self.played = {f"{name}/{prefix}{task.data.idx}": task for task in taskset}
             if not self.played:
                 raise ConfigError(f"verifiers:{name} has no tasks; check {table}")
-            self._roles = _validate_agents(config, type(taskset).task_type())
+            self._roles = _validated_agents(config, type(taskset).task_type())
         except ConfigError:
             raise
         except ValidationError as error:
@@ -151,9 +151,12 @@ class Split:
             fail_unawaited(self._served, error)
 
 
-def _validate_agents(config: Any, task: type) -> list[str]:
-    """The names of an environment's agents. Raises `ConfigError` for a sandbox of Prime without a key, and
-    `ValueError` for a harness that can't play the tasks in the agent's runtime."""
+def _validated_agents(config: Any, task: type) -> list[str]:
+    """The names of an environment's agents.
+
+    Raises `ConfigError` for a Prime Intellect sandbox without PRIME_API_KEY, and `ValueError` for a harness that can't
+    play the tasks in the agent's runtime.
+    """
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.compile import validate_pairing
     from verifiers.v1.utils.loaders import load_harness

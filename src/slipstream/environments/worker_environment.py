@@ -333,6 +333,6 @@ def count_reward_errors(counter: RewardErrorCounter | None, errors: Sequence[tup
     if not counter:
         return
     for reason, detail in errors:
-        counter.raised(ScoringError(reason, detail))
+        counter.count(ScoringError(reason, detail))
     if not errors:
         counter.succeeded()

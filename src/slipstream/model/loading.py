@@ -96,10 +96,10 @@ def _name_adapters(model: Any, adapters: Any, policies: Sequence[PolicyConfig]) 
 
 
 def load_adapter(model: Any, path: str, option: str = "lora.path", name: str = "default") -> None:
-    """Set the adapters of this `name` in `model` to the values in the PEFT directory `path`.
+    """Load the PEFT directory `path` into the adapter `name` of `model`. Errors name the configuration's `option`.
 
-    On the meta device it compares shapes only. Raises `ConfigError` for missing, unexpected and misshapen tensors, and
-    for values that are not finite.
+    A model on the meta device is only compared with the files. Raises `ConfigError` for damaged files, for missing,
+    unexpected and misshapen tensors, and for values that are not finite.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 

@@ -37,7 +37,10 @@ class RouterWeighting(NamedTuple):
 
 
 class ExpertRouting:
-    """The routers of a model in the order of layers: records, replays and counts chosen experts."""
+    """The routers of a model in the order of layers: records, replays and counts chosen experts.
+
+    Registers a forward hook on each router of a known weighting.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._routers = find_routers(model)
@@ -54,14 +57,17 @@ class ExpertRouting:
         return max((len(router.weight) for router in self._routers.values()), default=0)
 
     def chosen(self) -> Tensor:
-        """Experts chosen in the last forward pass, `[tokens, layers with a router, experts per token]`."""
+        """Each router's own choice in the last forward pass, even if replaced by a replay.
+
+        Shape `[tokens, layers with a router, experts per token]`.
+        """
         return torch.stack([router.chosen for router in self._routers.values()], 1)
 
     def replay(self, experts: Tensor | None) -> None:
-        """Use `experts` `[tokens, layers, experts per token]` in the following forward and backward passes.
+        """Replay `experts` `[tokens, layers, experts per token]` in the following forward and backward passes.
 
-        Routers choose freely for entries of -1, and for None. `layers` are those with a router, or all layers. Raises
-        `ConfigError` if the weighting of a router is unknown.
+        Dimension `layers` has all decoder layers, or only those with a router. A router uses its own choice for entries
+        of -1; None ends the replay. Raises `ConfigError` if the weighting of a router is unknown.
         """
         if experts is not None:
             self._validate_weightings()
@@ -81,7 +87,7 @@ class ExpertRouting:
 
     @torch.no_grad()
     def count_choices(self) -> None:
-        """Add the choices of the last forward pass to the load."""
+        """Add the experts used in the last forward pass, replayed or chosen, to the load."""
         for row, router in zip(self._counts(), (r for r in self._routers.values() if r.weighting), strict=True):
             used = router.chosen
             if router.recorded is not None:

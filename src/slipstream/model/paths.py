@@ -24,7 +24,7 @@ def check_paths(config: Config) -> None:
     """Raise `ConfigError` if a model path of the configuration can't be a model."""
     check_path(config.model.path)
     validate_adapter(config.model.path)
-    check_policies(config)
+    check_policy_paths(config)
     if config.algorithm.kl_coef and config.algorithm.reference not in ("start", "average"):
         check_path(config.algorithm.reference, "algorithm.reference")
     if config.teacher.path:
@@ -33,8 +33,11 @@ def check_paths(config: Config) -> None:
         check_path(path, "scoring.options.path")
 
 
-def check_policies(config: Config) -> None:
-    """Raise `ConfigError` if a model of one of several policies, or a trained adapter, can't be one."""
+def check_policy_paths(config: Config) -> None:
+    """Raise `ConfigError` for an adapter path that is no directory, or a policy's model path that is no base model.
+
+    Adapter paths are `lora.path` and `policies.N.adapter`, model paths `policies.N.model`.
+    """
     adapters = {"lora.path": config.lora.path}
     adapters |= {f"policies.{index}.adapter": policy.adapter for index, policy in enumerate(config.policies)}
     for option, path in adapters.items():
@@ -87,7 +90,10 @@ def _check_weights(folder: Path, setting: str) -> None:
 
 
 def safetensors_files(folder: Path, setting: str) -> list[Path]:
-    """The files that a model's index names, sorted, or `model.safetensors`. Raises `ConfigError`."""
+    """Paths of a model's safetensors files: those that its index names, sorted, or `model.safetensors`.
+
+    Files may be missing. Raises `ConfigError` for a damaged index.
+    """
     if not (index := folder / INDEX).exists():
         return [folder / "model.safetensors"]
     try:

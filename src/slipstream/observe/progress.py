@@ -128,7 +128,7 @@ class Progress:
             self._print_step()
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Print the record of an evaluation."""
+        """Print an evaluation in one line, and keep its scores for the live display."""
         low, high = record.get("versions") or (None, None)
         versions = f"version {number(low)}" if low == high else f"versions {number(low)} to {number(high)}"
         reasons = f" ({counts(record['eval/failures'])})" if record.get("eval/failures") else ""

@@ -156,14 +156,20 @@ def write_rollouts(path: Path, step: int, batch: Batch, decode: Decode) -> None:
     """Write one row for each completion of a batch."""
     pairs = zip(batch.groups, batch.advantages, strict=True)
     # One group at a time, since the event loop runs only between two calls that hold the interpreter.
-    columns = [_columns(step, group, advantages, decode) for group, advantages in pairs]
+    columns = [_record_batch(step, group, advantages, decode) for group, advantages in pairs]
     partial = path.with_name(path.name + PARTIAL)
     pq.write_table(pa.Table.from_batches(columns, SCHEMA), partial)
     partial.replace(path)
 
 
-def _columns(step: int, group: Group, advantages: Sequence[float | Sequence[float]], decode: Decode) -> pa.RecordBatch:
-    """One row per completion of a group, in the order of its rollouts and their turns. Tokens are copied as bytes."""
+def _record_batch(
+    step: int, group: Group, advantages: Sequence[float | Sequence[float]], decode: Decode
+) -> pa.RecordBatch:
+    """A group's table: one row per completion, ordered by rollout and turn.
+
+    Token ids and log-probabilities are copied as whole buffers, without a Python object for each. It calls
+    `yield_to_loop` between columns.
+    """
     turns = [(rollout, turn, c) for rollout in group.rollouts for turn, c in enumerate(rollout.completions)]
     large = {
         "prompt_ids": _lists([c.prompt_ids for _, _, c in turns], INT),

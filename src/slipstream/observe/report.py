@@ -32,7 +32,7 @@ Rollout = Sequence[Record]  # its completions, one a turn
 
 
 def report(run: Run, console: Console | None = None) -> None:
-    """Print what a run reached, held-out tasks with changed outcomes, and the next commands."""
+    """Print what a run reached, held-out tasks with changed outcomes, advice, and the next commands."""
     console, summary = piped_console(console), run.summary
     changes = Table.grid(padding=(0, 2))
     changes.add_column(style="dim", no_wrap=True)

@@ -192,6 +192,7 @@ class Simulation:
         self._at(done, self._end_rollout, episode)
 
     def _next_turn(self, episode: Episode) -> None:
+        """Request the episode's next turn from an engine; retry after 1 s while none is alive."""
         if episode.group.epoch != self.epoch:
             return
         engine = episode.engine if episode.engine and episode.engine.alive else self._least_loaded()

@@ -135,7 +135,10 @@ class Workload:
 
 
 def read_lengths(path: Path) -> Lengths:
-    """Lengths from a file: a JSON list, or a number a line. Raises `ConfigError`."""
+    """Completion lengths in tokens, from a file with a JSON list or numbers separated by white space.
+
+    Raises `ConfigError` for an unreadable file, fewer than two numbers, or a number outside 1 to `MAX_LENGTH`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]

@@ -47,8 +47,9 @@ _throttles: WeakKeyDictionary[asyncio.AbstractEventLoop, _Throttle] = WeakKeyDic
 def call_throttled(function: Callable[..., object], *arguments: Any) -> None:
     """Call the function, at most one for each iteration of the event loop, in order of arrival.
 
-    The call is made now if this iteration has made none. `throttle` counts as a call. A call and the coroutines that it
-    resumes may take a millisecond. The loop's exception handler gets the exceptions of delayed calls.
+    The call is made now if this iteration has made none. `throttle` counts as a call. Each call, with the coroutines
+    that it resumes, should take at most a millisecond. The loop's exception handler gets the exceptions of delayed
+    calls.
     """
     _throttles.setdefault(asyncio.get_running_loop(), _Throttle()).call(partial(function, *arguments))
 
@@ -71,10 +72,10 @@ def lower_priority() -> None:
 
 
 class _YieldedSelector(selectors.DefaultSelector):
-    """Holds the lock `busy` while the event loop has work, so that threads can wait until it has none.
+    """Holds the lock `busy` while the event loop has work, so that threads can wait for it to become idle.
 
-    A thread that has waited for the lock holds it until the thread gets the interpreter. The event loop, which never
-    waits, could not take that lock again. So it makes a new lock for each period of work.
+    Each period of work gets a new lock. A thread that waited for the old lock may still hold it when the next period
+    begins, and the event loop must not wait for a thread.
     """
 
     busy = threading.Lock()  # of the loop that had work last
@@ -106,10 +107,10 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def yield_to_loop() -> None:
-    """Wait while the event loop has work, for at most `YIELD_S`.
+    """Wait until the event loop is idle, for at most `YIELD_S`.
 
-    For threads, between two operations that hold the interpreter lock: Python gives it to any thread that waits for it,
-    so the event loop would wait for all of them each time it has released it, as at every message that it sends.
+    Threads call it between two operations that hold the GIL. Otherwise the event loop competes for the GIL with all
+    of these threads whenever it has released it, such as for each message that it sends.
     """
     deadline = time.monotonic() + YIELD_S
     while (busy := _YieldedSelector.busy).locked() and (left := deadline - time.monotonic()) > 0:

@@ -87,9 +87,9 @@ class WorkerProcess:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, kind: type[W], reference: str, *arguments: Any) -> W:
-        """The handle, typed as `kind`, of the worker "module:Class", once it is built in the process.
+        """Start a process and build the worker "module:Class" (`reference`) in it. Returns its handle, typed as `kind`.
 
-        Raises what the constructor raises as `WorkerError`.
+        Raises `WorkerError` if the constructor raises, and `WorkerDied` if the process ends first.
         """
         self._loop = asyncio.get_running_loop()
         self.process = await self._start_process()

@@ -1,4 +1,4 @@
-"""The scorer of `scoring.kind = "http"`: POSTs each rollout as JSON to a URL, and reads its reward from the answer."""
+"""The scorer of `scoring.kind = "http"`: POSTs each rollout as JSON to a URL, and returns the answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ MAX_SHOWN = 200  # bytes of an answer in an error message
 
 
 class JudgeOptions(Section):
-    """`scoring.options`: seconds for `timeout` (0: no limit) and the first `backoff`, and a variable with a token."""
+    """Options of `scoring.kind = "http"`: `timeout` of an attempt (0: no limit) and first `backoff` in seconds.
+
+    `token_env` names the environment variable that holds the bearer token.
+    """
 
     url: str
     timeout: float = Field(30.0, ge=0)
@@ -43,7 +46,7 @@ class _AttemptFailed(Exception):
 
 
 class Judge:
-    """POSTs each rollout to `url`; the answer is its reward.
+    """POSTs each rollout to `url` and returns the judge's answer: a reward, or an object with the fields of `Answer`.
 
     Retries a timeout, a failed connection, and status 429 or 5xx up to `retries` times, with exponential backoff from
     `backoff` seconds; `self.retries` counts them by reason. `token_env` names an environment variable with a bearer
@@ -129,7 +132,10 @@ def judge_request(task: Task, rollout: Rollout, tokenizer: ChatTokenizer) -> dic
 
 
 def parse_answer(body: bytes) -> Any:
-    """The answer: a number or a mapping. Raises `_AttemptFailed`."""
+    """The judge's answer from JSON: a number or a mapping, which `scoring.base.apply_answer` validates.
+
+    Raises `_AttemptFailed` for anything else.
+    """
     try:
         answer = json.loads(body)
     except ValueError:

@@ -23,7 +23,12 @@ from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Rece
 
 
 class CheckpointSender(Sender):
-    """The trainer's end. `release` keeps the served file and the newest older ones, `sync.keep_versions` in total."""
+    """The trainer's end. Removes unfinished files of an earlier run at the start.
+
+    `release` keeps the served version and the newest older ones, `sync.keep_versions` in total but at least one. It
+    removes newer files, which a run that resumed at an older version has left. `close` keeps the newest
+    `sync.keep_versions`, so none for 0.
+    """
 
     trainer_free_after_send = independent_receivers = True
 

@@ -60,7 +60,11 @@ class Coder:
         self._own: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def add(self, number: int, block: Block, words: Tensor, changes: Changes | None) -> None:
-        """Code a block. Without `changes` all its `words` are sent, and may not change until `join`."""
+        """Queue a block for the thread that `start` starts. `number` is its index among the blocks of the weights.
+
+        `words` are its new values as integers. With `changes` only the changed words are sent. Without, all `words` are
+        sent, and must not change until `join`.
+        """
         if changes is None:
             self.changed += block.length
             self.size += entries_of(block) * HEADER.size + words.nbytes

@@ -133,6 +133,10 @@ class Stream:
                 self._changed.notify_all()
 
     def _frame(self, number: int) -> bytes | None:
+        """Frame `number`, after a wait until it is added; None if the stream is complete and has fewer frames.
+
+        Raises `Refused` if the stream failed, or if the frame is no longer kept.
+        """
         with self._changed:
             self._wait(lambda: len(self) > number)
             if number < self._dropped:

@@ -37,7 +37,7 @@ from slipstream.generators.pool import GeneratorPool
 from slipstream.model.device import pick_device
 from slipstream.model.inspection import max_model_len
 from slipstream.model.loading import load_causal_lm, load_model, load_tokenizer
-from slipstream.model.paths import adapter_config, check_path, check_policies
+from slipstream.model.paths import adapter_config, check_path, check_policy_paths
 from slipstream.observe.estimates import Comparison, compare_paired
 from slipstream.observe.formatting import by_label, counts, plural
 from slipstream.observe.recorder import write_rollouts
@@ -110,7 +110,7 @@ def evaluate_policy(config: Config, policy: str = "") -> Evaluation:
     Raises `ConfigError`, and `RunError` if every episode fails.
     """
     check_path(config.model.path)
-    check_policies(config)
+    check_policy_paths(config)
     pick_device(config.generator.device, "generator.device")
     with open_runtime(config.runtime):
         record, played = run_bounded(_evaluate_policy(_for_engines_only(config)))
@@ -233,7 +233,7 @@ def describe_comparison(found: Comparison) -> str:
 
 
 def to_markdown(policy: Evaluation, against: Evaluation | None = None) -> str:
-    """The scores of one or two policies as a Markdown table."""
+    """The scores of one or two policies as Markdown: a table, and for two the test of their difference."""
     columns = [policy] if against is None else [policy, against]
     header = ["", *(f"`{one.path}`" for one in columns)]
     values = [dict(_rows(one)) for one in columns]

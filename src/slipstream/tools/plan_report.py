@@ -1,4 +1,7 @@
-"""A ranked plan as text, JSON, and a configuration to start with."""
+"""Shows a ranked plan as text or JSON, and as a configuration to start with.
+
+A split divides the GPUs between trainer ranks and engines. `price` is the price of one GPU-hour; 0 leaves out costs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ def as_json(plan: Plan, price: float) -> dict[str, Any]:
 
 
 def print_plan(plans: list[Plan], price: float, console: Console) -> None:
-    """Print what was planned, the best splits, what does not fit, the reason, and a configuration."""
+    """Print the workload, the best splits, GPU memory, splits that do not fit, why the first is best, and its options.
+
+    `plans` are ranked, the best first.
+    """
     best = plans[0]
     work, cluster = best.problem.work, best.problem.cluster
     shape, lengths = best.problem.shape, f"{work.prompt.typical:,.0f} + {work.completion.typical:,.0f} tokens"

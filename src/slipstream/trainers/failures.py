@@ -25,7 +25,7 @@ class OutOfMemory(UserError):
 
 
 def validate_skipped_steps(skipped: int, options: TrainerConfig) -> None:
-    """Raise `NotFinite` after too many skipped steps in a row."""
+    """Raise `NotFinite` after `max_consecutive_nonfinite` skipped steps in a row (0: never)."""
     if skipped >= options.max_consecutive_nonfinite > 0:
         raise NotFinite(
             f"the last {skipped} steps had a loss or gradient that is not finite and were skipped "

@@ -1,9 +1,11 @@
 """The optimizers of `trainer.optimizer`, with float32 or bfloat16 weights, and state on the device or in host memory.
 
 AdamW with float32 weights and state on the device is torch's. `PiecewiseOptimizer` is for all other combinations: it
-updates pieces of the local shards, so that host state needs space for a few pieces on the device, and rounds
-stochastically (`trainers.stochastic_rounding`). 8-bit moments have blocks of one row, so a checkpoint holds them as
-sharded tensors that any number of ranks can load.
+updates pieces of the local shards, so that offloaded state needs device memory for a few pieces only. It rounds
+bfloat16 weights and 8-bit moments stochastically (`trainers.stochastic_rounding`).
+
+8-bit moments share one scale for each `BLOCK` consecutive elements of a row. No block spans two rows, so a checkpoint
+holds moments as sharded tensors that any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -135,7 +137,7 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
         counts = [int(self.state[parameter]["step"]) + 1 for parameter in self._parameters]
         seeds = [[_int32(hash((self._seed, counts[p.number], p.number))), _int32(p.offset)] for p in pieces]
         noise = torch.tensor(seeds, dtype=torch.int32).to(self._device)
-        numbers = {count: self._numbers(count) for count in set(counts)}
+        numbers = {count: self._coefficients(count) for count in set(counts)}
         states = [self._state_of(piece) for piece in pieces]
         moved = streamed(states, self._device) if self._offloads else iter(states)
         for piece, row, state in zip(pieces, map(torch.clone, noise), moved, strict=True):
@@ -148,8 +150,12 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
             if parameter.grad is not None:  # also where this rank's shard is empty: a checkpoint has one rank's step
                 self.state[parameter]["step"].fill_(count)
 
-    def _numbers(self, count: int) -> Tensor:
-        """Those that change between steps, and so are a tensor: compiled code would be specific to a number."""
+    def _coefficients(self, count: int) -> Tensor:
+        """The AdamW coefficients of step `count` as a tensor: beta1, beta2, step size, denominator scale, decay factor.
+
+        The step size is lr / (1 - beta1^count), the denominator scale sqrt(1 - beta2^count), the decay factor
+        1 - lr * weight_decay. `torch.compile` would recompile for each value of a Python number.
+        """
         group = self.param_groups[0]
         beta1, beta2 = group["betas"]
         rate, decay = group["lr"], group["lr"] * group["weight_decay"]
@@ -202,9 +208,9 @@ class PiecewiseOptimizer(torch.optim.Optimizer):
 
 def adamw_update(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, noise: Tensor, numbers: Tensor,
                  scale: Tensor | None = None, scale_sq: Tensor | None = None) -> None:  # fmt: skip
-    """AdamW in float32, in place. `noise` is a seed and the index of the first element; `numbers` as `_numbers`.
+    """AdamW in float32, in place. `noise` is a seed and the index of the first element; `numbers` are `_coefficients`.
 
-    With scales, moments are 8-bit codes, and each row is a block. The weight is float32 or bfloat16.
+    With scales, tensors are `[blocks, BLOCK]`, and moments are 8-bit codes. The weight is float32 or bfloat16.
     """
     beta1, beta2, rate, root, decay = numbers.unbind()
     bits = random_bits(_indices(weight, noise[1]), noise[0])
@@ -227,10 +233,10 @@ def adamw_update(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: 
 
 
 def orthogonalized(update: Tensor, like: Tensor) -> Tensor:
-    """The local part of the orthogonalised matrix, whose local `update` is laid out as `like`; in bfloat16.
+    """Orthogonalize a matrix, or each matrix of a stack. Returns the local part in bfloat16.
 
-    Ranks gather a matrix, and each computes the whole. A stack of matrices that is sharded between them is not
-    gathered.
+    `update` is the local part, sharded as `like`. The ranks gather a sharded matrix, and each orthogonalizes the whole.
+    A stack that is sharded by its first dimension only is not gathered.
     """
     update = update.bfloat16()
     if not isinstance(like, DTensor):
@@ -266,9 +272,9 @@ def _int32(number: int) -> int:
 
 
 def _with_layout(local: Tensor, like: Tensor, divisor: int = 1) -> Tensor:
-    """The local part as a tensor sharded as `like`, whose last dimension is `divisor` times as large.
+    """A tensor with the sharding of `like` around `local`. Its last dimension is that of `like` divided by `divisor`.
 
-    The constructor of DTensor, since `from_local` would move host memory to the device.
+    It calls the constructor of DTensor, because `DTensor.from_local` would move host memory to the device.
     """
     if not isinstance(like, DTensor):
         return local

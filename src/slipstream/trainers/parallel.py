@@ -104,10 +104,10 @@ class TrainerRanks:
     def shard(self, policy: Any, compute: torch.dtype, master: torch.dtype = torch.float32) -> None:
         """Shard `policy` with FSDP: weights are gathered in `compute`, gradients are summed in float32.
 
-        Shards of trained weights are kept in `master`.
+        Shards of trained weights are kept in `master`. The weights may be on the CPU in another dtype: layers are moved
+        to the device and sharded one at a time.
 
-        The weights may be on the CPU in another dtype: layers are moved to the device and sharded one at a time.
-        Raises `ConfigError` for a model that can't be packed.
+        Raises `ConfigError` for a model whose layers carry a state, such as Mamba: its sequences can't be packed.
         """
         if not policy.packs:  # ranks would gather a layer once for each of their sequences
             option = 'trainer.parallel = "fsdp"' if self.size > 1 else "trainer.keep_compute_copy = false"

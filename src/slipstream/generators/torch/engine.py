@@ -77,8 +77,9 @@ class Engine:
     """Decodes up to `slots` sequences at once. Synchronous and single-threaded: `submit`, then `step` while `busy`.
 
     `context` bounds prompt plus completion in tokens (0: the model's limit). `tokenizer` is needed for stop strings
-    only. The model has an adapter for each of `policies`, or is one of them, and requests name one. Raises
-    `GenerationError` for a model that it can't serve.
+    only. `policies` are the names that requests may ask for: those of the model's LoRA adapters, or the one name of a
+    model without adapters; empty in a single-policy run. The model is changed: its attention is replaced. Raises
+    `GenerationError` for an unsupported model.
     """
 
     def __init__(
@@ -158,7 +159,8 @@ class Engine:
         """Replace the weights under the running sequences by calling `apply`. Returns the seconds it took.
 
         Call it between two steps, so that each pass sees one version. To drain, set `draining` and `step` while
-        `running` first. Afterwards requests may join again; if `apply` raises, that is the only change.
+        `running` first. Afterwards requests may join again. If `apply` raises, the version stays and no sequence is
+        recomputed or retried.
         """
         if how == "drain" and self.running:
             raise RuntimeError(f"drain: {self.running} sequences still run; set `draining` and step until none does")

@@ -27,8 +27,9 @@ from slipstream.sync.shared import SharedFiles
 
 
 class AdapterLoader:
-    """Loads adapters into a worker. `worker_manager` is its `LRUCacheWorkerLoRAManager`, `batch` its input batch.
+    """Loads adapters into a worker. `batch` returns the worker's input batch.
 
+    `worker_manager` is the worker's `LRUCacheWorkerLoRAManager`. Its `add_adapter` is replaced until `close`.
     vLLM's own `add_lora` loads an adapter between two forward passes, and sampling waits for it.
     """
 
@@ -49,9 +50,10 @@ class AdapterLoader:
         load_kernels(torch.empty(0, dtype=self._slots.lora_config.lora_dtype, device=worker_manager.device))
 
     def prepare(self, handle: PublishHandle) -> None:
-        """Start to load a version. Raises `UserError` if too few slots are free.
+        """Start to load a version in the background. Raises `UserError` if too few slots are free.
 
-        If the handle has a `name`, vLLM registers the adapter when its HTTP interface loads the path of that name.
+        Without a `name` in the handle, `prepared` registers the adapters. With one, vLLM registers the adapter when its
+        HTTP interface loads the path of that name. First unloads what an earlier run or a failed publish left.
         """
         requests, self._name = requests_of(handle), handle.get("name", "")
         if self._name and not self._numbers:
@@ -103,7 +105,10 @@ class AdapterLoader:
         self._slots.lora_index_to_id[slot] = adapter.id
 
     def _add_named(self, request: LoRARequest) -> bool:
-        """vLLM's `add_adapter`, which finds an adapter of this name loaded, and gives it the request's number."""
+        """Replaces vLLM's `add_adapter`. First registers the adapter that `prepare` loaded from this path, if any.
+
+        It waits for the load and raises its error.
+        """
         if self._loading and self._name and request.lora_path == self._name:
             [(load, slot)] = self._loading
             adapter, self._name = load.result(), ""
@@ -113,7 +118,7 @@ class AdapterLoader:
         return added
 
     def start_checksums(self, names: Sequence[str]) -> None:
-        """Start to compute checksums of these tensors of the newest version, on the device."""
+        """Start to compute checksums of these tensors of the newest version, as received, on the device."""
         self._sums = self._background.submit(lambda: self._compute_checksums(names))
 
     def checksums(self) -> dict[str, int] | None:
@@ -177,7 +182,10 @@ class AdapterLoader:
 
 
 def requests_of(handle: PublishHandle) -> dict[str, LoRARequest]:
-    """vLLM's request for a version's adapter of each policy, "" of a single one; ids start at 1."""
+    """One `LoRARequest` for each policy of a version, by policy name; "" is the name in a single-policy run.
+
+    Ids start at 1, and no two versions share an id.
+    """
     version, policies, found = handle["version"], handle["policies"] or [""], {}
     for number, policy in enumerate(policies, 1 + version * len(policies)):
         name = f"policy-v{version}" + f"-{policy}" * bool(policy)

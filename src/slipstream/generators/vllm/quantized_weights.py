@@ -76,9 +76,9 @@ def served_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def with_scales(shards: Mapping[str, ParameterShard], served: Mapping[str, Tensor]) -> dict[str, ParameterShard]:
-    """The shards; those of FP8 weights with the scales of their rows in the `served` tensors.
+    """Replace the shards of FP8 weights by `QuantizedShard`s, with their rows of the scales in `served`.
 
-    Raises `InvalidInput` if vLLM computes a scale from columns of other ranks.
+    Raises `InvalidInput` for a shard split by columns if vLLM computes row scales over the columns of all ranks.
     """
     wholes = {t.untyped_storage().data_ptr(): (t, served[f"{name}_scale"]) for name, t in served.items() if _is_fp8(t)}
     found = dict(shards)
@@ -98,9 +98,9 @@ def with_scales(shards: Mapping[str, ParameterShard], served: Mapping[str, Tenso
 
 
 def validate_link(link: str, shards: Mapping[str, ParameterShard]) -> None:
-    """Raise `InvalidInput` if a link that writes the trainer's own values would write FP8 weights.
+    """Raise `InvalidInput` if `link` would write unquantized values into FP8 weights.
 
-    Only a server of the user can have such weights with such a link: a run refuses its own engines before.
+    Only servers that the user started can fail here: for engines of the run, `config.engine_args` rejects the options.
     """
     if link in UNQUANTIZED_LINKS and any(shard.needs_received for shard in shards.values()):
         raise InvalidInput(
