@@ -34,6 +34,7 @@ Engine: TypeAlias = "TorchEngine | PolicyEngines | VllmEngine"
 Weights: TypeAlias = "ServedWeights | VllmWeights"
 OpenWeights = Callable[[str, ConnectionInfo, int], Weights]
 POLL_INTERVAL_S = 0.001  # while the engine has nothing to step
+LOOP_PASSES = 2  # of the event loop between two steps: in the first a call that has arrived gets a task, which then starts
 
 
 class GeneratorWorker(Worker):
@@ -96,7 +97,8 @@ class GeneratorWorker(Worker):
             for key, result in self._engine.step():
                 finish_request(self._requests[key], result)
             self._steps += decoding
-            await asyncio.sleep(0)
+            for _ in range(LOOP_PASSES):
+                await asyncio.sleep(0)
 
     @property
     def _may_step(self) -> bool:
