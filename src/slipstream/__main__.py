@@ -1,6 +1,7 @@
-"""`slipstream` and `python -m slipstream`. Until a command handles Ctrl-C itself, Ctrl-C ends the process in one line.
+"""`slipstream` and `python -m slipstream`.
 
-`KeyboardInterrupt` can't do that: raised in an import it is a traceback, and libraries take it for a missing module.
+Until a command handles Ctrl-C itself, Ctrl-C prints one line and ends the process. A `KeyboardInterrupt` during an
+import would print a traceback, or libraries would take it for a missing module.
 """
 
 import os

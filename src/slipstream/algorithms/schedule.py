@@ -6,7 +6,7 @@ import math
 
 
 def learning_rate(schedule: str, step: int, *, steps: int, warmup: int = 0, spent: float = 0.0) -> float:
-    """Share of the peak after `step` finished steps: linear warm-up, then decay to 0 at the end of the run.
+    """Share of the peak after `step` finished steps: linear warm-up, then decay to 0 at the end unless "constant".
 
     The run ends after `steps`, or when `spent`, the trained share of its token budget, is 1. `schedule` is "linear",
     "cosine" or "constant".

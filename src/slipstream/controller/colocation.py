@@ -32,9 +32,10 @@ class ColocatedScheduler:
 
     @asynccontextmanager
     async def trainer_turn(self, publishes: bool) -> AsyncIterator[None]:
-        """Context in which the trainer has the GPUs. If it `publishes`, engines discard their weights.
+        """Context in which the trainer may compute. Engines sleep, unless the GPUs hold both a step and the engines.
 
-        After an error the GPUs stay with the trainer, because the run ends.
+        Sleeping engines discard their weights if the trainer `publishes`, and else keep them in host memory. After an
+        error the engines are not woken, because the run ends.
         """
         self.seconds, began = dict.fromkeys(PARTS, 0.0), time.perf_counter()
         if not self._fits:
@@ -52,9 +53,10 @@ class ColocatedScheduler:
         self.seconds["turn"] = time.perf_counter() - began
 
     async def before_publish(self, in_place: bool) -> None:
-        """Within `trainer_turn`, let engines allocate their weights.
+        """Called within `trainer_turn`: prepare the engines to receive weights.
 
-        Engines that are awake, and receive a version `in_place`, pause until the end of the turn.
+        Sleeping engines allocate their weights. Engines that are awake pause until the end of the turn if they receive
+        versions `in_place`.
         """
         if WEIGHTS in self._asleep:
             await self._timed("wake_weights", self._wake((WEIGHTS,)))

@@ -88,7 +88,8 @@ async def remove_engine(run: RunContext, engine: EngineReplica) -> None:
 async def keep_engine(run: RunContext, engine: EngineReplica, start: Start | None) -> None:
     """Start the engine if `start` is given, and replace it each time it dies, until no restarts are left.
 
-    The death then ends the run if fewer engines remain than it needs.
+    After `STABLE_S` of service, earlier restarts count no more. Returns when the engine leaves the pool. Once
+    no restarts are left, a death ends the run if fewer engines remain than it needs.
     """
     pool = run.cluster.generator
     limit = 0 if run.config.sync.link == "single_copy" else run.config.generator.max_restarts

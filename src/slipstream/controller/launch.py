@@ -128,7 +128,7 @@ class Cluster:
 
     @asynccontextmanager
     async def trainer_turn(self, publishes: bool) -> AsyncIterator[None]:
-        """Context in which the trainer may compute; colocated engines sleep during it."""
+        """Context in which the trainer may compute. Colocated engines sleep as in `ColocatedScheduler.trainer_turn`."""
         async with self._trainer_idle, self._colocation.trainer_turn(publishes) if self._colocation else nullcontext():
             yield
 
@@ -145,7 +145,7 @@ class Cluster:
         gpus_of_engine(self._placement, engines - 1, assignable_gpus(self._config, engines))
 
     def engine_start(self) -> AbstractAsyncContextManager[object]:
-        """Context in which an engine may start and join: one that shares the trainer's GPUs needs their memory."""
+        """Context in which an engine may start and join. Colocated placement excludes turns of the trainer."""
         return self._trainer_idle if self._colocation else nullcontext()
 
     async def close(self) -> None:
@@ -215,7 +215,7 @@ async def _connect_servers(config: Config) -> GeneratorPool:
 def assignable_gpus(config: Config, engines: int) -> int:
     """Number of GPUs that engines can be assigned to, used ones included.
 
-    On Ray with room for `engines` more: the cluster may get nodes, and such an engine waits for its GPUs.
+    On Ray it includes GPUs for `engines` more engines. They wait until the cluster has got nodes for them.
     """
     later = engines * config.generator.gpus_per_engine if config.runtime.kind == "ray" else 0
     return current_runtime().gpus + later

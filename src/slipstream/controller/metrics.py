@@ -160,7 +160,7 @@ def engine_metrics(run: RunContext) -> dict[str, float]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Memory of the controller, and of the largest worker of each kind, such as "generator"."""
+    """GB of memory of the controller, and of the largest worker of each kind: `memory/KIND_gb`, such as "generator"."""
     found = {"memory/controller_gb": unshared_bytes() / 1e9}
     for worker in alive_workers():
         name = f"memory/{worker.name.removesuffix(' rank').rstrip(' 0123456789').replace(' ', '_')}_gb"

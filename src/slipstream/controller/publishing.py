@@ -16,7 +16,8 @@ async def publish(run: RunContext) -> None:
     """Start to publish the trainer's weights, and return once the trainer may take its next step.
 
     A synchronous run waits until every engine serves the version. So do runs with `loop.force_max_lag`, with a lagging
-    teacher, and with colocated placement. Raises the error of the previous publish.
+    teacher, and with colocated placement. First waits for the end of the previous publish. Raises the error of any
+    publish that it waits for.
     """
     await wait_published(run)  # one publish at a time
     trainer_free = asyncio.Event()

@@ -62,7 +62,10 @@ def start_groups(run: RunContext, count: int) -> int:
 
 
 async def play_group(run: RunContext, visit: Visit) -> None:
-    """Play all members of one task's group concurrently; the successful rollouts form it. Raises as `play_rollout`."""
+    """Play all members of one task's group concurrently, call `end_group` with their rollouts, and admit more groups.
+
+    Raises as `play_rollout` and `end_group`.
+    """
     played = run.environments[visit.environment]
     task, size = played.environment.train[visit.task], run.config.loop.group_size
     began = run.events.now()

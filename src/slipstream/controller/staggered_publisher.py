@@ -41,7 +41,7 @@ class _Staged:
 
 
 class StaggeredPublisher(WeightPublisher):
-    """A `WeightPublisher` that leaves engines behind which are slow. With `max_lag` 0 it waits for all engines."""
+    """A `WeightPublisher` that leaves slow engines behind; with `max_lag` 0, it waits for those that were not late."""
 
     def __init__(self, *arguments: Any, max_lag: int) -> None:
         super().__init__(*arguments)
@@ -98,11 +98,11 @@ class StaggeredPublisher(WeightPublisher):
         return pauses, sending, self._pool.now()
 
     async def _wait_for_engines(self, staged: _Staged) -> list[EngineReplica]:
-        """Wait for engines that were not late, or for any one if they fail. Returns the engines with the version.
+        """Wait for all engines that were not late, or for the first late one if these fail.
 
-        Returns early if the trainer fails or dies.
-
-        Once the first has the version, the others have `PATIENCE` times as long, except in the first publish.
+        Engines that joined since the last publish count as late. With `max_lag`, except in the first publish: once one
+        engine has the version, the others get `PATIENCE` times its duration more. Returns the engines with the
+        version. Returns early if the trainer fails or dies.
         """
         clock, limit = asyncio.get_running_loop().time, math.inf
         began = clock()

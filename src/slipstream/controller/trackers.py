@@ -20,7 +20,8 @@ STOP_S = 5.0  # in which its process has to end once all is sent
 class TrackerProcess:
     """The process of one tracker, started by the constructor.
 
-    It gets nothing but the path of the run's directory. `warn` is called with each problem.
+    It reads the records from the run's directory, and gets none from the controller. `warn` is called with each
+    problem.
     """
 
     def __init__(self, name: str, project: str, path: Path, warn: Callable[[str], None]) -> None:
@@ -34,7 +35,10 @@ class TrackerProcess:
         self._following = asyncio.create_task(self._follow(project))
 
     async def close(self) -> None:
-        """Wait until all records are sent, at most `DRAIN_S`, and end the process."""
+        """Wait until all records are sent, at most `DRAIN_S`, and end the process.
+
+        After a second signal it waits at most `DRAIN_INTERRUPTED_S`.
+        """
         task, self._ending = asyncio.current_task(), True
         grace = DRAIN_INTERRUPTED_S if task and task.cancelling() else DRAIN_S
         self._finish()
@@ -46,7 +50,7 @@ class TrackerProcess:
         await asyncio.wait((self._following,))
 
     def _finish(self) -> None:
-        """Tell the tracker that all is recorded, if it is started."""
+        """Tell the tracker that all is recorded, if it has started and `close` was called."""
         if self._worker and self._ending:
             asyncio.ensure_future(self._worker.finish()).add_done_callback(succeeded)
 

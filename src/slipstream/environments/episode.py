@@ -84,7 +84,10 @@ class EpisodeOptions:
 
 
 def episode_limits(config: EnvironmentConfig) -> ConversationLimits:
-    """Limits of an episode's conversations. Their time ends before the episode's, which has a reward to compute."""
+    """Limits of an episode's conversations. A conversation gets 90% of the episode's timeout, the reward the rest.
+
+    Each of the `environment.workers` gets an equal share of `tool_calls_per_second`.
+    """
     rate = config.tool_calls_per_second / max(1, config.workers)
     return ConversationLimits(
         config.max_turns, config.max_tokens, config.timeout * CONVERSATION_SHARE, rate, config.label
@@ -265,8 +268,8 @@ def _tail(error: BaseException) -> str:
 def blocked_limit(timeouts: Iterable[float]) -> float:
     """Seconds for which an episode may block the event loop, from the timeouts of the environments on it.
 
-    At most 5, and a tenth of the shortest timeout if that is more than 1: a blocked loop stops the clocks of all other
-    episodes.
+    A tenth of the shortest timeout, but from 1 to 5, and never more than that timeout: while the loop is blocked, all
+    other episodes wait, too.
     """
     timeout = min(timeouts)
     return min(timeout, 5.0, max(1.0, timeout / 10))
@@ -285,8 +288,8 @@ class EventLoopWatchdog:
     """Interrupts an episode that blocks the event loop (a `time.sleep`, a busy loop) for longer than `limit` seconds.
 
     A timer of the event loop postpones an alarm signal again and again. The signal arrives if the loop is blocked; its
-    handler raises `EpisodeBlocked` if an episode is running, and calls `warn` the first time: many episodes may block
-    the loop, one after the other. Works in the main thread on systems with SIGALRM.
+    handler raises `EpisodeBlocked` if an episode is running. It calls `warn` for the first blocked episode only. Has no
+    effect outside of the main thread, and on systems without SIGALRM.
     """
 
     def __init__(self, limit: float, warn: Callable[[str], object] = print) -> None:
@@ -327,7 +330,7 @@ class EventLoopWatchdog:
             raise blocked
 
     def _on_ignored(self, ignored: sys.UnraisableHookArgs) -> None:
-        """Raise soon again what Python ignored, since the alarm arrived in a destructor or the like."""
+        """Raise `EpisodeBlocked` again after `AGAIN_S` if Python ignored it, as it does in destructors."""
         if isinstance(ignored.exc_value, EpisodeBlocked):
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S, self._limit)
         else:

@@ -1,7 +1,8 @@
 """The worker that plays episodes in its process; `worker_environment.py` is the controller's end.
 
-An episode has a `Policy` with the seed of the controller's, whose requests the controller reads by `requests`. The
-controller's `Policy` samples and records, so results don't depend on what a worker reports.
+An episode here has a `Policy` with the seed of the controller's policy. Its requests for completions go to the
+controller, which fetches them by `requests` and replies by `answer`. The controller's `Policy` samples and records the
+completions, so their tokens and log-probabilities don't depend on what a worker reports.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ class EpisodeWorker(Worker):
         self._arrived = asyncio.Event()
 
     async def run(self) -> None:
-        """Interrupt episodes that block the event loop. End the process if it is blocked for long.
+        """Interrupt episodes that block the event loop. End the process if one blocks it for long.
 
-        The controller kills it sooner. Without one, C code that holds the interpreter would run for ever: no thread of
-        Python could notice that the controller is gone. Only processor time counts, so a process that was
-        suspended continues.
+        A living controller kills the process sooner. This timer is for a process whose controller has died: no Python
+        thread could end it while C code holds the interpreter's lock. It counts processor time,
+        `BLOCKED_EXIT_S` for each core, so a process that was suspended continues.
         """
         faulthandler.register(signal.SIGPROF, chain=True)  # writes a traceback; then the signal ends the process
         with EventLoopWatchdog(self._blocked_limit):
@@ -88,7 +89,7 @@ class EpisodeWorker(Worker):
                 await asyncio.sleep(BLOCKED_EXIT_S / 10)
 
     async def play(self, episode: int, task: Task, settings: EpisodeSettings) -> EpisodeResult:
-        """Play one episode. Raises `ConfigError` as `run_episode`."""
+        """Play one episode. The controller enforces its timeout. Raises `ConfigError` as `run_episode`."""
         errors: list[ScoringError] = []
         counter = RewardErrorCounter(sys.maxsize, errors.append) if settings.counts_reward_errors else None
         generator = ControllerGenerator(self, episode)

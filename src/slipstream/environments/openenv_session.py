@@ -45,7 +45,10 @@ class Session:
         self._socket: Any = None
 
     async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
-        """The first answer, once the server has a free session. Raises `ServerFailed`."""
+        """Start an episode with the arguments `data`. Returns the server's first answer.
+
+        If all sessions are taken, tries again for `SESSION_WAIT_S`. Raises `ServerFailed`.
+        """
         deadline = asyncio.get_running_loop().time() + SESSION_WAIT_S
         while True:
             try:
@@ -217,7 +220,7 @@ class Episode:
                 text = f"error: {error}"
 
     def rewards_by_turn(self) -> list[float]:
-        """The sum of the rewards after each reply. Raises `InvalidReward`."""
+        """For each reply of the model, the sum of the rewards that it got. Raises `InvalidReward`."""
         totals = [0.0] * len(self.conversation.completions)
         for turn, reward in self.rewards:
             totals[turn - 1] += 0.0 if reward is None else as_reward(reward)

@@ -154,7 +154,10 @@ class RewardWorkerPool:
             self._free.put_nowait(None)
 
     async def score(self, task: Task, subject: Completion | Rollout) -> Any:
-        """The result of `RewardWorker.score`, or of `await_reward` if the function raised. Raises as `await_reward`."""
+        """The result of `RewardWorker.score` in one of the workers. Errors are handled as in `await_reward`.
+
+        Waits for a free worker.
+        """
         return await await_reward(self._score(task, subject))
 
     async def _score(self, task: Task, subject: Completion | Rollout) -> Any:

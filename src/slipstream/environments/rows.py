@@ -1,6 +1,7 @@
 """Read the rows of a dataset: local files, a directory of them, or a dataset of the Hub.
 
-JSONL, CSV and TSV are read here, so that an error names its line and text stays text ("007"); all else by `datasets`.
+This module reads JSONL, CSV and TSV itself, so that an error names the line or row, and text stays text ("007"). The
+library `datasets` reads all other formats.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Read = Callable[[], list[Part]]  # reads one split
 
 
 def find_splits(dataset: str, subset: str = "") -> dict[str, Read]:
-    """The splits of a dataset, by name. Raises `ConfigError` if there is no such dataset.
+    """A function for each split of a dataset, by name, that reads it. Raises `ConfigError` without such a dataset.
 
     The split of a local file is the first of `SPLITS` that is a word of its name, else "train".
     """
@@ -72,7 +73,10 @@ def find_splits(dataset: str, subset: str = "") -> dict[str, Read]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file, all readable files in the directory, or those that match the pattern. Raises `ConfigError`."""
+    """The file, all files of a known format in the directory, or all paths that match the pattern (maybe none).
+
+    Raises `ConfigError` for a file of another format, and for a directory without a file of a known one.
+    """
     if path.is_file():
         if path.suffix not in (*BUILDERS, *READERS):
             raise ConfigError(f"dataset {str(path)!r}: its format is not known by its suffix; it is one of {FORMATS}")
@@ -108,7 +112,7 @@ def _datasets_splits(dataset: str, load: Callable[[Any], Any]) -> dict[str, Read
 
 
 def _read_split(where: str, split: Any) -> list[Part]:
-    """The rows of a split without images, sounds and the like, which take long to decode."""
+    """The rows of a split. Drops columns of images, sound and the like, which take long to decode."""
     kinds = {name: type(feature) for name, feature in split.features.items()}
     media = [name for name, kind in kinds.items() if hasattr(kind, "decode_example") and kind.__name__ != "Json"]
     return [Part(where, "row", [*enumerate(split.remove_columns(media), 1)])]
@@ -148,7 +152,10 @@ def _no_column(name: str, columns: Sequence[str]) -> str:
 
 
 def _read_csv(path: Path) -> list[Numbered]:
-    """Rows of a file with a header, all values as text."""
+    """Rows of a file with a header, all values as text. The delimiter is the most frequent one in the header.
+
+    Raises `ConfigError` for a file that is not CSV, or has two columns of one name.
+    """
     text = _read_text(path)
     header = text[: text.find("\n")]
     csv.field_size_limit(sys.maxsize)

@@ -118,7 +118,10 @@ class ExpertRouting:
         }
 
     def _counts(self) -> Tensor:
-        """Counts `[layers, experts + 2]`: tokens of each expert, replayed choices, and choices that replay changed."""
+        """Counts since the last `take_load`, zeros at first: `[layers, experts + 2]`, of layers with supported routers.
+
+        The columns are the tokens of each expert, replayed choices, and choices that replay changed.
+        """
         known = [router.weight.device for router in self._routers.values() if router.weighting]
         if self._load is None:
             device = known[0] if known else None

@@ -45,7 +45,7 @@ def duration(seconds: Any) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A chart of `values` in at most `width` block characters."""
+    """A chart of `values` in at most `width` (2 or more) block characters; "" for fewer than two values."""
     if len(values) < 2:
         return ""
     low, high, width = min(values), max(values), min(width, len(values))

@@ -81,7 +81,10 @@ def _entropy_collapse(h: History) -> Measure:
 
 
 def _reward_collapse(h: History) -> Measure:
-    """Fall of the mean reward below its best, in units of a fall that is neither noise nor small."""
+    """Fall of the mean reward below its best, in units of the smallest fall that counts.
+
+    That is 0.4 standard deviations of the rewards or 5 standard errors of the mean, whichever is more.
+    """
     rewards, now = h.values("reward/mean", LONG), h.mean("reward/mean")
     if len(rewards) < LONG:
         return HEALTHY
@@ -136,7 +139,7 @@ def _answers(evaluation: Record) -> tuple[dict[str, Any], int]:
 
 
 def _mismatch(h: History) -> Measure:
-    """The mismatch KL, or as much drift of the mean ratio."""
+    """The larger of the mismatch KL and the absolute logarithm of the mean ratio."""
     kl, ratio = h.mean("policy/mismatch_kl"), h.mean("policy/ratio_mean", default=1.0)
     text = f"the policy differs from the one that sampled: mismatch KL {kl:.3g} nats, mean ratio {ratio:.3g}, "
     text += f"with tokens of {number(h.mean('lag/mean'), 1)} versions ago"
@@ -144,7 +147,7 @@ def _mismatch(h: History) -> Measure:
 
 
 def _large_updates(h: History) -> Measure:
-    """The mismatch KL or the clipped fraction of a few steps: an optimizer step changed the policy too much."""
+    """The larger of mismatch KL and clipped fraction in a few steps: an optimizer step changed the policy too much."""
     kl, clipped = (h.mean(f"policy/{name}", FEW, 0.0) for name in ("mismatch_kl", "clip_fraction"))
     found = f"mismatch KL {kl:.3g} nats, {clipped:.0%} of the tokens clipped (means of {FEW} steps)"
     return Measure(max(kl, clipped), f"updates are too large: {found}")
@@ -174,7 +177,7 @@ def _stale(h: History) -> Measure:
 
 
 def _waits(h: History) -> tuple[float, float, str]:
-    """Share of the last steps' time in which the trainer waited for a batch, that without requests, and both."""
+    """Shares of the last `LONG` steps' time: the trainer waited for a batch; engines had no request. Both as text."""
     window, generated = h.growth("time/window_s", LONG), h.growth("gen/busy_s", LONG)
     share = h.mean("engines/alive", LONG, 1.0) / max(h.mean("engines/total", LONG, 1.0), 1e-9)  # dead ones not counted
     waited = LONG * h.mean("time/batch_wait_s", LONG) / max(window, 1e-9)
@@ -184,7 +187,10 @@ def _waits(h: History) -> tuple[float, float, str]:
 
 
 def _slow_rewards(h: History) -> Measure:
-    """Share of the time in which neither side works, or less if rollouts end soon after their last token."""
+    """The smaller of the shares of time in which the trainer and the engines wait.
+
+    Less if the time from a rollout's last token to its reward is short, compared with a quarter of a step.
+    """
     long_s = max(0.25 * h.growth("time/window_s", LONG) / LONG, MIN_REWARD_S)
     reward_s = h.mean("rollout/reward_s", LONG)
     if not reward_s > 0:
@@ -378,7 +384,7 @@ class Health:
 
 
 def check(run: Run) -> list[HealthWarning]:
-    """What the rules find in the records of a run, which may be going on, over, or older than a rule."""
+    """Warnings for all records of a run, which may still be running. Today's rules also apply to older runs."""
     return replay(run.metrics, run.evaluations, Health(run.config))
 
 

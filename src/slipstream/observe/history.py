@@ -16,7 +16,7 @@ Record = Mapping[str, Any]
 
 
 class History:
-    """The records of a run up to a step: the last `KEPT`, and figures of all of them."""
+    """The first `SHORT` and the last `KEPT` records of a run up to a step, and statistics over all records up to it."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -57,13 +57,16 @@ class History:
         return mean(values) if len(values) == steps else default
 
     def start(self, name: str, steps: int = SHORT) -> float:
-        """Mean of the first finite values of a metric, of those in the first `SHORT` steps; NaN without any."""
+        """Mean of the first `steps` finite values of a metric within the first `SHORT` steps; NaN without any."""
         values = [record[name] for record in self.first if is_finite(record.get(name))][:steps]
         return mean(values) if values else math.nan
 
     @property
     def first_reward(self) -> float:
-        """Mean reward at the start. A first step too large lowers that of `SHORT` steps at once."""
+        """Mean reward at the start: the larger of the means of the first 3 and the first `SHORT` steps.
+
+        If the first updates are too large, the reward falls within `SHORT` steps.
+        """
         return max(self.start("reward/mean"), self.start("reward/mean", 3))
 
     @property

@@ -17,10 +17,12 @@ Sample = Mapping[str, Any]  # a task's id, prompt, and its completion and reward
 
 
 def compare_scores(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Score of the first and of the last evaluation, each as [value, low, high], their difference, and the method.
+    """Scores `before` and `after` (first and last evaluation) and their `difference`, each as [value, low, high].
 
-    The difference pairs the tasks of both evaluations if the records hold the outcomes of all tasks. A record without
-    outcomes and intervals has a binomial fraction of its tasks. None without a score.
+    `method` says in words how the intervals were computed. The difference pairs the tasks of both evaluations if the
+    records hold the outcomes of the same tasks. If a record has neither an interval nor outcomes, a score in [0, 1]
+    gets Wilson's interval, and any other score None as bounds. After one evaluation `after` and
+    `difference` are None. Returns None without a score.
     """
     scored = [e for e in evaluations if is_finite(e.get("eval/score"))]
     if not scored:

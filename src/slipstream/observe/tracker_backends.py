@@ -18,7 +18,7 @@ MLFLOW_PARAMETERS, MLFLOW_VALUE = 100, 6000  # most parameters in a request; mos
 
 
 class Wandb(Tracker):
-    """One wandb run. Values are over the metric `step`, since wandb ignores rows of earlier steps than the last."""
+    """One wandb run. Charts have the metric `step` as x axis: wandb drops rows whose own step is below the last one."""
 
     def start(self, run: Run, project: str, run_id: str) -> str:
         import wandb
@@ -74,7 +74,7 @@ class Trackio(Tracker):
 
 
 class Tensorboard(Tracker):
-    """Event files in `tensorboard/` of the run directory, for `tensorboard --logdir runs`. There are no artifacts."""
+    """Event files in `tensorboard/` of the run directory, for `tensorboard --logdir runs`. The report is left out."""
 
     def start(self, run: Run, project: str, run_id: str) -> str:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
@@ -98,7 +98,7 @@ class Tensorboard(Tracker):
         self._log_text(name, step, "\n---\n".join(shown))
 
     def rewind(self, step: int) -> bool:
-        """Readers discard all events after `step` at the start of a session."""
+        """Write a session start at `step + 1`, at which readers discard the events from that step on. Returns True."""
         self._add(step + 1, session_log=self._event.SessionLog(status=self._event.SessionLog.START))
         return True
 

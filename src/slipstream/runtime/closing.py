@@ -82,7 +82,7 @@ def run_bounded(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 async def _end_tasks(own: Collection[asyncio.Task[Any] | None]) -> None:
-    """Cancel all tasks. Wait for `own` without a limit, and up to `TASK_END_S` for the others."""
+    """Cancel all tasks. Wait for `own` without a limit, and up to `TASK_END_S` for the others, then abandon these."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

@@ -42,7 +42,10 @@ class Process(Protocol):
         self.connection.close()
 
     def describe_end(self) -> str:
-        """A line on the end of a process that could print nothing itself, such as one killed by SIGKILL, or ""."""
+        """A line on the end of a process that could not print one, such as one killed by SIGKILL, or "".
+
+        Waits up to `EXIT_STATUS_S` for the exit status.
+        """
         ...
 
     def terminate(self, grace: float = 0.0) -> None:
@@ -60,7 +63,10 @@ class LocalProcess(Process):
     """A child process in its own session and process group, connected by a socket pair."""
 
     def __init__(self, launch: Launch, given: socket.socket | None = None) -> None:
-        """A worker with a `given` socket sends messages there; its `connection` carries none, and ends with it."""
+        """With a `given` socket the worker sends its messages there.
+
+        Then `connection` carries no messages, and only shows that the process has ended.
+        """
         self.connection, theirs = socket.socketpair()
         if launch.log:
             launch.log.parent.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,10 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def encoded(value: Any) -> Any:
-    """A JSON value: tuples become arrays, and other types without a JSON form become an object with the type as key."""
+    """A JSON value: tuples become arrays, and other types without a JSON form become an object with the type as key.
+
+    Raises `TypeError` for types that `decoded` can't restore.
+    """
     if isinstance(value, PLAIN):
         return value
     if type(value) is tuple:

@@ -255,7 +255,7 @@ class WorkerProcess:
         call_throttled(self.terminate, why)
 
     def _lose(self) -> None:
-        """Find out why the connection ended, in a thread: the exit status follows later."""
+        """Called when the connection ends. A thread waits for the exit status, then the worker is marked as dead."""
 
         def describe(process: Process) -> None:
             why = f"{self.name} died ({self._where})\n{process.describe_end()}{self.log_tail()}".rstrip()

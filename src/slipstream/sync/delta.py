@@ -121,7 +121,10 @@ class DeltaSender(Sender):
 
     @torch.no_grad()
     def send(self, handle: PublishHandle) -> PublishHandle:
-        """Compare the weights with the last version, and keep a copy. A thread codes and sends the changes."""
+        """Compare the weights with the last version, and keep a copy. A thread codes and sends the changes.
+
+        Returns the bytes of the changes, the changed share of all elements, and the checksums by parameter.
+        """
         state = handle["state"]
         coder = Coder(self._steps[state], self._device, lambda *end: self._coded(state, *end))
         self._coder = coder
@@ -145,7 +148,10 @@ class DeltaSender(Sender):
         self._server.close()
 
     def _coded(self, state: int, trailer: dict[str, Any], failure: str) -> None:
-        """End the stream of a version. If its changes could not be coded, engines get all its weights."""
+        """End the stream of a version. If its changes could not be coded, engines get all its weights.
+
+        Drops changes of earlier versions that together would exceed the size of all weights.
+        """
         with self._lock:
             step, kept = self._steps[state], 0
             if failure:
@@ -180,7 +186,10 @@ class DeltaSender(Sender):
                 coder.add(number, block, self._served[number], found)
 
     def _keep(self, state: int, number: int, new: Tensor) -> Changes | None:
-        """Copy a block's new words over the old ones. Returns the changes, or None if the block is to be sent whole."""
+        """Copy a block's new words over the old ones. Returns the changes, or None if the block is to be sent whole.
+
+        Records in snapshots of earlier states how to undo the changes, since they share the words.
+        """
         old = self._served[number]
         with self._copying:
             found = copy_changes(old, new)
@@ -205,7 +214,7 @@ class DeltaSender(Sender):
     def _find(self, request: Request) -> tuple[Request, Source | None]:
         """Answer a receiver: with a stream from the state that it has, or with the receiver before it in its chain.
 
-        None follows a receiver whose network is slow.
+        A receiver whose network is slow gets no successor in the chain.
         """
         with self._lock:
             state, base = request["state"], request["base"]
@@ -261,7 +270,7 @@ class DeltaReceiver(Receiver):
         self._relay = FrameServer(address_towards(self._server[0]), self._secret, self._find)
 
     def attach(self, shards: Mapping[str, ParameterShard]) -> None:
-        """The tensors into which the engine copies versions. Raises `InvalidInput` if they can't be updated."""
+        """Set the tensors into which the engine copies versions. Raises `InvalidInput` if they can't be updated."""
         for name, shard in shards.items():
             if not shard.tensor.is_contiguous() or shard.tensor.dtype != self._dtype:
                 raise InvalidInput(f'the engine stores {name} in another layout or dtype: use sync.link = "checkpoint"')
@@ -275,7 +284,10 @@ class DeltaReceiver(Receiver):
 
     @torch.no_grad()
     def prepare(self, handle: PublishHandle) -> Update:
-        """The version, staged on the device. Raises `Superseded`."""
+        """Receive a version, staged on the device. If checksums differ, receive all weights instead.
+
+        Raises `Superseded`, and `InvalidInput` if the checksums of all weights differ, too.
+        """
         with torch.cuda.stream(self._stream):
             update, sums, published = self._receive(handle)
             if self._held is not None and not self._agree(sums, published):
@@ -289,7 +301,7 @@ class DeltaReceiver(Receiver):
             return update
 
     def swapped(self) -> None:
-        """The engine serves the version that was prepared last."""
+        """Record that the engine now serves the version that was prepared last."""
         self._held, self._sums = self._next
 
     def close(self) -> None:
@@ -342,7 +354,10 @@ class NetworkRate:
         self.estimate = self._last = 0.0  # 0.0: unknown
 
     def add(self, measured: float, upstream: float) -> None:
-        """`upstream`: rate at which the frames reached the receiver before this one; 0.0 if the trainer sent them."""
+        """Add the rate of a transfer, in bytes per second.
+
+        `upstream` is the rate at which the frames reached the receiver before this one; 0.0 if the trainer sent them.
+        """
         kept_up = measured >= BOTTLENECK * upstream > 0  # this network is at least as fast, maybe as fast as before
         self.estimate, self._last = max(measured, self._last if kept_up else 0.0), measured
 

@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 class Superseded(InvalidInput):
-    """A version did not arrive in time; the engine serves the one before."""
+    """A version did not arrive, or a newer one was published. The engine serves the version before."""
 
 
 class Source(Protocol):
@@ -95,7 +95,10 @@ class Stream:
             self._changed.notify_all()
 
     def reach(self, part: int) -> None:
-        """Record progress: so many bytes of the next frame have arrived, unless they had arrived before."""
+        """Record that `part` bytes of the next frame have arrived.
+
+        It is no progress if a connection that broke had already brought them.
+        """
         if self.size + part > self._reached:
             self._reached, self.progressed = self.size + part, time.monotonic()
 
@@ -122,7 +125,7 @@ class Stream:
             start += 1
 
     def take(self) -> Iterator[bytes]:
-        """The frames, for the owner."""
+        """Yield the frames to the owner. Drops taken frames while the stream keeps more than `window` bytes."""
         for number, frame in enumerate(self.frames()):
             yield frame
             with self._changed:
@@ -154,6 +157,7 @@ class FrameServer:
     """Answers requests for streams at a free port of `address`, each in a thread.
 
     `find` returns the answer to a request, and the stream if the client is to read it here; it may raise `Refused`.
+    `rate` limits the bytes per second of all connections together (0.0: no limit).
     """
 
     def __init__(
@@ -168,7 +172,10 @@ class FrameServer:
         self._listener.close()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Answer one client. It may break off at any point, or be no client of ours."""
+        """Answer one client. A broken connection or a failed authentication ends without an error.
+
+        The client gets other errors as "refused".
+        """
         with contextlib.suppress(*FAILURES), Channel(connected, self._limiter) as connection:
             connection.authenticate(self._secret, b"server", b"client")
             request = json.loads(bytes(connection.recv_bytes()))

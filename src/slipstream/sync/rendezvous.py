@@ -67,7 +67,7 @@ class Gate(Relay):
 
 
 def open_tunnel(gate: dict[str, Any]) -> Relay:
-    """A loopback port that leads to the gate's store. Raises `InvalidInput` if the gate does not admit this process."""
+    """A loopback port that leads to the gate's store. Raises `InvalidInput` if the gate can't be reached or refuses."""
 
     def connect(client: socket.socket | None = None) -> socket.socket:
         other = socket.create_connection((gate["host"], gate["port"]), CONNECT_TIMEOUT_S)
@@ -93,7 +93,10 @@ def _authenticate(connected: socket.socket, secret: bytes, own: bytes, other: by
 
 
 def _without_timeout(other: socket.socket, *more: socket.socket | None) -> socket.socket:
-    """Let reads and writes of these sockets wait without a limit: members of a group are silent between transfers."""
+    """Let reads and writes of these sockets wait without a limit: members of a group are silent between transfers.
+
+    Keepalive then finds dead peers. Returns the first socket.
+    """
     for one in filter(None, (other, *more)):
         one.settimeout(None)
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -75,7 +75,7 @@ def plan(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def _json(ranked: dict[int, list[Plan]], price: float) -> dict[str, object]:
-    """All splits: of one number of GPUs best first, of several by trained tokens/s."""
+    """The run and its splits, for a JSON file: as ranked for one number of GPUs, by trained tokens/s for several."""
     plans = sorted((p for found in ranked.values() for p in found), key=lambda p: (bool(p.missing), -p.tokens_per_s))
     if len(ranked) == 1:
         (plans,) = ranked.values()
@@ -153,10 +153,10 @@ def problem(options: argparse.Namespace, config: Config | None, gpus: int, found
 
 @cache
 def measure_gpu(like: Gpu) -> Gpu:
-    """The GPU of this machine as a kind, with the link of `like`. Raises `ConfigError` without a GPU.
+    """The measured GPU of this machine, with the link rate of `like`. Raises `ConfigError` without a GPU.
 
-    A product of matrices and a copy are measured. Their rates are divided by the shares of the data sheet's that they
-    usually reach, since `Rates` are shares of the data sheet's.
+    `Rates` are shares of the rates in a data sheet. So the measured rates of a matrix product and a copy are divided by
+    the shares that they usually reach.
     """
     import torch
 

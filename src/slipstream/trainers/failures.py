@@ -54,7 +54,7 @@ def explain_out_of_memory(config: Config, what: str) -> Iterator[None]:
 
 
 def _remedies(config: Config, computes: bool) -> list[str]:
-    """What to change, in the order in which it costs more. `computes`: whether activations took memory."""
+    """What to change to save memory, the cheapest remedy first. `computes`: whether activations took memory."""
     trainer, algorithm, lora = config.trainer, config.algorithm, config.lora
     refers = algorithm.kl_coef > 0 and not refers_to_base(config)
     averages = algorithm.kl_coef > 0 and algorithm.reference == "average"

@@ -15,10 +15,10 @@ IN_FLIGHT = 3  # pieces on the device: one arrives, one is updated, one leaves
 
 
 def streamed(states: Sequence[State], device: torch.device) -> Iterator[State]:
-    """Yield a copy of each of `states` on `device`; what the caller writes into it is copied back.
+    """Yield a copy of each of `states` on `device`. Copies back what the caller wrote into it.
 
-    On a GPU the host's memory must be pinned. Copies in both directions run in their own streams, and the host waits
-    until the copy of three pieces before has left. At the end the current stream waits for all copies.
+    For a GPU the host's memory must be pinned. Copies in each direction run in their own stream. At most `IN_FLIGHT`
+    states are on the GPU: the host waits until the oldest was copied back. At the end it waits for all copies.
     """
     if device.type != "cuda":
         yield from _copied(states)

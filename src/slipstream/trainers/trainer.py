@@ -112,7 +112,10 @@ class Trainer:
     def _shard_parameters(
         self, compute: torch.dtype, master: torch.dtype, compiled: bool
     ) -> dict[str, torch.nn.Parameter]:
-        """Shard the model over the ranks. Returns the parameters that the optimizer updates."""
+        """Shard the model over the ranks, checkpoint its activations and compile its layers, as configured.
+
+        Returns the parameters that the optimizer updates.
+        """
         if self.ranks.is_fsdp:
             self.ranks.shard(self._policy, compute, master)
         tensor_parallel = self.ranks.is_tensor_parallel
@@ -338,7 +341,8 @@ class Trainer:
     def _update(self, loss: float) -> float:
         """Clip gradients and update parameters. Returns the gradient norm.
 
-        If the norm or the loss is not finite, all ranks skip the update.
+        If the norm or the loss is not finite, all ranks skip the update, which still counts as a step. Raises
+        `NotFinite` after `trainer.max_consecutive_nonfinite` skipped steps in a row.
         """
         norm = clip_gradients(self.parameters.values(), self._options.gradient_clip or math.inf)
         spent = self.token_count / self._tokens if self._tokens else 0.0

@@ -58,7 +58,11 @@ class VllmRequest:
         return self.sampling.record_logprobs or self.sampling.record_sampling_mask
 
     def parameters(self, context: int, eos: Collection[int], seeded: bool) -> dict[str, Any]:
-        """vLLM's sampling parameters, by the names that its Python and HTTP interfaces share."""
+        """vLLM's sampling parameters, by the names that its Python and HTTP interfaces share.
+
+        `context` is the most tokens of a sequence, and `eos` are the model's end tokens. Without `seeded`, vLLM does
+        not get the seed.
+        """
         sampling = self.sampling
         return {
             "temperature": sampling.temperature,

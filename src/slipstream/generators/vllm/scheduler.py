@@ -51,7 +51,7 @@ class SequenceLogprobs:
         self._tokens, self._logprobs, self._ranks = bytearray(), bytearray(), bytearray()
 
     def append(self, step: StepLogprobs, row: int) -> None:
-        """Append a row of a step: the first columns of tokens and log-probabilities, and the rank."""
+        """Append a row of a step: the rank, and the first `width` of the row's token ids and log-probabilities."""
         first = row * step.width
         last, (tokens, logprobs, ranks), (token, logprob, rank) = first + self._width, step.bytes, step.itemsizes
         self._tokens += tokens[first * token : last * token]

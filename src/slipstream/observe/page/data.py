@@ -158,7 +158,7 @@ class LivePage:
         self._sizes: dict[str, list[Sizes]] = {}  # of each run, by the cursor of an answer
 
     def poll(self) -> None:
-        """Read new records, at most once in `POLL_S`."""
+        """Read new records: a limited number a call, and again after `POLL_S`, or at once if some are still unread."""
         if not any(data.unread for data in self.runs) and time.monotonic() - self._polled < POLL_S:
             return
         for index, run in enumerate([data.run for data in self.runs]):
