@@ -122,6 +122,26 @@ def test_without_lag_a_publish_waits_for_all_engines() -> None:
     asyncio.run(main())
 
 
+def test_without_lag_a_publish_waits_for_an_engine_that_joined_and_serves() -> None:
+    async def main() -> None:
+        received: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        replies = iter(["", received])
+        link = publisher(engine("old"), max_lag=0)
+        await link.publish(1)
+        joined: Any = EngineReplica(engine("new", lambda: next(replies)))  # type: ignore[arg-type]
+        link._pool.change(add=[joined])
+        await link.join(joined)
+        while not joined.serving.is_set():
+            await asyncio.sleep(0)
+        publishing = asyncio.ensure_future(link.publish(2))
+        await asyncio.sleep(0.3)
+        assert not publishing.done()
+        received.set_result("")
+        assert (await publishing).late == 0 and versions(link) == [2, 2]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("method", ["prepare", "swap"])
 def test_an_engine_that_serves_the_version_before_tries_again(method: str) -> None:
     """A version did not arrive, or its swap was rolled back. None of its completions is withheld."""

@@ -97,6 +97,12 @@ def test_csv_keeps_text_and_quotes() -> None:
     assert not made.test
 
 
+def test_a_tab_separates_the_columns_of_a_tsv() -> None:
+    Path("d.tsv").write_text("question, short\tanswer\n1+1?\t2\n")
+    made = environment(dataset="d.tsv", prompt="question, short", answer="answer", reward="exact", test=0)
+    assert [task.prompt for task in made.train] == ["1+1?"]
+
+
 def test_names_of_tasks_and_braces_in_templates() -> None:
     jsonl("d.jsonl", {"q": "x", "more": {"id": 7}})
     made = environment(dataset="d.jsonl", prompt='{{"a": {{{q}}}}}', id="more.id", reward={"regex": {"pattern": "x"}})
@@ -361,6 +367,7 @@ GOOD = {"question": "1+1?", "answer": "2"}
         ([GOOD], {"answer": "{{answer}"}, "environment.answer = '{{answer}': unbalanced braces"),
         ([GOOD], {"subset": "main"}, "environment.subset = 'main' is for datasets of the Hub"),
         ([GOOD], {"subset": "main", "dataset": "*.jsonl"}, r"environment.subset = 'main' .*'\*.jsonl' is local"),
+        ([GOOD], {"dataset": "d.*"}, "dataset '.*d.txt': its format is not known by its suffix"),
         ([GOOD], {"dataset": "twice.csv"}, "twice.csv, line 1: more than one column is named 'answer'"),
         ([GOOD], {"reward": {"code": {"seconds": 0.0}}}, "seconds = 0.0: a limit of programs must be above 0"),
         ([GOOD], {"reward": {"code": {"memory_mb": -1}}}, "memory_mb = -1: a limit of programs must be above 0"),

@@ -56,6 +56,11 @@ def test_more_engines_help_where_generation_is_slower() -> None:
     assert more.tokens_per_s > 1.5 * few.tokens_per_s
 
 
+def test_measured_lengths_are_cut_at_the_limit() -> None:
+    lengths = Lengths(100.0, samples=(5000, 10), most=200)
+    assert lengths.values == (10, 200) and lengths.longest == 200
+
+
 def test_a_model_that_fits_nowhere_and_lengths_over_the_context_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"405B fits on no split of 8 x h100: .* lacks [\d,.]+ GiB"):
         rank(problem("405B"), (1,))

@@ -41,7 +41,7 @@ class _Staged:
 
 
 class StaggeredPublisher(WeightPublisher):
-    """A `WeightPublisher` that leaves slow engines behind; with `max_lag` 0, it waits for those that were not late."""
+    """A `WeightPublisher` that leaves slow engines behind; with `max_lag` 0 it waits for all that serve."""
 
     def __init__(self, *arguments: Any, max_lag: int) -> None:
         super().__init__(*arguments)
@@ -100,9 +100,9 @@ class StaggeredPublisher(WeightPublisher):
     async def _wait_for_engines(self, staged: _Staged) -> list[EngineReplica]:
         """Wait for all engines that were not late, or for the first late one if these fail.
 
-        Engines that joined since the last publish count as late. With `max_lag`, except in the first publish: once one
-        engine has the version, the others get `PATIENCE` times its duration more. Returns the engines with the
-        version. Returns early if the trainer fails or dies.
+        Engines that joined since the last publish count as late, but with `max_lag` 0 not those that serve. With
+        `max_lag`, except in the first publish: once one engine has the version, the others get `PATIENCE` times its
+        duration more. Returns the engines with the version. Returns early if the trainer fails or dies.
         """
         clock, limit = asyncio.get_running_loop().time, math.inf
         began = clock()
@@ -110,12 +110,15 @@ class StaggeredPublisher(WeightPublisher):
             current = [g for g in self._members if g not in self._updates]
             if current and self._max_lag and self._connected:
                 limit = min(limit, clock() + max(MIN_PATIENCE_S, PATIENCE * (clock() - began)))
-            waiting = [update for g, update in self._updates.items() if not current or g not in self._late]
+            waiting = [update for g, update in self._updates.items() if not current or not self._may_be_late(g)]
             if not waiting or clock() >= limit or staged.trainer_failed or self._process.dead:
                 return current
             timeout = min(limit - clock(), TRAINER_POLL_S)  # it may die after its calls, while engines receive
             calls = [call for call in (staged.sent, staged.sums) if not call.done()]
             await asyncio.wait([*waiting, *calls], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+    def _may_be_late(self, generator: EngineReplica) -> bool:
+        return generator in self._late and (self._max_lag > 0 or not generator.serving.is_set())
 
     def _begin_update(self, generator: EngineReplica) -> None:
         if generator not in self._updates:

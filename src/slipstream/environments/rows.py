@@ -73,16 +73,16 @@ def find_splits(dataset: str, subset: str = "") -> dict[str, Read]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file, all files of a known format in the directory, or all paths that match the pattern (maybe none).
+    """The file, all files of a known format in the directory, or all files that match the pattern (maybe none).
 
     Raises `ConfigError` for a file of another format, and for a directory without a file of a known one.
     """
-    if path.is_file():
-        if path.suffix not in (*BUILDERS, *READERS):
-            raise ConfigError(f"dataset {str(path)!r}: its format is not known by its suffix; it is one of {FORMATS}")
-        return [path]
     if not path.is_dir():
-        return sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207, since a pattern may be absolute
+        found = glob.glob(str(path), recursive=True)  # noqa: PTH207, since a pattern may be absolute
+        files = [path] if path.is_file() else sorted(file for file in map(Path, found) if file.is_file())
+        if unknown := next((str(file) for file in files if file.suffix not in (*BUILDERS, *READERS)), ""):
+            raise ConfigError(f"dataset {unknown!r}: its format is not known by its suffix; it is one of {FORMATS}")
+        return files
     files = sorted(file for file in path.rglob("*") if file.suffix in (*BUILDERS, *READERS))
     if not files:
         raise ConfigError(f"dataset {str(path)!r}: the directory has no file of the formats {FORMATS}")
@@ -152,14 +152,15 @@ def _no_column(name: str, columns: Sequence[str]) -> str:
 
 
 def _read_csv(path: Path) -> list[Numbered]:
-    """Rows of a file with a header, all values as text. The delimiter is the most frequent one in the header.
+    """Rows of a file with a header, all values as text.
 
-    Raises `ConfigError` for a file that is not CSV, or has two columns of one name.
+    The delimiter of a .tsv is a tab, that of a .csv the most frequent one in the header. Raises `ConfigError` for a
+    file that is not CSV, or has two columns of one name.
     """
     text = _read_text(path)
     header = text[: text.find("\n")]
     csv.field_size_limit(sys.maxsize)
-    delimiter = max(",;\t|", key=header.count)
+    delimiter = "\t" if path.suffix == ".tsv" else max(",;\t|", key=header.count)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:

@@ -34,7 +34,7 @@ Engine: TypeAlias = "TorchEngine | PolicyEngines | VllmEngine"
 Weights: TypeAlias = "ServedWeights | VllmWeights"
 OpenWeights = Callable[[str, ConnectionInfo, int], Weights]
 POLL_INTERVAL_S = 0.001  # while the engine has nothing to step
-LOOP_PASSES = 2  # of the event loop between two steps: in the first a call that has arrived gets a task, which then starts
+LOOP_PASSES = 2  # of the event loop between two steps: the first makes a task of a call that has arrived, one starts it
 
 
 class GeneratorWorker(Worker):

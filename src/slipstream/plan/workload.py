@@ -32,7 +32,7 @@ class Lengths:
     def values(self) -> tuple[int, ...]:
         """The samples, or the quantiles of the distribution, in ascending order."""
         if self.samples:
-            return tuple(sorted(self.samples))
+            return tuple(min(sample, self.most or sample) for sample in sorted(self.samples))
         most = self.most or round(self.mean * 4)
         if not self.spread:
             return (min(round(self.mean), most),)

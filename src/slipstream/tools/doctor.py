@@ -14,6 +14,7 @@ from rich.table import Table
 from slipstream.config.loading import load_config
 from slipstream.controller.node_checks import Examination, examine
 from slipstream.controller.node_worker import NodeReport
+from slipstream.observe.formatting import plural
 from slipstream.runtime.closing import run_bounded
 from slipstream.runtime.runtime import current_runtime, open_runtime
 
@@ -68,7 +69,7 @@ def _print(found: Examination, results: dict[str, str]) -> None:
         console.print(f'sync.link = "auto" is {found.link}', markup=False, soft_wrap=True)
     for fault in found.faults:
         console.print(f"{fault.check}: {fault.text}", style="red", markup=False, soft_wrap=True)
-    console.print("no faults" if not found.faults else f"{len(found.faults)} faults", soft_wrap=True)
+    console.print("no faults" if not found.faults else plural(len(found.faults), "fault"), soft_wrap=True)
 
 
 def _cells(report: NodeReport) -> list[str]:

@@ -111,7 +111,7 @@ class Plan:
 def parse_lags(text: str) -> tuple[int, ...]:
     """The numbers in "0,1,4", in ascending order. Raises `ConfigError`."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+    if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) < len(parts):
         raise ConfigError(f"--lags {text} is no list of different whole numbers; give for example --lags 0,1,4,16")
     return tuple(sorted(map(int, parts)))
 
