@@ -221,7 +221,7 @@ def summary(kinds: list[str], options: argparse.Namespace, scratch: Path) -> tup
         played, closing = runner.run(play_all(kinds, options, scratch, watch))
     time.sleep(1.0)  # a killed process needs a moment to be gone
     left = marked()
-    first, last = watch.stalls[0][0], watch.stalls[-1][1]
+    first, last = watch.stalls.starts[0], watch.stalls.ends[-1]
     spans = [(first + i * SPAN_S, first + (i + 1) * SPAN_S) for i in range(int((last - first) / SPAN_S))]
     succeeding = sum(kind in ("", "leak") for kind in kinds)
     record = {
@@ -249,8 +249,12 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     os.environ[MARK] = uuid.uuid4().hex
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_gc_thresholds()
-    expected, without = summary([""] * options.episodes, options, scratch)
-    rewards, found = summary(faults(options.episodes), options, scratch)
+    try:
+        expected, without = summary([""] * options.episodes, options, scratch)
+        rewards, found = summary(faults(options.episodes), options, scratch)
+    except BaseException:
+        other.kill()  # it ignores the SIGTERM that multiprocessing sends at exit
+        raise
     over.set()
     found["different"] = sum(reward != expected.get(index) for index, reward in rewards.items())
     return {

@@ -31,6 +31,7 @@ import math
 import os
 import resource
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -40,11 +41,11 @@ from typing import Any
 
 from work import at_least_one, conditions, save_model
 
-from slipstream import load_config, load_run, run
+from slipstream import ConfigError, load_config, load_run, run
 from slipstream.controller import trackers as controller_trackers
 from slipstream.controller.run_context import RunContext
 from slipstream.controller.trackers import TrackerProcess
-from slipstream.observe.trackers import track
+from slipstream.observe.trackers import check_installed, track
 
 DOUBLES = Path(__file__).resolve().with_name("measured_trackers.py")
 MODES = {"hangs": f"{DOUBLES}:Hangs", "tensorboard": "tensorboard"}
@@ -206,6 +207,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
+    try:
+        check_installed(list(MODES.values()))
+    except ConfigError as error:
+        sys.exit(f"trackers.py: {error}")
     controller_trackers.DRAIN_S = 1.0  # at the end of the run with the tracker that hangs
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
