@@ -279,6 +279,8 @@ class ReceiverEnd(End):
         else:
             self._engine.swap(handle["version"], self._weights.apply)
             self.decode_until(lambda: self._engine.versions_known)
+        if self.options.link == "nccl_direct":  # transfers in the swap
+            received = time.perf_counter() - began
         return {"received_s": received, "pause_ms": 1000 * self._weights.pause_s()}
 
     def checksums(self) -> dict[str, str]:
@@ -460,6 +462,8 @@ def main() -> None:
         return serve(TrainerEnd(options) if options.role == "trainer" else ReceiverEnd(options))
     if options.link == "nccl_direct" and options.receivers != ["vllm"]:
         sys.exit("--link nccl_direct is vLLM's own: give --receivers vllm")
+    if options.link == "nccl_direct" and options.device == "cpu":
+        sys.exit("--link nccl_direct needs GPUs")
     if not options.one_namespace:
         leave_host()
     with contextlib.ExitStack() as stack:

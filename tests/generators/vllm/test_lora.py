@@ -176,17 +176,36 @@ def test_every_slot_gets_the_published_values(served: Served) -> None:
 
 
 def test_only_the_first_version_is_loaded_by_vllms_own_code(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thousands of operations would make later versions wait, into whichever slot they go."""
+    """Its thousands of operations would make later versions wait, into whichever slot they go, also after an error."""
     from slipstream.generators.vllm.lora_worker import AdapterLoader
 
+    filled, fill, prepare = list[int](), AdapterLoader._fill, AdapterLoader.prepare
+
+    def prepare_as_new(loader: AdapterLoader, handle: Any) -> None:
+        if not filled:
+            loader._filled, loader._all_filled = {}, False
+        prepare(loader, handle)
+
+    def fails(loader: AdapterLoader, slot: int, request: Any) -> Any:
+        filled.append(slot)
+        if len(filled) == 2:
+            raise OSError("no memory")
+        return fill(loader, slot, request)
+
     served.publish()
-    monkeypatch.setattr(AdapterLoader, "_fill", None)
-    for key in range(3):
+    monkeypatch.setattr(AdapterLoader, "_fill", fails)
+    monkeypatch.setattr(AdapterLoader, "prepare", prepare_as_new)
+    usable = served.engine._llm.vllm_config.lora_config.max_loras - 1  # the last slot stays empty on a CPU
+    with pytest.raises(OSError, match="no memory"):
+        served.publish()
+    served.publish()
+    assert len(filled) == usable, "one of them failed, and the version that was served has a slot"
+    for key in range(usable - 1):
         served.engine.submit(key, [5, 6, 7 + key], Sampling(max_tokens=LONG))
         served.engine.step()  # the version stays in use
-        if key < 2:
-            served.publish()
-    assert served.drew(served.finish()[2])
+        served.publish()
+    assert sorted(filled) == sorted([*range(usable), filled[1]])
+    served.finish()
 
 
 def test_stages_of_a_pipeline_serve_adapters(patient: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

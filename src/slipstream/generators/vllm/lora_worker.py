@@ -41,6 +41,7 @@ class AdapterLoader:
         self._values: dict[tuple[str, str], torch.Tensor] = {}  # of the newest version, by policy and name
         self._tensors: dict[str, torch.Tensor] = {}  # of the adapter that is loading; vLLM scales them in place
         self._filled: dict[int, tuple[RecordedCopies, LoRAModel]] = {}  # how vLLM filled each slot
+        self._all_filled = False
         self._loading: list[tuple[Future[LoRAModel], int]] = []  # an adapter for each policy, with its slot
         self._sums: Future[dict[str, int]] | None = None
         self._name = ""  # of the adapter that is loading for a server, see `prepare`
@@ -61,9 +62,9 @@ class AdapterLoader:
         elif not self._name:
             for request in requests.values():
                 self._slots.remove_adapter(request.lora_int_id)  # left by a publish that failed in another engine
-        free = [slot for slot, number in enumerate(self._slots.lora_index_to_id) if number is None]
+        free = self._free_slots()
         if len(free) < len(requests):
-            raise UserError("vLLM has no free slot for an adapter: generator.engine_args.max_loras is too low")
+            raise UserError("vLLM has no free slot for an adapter; a server needs a higher --max-loras")
         # The slots stay free: there is one for each version that may be in use, and one for this version.
         self._loading = [
             (self._background.submit(partial(self._load, handle, policy, request.lora_int_id, slot)), slot)
@@ -135,12 +136,10 @@ class AdapterLoader:
             if not self._tensors:
                 self._tensors = {name: torch.empty_like(value) for name, value in values.items()}
             torch._foreach_copy_(list(self._tensors.values()), list(values.values()))
-            adapter = self._repeat(slot, number)
-            if not adapter:
-                request, first = LoRARequest(path.name, number, str(path)), not self._filled
-                adapter = self._fill(slot, request)
-                if first and self._filled and not self._name:  # before anything is sampled
-                    self._fill_free_slots(request)
+            request = LoRARequest(path.name, number, str(path))
+            adapter = self._repeat(slot, number) or self._fill(slot, request)
+            if not (self._all_filled or self._name):  # the first version of a run arrives before sampling starts
+                self._fill_free_slots(request)
         if self._stream:
             self._stream.synchronize()
         return adapter
@@ -172,9 +171,15 @@ class AdapterLoader:
 
     def _fill_free_slots(self, request: LoRARequest) -> None:
         """Fill the free slots, too: later versions then repeat that, and sampling goes on meanwhile."""
-        for slot, number in enumerate(self._slots.lora_index_to_id[:-1]):  # see `engine_arguments`
-            if number is None and slot not in self._filled:
+        for slot in self._free_slots():
+            if slot not in self._filled:
                 self._fill(slot, request)
+        self._all_filled = True
+
+    def _free_slots(self) -> list[int]:
+        slots = self._slots.lora_index_to_id
+        usable = slots[:-1] if self._worker_manager.device.type == "cpu" and not self._name else slots
+        return [slot for slot, number in enumerate(usable) if number is None]  # see `engine_arguments` for CPUs
 
     def _compute_checksums(self, names: Sequence[str]) -> dict[str, int]:
         with torch.cuda.stream(self._stream):

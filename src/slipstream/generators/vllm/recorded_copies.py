@@ -65,9 +65,6 @@ def load_kernels(like: Tensor) -> None:
     with RecordedCopies([source]) as copies:
         wide.zero_()
         source.mul_(2.0)
-        for target in (
-            like.new_empty(8, 16),
-            wide[:, :16],
-        ):  # an adapter of the rank of its slot, and one of a lower rank
-            target.copy_(source)
+        wide[:, :16].copy_(source)  # an adapter of a lower rank than its slot
     copies.repeat()
+    torch._foreach_copy_([like.new_empty(8, 16)], [source])  # of the slot's rank

@@ -52,6 +52,8 @@ class SequenceLogprobs:
 
     def append(self, step: StepLogprobs, row: int) -> None:
         """Append a row of a step: the rank, and the first `width` of the row's token ids and log-probabilities."""
+        if self._width > step.width:
+            raise ValueError(f"vLLM returned {step.width} log-probabilities for a token instead of {self._width}")
         first = row * step.width
         last, (tokens, logprobs, ranks), (token, logprob, rank) = first + self._width, step.bytes, step.itemsizes
         self._tokens += tokens[first * token : last * token]
@@ -119,7 +121,7 @@ class BuffersOutputs:
     def update_from_output(self, scheduled: Any, results: Any) -> dict[int, Any]:
         """vLLM's messages without the outputs that are buffered. A message without outputs is sent, too: the generator
         waits for one in each step."""
-        step = StepLogprobs(results.logprobs) if results.logprobs else None
+        step = StepLogprobs(results.logprobs) if results.logprobs and len(results.logprobs.logprobs) else None
         if step:
             results.logprobs = step
         messages: dict[int, Any] = super().update_from_output(scheduled, results)  # type: ignore[misc]
