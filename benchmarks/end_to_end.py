@@ -52,8 +52,14 @@ def configuration(options: argparse.Namespace, model: Path, directory: Path) -> 
     ]  # fmt: skip
 
 
-def run(config: Path, directory: Path, log: Path, steps: int, warmup: int, seconds: float) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` until the run has all steps, or until SIGTERM or `seconds` after the warm-up."""
+def run(
+    config: Path, directory: Path, log: Path, steps: int, warmup: int, seconds: float
+) -> tuple[list[dict[str, Any]], float]:
+    """Lines of `metrics.jsonl` until the run has all steps, or until SIGTERM or `seconds` after the warm-up.
+
+    Also returns the seconds from the command to the end of the first step.
+    """
+    started, first = time.monotonic(), 0.0
     with log.open("wb") as out:
         command = [sys.executable, "-m", "slipstream", "train", str(config)]
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
@@ -63,6 +69,8 @@ def run(config: Path, directory: Path, log: Path, steps: int, warmup: int, secon
         while len(lines := recorded(directory)) < warmup + steps:
             if process.poll() is not None:
                 raise RuntimeError(f"the run ended with {process.returncode}:\n{log.read_text()[-6000:]}")
+            if lines and not first:
+                first = time.monotonic() - started
             if len(lines) >= warmup and not began:
                 began = time.monotonic()
             if began and seconds and time.monotonic() - began > seconds and len(lines) > warmup:
@@ -73,7 +81,7 @@ def run(config: Path, directory: Path, log: Path, steps: int, warmup: int, secon
             raise
     finally:
         stop(process)
-    return lines[: warmup + steps]
+    return lines[: warmup + steps], first
 
 
 def recorded(directory: Path) -> list[dict[str, Any]]:
@@ -166,7 +174,7 @@ def main() -> None:
         flags = [*configuration(options, model, directory), *flags]
         config.write_text(dump(load_config(None, flags)))
         try:
-            lines = run(config, directory, log, options.steps, options.warmup, options.seconds)
+            lines, first = run(config, directory, log, options.steps, options.warmup, options.seconds)
         finally:
             if options.log:
                 parts = [log, *sorted((directory / "logs").glob("*"))]
@@ -178,7 +186,7 @@ def main() -> None:
         "buffer/groups_in_flight",
     )  # fmt: skip
     each = [{name: line[name] for name in keep} for line in lines]
-    result = {**conditions(), "shape": options.shape, "flags": flags, **found, "each": each}
+    result = {**conditions(), "shape": options.shape, "flags": flags, "first_step_s": first, **found, "each": each}
     print(json.dumps({k: v for k, v in result.items() if k not in ("each", "flags")}, indent=1), flush=True)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
