@@ -200,13 +200,13 @@ def test_a_recorder_loads_its_libraries_before_the_first_step() -> None:
 import sys
 from array import array
 from pathlib import Path
-from slipstream.observe.recorder import Recorder, _columns
+from slipstream.observe.recorder import Recorder, _record_batch
 from slipstream.rollout import Completion, Group, Rollout, VersionSpan
 recorder = Recorder(Path("."), str)
 recorder.load_libraries()
 before = set(sys.modules)
 drawn = Completion(array("i", [1]), array("i", [2]), array("f", [-1.0]), (VersionSpan(0, 0, 1),), "stop")
-_columns(0, Group(0, "a", (Rollout((drawn,), 1.0),)), [1.0], lambda ids: "")
+_record_batch(0, Group(0, "a", (Rollout((drawn,), 1.0),)), [1.0], lambda ids: "")
 recorder.close()
 assert not (late := set(sys.modules) - before), late
 """

@@ -36,14 +36,28 @@ KINDS = (  # of one batch: a step then has log-probabilities of 6 tokens for eac
 )
 
 
-def engine_of(model: Path, scheduler: str = "") -> VllmEngine:
+SCARCE = "--generator.engine_args.block_size=32", "--generator.engine_args.num_gpu_blocks_override=12"
+
+
+def engine_of(model: Path, *flags: str, scheduler: str = "") -> VllmEngine:
     gc.collect()  # the end of another engine in this process would end the groups of processes that this one uses
-    flags = [f"--generator.engine_args.scheduler_cls={scheduler}"] if scheduler else []
-    return VllmEngine(config_of(model, "--sampling.top_k=5", *flags))
+    own = [f"--generator.engine_args.scheduler_cls={scheduler}"] if scheduler else []
+    return VllmEngine(config_of(model, "--sampling.top_k=5", *flags, *own))
 
 
 def buffers_of(engine: VllmEngine) -> dict[str, OutputBuffer]:
     return engine._llm.engine_core.engine_core.scheduler.buffers
+
+
+def preemptions(engine: VllmEngine) -> list[Any]:
+    """The requests that vLLM's scheduler preempts from now on."""
+    scheduler, found = engine._llm.engine_core.engine_core.scheduler, list[Any]()
+    preempt = scheduler._preempt_request
+    scheduler._preempt_request = lambda request, *more, **named: (
+        found.append(request),
+        preempt(request, *more, **named),
+    )[1]
+    return found
 
 
 def completions(engine: VllmEngine) -> dict[Any, Completion]:
@@ -55,11 +69,14 @@ def completions(engine: VllmEngine) -> dict[Any, Completion]:
     return found
 
 
-def test_completions_are_those_of_vllms_own_scheduler(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), SCARCE])
+def test_completions_are_those_of_vllms_own_scheduler(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Also if sequences fill several blocks of the KV cache, and vLLM preempts some for others."""
     save_model(model := tmp_path / "model", head_dim=32)
-    engine = engine_of(model)
+    engine = engine_of(model, *flags)
+    preempted = preemptions(engine)
     ours = completions(engine)
-    assert not buffers_of(engine)
+    assert not buffers_of(engine) and bool(preempted) == bool(flags)
 
     engine.submit("aborted", [5, 6, 7], KINDS[0])
     for _ in range(4):
@@ -71,7 +88,7 @@ def test_completions_are_those_of_vllms_own_scheduler(tmp_path: Path) -> None:
     assert not buffers_of(engine)
 
     del engine
-    engine = engine_of(model, VLLMS_OWN)
+    engine = engine_of(model, *flags, scheduler=VLLMS_OWN)
     theirs = completions(engine)
     assert len(ours) == len(KINDS) and len(ours[0].token_ids) == TOKENS
     for number, wanted in theirs.items():
@@ -117,6 +134,7 @@ def test_each_step_joins_the_arrays_of_few_sequences(starts_each_step: int) -> N
 
     class Scheduler:
         requests: ClassVar[dict[str, Any]] = defaultdict(lambda: SimpleNamespace(sampling_params=wanted))
+        kv_cache_manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=()), allocate_slots=None)
 
         def update_from_output(self, scheduled: Any, results: Any) -> dict[int, EngineCoreOutputs]:
             routing, outputs = np.zeros((slots, 1, 2, 4)), []
