@@ -81,7 +81,7 @@ def run(
             raise
     finally:
         stop(process)
-    return lines[: warmup + steps], first
+    return lines[: warmup + steps], first or time.monotonic() - started  # all steps between two looks
 
 
 def recorded(directory: Path) -> list[dict[str, Any]]:

@@ -175,6 +175,7 @@ CORPUS = {
     "study lag": "study lag needs a CONFIG.toml, or --draw",
     "study lag run.toml": "loop.max_tokens is not set; add --loop.max_tokens N",
     "study lag run.toml --lags x": "--lags x is no list of different whole numbers",
+    "study lag run.toml --lags 1,1": "--lags 1,1 is no list of different whole numbers",
     "study lag run.toml --lags 1,01": "--lags 1,01 is no list of different whole numbers",
     "study lag run.toml --corrections zz": "zz is unknown; give default, none, importance",
     "study lag run.toml --seeds 0": "--seeds 0: give at least 1 of each",

@@ -100,9 +100,9 @@ class StaggeredPublisher(WeightPublisher):
     async def _wait_for_engines(self, staged: _Staged) -> list[EngineReplica]:
         """Wait for all engines that were not late, or for the first late one if these fail.
 
-        Engines that joined since the last publish count as late, but with `max_lag` 0 not those that serve. With
-        `max_lag`, except in the first publish: once one engine has the version, the others get `PATIENCE` times its
-        duration more. Returns the engines with the version. Returns early if the trainer fails or dies.
+        Engines that joined since the last publish count as late, unless they serve and `max_lag` is 0. With `max_lag`,
+        except in the first publish: once one engine has the version, the others get `PATIENCE` times its duration
+        more. Returns the engines with the version. Returns early if the trainer fails or dies.
         """
         clock, limit = asyncio.get_running_loop().time, math.inf
         began = clock()

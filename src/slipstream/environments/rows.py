@@ -30,7 +30,8 @@ from slipstream.model.paths import hub_answers
 BUILDERS = {".parquet": "parquet", ".json": "json", ".arrow": "arrow"}  # of `datasets`
 READERS = (".jsonl", ".csv", ".tsv")
 SPLITS = ("train", "test", "validation")
-FORMATS = ", ".join((*READERS, *BUILDERS))
+KNOWN = (*READERS, *BUILDERS)
+FORMATS = ", ".join(KNOWN)
 Numbered = tuple[int, Any]  # number of a line or row, and its content: a mapping of columns, or a `ValueError`
 
 
@@ -61,7 +62,7 @@ def find_splits(dataset: str, subset: str = "") -> dict[str, Read]:
             words = re.split("[^a-z]+", file.stem.lower())
             splits.setdefault(next((name for name in SPLITS if name in words), "train"), []).append(file)
         return {name: partial(_read_files, files) for name, files in splits.items()}
-    if path.suffix in (*BUILDERS, *READERS) or dataset.count("/") > 1 or dataset.startswith((".", "/", "~")):
+    if path.suffix in KNOWN or dataset.count("/") > 1 or dataset.startswith((".", "/", "~")):
         near = suggest(path.name, [file.name for file in path.parent.glob("*")])
         raise ConfigError(f"dataset {dataset!r}: there is no such file or directory{near}, and no such name on the Hub")
     if not constants.HF_HUB_OFFLINE and not hub_answers():
@@ -80,10 +81,10 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         found = glob.glob(str(path), recursive=True)  # noqa: PTH207, since a pattern may be absolute
         files = [path] if path.is_file() else sorted(file for file in map(Path, found) if file.is_file())
-        if unknown := next((str(file) for file in files if file.suffix not in (*BUILDERS, *READERS)), ""):
+        if unknown := next((str(file) for file in files if file.suffix not in KNOWN), ""):
             raise ConfigError(f"dataset {unknown!r}: its format is not known by its suffix; it is one of {FORMATS}")
         return files
-    files = sorted(file for file in path.rglob("*") if file.suffix in (*BUILDERS, *READERS))
+    files = sorted(file for file in path.rglob("*") if file.suffix in KNOWN)
     if not files:
         raise ConfigError(f"dataset {str(path)!r}: the directory has no file of the formats {FORMATS}")
     return files

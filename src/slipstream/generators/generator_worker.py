@@ -34,7 +34,9 @@ Engine: TypeAlias = "TorchEngine | PolicyEngines | VllmEngine"
 Weights: TypeAlias = "ServedWeights | VllmWeights"
 OpenWeights = Callable[[str, ConnectionInfo, int], Weights]
 POLL_INTERVAL_S = 0.001  # while the engine has nothing to step
-LOOP_PASSES = 2  # of the event loop between two steps: the first makes a task of a call that has arrived, one starts it
+# Iterations of the event loop between two steps. The first creates a task for a call that arrived in the step. The
+# second starts the task.
+LOOP_PASSES = 2
 
 
 class GeneratorWorker(Worker):

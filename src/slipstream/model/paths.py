@@ -90,7 +90,7 @@ def _check_weights(folder: Path, setting: str) -> None:
 
 
 def safetensors_files(folder: Path, setting: str) -> list[Path]:
-    """Paths of a model's safetensors files: those that its index names, sorted, or `model.safetensors`.
+    """Paths of a model's safetensors files: the sorted files of its index, or `model.safetensors` without an index.
 
     Files may be missing. Raises `ConfigError` for a damaged index.
     """

@@ -74,7 +74,7 @@ class Trackio(Tracker):
 
 
 class Tensorboard(Tracker):
-    """Event files in `tensorboard/` of the run directory, for `tensorboard --logdir runs`. The report is left out."""
+    """Event files in `tensorboard/` of the run directory, for `tensorboard --logdir runs`. Reports are not stored."""
 
     def start(self, run: Run, project: str, run_id: str) -> str:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2

@@ -157,7 +157,7 @@ def _first(storages: Mapping[int, Any], size: float) -> dict[int, Any]:
 def _storages(tensors: Iterable[Tensor]) -> dict[int, Any]:
     """The storages of tensors by identity, each once.
 
-    Leaves out storages below `MIN_BYTES` and those that can't be resized, such as memory of another process.
+    Excludes storages below `MIN_BYTES`, and storages that can't be resized, such as memory of another process.
     """
     found = {}
     for tensor in tensors:

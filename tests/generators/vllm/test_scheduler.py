@@ -53,10 +53,12 @@ def preemptions(engine: VllmEngine) -> list[Any]:
     """The requests that vLLM's scheduler preempts from now on."""
     scheduler, found = engine._llm.engine_core.engine_core.scheduler, list[Any]()
     preempt = scheduler._preempt_request
-    scheduler._preempt_request = lambda request, *more, **named: (
-        found.append(request),
-        preempt(request, *more, **named),
-    )[1]
+
+    def noted(request: Any, *more: Any, **named: Any) -> Any:
+        found.append(request)
+        return preempt(request, *more, **named)
+
+    scheduler._preempt_request = noted
     return found
 
 

@@ -170,7 +170,7 @@ class AdapterLoader:
         return adapter
 
     def _fill_free_slots(self, request: LoRARequest) -> None:
-        """Fill the free slots, too: later versions then repeat that, and sampling goes on meanwhile."""
+        """Fill all free slots, so that later versions only repeat the copies while vLLM samples."""
         for slot in self._free_slots():
             if slot not in self._filled:
                 self._fill(slot, request)
