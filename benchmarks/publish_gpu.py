@@ -3,6 +3,7 @@
     python benchmarks/publish_gpu.py nccl nccl_direct [--shape 1.7B] [--publishes 10] [--json FILE] [config flags]
     python benchmarks/publish_gpu.py lora --engines 2          # each with 256 sequences and a GPU of its own
     python benchmarks/publish_gpu.py lora --engines 2 --memory 0.4 --trainer.device=cuda:1   # on the second engine's
+    python benchmarks/publish_gpu.py lora --shape 11M --sequences 4 --memory 0.3             # on a CPU
 
 Links run one after the other in the same run, each in an engine of its own. Before each publish a share of the weights'
 elements changes, at random positions. The gap is the time between two consecutive tokens of all sequences, measured at
@@ -22,6 +23,7 @@ import json
 import os
 import re
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -40,7 +42,7 @@ from slipstream.sync.link import PublishHandle
 from slipstream.trainers.trainer_worker import PytorchTrainerWorker
 
 MORE = {"single_copy": ["--generator.gpu_memory_utilization=0.4"], "lora": ["--lora.rank=32", "--loop.max_lag=4"]}
-SEQUENCES, TOKENS, QUIET, AFTER = 256, 3000, 1.0, 0.25
+TOKENS, QUIET, AFTER = 3000, 1.0, 0.25
 
 
 class TimedEngine(VllmWorker):
@@ -92,7 +94,8 @@ class MeasuredTrainer(PytorchTrainerWorker):
         for parameter in self._trainer.parameters.values():
             places = torch.randint(parameter.numel(), (int(share * parameter.numel()),), device=parameter.device)
             parameter.data.view(-1)[places] *= 1 + 2**-6  # at least two steps of bfloat16
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     async def beside_masters(self) -> int:
         masters = sum(p.numel() * p.element_size() for p in self._trainer.parameters.values())
@@ -102,7 +105,7 @@ class MeasuredTrainer(PytorchTrainerWorker):
 def configure(model: Path, link: str, options: argparse.Namespace, flags: list[str]) -> Config:
     return load_config(None, [
         f"--model.path={model}", "--model.dtype=bfloat16", "--environment.name=addition", f"--sync.link={link}",
-        "--generator.engine=vllm", f"--generator.max_num_seqs={SEQUENCES}",
+        "--generator.engine=vllm", f"--generator.max_num_seqs={options.sequences}",
         f"--generator.replicas={options.engines}", f"--generator.gpu_memory_utilization={options.memory}",
         "--generator.max_model_len=4096", *MORE.get(link, []), *flags,
     ])  # fmt: skip
@@ -118,10 +121,11 @@ async def measure(
     try:
         await pools.link.connect(0)
         started = time.perf_counter() - began
+        print(f"{link}: started in {started:.0f} s", file=sys.stderr)
         trainer = handle(MeasuredTrainer, pools.trainer_process)
         beside = await trainer.beside_masters()
         sampling = Sampling(max_tokens=TOKENS)
-        count = SEQUENCES * options.engines
+        count = options.sequences * options.engines
         calls = [pools.generator.generate([1, 2, 3, i + 4], sampling) for i in range(count)]
         running = [asyncio.ensure_future(call) for call in calls]
         await asyncio.sleep(4)
@@ -137,7 +141,10 @@ async def measure(
             await asyncio.sleep(AFTER)
             began, ended = await trainer.last_sent()
             both = max([began, *[await engine.began_to_receive() for engine in engines]])  # a host has one clock
-            each = [describe(await engine.ends(), start, end, stats, (both, ended)) for engine in engines]
+            each = [
+                describe(await engine.ends(), options.sequences, start, end, stats, (both, ended))
+                for engine in engines
+            ]
             rows.append(max(each, key=lambda row: row["pause_ms"]))
         assert not any(task.done() for task in running), "sequences ended before the last publish"
         for task in running:
@@ -166,7 +173,7 @@ def weights_of_engine(log: Path) -> float | None:
 
 
 def describe(
-    ends: list[float], start: float, end: float, stats: Any, transfer: tuple[float, float]
+    ends: list[float], sequences: int, start: float, end: float, stats: Any, transfer: tuple[float, float]
 ) -> dict[str, float]:
     """Metrics of one publish, from the ends of steps and from start and end of the transfer."""
     gaps = [(b, 1000 * (b - a)) for a, b in itertools.pairwise(ends)]
@@ -182,7 +189,7 @@ def describe(
         "sending_ms": 1000 * stats.sending,
         "ready_ms": 1000 * stats.ready,
         "publish_ms": 1000 * stats.total,
-        "tokens_per_s": SEQUENCES * len(quiet) / (sum(quiet) / 1000),
+        "tokens_per_s": sequences * len(quiet) / (sum(quiet) / 1000),
         # Tokens during the publish, as a share of the usual rate.
         "speed_during": usual * len(during) / max(1000 * (end - start), usual),
         "transfer_ms": max(0.0, 1000 * (transfer[1] - transfer[0])),
@@ -202,6 +209,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--publishes", type=int, default=10)
     found.add_argument("--changed", type=float, default=0.02)
     found.add_argument("--engines", type=int, default=1)
+    found.add_argument("--sequences", type=int, default=256, help="of each engine")
     found.add_argument("--memory", type=float, default=0.8)
     found.add_argument("--json", type=Path)
     return found
