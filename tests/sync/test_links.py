@@ -433,6 +433,8 @@ def test_random_cuts_and_flips_leave_only_published_adapters(tmp_path: Path, mon
         for version in range(25):
             parameters["a.lora_A.default.weight"].data.fill_(version)
             handle = sender.stage(version)
+            sums = (sender.send(handle) or {})["sums"]
+            assert sums == {name: str(checksum(p)) for name, p in parameters.items()}
             proxies = [Proxy(handle["server"], [draw.randrange(1, 20000)], draw.randrange(1, 9000)) for _ in range(2)]
             proxies[0].rate = 2e6
             found = pool.map(read, [proxy.address for proxy in proxies])

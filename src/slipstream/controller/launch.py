@@ -61,7 +61,7 @@ class Cluster:
             return
         arguments = trainer, generator, config.sync, self._colocation, config.longest_timeout
         max_lag = 0 if config.loop.force_max_lag else config.loop.max_lag
-        late = find_link(config.sync.link)[0].late_receivers and not self._colocation
+        late = find_link(config.sync.link)[0].late_receivers(config) and not self._colocation
         self.link = StaggeredPublisher(*arguments, max_lag=max_lag) if late else WeightPublisher(*arguments)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Publishes by links with `late_receivers`: each engine has a task that brings it to the newest version.
+"""Publishes by links that allow `late_receivers`: each engine has a task that brings it to the newest version.
 
 A publish ends without the engines that take much longer than the first one. Such a late engine serves the version that
 it has while `loop.max_lag` permits it, then gets no new requests until its task has brought it to a newer version.

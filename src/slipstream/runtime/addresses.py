@@ -37,6 +37,16 @@ def own_address() -> str:
     raise InvalidInput(f'sync.interface = "{name}" has no IPv4 address on {socket.gethostname()}, which has {has}')
 
 
+def has_own_address() -> bool:
+    """Whether workers on other hosts may reach this process. `may_cross_hosts` is the same for all workers of a run."""
+    return INTERFACE in os.environ or ADDRESS in os.environ
+
+
+def may_cross_hosts(config: Config) -> bool:
+    """Whether the weight link of this run may have ends on several hosts."""
+    return config.runtime.kind == "ray" or bool(link_environment(config))
+
+
 def address_towards(host: str) -> str:
     """The address from which this process sends to `host`, where `host` can reach it. Raises `OSError`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -25,10 +25,20 @@ from torch import Tensor
 
 from slipstream.config.adapter import ADAPTER, ADAPTER_WEIGHTS
 from slipstream.config.schema import Config
-from slipstream.errors import InvalidInput
 from slipstream.model.device import dtype_of
-from slipstream.runtime.addresses import LOOPBACK, own_address
-from slipstream.sync.frames import PLAIN, SILENCE_LIMIT_S, FrameServer, Refused, Request, Stream, fetch, unpack
+from slipstream.runtime.addresses import has_own_address, may_cross_hosts, own_address
+from slipstream.sync.checksum import checksum
+from slipstream.sync.frames import (
+    PLAIN,
+    SILENCE_LIMIT_S,
+    FrameServer,
+    Refused,
+    Request,
+    Stream,
+    Superseded,
+    fetch,
+    unpack,
+)
 from slipstream.sync.link import ConnectionInfo, Parameters, PublishHandle, Sender, Shapes, shapes_of
 from slipstream.sync.shared import SharedFiles, allocate_shared_file, free_shared_file
 
@@ -37,9 +47,13 @@ DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # in safetensors, 
 
 
 class AdapterMemory:
-    """The files of one adapter, in memory that all its versions use."""
+    """The files of one adapter, in memory that all its versions use.
 
-    def __init__(self, parameters: Parameters, shapes: Shapes, config: Config) -> None:
+    With `summed`, `sums` has the checksum of each parameter of the version, as decimal text.
+    """
+
+    def __init__(self, parameters: Parameters, shapes: Shapes, config: Config, summed: bool) -> None:
+        self._summed, self.sums = summed, dict[str, str]()
         self._parameters, dtype = parameters, dtype_of(config)
         targets = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in parameters}
         adapter_config = {
@@ -61,8 +75,11 @@ class AdapterMemory:
         parameters = list(self._parameters.values())  # gathers each sharded parameter once
         device = parameters[0].device
         flat = self._values if device == self._values.device else torch.empty_like(self._values, device=device)
-        parts = torch.split(flat, [p.numel() for p in parameters])
-        torch._foreach_copy_([part.view(p.shape) for part, p in zip(parts, parameters, strict=True)], parameters)
+        flat_parts = torch.split(flat, [p.numel() for p in parameters])
+        parts = [part.view(p.shape) for part, p in zip(flat_parts, parameters, strict=True)]
+        torch._foreach_copy_(parts, parameters)
+        if self._summed:
+            self.sums = {name: str(checksum(part)) for name, part in zip(self._parameters, parts, strict=True)}
         if flat is not self._values:
             self._values.copy_(flat)
         folder.mkdir(parents=True)
@@ -93,14 +110,21 @@ class AdapterSender(Sender):
             policy: {name: p for name, p in parameters.items() if split_name(name)[0] == policy}
             for policy in self._policies
         }
+        fetched = has_own_address()
         self._adapters = {
-            policy: AdapterMemory(each, self._shapes, config) for policy, each in (own or {"": parameters}).items()
+            policy: AdapterMemory(each, self._shapes, config, summed=fetched)
+            for policy, each in (own or {"": parameters}).items()
         }
         self._lock = threading.Lock()  # of the staged version and its stream
         self._staged, self._stream = -1, Stream()
         self._secret, self._server = secrets.token_bytes(32), None
-        if (address := own_address()) != LOOPBACK:
-            self._server = FrameServer(address, self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
+        if fetched:
+            self._server = FrameServer(own_address(), self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
+
+    @classmethod
+    def late_receivers(cls, config: Config) -> bool:
+        """Engines on one host read the memory of the newest version; others are sent a copy of it."""
+        return may_cross_hosts(config)
 
     def connection_info(self) -> ConnectionInfo:
         return {"shapes": self._shapes}
@@ -117,6 +141,12 @@ class AdapterSender(Sender):
         handle = {"version": version, "path": str(path.resolve()), "policies": self._policies}
         remote = {"server": self._server.address, "secret": self._secret.hex()} if self._server else {}
         return handle | remote
+
+    def send(self, handle: PublishHandle) -> PublishHandle | None:
+        """Return the checksums, for engines that fetch the version."""
+        if not self._server:
+            return None
+        return {"sums": {name: value for memory in self._adapters.values() for name, value in memory.sums.items()}}
 
     def release(self, handle: PublishHandle) -> None:
         """Remove the directory: engines keep copies of the adapter."""
@@ -180,7 +210,7 @@ def _create_file(header: bytes, payload_size: int = 0) -> tuple[int, str]:
 def adapter_files(handle: PublishHandle) -> Iterator[Path]:
     """The PEFT directory of a version on this host: the trainer's, or one with files in memory during the block.
 
-    Raises `InvalidInput` for a version that the trainer has replaced, and `TimeoutError`.
+    Raises `Superseded` for a version that the trainer has replaced, or from which no byte arrives.
     """
     if "server" not in handle:
         yield Path(handle["path"])
@@ -188,8 +218,8 @@ def adapter_files(handle: PublishHandle) -> Iterator[Path]:
     stream, (host, port) = Stream(), handle["server"]
     try:
         fetch((host, port), bytes.fromhex(handle["secret"]), {"version": handle["version"]}, stream, SILENCE_LIMIT_S)
-    except Refused as error:
-        raise InvalidInput(str(error)) from None
+    except (Refused, TimeoutError) as error:
+        raise Superseded(str(error)) from None
     header = stream.wait_header()
     files = {ADAPTER: _create_file(header["config"].encode()), ADAPTER_WEIGHTS: _create_file(b"", header["bytes"])}
     try:

@@ -72,7 +72,7 @@ WINDOW = 2**26  # bytes of a version that a receiver holds for others
 class DeltaSender(Sender):
     """The trainer's end: the last version on its device, the latest changes, and a server of both."""
 
-    trainer_free_after_send = independent_receivers = late_receivers = True
+    trainer_free_after_send = independent_receivers = True
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None:
         self._parameters, self._dtype = parameters, dtype_of(config)
@@ -97,6 +97,10 @@ class DeltaSender(Sender):
         self._rates: dict[int, float] = {}  # bytes per second of each receiver's network, by rank; 0.0: unknown
         self._coder: Coder | None = None  # of the last version
         self._server = FrameServer(own_address(), self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
+
+    @classmethod
+    def late_receivers(cls, config: Config) -> bool:
+        return True
 
     def connection_info(self) -> ConnectionInfo:
         dtype = str(self._dtype).removeprefix("torch.")

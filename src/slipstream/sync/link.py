@@ -68,14 +68,20 @@ class Sender(Protocol):
     """Engines can't connect to the sender of another trainer: after the death of this one they are restarted, too."""
     independent_receivers: bool = False
     """A version that engines serve may be published again to others alone."""
-    late_receivers: bool = False
-    """A receiver may receive a version after its `release`, so that no engine waits for a slower one. If newer versions
-    were staged it may raise `Superseded`. `send` returns the checksums of all parameters as decimal text in `sums`."""
     on_every_rank: bool = False
     """Each trainer rank has a sender with its own part of the parameters, and `parts` of the connection information
     lists what all of them returned. Otherwise rank 0 has the only sender."""
 
     def __init__(self, parameters: Parameters, config: Config, directory: Path, receivers: int) -> None: ...
+
+    @classmethod
+    def late_receivers(cls, config: Config) -> bool:
+        """Whether a receiver may receive a version after its `release`, so that no engine waits for a slower one.
+
+        If newer versions were staged it may raise `Superseded`. `send` returns the checksums of all parameters as
+        decimal text in `sums`.
+        """
+        return False
 
     @abstractmethod
     def connection_info(self) -> ConnectionInfo:

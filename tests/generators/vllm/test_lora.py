@@ -321,6 +321,7 @@ def test_an_adapter_of_another_host_is_fetched(served: Served, tmp_path: Path, m
     """From a trainer whose address is not the loopback address of one host."""
     from slipstream.runtime.addresses import ADDRESS
     from slipstream.sync.adapters import AdapterSender
+    from slipstream.sync.frames import Superseded
 
     monkeypatch.setenv(ADDRESS, "127.0.0.2")
     config = load_config(
@@ -344,4 +345,12 @@ def test_an_adapter_of_another_host_is_fetched(served: Served, tmp_path: Path, m
         served.sender.release(handle)
         served.engine.submit("new", [5, 6, 7], Sampling(max_tokens=20))
         assert served.drew(served.finish()["new"])
+    old, new = served.change(), served.change()
+    for _ in range(10):  # more often than there are slots
+        with pytest.raises(Superseded, match=f"version {old['version']} of the adapter is not staged"):
+            served.prepare(old)
+    served.prepare(new)
+    served.engine.swap(served.version, served.weights.apply)
+    served.engine.submit("newest", [5, 6, 7], Sampling(max_tokens=20))
+    assert served.drew(served.finish()["newest"])
     served.sender.close()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slipstream.controller.launch import Cluster
 from slipstream.generators.base import Interruption
 from slipstream.rollout import Completion, Sampling
 from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts
+from tests.controller.test_engine_supervisor import until
 from tests.generators.test_engine import assert_true, reference_logits
 from tests.generators.vllm.serving import serving
 from tests.generators.vllm.test_servers import attached, configured, keep_busy, trained
@@ -43,10 +45,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def found() -> Iterator[list[tuple[str, str]]]:
+    with hosts(2) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def two(found: list[tuple[str, str]], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """URLs of two servers of adapters, each on its host."""
     with ExitStack() as stack:
-        found = stack.enter_context(hosts(2))
         starts = [
             serving(
                 model,
@@ -66,6 +73,11 @@ def adapters(model: Path, urls: list[str], how: Interruption) -> Config:
     return configured(
         model, *urls, sync__link="lora", lora__rank=4, sync__in_flight=how, sync__verify="full", loop__max_lag=1
     )
+
+
+def served(pools: Cluster) -> list[int]:
+    """The version of each server."""
+    return [one.version for one in pools.generator.generators]
 
 
 @pytest.mark.parametrize("how", ["continue", "retry", "drain"])
@@ -90,7 +102,8 @@ def test_adapters_reach_servers_on_other_hosts(how: Interruption, two: list[str]
                 await pools.generator.generate([5, 6], Sampling(max_tokens=30))
                 models[version] = await step(pools, version)
                 stats = await pools.link.publish(version)
-                assert len(stats.pauses) == 2 and not stats.engines_lost
+                assert not stats.engines_lost
+                await until(lambda version=version: served(pools) == [version] * 2)
                 drawn = [c for completions in await asyncio.gather(*busy) for c in completions]
                 check(drawn, models)
                 assert any(c.spans[0].version == version for c in drawn)
@@ -103,6 +116,36 @@ def test_adapters_reach_servers_on_other_hosts(how: Interruption, two: list[str]
             logits = reference_logits(models[completion.spans[0].version], completion)
             wanted = logits.log_softmax(-1).gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
             assert (wanted - torch.tensor(completion.logprobs)).abs().max() < BOUND
+
+    asyncio.run(main())
+
+
+@contextmanager
+def slow_network(host: str) -> Iterator[None]:
+    """Let 16 kB/s reach a host."""
+    command = "tc", "qdisc", "replace", "dev", host, "root"
+    subprocess.run([*command, "tbf", "rate", "128kbit", "burst", "4kb", "limit", "64kb"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["tc", "qdisc", "del", "dev", host, "root"], check=True)
+
+
+def test_a_server_with_a_slow_network_is_left_behind(
+    two: list[str], found: list[tuple[str, str]], model: Path, tmp_path: Path
+) -> None:
+    """The other one gets each adapter at once; the slow one gets the newest when it can."""
+
+    async def main() -> None:
+        async with attached(adapters(model, two, "continue"), tmp_path) as pools:
+            with slow_network(found[1][0]):
+                for version in (1, 2, 3):
+                    await pools.trainer.step(random_batch(VOCABULARY))
+                    assert (await pools.link.publish(version)).late == 1
+                    assert served(pools) == [version, 0]
+                    drawn = await pools.generator.generate([5, 6], Sampling(max_tokens=3))
+                    assert version < 2 or set(drawn.versions) == {version}
+            await until(lambda: served(pools) == [3, 3])
 
     asyncio.run(main())
 

@@ -30,8 +30,11 @@ class ServerAdapters:
     def current(self) -> str:
         return self._loaded[-1]
 
-    async def prepare(self, handle: PublishHandle, limit: float) -> None:
-        """Load a version while the server decodes, after adapters that no request uses are unloaded."""
+    async def prepare(self, handle: PublishHandle, limit: float) -> str:
+        """Load a version while the server decodes, after adapters that no request uses are unloaded.
+
+        Returns why it did not arrive, or "".
+        """
         purpose = "get a version of the adapters"
         for name in [name for name in self._loaded[:-1] if name not in self._requests.values()]:
             if all(await self._call(purpose, None, WorkerMethods.slipstream_remove_adapter, name)):
@@ -39,7 +42,8 @@ class ServerAdapters:
                 self._loaded.remove(name)
         self._next = f"policy-v{handle['version']}-{uuid4().hex[:8]}"
         await self._call(purpose, None, WorkerMethods.slipstream_prepare_adapter, {**handle, "name": self._next})
-        await self._poll(purpose, limit, WorkerMethods.slipstream_adapter_prepared)
+        results = await self._poll(purpose, limit, WorkerMethods.slipstream_adapter_prepared)
+        return next((result for result in results if isinstance(result, str)), "")
 
     async def serve(self) -> None:
         """Let new requests use the prepared adapter."""

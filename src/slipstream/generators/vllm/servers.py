@@ -245,8 +245,7 @@ class Server:
     async def prepare(self, handle: PublishHandle) -> str:
         if self._adapters:
             self._connected = True
-            await self._adapters.prepare(handle, PREPARE_TIMEOUT_S)
-            return ""
+            return await self._adapters.prepare(handle, PREPARE_TIMEOUT_S)
         purpose = "get a version of the weights"
         await self._call_workers(purpose, None, WorkerMethods.slipstream_prepare, handle)
         results = await self._poll_workers(purpose, PREPARE_TIMEOUT_S, WorkerMethods.slipstream_prepared)

@@ -129,10 +129,16 @@ class AdapterWeights(VllmWeights):
         self._next = requests_of(handle)
 
     def prepared(self) -> bool:
-        """Whether each worker has the adapter in its slot. Raises the error of a failed load."""
-        pauses = self._loaded.poll()
-        self._pause_s = max(pauses) if pauses else 0.0
-        return pauses is not None
+        """Whether each worker has the adapter in its slot. Raises the error of a failed load, as `Superseded` if the
+        version did not arrive."""
+        if (results := self._loaded.poll()) is None:
+            return False
+        if reasons := [result for result in results if isinstance(result, str)]:
+            for request in self._next.values():  # other workers may have it
+                self._llm.remove_lora(request.lora_int_id)
+            raise Superseded(reasons[0])
+        self._pause_s = max(result for result in results if isinstance(result, float))
+        return True
 
     def apply(self) -> CountsBeforeSwap:
         """Start new sequences on the new adapter. Sequences in flight keep theirs, so there is nothing to count."""

@@ -241,9 +241,12 @@ class WorkerMethods:
         removed: bool = self._slipstream.remove(name)
         return removed
 
-    def slipstream_adapter_prepared(self) -> float | None:
-        """Seconds that forward passes waited for the adapter, once it is in its slot, else None."""
-        seconds: float | None = self._slipstream.prepared()
+    def slipstream_adapter_prepared(self) -> float | str | None:
+        """Seconds that forward passes waited for the adapter, once it is in its slot, or why it did not arrive."""
+        try:
+            seconds: float | None = self._slipstream.prepared()
+        except Superseded as error:
+            return str(error)
         return seconds
 
     def slipstream_apply(self) -> None:
