@@ -58,9 +58,9 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs, normaliser, entropy = (torch.empty(len(hidden), dtype=exact, device=hidden.device) for _ in range(3))
         for chunk in _chunks(hidden, weight):
             excluded = mask.excluded(chunk, len(weight)) if mask else None
-            logits, temperature = head_logits(hidden[chunk], weight, bias, softcap), temperatures[chunk].to(exact)
+            logits, temperature = head_logits(hidden[chunk], weight, bias, softcap), _copy(temperatures[chunk], exact)
             slope = _softcap_slope(logits, softcap) if gradient is not None else None  # before `logits` is overwritten
-            inputs = logits, targets[chunk], temperature, excluded
+            inputs = logits, _copy(targets[chunk]), temperature, excluded
             by_logits: Tensor | None = None
             if gradient is not None and not compiled:
                 *results, by_logits = _logprobs_entropy_and_gradients(*inputs)
@@ -90,10 +90,9 @@ class _HeadLogprobs(torch.autograd.Function):
             excluded = ctx.mask.excluded(chunk, len(weight)) if ctx.mask else None
             logits = head_logits(hidden[chunk], weight, bias, ctx.softcap)
             slope = _softcap_slope(logits, ctx.softcap)
-            temperature = temperatures[chunk].to(normaliser.dtype)
-            logit_gradients = ctx.logit_gradients(
-                logits, targets[chunk], temperature, excluded, normaliser[chunk], grads[0][chunk] / temperature
-            )
+            temperature = _copy(temperatures[chunk], normaliser.dtype)
+            inputs = logits, _copy(targets[chunk]), temperature, excluded
+            logit_gradients = ctx.logit_gradients(*inputs, _copy(normaliser[chunk]), grads[0][chunk] / temperature)
             if slope is not None:
                 logit_gradients.mul_(slope)
             if grad_hidden is not None:
@@ -162,6 +161,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` compiled at first use: importing the compiler takes a second."""
     compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
     return compiled
+
+
+def _copy(chunk: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """For a compiled function: given views, it would be compiled for one chunk, and again for several."""
+    return chunk.to(dtype or chunk.dtype, copy=True)
 
 
 def _add_product(total: Tensor, logit_gradients: Tensor, hidden: Tensor) -> None:
