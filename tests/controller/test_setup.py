@@ -14,13 +14,20 @@ import pytest
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError, LoopConfig
 from slipstream.controller import setup, stalls
-from slipstream.controller.probe import PROBE_ROUNDS, PROBES, compare_logprobs, sample_probes
+from slipstream.controller.probe import (
+    PROBE_ROUNDS,
+    PROBE_TOKENS,
+    PROBES,
+    compare_logprobs,
+    probe_sampling,
+    sample_probes,
+)
 from slipstream.controller.setup import resolve_config, restore
 from slipstream.environments.base import Task
 from slipstream.errors import RunError
 from slipstream.generators.base import GenerationError
 from slipstream.plan.hardware import GIB, GPUS
-from slipstream.rollout import Completion, VersionSpan
+from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.worker import WorkerDied
 from slipstream.runtime.worker_process import HEARTBEAT_S
 from slipstream.scheduling.loop_state import LoopState
@@ -64,6 +71,13 @@ def test_the_probe_raises_what_all_prompts_fail_by_after_a_few_rounds() -> None:
     with pytest.raises(WorkerDied):
         probed(["good", "dead"])
     assert not policies and PROBE_ROUNDS * PROBES < 1000
+
+
+def test_the_probe_is_short_and_its_distribution_whole_unless_masks_are_recorded() -> None:
+    run = Sampling(max_tokens=32000, top_k=20, top_p=0.9)
+    assert probe_sampling(run) == Sampling(max_tokens=PROBE_TOKENS)
+    masked = replace(run, max_tokens=8, record_sampling_mask=True)
+    assert probe_sampling(masked) == masked
 
 
 @pytest.mark.parametrize(

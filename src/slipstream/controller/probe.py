@@ -13,9 +13,10 @@ from slipstream.controller.run_context import RunContext
 from slipstream.environments.base import Policy
 from slipstream.errors import RunError
 from slipstream.generators.base import GenerationError
-from slipstream.rollout import Completion
+from slipstream.rollout import Completion, Sampling
 
 PROBES = 4  # completions that engine and trainer are compared on
+PROBE_TOKENS = 256  # at most, of each
 PROBE_ROUNDS = 8  # in which other prompts are tried if none of these can be sampled from
 
 
@@ -41,12 +42,17 @@ async def sample_probes(run: RunContext, policies: Sequence[Policy]) -> list[Com
     raise errors[0]
 
 
+def probe_sampling(sampling: Sampling) -> Sampling:
+    """The run's sampling, but short: training waits for the probe."""
+    sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, PROBE_TOKENS))
+    if sampling.record_sampling_mask:
+        return sampling
+    return dataclasses.replace(sampling, top_k=0, top_p=1.0)  # the trainer scores the full distribution
+
+
 async def probe(run: RunContext) -> None:
     """Sample from an engine and score with the trainer. Raises `RunError` if the log-probabilities differ."""
-    sampling = run.sampling
-    if not sampling.record_sampling_mask:  # the trainer scores the full distribution, without top_k and top_p
-        sampling = dataclasses.replace(sampling, top_k=0, top_p=1.0)
-    seed = f"{run.config.loop.seed}/probe"
+    seed, sampling = f"{run.config.loop.seed}/probe", probe_sampling(run.sampling)
     whole = Policy(run.cluster.generator, run.chat_tokenizer, sampling, seed, policies=run.policies)
     sampled = await sample_probes(run, [whole[name] for name in run.policies] or [whole])
     async with run.cluster.trainer_turn(publishes=False):
