@@ -433,8 +433,9 @@ def test_random_cuts_and_flips_leave_only_published_adapters(tmp_path: Path, mon
         for version in range(25):
             parameters["a.lora_A.default.weight"].data.fill_(version)
             handle = sender.stage(version)
-            sums = (sender.send(handle) or {})["sums"]
-            assert sums == {name: str(checksum(p)) for name, p in parameters.items()}
+            sent = sender.send(handle)
+            assert sent["bytes"] > parameters["a.lora_A.default.weight"].nbytes
+            assert sent["sums"] == {name: str(checksum(p)) for name, p in parameters.items()}
             proxies = [Proxy(handle["server"], [draw.randrange(1, 20000)], draw.randrange(1, 9000)) for _ in range(2)]
             proxies[0].rate = 2e6
             found = pool.map(read, [proxy.address for proxy in proxies])
@@ -443,6 +444,22 @@ def test_random_cuts_and_flips_leave_only_published_adapters(tmp_path: Path, mon
             sender.release(handle)
             for proxy in proxies:
                 proxy.close()
+    sender.close()
+
+
+def test_each_policy_is_fetched_from_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADDRESS, "127.0.0.2")
+    names = ["one", "other"]
+    parameters = {
+        f"a.lora_A.policy-{name}.weight": torch.nn.Parameter(torch.full((4, 8), float(i)))
+        for i, name in enumerate(names)
+    }
+    config = lora_config("--policies=[{name='one'}, {name='other'}]")
+    sender = adapters.AdapterSender(parameters, config, tmp_path, 1)
+    handle = sender.stage(0)
+    for i, name in enumerate(names):
+        with adapters.adapter_files(handle, name) as path:
+            assert path.name == name and bool((adapters.read_adapter(path, DEVICE)["a.lora_A.weight"] == i).all())
     sender.close()
 
 

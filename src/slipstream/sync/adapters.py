@@ -115,8 +115,8 @@ class AdapterSender(Sender):
             policy: AdapterMemory(each, self._shapes, config, summed=fetched)
             for policy, each in (own or {"": parameters}).items()
         }
-        self._lock = threading.Lock()  # of the staged version and its stream
-        self._staged, self._stream = -1, Stream()
+        self._lock = threading.Lock()  # of the staged version and the streams of its policies
+        self._staged, self._streams = -1, dict[str, Stream]()
         self._secret, self._server = secrets.token_bytes(32), None
         if fetched:
             self._server = FrameServer(own_address(), self._secret, self._find, 1e6 * config.sync.max_mb_per_s)
@@ -133,7 +133,7 @@ class AdapterSender(Sender):
         """Write the adapter of each policy."""
         self.release({})
         with self._lock:
-            self._staged, self._stream = -1, Stream()
+            self._staged, self._streams = -1, {}
         path = self._directory / f"policy-v{version}"
         for policy, memory in self._adapters.items():
             memory.write(path / policy)
@@ -142,11 +142,12 @@ class AdapterSender(Sender):
         remote = {"server": self._server.address, "secret": self._secret.hex()} if self._server else {}
         return handle | remote
 
-    def send(self, handle: PublishHandle) -> PublishHandle | None:
-        """Return the checksums, for engines that fetch the version."""
-        if not self._server:
-            return None
-        return {"sums": {name: value for memory in self._adapters.values() for name, value in memory.sums.items()}}
+    def send(self, handle: PublishHandle) -> PublishHandle:
+        """Return the bytes of the adapters, and their checksums for engines that fetch the version."""
+        sent: PublishHandle = {"bytes": sum(len(memory.data) for memory in self._adapters.values())}
+        if self._server:
+            sent["sums"] = {name: value for memory in self._adapters.values() for name, value in memory.sums.items()}
+        return sent
 
     def release(self, handle: PublishHandle) -> None:
         """Remove the directory: engines keep copies of the adapter."""
@@ -164,13 +165,15 @@ class AdapterSender(Sender):
         with self._lock:
             if request["version"] != self._staged:
                 raise Refused(f"version {request['version']} of the adapter is not staged")
-            if self._stream.header is None:
-                [adapter] = self._adapters.values()
-                self._stream.begin({"config": adapter.config, "bytes": len(adapter.data)})
+            policy: str = request["policy"]
+            if policy not in self._streams:
+                adapter, stream = self._adapters[policy], Stream()
+                stream.begin({"config": adapter.config, "bytes": len(adapter.data)})
                 for part in torch.split(adapter.data, FRAME):
-                    self._stream.add(PLAIN + part.numpy().tobytes())
-                self._stream.end()
-            return {}, self._stream
+                    stream.add(PLAIN + part.numpy().tobytes())
+                stream.end()
+                self._streams[policy] = stream
+            return {}, self._streams[policy]
 
 
 class Adapters:
@@ -207,31 +210,42 @@ def _create_file(header: bytes, payload_size: int = 0) -> tuple[int, str]:
 
 
 @contextmanager
-def adapter_files(handle: PublishHandle) -> Iterator[Path]:
-    """The PEFT directory of a version on this host: the trainer's, or one with files in memory during the block.
+def adapter_files(handle: PublishHandle, policy: str = "") -> Iterator[Path]:
+    """The PEFT directory of a policy's version on this host: the trainer's, or one with files in memory in the block.
 
-    Raises `Superseded` for a version that the trainer has replaced, or from which no byte arrives.
+    Raises `Superseded` for a version that the trainer has replaced, that stops to arrive, or that memory is too short
+    for.
     """
     if "server" not in handle:
-        yield Path(handle["path"])
+        yield Path(handle["path"], policy)
         return
-    stream, (host, port) = Stream(), handle["server"]
+    files: dict[str, tuple[int, str]] = {}
     try:
-        fetch((host, port), bytes.fromhex(handle["secret"]), {"version": handle["version"]}, stream, SILENCE_LIMIT_S)
-    except (Refused, TimeoutError) as error:
-        raise Superseded(str(error)) from None
-    header = stream.wait_header()
-    files = {ADAPTER: _create_file(header["config"].encode()), ADAPTER_WEIGHTS: _create_file(b"", header["bytes"])}
-    try:
-        for frame in stream.frames():
-            os.write(files[ADAPTER_WEIGHTS][0], unpack(frame))
+        _fetch_files(handle, policy, files)
         with tempfile.TemporaryDirectory(prefix="slipstream-adapter-") as folder:
+            path = Path(folder, policy)
+            path.mkdir(exist_ok=True)
             for name, (_, memory) in files.items():
-                (Path(folder) / name).symlink_to(memory)
-            yield Path(folder)
+                (path / name).symlink_to(memory)
+            yield path
     finally:
         for descriptor, memory in files.values():
             free_shared_file(descriptor, memory)
+
+
+def _fetch_files(handle: PublishHandle, policy: str, files: dict[str, tuple[int, str]]) -> None:
+    """Fill `files` with descriptor and path of each file of a version. Raises `Superseded`."""
+    stream, (host, port) = Stream(), handle["server"]
+    request = {"version": handle["version"], "policy": policy}
+    try:
+        fetch((host, port), bytes.fromhex(handle["secret"]), request, stream, SILENCE_LIMIT_S)
+        header = stream.wait_header()
+        files[ADAPTER] = _create_file(header["config"].encode())
+        files[ADAPTER_WEIGHTS] = _create_file(b"", header["bytes"])
+        for frame in stream.frames():
+            os.write(files[ADAPTER_WEIGHTS][0], unpack(frame))
+    except (Refused, OSError, MemoryError) as error:  # a timeout is an `OSError`
+        raise Superseded(f"version {handle['version']} did not arrive: {error or type(error).__name__}") from None
 
 
 def read_adapter(version: Path, device: torch.device, files: SharedFiles | None = None) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster
 from slipstream.generators.base import Interruption
+from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.rollout import Completion, Sampling
 from tests.conftest import VOCABULARY, build_model, build_tokenizer, random_prompts
 from tests.controller.test_engine_supervisor import until
@@ -150,8 +151,11 @@ def test_a_server_with_a_slow_network_is_left_behind(
     asyncio.run(main())
 
 
-def test_a_second_run_brings_its_own_adapters(two: list[str], model: Path, tmp_path: Path) -> None:
-    """Adapters of the first one are gone from the slots, and a server without room for them is refused."""
+def test_a_second_run_brings_its_own_adapters(
+    two: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters of the first one are gone from the slots, also if it was killed, and a server without room for them is
+    refused."""
 
     async def main(loop_lag: int) -> None:
         config = configured(model, *two, sync__link="lora", lora__rank=4, loop__max_lag=loop_lag)
@@ -163,6 +167,9 @@ def test_a_second_run_brings_its_own_adapters(two: list[str], model: Path, tmp_p
                 assert [span.version for span in drawn.spans] == [version]
 
     asyncio.run(main(1))
+    with monkeypatch.context() as killed:  # a run that is killed closes nothing
+        killed.setattr(WorkerMethods, "slipstream_close", WorkerMethods.slipstream_describe)
+        asyncio.run(main(1))
     asyncio.run(main(1))
     with pytest.raises(ConfigError, match=r"room for 4 adapters .* --max-loras 5 --max-lora-rank 4"):
         asyncio.run(main(2))

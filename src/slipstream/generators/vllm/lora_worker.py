@@ -44,7 +44,7 @@ class AdapterLoader:
         self._all_filled = False
         self._loading: list[tuple[Future[LoRAModel], int]] = []  # an adapter for each policy, with its slot
         self._sums: Future[dict[str, int]] | None = None
-        self._name = ""  # of the adapter that is loading for a server, see `prepare`
+        self._name = self._owner = ""  # of the adapter that is loading for a server, and whose it is; see `prepare`
         self._numbers: dict[str, int] = {}  # of the adapters that vLLM has numbered, by name
         self._add_adapter = worker_manager.add_adapter
         worker_manager.add_adapter = self._add_named
@@ -57,8 +57,9 @@ class AdapterLoader:
         HTTP interface loads the path of that name. First unloads what an earlier run or a failed publish left.
         """
         requests, self._name = requests_of(handle), handle.get("name", "")
-        if self._name and not self._numbers:
-            self._worker_manager.remove_all_adapters()  # of an earlier run
+        if self._name and handle["owner"] != self._owner:
+            self._worker_manager.remove_all_adapters()  # of an earlier run, which may have been killed
+            self._owner, self._numbers = handle["owner"], {}
         elif not self._name:
             for request in requests.values():
                 self._slots.remove_adapter(request.lora_int_id)  # left by a publish that failed in another engine
@@ -129,8 +130,7 @@ class AdapterLoader:
 
     def _load(self, handle: PublishHandle, policy: str, number: int, slot: int) -> LoRAModel:
         """Everything that `add_lora` does before it registers the adapter under its number."""
-        with torch.cuda.stream(self._stream), adapter_files(handle) as folder:
-            path = folder / policy
+        with torch.cuda.stream(self._stream), adapter_files(handle, policy) as path:
             values = read_adapter(path, self._worker_manager.device, None if "server" in handle else self._files)
             self._values |= {(policy, name): value for name, value in values.items()}
             if not self._tensors:

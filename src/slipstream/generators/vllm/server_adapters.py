@@ -22,6 +22,7 @@ class ServerAdapters:
 
     def __init__(self, max_adapters: int, call: Call, poll: Call, post: Call) -> None:
         self._max_adapters, self._call, self._poll, self._post = max_adapters, call, poll, post
+        self._owner = uuid4().hex  # for workers, which unload the adapters of another owner
         self._requests: dict[VllmRequest, str] = {}  # in flight, and the adapter of each
         self._loaded: list[str] = []  # oldest first
         self._next = ""
@@ -41,7 +42,8 @@ class ServerAdapters:
                 await self._post("/v1/unload_lora_adapter", {"lora_name": name}, str)
                 self._loaded.remove(name)
         self._next = f"policy-v{handle['version']}-{uuid4().hex[:8]}"
-        await self._call(purpose, None, WorkerMethods.slipstream_prepare_adapter, {**handle, "name": self._next})
+        named = {**handle, "name": self._next, "owner": self._owner}
+        await self._call(purpose, None, WorkerMethods.slipstream_prepare_adapter, named)
         results = await self._poll(purpose, limit, WorkerMethods.slipstream_adapter_prepared)
         return next((result for result in results if isinstance(result, str)), "")
 
