@@ -237,7 +237,7 @@ def test_an_engine_without_memory_for_a_version_keeps_its_own_and_gets_the_next_
     def full(*_: Any) -> None:
         raise MemoryError
 
-    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+    with monkeypatch.context() as patched, pytest.raises(frames.Superseded, match="no memory for version"):
         patched.setattr(update.Update, "add", full)
         engine.prepare(handle)
     assert engine.serves(before)

@@ -327,6 +327,9 @@ class DeltaReceiver(Receiver):
                 update.add(update.decode(whole))
         except Refused as error:
             raise Superseded(f"version {handle['version']} did not arrive: {error}") from None
+        except (MemoryError, torch.OutOfMemoryError) as error:  # there may be room for it later
+            stream.end("the receiver is out of memory")
+            raise Superseded(f"no memory for version {handle['version']}: {error}") from None
         except BaseException:
             stream.end("the receiver failed")
             raise
