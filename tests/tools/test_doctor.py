@@ -17,7 +17,9 @@ from slipstream.config.loading import load_config
 from slipstream.controller import node_checks
 from slipstream.controller.node_checks import Examination, check_nodes, examine
 from slipstream.controller.node_faults import Fault
+from slipstream.controller.node_worker import NodeWorker
 from slipstream.errors import RunError
+from slipstream.runtime.addresses import INTERFACE, LOOPBACK
 from slipstream.runtime.process import Launch, LocalProcess
 from slipstream.runtime.runtime import Node, Runtime
 
@@ -142,8 +144,14 @@ def test_a_start_measures_the_network_once(tiny: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(node_checks, "current_runtime", lambda: runtime)
     config = load_config(None, flags(tiny))
     for start in (1, 2):
-        assert asyncio.run(node_checks.measure_network(runtime)).rate > 0
+        assert asyncio.run(node_checks.measure_network(runtime, config)).rate > 0
         asyncio.run(check_nodes(config, tmp_path))
         assert measured == [2] * start
     asyncio.run(check_nodes(config, tmp_path))
     assert measured == [2] * 3, "without a choice of the link the checks measure"
+
+
+def test_the_network_of_the_link_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INTERFACE, "lo")
+    host, port = asyncio.run(NodeWorker().listen("192.0.2.1"))  # an address that this host does not have
+    assert host == LOOPBACK and asyncio.run(NodeWorker().connect((host, port))) == ""

@@ -22,7 +22,7 @@ from slipstream.controller.node_worker import TOKEN, NodeReport, NodeWorker, ver
 from slipstream.environments.load import LIBRARIES
 from slipstream.errors import RunError, UserError
 from slipstream.model.device import dtype_name
-from slipstream.runtime.addresses import private_store
+from slipstream.runtime.addresses import link_environment, private_store
 from slipstream.runtime.placement import VISIBLE, Network, place, resolve_auto
 from slipstream.runtime.runtime import Node, Runtime, current_runtime
 from slipstream.runtime.worker import describe_death
@@ -67,13 +67,14 @@ async def check_nodes(config: Config, directory: Path) -> None:
         raise RunError(f"the nodes of the run have faults; `slipstream doctor` checks them again:\n{lines}")
 
 
-async def measure_network(runtime: Runtime) -> Network:
-    """The network between the hosts that answer. `check_nodes` reports the others."""
+async def measure_network(runtime: Runtime, config: Config) -> Network:
+    """The network between the hosts that answer, for the run's link. `check_nodes` reports the others."""
     found = Examination()
     hosts = {node.address: node for node in runtime.nodes()}.values()
     if len(hosts) < 2:
         return Network()
-    async with _workers({node: _process(node) for node in hosts}, REPORT_TIMEOUT_S) as (workers, _):
+    environment = link_environment(config)
+    async with _workers({node: _process(node, environment) for node in hosts}, REPORT_TIMEOUT_S) as (workers, _):
         await _try_network(workers, Needs(), found)
         runtime.bandwidth = found.bandwidth
         return await _network(workers, found)
@@ -97,7 +98,9 @@ async def examine(
     """
     found = Examination(bandwidth=dict(bandwidth or {}))
     needs = await asyncio.to_thread(_needs, runtime, config, directory, found)
-    async with _workers({node: _process(node) for node in runtime.nodes()}, REPORT_TIMEOUT_S) as (workers, failed):
+    environment = link_environment(config) if config else {}
+    processes = {node: _process(node, environment) for node in runtime.nodes()}
+    async with _workers(processes, REPORT_TIMEOUT_S) as (workers, failed):
         silent = await _collect(workers, config, directory, elsewhere or {}, found)
         for node, why in (failed | silent).items():
             remedy = "see `ray status` and the raylet's log there, or remove the node"
@@ -191,8 +194,7 @@ async def _try_imports(workers: Mapping[Node, NodeWorker], config: Config | None
 
 async def _try_network(workers: Mapping[Node, NodeWorker], needs: Needs, found: Examination) -> None:
     """Try connections between all nodes, or of one with itself, then the bandwidth of each pair if one is unknown."""
-    ports, failed = await gather({n: worker.listen(n.address) for n, worker in workers.items()}, NETWORK_TIMEOUT_S)
-    peers = {node: (node.address, port) for node, port in ports.items()}
+    peers, failed = await gather({n: worker.listen(n.address) for n, worker in workers.items()}, NETWORK_TIMEOUT_S)
     pairs = [(one, other) for one in peers for other in peers if one != other or len(workers) == 1]
     tries = {(one, other): workers[one].connect(peers[other]) for one, other in pairs}
     errors, silent = await gather(tries, NETWORK_TIMEOUT_S)
@@ -228,7 +230,8 @@ async def _try_all_reduce(nodes: Sequence[Node], runtime: Runtime, config: Confi
     gpus = {report.node: sorted(report.gpus, key=lambda gpu: -gpu.free) for report in found.reports}
     on_gpus = all(len(gpus[n.name]) >= each for n in nodes) and not (config and config.trainer.device == "cpu")
     ranks = [(n, str(gpus[n.name][i].index) if on_gpus else "") for n in nodes for i in range(each)]
-    processes = {i: _process(node, NCCL | {VISIBLE: gpu}) for i, (node, gpu) in enumerate(ranks)}
+    environment = NCCL | (link_environment(config) if config else {})
+    processes = {i: _process(node, environment | {VISIBLE: gpu}) for i, (node, gpu) in enumerate(ranks)}
     store, backend = private_store(runtime.address), "nccl" if on_gpus else "gloo"
     error, pairs = await all_reduce(processes, f"{runtime.address}:{store.port}", "cuda" if on_gpus else "cpu")
     names = [f"nodes {ranks[a][0].name} and {ranks[b][0].name}" for a, b in sorted(pairs)]

@@ -22,6 +22,7 @@ from pathlib import Path
 from slipstream.config.plugins import LoadError, load_object
 from slipstream.config.schema import Config, ConfigError
 from slipstream.model.paths import check_paths
+from slipstream.runtime.addresses import INTERFACE, own_address
 from slipstream.runtime.worker import Worker
 
 PACKAGES = {
@@ -96,11 +97,15 @@ class NodeWorker(Worker):
             return str(error)
         return ""
 
-    async def listen(self, address: str) -> int:
-        """Accept TCP streams at a free port of this address: each gets one byte after its end."""
-        server = _Server((address, 0), _Receiver)
+    async def listen(self, address: str) -> tuple[str, int]:
+        """Accept TCP streams at a free port of this address, or of `sync.interface`: each gets one byte after its end.
+
+        Returns address and port. Raises `InvalidInput` for an interface without an address.
+        """
+        server = _Server((own_address() if INTERFACE in os.environ else address, 0), _Receiver)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        return int(server.server_address[1])
+        host, port = server.server_address[:2]
+        return str(host), int(port)
 
     async def connect(self, peer: tuple[str, int]) -> str:
         """Connect to an address and port. Returns the error, or ""."""

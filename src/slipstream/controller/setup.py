@@ -70,7 +70,7 @@ def resolve_config(config: Config) -> Config:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         config = choose_options(config, runtime.gpus, name)
     measured = config.sync.link == "auto" and runtime.hosts > 1
-    network = run_bounded(measure_network(runtime)) if measured else None
+    network = run_bounded(measure_network(runtime, config)) if measured else None
     config = resolve_auto(config, runtime.gpus, runtime.hosts, network)
     find_link(config.sync.link)
     validate_models(config)
