@@ -45,7 +45,6 @@ from slipstream.generators.pool import EngineReplica
 from slipstream.model.inspection import trained_parameters
 from slipstream.model.loading import load_model
 from slipstream.rollout import Completion, Sampling
-from slipstream.runtime.addresses import ADDRESS
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
 from slipstream.sync import update
 from slipstream.sync.checkpoint import CheckpointReceiver, CheckpointSender
@@ -391,8 +390,8 @@ async def measure(
     os.environ[ORDERS] = str(orders)
     engines = [f"--sync.link={__file__}:{link}", "--sync.in_flight=recompute", "--generator.replicas=3"]
     if link == "Lora":
-        os.environ[ADDRESS] = "127.0.0.2"  # as on another host, so that engines fetch adapters
-        engines = ["--sync.link=lora", "--sync.in_flight=retry", "--generator.engine=vllm", "--generator.replicas=2",
+        engines = ["--sync.interface=lo",  # as on another host, so that engines fetch adapters
+                   "--sync.link=lora", "--sync.in_flight=retry", "--generator.engine=vllm", "--generator.replicas=2",
                    "--lora.rank=4", "--lora.targets=['q_proj', 'v_proj']"]  # fmt: skip
     config = slipstream.load_config(
         None, [f"--model.path={scratch / MODELS.get(link, 'tiny')}", "--environment.name=addition", *engines,

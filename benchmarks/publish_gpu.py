@@ -50,9 +50,9 @@ class TimedEngine(VllmWorker):
 
     receiving = 0.0
 
-    async def prepare(self, handle: PublishHandle) -> None:
+    async def prepare(self, handle: PublishHandle) -> str:
         self.receiving = time.monotonic()
-        await super().prepare(handle)
+        return await super().prepare(handle)
 
     async def began_to_receive(self) -> float:
         return self.receiving
@@ -142,8 +142,7 @@ async def measure(
             began, ended = await trainer.last_sent()
             both = max([began, *[await engine.began_to_receive() for engine in engines]])  # a host has one clock
             each = [
-                describe(await engine.ends(), options.sequences, start, end, stats, (both, ended))
-                for engine in engines
+                describe(await engine.ends(), options.sequences, start, end, stats, (both, ended)) for engine in engines
             ]
             rows.append(max(each, key=lambda row: row["pause_ms"]))
         assert not any(task.done() for task in running), "sequences ended before the last publish"
