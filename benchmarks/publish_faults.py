@@ -7,9 +7,10 @@ Three embedded engines decode all the time, each a process, while a trainer proc
 which 2% of the values change. Faults are injected at random moments of publishes, with a fixed seed: an engine is
 killed (-9) or stopped for up to 0.5 s; a byte of a transfer is flipped, its connection cut or slowed down (by a proxy
 between engines and trainer); a byte of a served tensor is flipped during or after the swap; an engine claims another
-base than it has; two publishes overlap; the trainer is killed, and its successor publishes the next version. An engine
-that died is replaced; the next fault waits until it has joined. `Lora` publishes adapters to two vLLM engines, which
-fetch them through the proxy.
+base than it has, or has no memory for a version; two publishes overlap; the clocks of an engine and of this process are
+set back by an hour; the trainer is killed, and its successor publishes the next version. An engine that died is
+replaced, and joins while further versions are published; the next fault waits until it has joined. `Lora` publishes
+adapters to two vLLM engines, which fetch them through the proxy.
 
 Every completion is checked in this process against the values that the trainer had for the version that each span
 names: the log-probability of each token must be the same. A fault has ended when every engine serves the newest
@@ -58,13 +59,14 @@ CLIENTS, TOKENS, TOLERANCE = 6, 24, 1e-3
 LIMIT_S = 60.0
 MODELS = {"Lora": "1M"}  # "tiny" has heads of 8 dimensions, which vLLM does not take on a CPU
 # Weights of the kinds of faults.
-COMMON = {"kill": 1, "stop": 12, "overlap": 12, "flip after swap": 1, "kill trainer": 1}
+COMMON = {"kill": 1, "stop": 12, "overlap": 12, "flip after swap": 1, "clock set back": 4, "kill trainer": 1}
 WIRE = {"flip on the wire": 12, "cut": 12, "slow": 4}
 KINDS = {
-    "Delta": COMMON | {"stop": 8, "overlap": 8} | WIRE | {"wrong base": 8, "flip during swap": 8},
+    "Delta": COMMON | {"stop": 8, "overlap": 8} | WIRE | {"wrong base": 8, "flip during swap": 8, "no memory": 8},
     "Checkpoint": COMMON, "Shared": COMMON, "Nccl": COMMON,
     "Lora": WIRE | {"kill": 1, "stop": 8, "overlap": 8},
 }  # fmt: skip
+BY_ENGINES = ("wrong base", "flip after swap", "flip during swap", "no memory", "clock set back")
 SHARES = {"Delta": 0.6, "Checkpoint": 0.135, "Shared": 0.135, "Nccl": 0.03, "Lora": 0.1}
 
 
@@ -88,6 +90,20 @@ def swap_with_flip(changed: Any, swap: Any = update._Changed.swap) -> Any:
 update._Changed.swap = swap_with_flip  # type: ignore[method-assign]
 
 
+def add_without_memory(staged: Any, decoded: Any, add: Any = update.Update.add) -> None:
+    if take("no memory"):
+        raise MemoryError("no memory is left")
+    add(staged, decoded)
+
+
+update.Update.add = add_without_memory  # type: ignore[method-assign]
+
+
+def set_clock_back() -> None:
+    """Let `time.time` return an hour less from now on, in this process."""
+    time.time = lambda now=time.time: now() - 3600.0  # type: ignore[assignment]
+
+
 def faulty(base: Any) -> Any:
     """A receiver that makes the faults which are ordered."""
 
@@ -99,6 +115,8 @@ def faulty(base: Any) -> Any:
         def prepare(self, published: Any) -> Any:
             if (getattr(self, "_held", 0) or 0) > 1 and take("wrong base"):
                 self._held -= 1
+            if take("clock set back"):
+                set_clock_back()
             return super().prepare(published)
 
         def swapped(self) -> None:
@@ -290,8 +308,10 @@ class Faults:
         engine = self._rng.choice(self._cluster.generator.running)
         pid, order = engine.process.process.pid, self._orders  # type: ignore[union-attr]
         began, file = time.monotonic(), order / f"{kind}.{pid}"
-        if kind in ("wrong base", "flip after swap", "flip during swap"):
+        if kind in BY_ENGINES:
             file.touch()
+        if kind == "clock set back":
+            set_clock_back()
         if kind in ("cut", "flip on the wire", "slow"):
             self._proxy.fault = kind
         publishing = asyncio.ensure_future(self._publish())
