@@ -143,9 +143,9 @@ def test_a_server_with_a_slow_network_is_left_behind(
                 for version in (1, 2, 3):
                     await pools.trainer.step(random_batch(VOCABULARY))
                     assert (await pools.link.publish(version)).late == 1
-                    assert served(pools) == [version, 0]
+                    assert served(pools)[0] == version > served(pools)[1]
                     drawn = await pools.generator.generate([5, 6], Sampling(max_tokens=3))
-                    assert version < 2 or set(drawn.versions) == {version}
+                    assert drawn.versions[0] >= version - 1  # `max_lag`
             await until(lambda: served(pools) == [3, 3])
 
     asyncio.run(main())
@@ -163,6 +163,7 @@ def test_a_second_run_brings_its_own_adapters(
             for version in range(1, 7):
                 await pools.trainer.step(random_batch(VOCABULARY))
                 await pools.link.publish(version)
+                await until(lambda version=version: served(pools) == [version] * 2)
                 drawn = await pools.generator.generate([5, 6], Sampling(max_tokens=3))
                 assert [span.version for span in drawn.spans] == [version]
 
