@@ -73,8 +73,7 @@ async def measure_network(runtime: Runtime, config: Config) -> Network:
     hosts = {node.address: node for node in runtime.nodes()}.values()
     if len(hosts) < 2:
         return Network()
-    environment = link_environment(config)
-    async with _workers({node: _process(node, environment) for node in hosts}, REPORT_TIMEOUT_S) as (workers, _):
+    async with _workers({node: _process(node, config) for node in hosts}, REPORT_TIMEOUT_S) as (workers, _):
         await _try_network(workers, Needs(), found)
         runtime.bandwidth = found.bandwidth
         return await _network(workers, found)
@@ -98,8 +97,7 @@ async def examine(
     """
     found = Examination(bandwidth=dict(bandwidth or {}))
     needs = await asyncio.to_thread(_needs, runtime, config, directory, found)
-    environment = link_environment(config) if config else {}
-    processes = {node: _process(node, environment) for node in runtime.nodes()}
+    processes = {node: _process(node, config) for node in runtime.nodes()}
     async with _workers(processes, REPORT_TIMEOUT_S) as (workers, failed):
         silent = await _collect(workers, config, directory, elsewhere or {}, found)
         for node, why in (failed | silent).items():
@@ -230,8 +228,7 @@ async def _try_all_reduce(nodes: Sequence[Node], runtime: Runtime, config: Confi
     gpus = {report.node: sorted(report.gpus, key=lambda gpu: -gpu.free) for report in found.reports}
     on_gpus = all(len(gpus[n.name]) >= each for n in nodes) and not (config and config.trainer.device == "cpu")
     ranks = [(n, str(gpus[n.name][i].index) if on_gpus else "") for n in nodes for i in range(each)]
-    environment = NCCL | (link_environment(config) if config else {})
-    processes = {i: _process(node, environment | {VISIBLE: gpu}) for i, (node, gpu) in enumerate(ranks)}
+    processes = {i: _process(node, config, NCCL | {VISIBLE: gpu}) for i, (node, gpu) in enumerate(ranks)}
     store, backend = private_store(runtime.address), "nccl" if on_gpus else "gloo"
     error, pairs = await all_reduce(processes, f"{runtime.address}:{store.port}", "cuda" if on_gpus else "cpu")
     names = [f"nodes {ranks[a][0].name} and {ranks[b][0].name}" for a, b in sorted(pairs)]
@@ -282,8 +279,10 @@ async def in_rounds(
     return results, failed
 
 
-def _process(node: Node, environment: Mapping[str, str] | None = None) -> WorkerProcess:
-    return WorkerProcess("its process", launcher=node.launcher, environment=environment)
+def _process(node: Node, config: Config | None, environment: Mapping[str, str] | None = None) -> WorkerProcess:
+    """A process on the network of the run's link."""
+    network = link_environment(config) if config else {}
+    return WorkerProcess("its process", launcher=node.launcher, environment={**network, **(environment or {})})
 
 
 @asynccontextmanager

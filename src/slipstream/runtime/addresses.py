@@ -38,7 +38,7 @@ def own_address() -> str:
 
 
 def has_own_address() -> bool:
-    """Whether workers on other hosts may reach this process. `may_cross_hosts` is the same for all workers of a run."""
+    """Whether this process has an address for other hosts, as each worker has in a run that `may_cross_hosts`."""
     return INTERFACE in os.environ or ADDRESS in os.environ
 
 
