@@ -77,6 +77,22 @@ def pytest_make_collect_report() -> Any:
     return _require_libraries((yield))
 
 
+crashed: set[str] = set()  # tests in which a process of pytest-xdist died
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "???":  # what pytest-xdist reports for it
+        crashed.add(report.nodeid)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Leave crashed tests to `--last-failed`: pytest-xdist runs them again, and a pass there would remove them."""
+    if crashed and session.config.cache:
+        failed = session.config.cache.get("cache/lastfailed", {})
+        session.config.cache.set("cache/lastfailed", failed | dict.fromkeys(crashed, True))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def warm_servers(request: pytest.FixtureRequest) -> None:
     """Start fork servers before all tests, since some tests search for leftover processes."""
