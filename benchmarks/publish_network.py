@@ -40,7 +40,8 @@ from slipstream.config.schema import Config
 from slipstream.generators.served_weights import ServedWeights, local_shards
 from slipstream.generators.torch.engine import Engine
 from slipstream.model.inspection import trained_parameters
-from slipstream.model.loading import load_model, load_tokenizer
+from slipstream.model.loading import load_model
+from slipstream.model.tokenizer import load_tokenizer
 from slipstream.rollout import Sampling
 from slipstream.runtime.addresses import ADDRESS
 from slipstream.sync.blocks import words

@@ -17,8 +17,9 @@ from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
 from slipstream.model import paths as model_paths
 from slipstream.model.device import dtype_of
 from slipstream.model.inspection import first_not_finite
-from slipstream.model.loading import load_causal_lm, load_model, load_tokenizer, stored_dtype, validate_same_vocabulary
+from slipstream.model.loading import load_causal_lm, load_model, stored_dtype
 from slipstream.model.policy import PackedPolicy
+from slipstream.model.tokenizer import load_tokenizer, validate_same_vocabulary
 from slipstream.runtime.placement import resolve_auto
 from slipstream.scoring.model import load_classifier
 from tests.conftest import build_model, build_tokenizer, save_model

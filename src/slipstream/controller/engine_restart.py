@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.pool import EngineReplica, GeneratorPool, Start
-from slipstream.model.loading import load_tokenizer
+from slipstream.model.tokenizer import load_tokenizer
 from slipstream.runtime.worker import WorkerDied, WorkerError
 from slipstream.sync.checkpoint import newest_first, remove, version_of
 from slipstream.sync.link import PublishStats

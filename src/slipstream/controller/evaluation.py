@@ -49,7 +49,8 @@ from slipstream.generators.torch.engine import Engine
 from slipstream.generators.torch.generator import TorchGenerator
 from slipstream.model.device import dtype_of, pick_device
 from slipstream.model.inspection import max_model_len
-from slipstream.model.loading import load_causal_lm, load_tokenizer
+from slipstream.model.loading import load_causal_lm
+from slipstream.model.tokenizer import load_tokenizer
 from slipstream.observe.events import CONTROLLER
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.closing import gather_all

@@ -22,7 +22,7 @@ from slipstream.controller.publishing import publish_version, wait_published
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.load import close_environment
 from slipstream.errors import RunError
-from slipstream.model.loading import load_tokenizer
+from slipstream.model.tokenizer import load_tokenizer
 from slipstream.observe.events import CONTROLLER
 from slipstream.observe.page import write_report
 from slipstream.observe.recorder import RecordError

@@ -16,7 +16,7 @@ from slipstream.environments.load import load_environments, takes_reward_workers
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.generators.pool import EngineReplica
 from slipstream.model.inspection import max_model_len
-from slipstream.model.loading import load_tokenizer
+from slipstream.model.tokenizer import load_tokenizer
 from slipstream.objective import load_objective
 from slipstream.observe.events import CONTROLLER, SCORING
 from slipstream.observe.health import Health, HealthWarning

@@ -34,8 +34,9 @@ from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
 from slipstream.model.device import pick_device
 from slipstream.model.inspection import attention_heads, causal_lm, max_model_len
-from slipstream.model.loading import load_causal_lm, load_model, validate_same_vocabulary
+from slipstream.model.loading import load_causal_lm, load_model
 from slipstream.model.paths import check_paths
+from slipstream.model.tokenizer import validate_same_vocabulary
 from slipstream.observe.events import CONTROLLER, TRAINER
 from slipstream.observe.health import Health, replay
 from slipstream.observe.progress import report_startup

@@ -16,7 +16,8 @@ from slipstream.generators.base import finish_request
 from slipstream.generators.served_weights import ServedWeights, local_shards
 from slipstream.model.device import current_device, dtype_of
 from slipstream.model.inspection import policy_parameters, trained_parameters
-from slipstream.model.loading import load_model, load_tokenizer
+from slipstream.model.loading import load_model
+from slipstream.model.tokenizer import load_tokenizer
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.placement import threads
 from slipstream.runtime.worker import Worker

@@ -1,4 +1,4 @@
-"""Loads models and tokenizers, and reports damaged or incomplete files as one `ConfigError` that says what to do."""
+"""Loads models, and reports damaged or incomplete files as one `ConfigError` that says what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch import nn
 from slipstream.config.adapter import ADAPTER_WEIGHTS
 from slipstream.config.algorithm import PolicyConfig
 from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
-from slipstream.model.inspection import INVALID_CONFIG, adapter_name, expert_parameters, first_not_finite, model_sizes
+from slipstream.model.inspection import INVALID_CONFIG, adapter_name, expert_parameters, first_not_finite
 from slipstream.model.paths import AGAIN, adapter_config, check_path, safetensors_files
 
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
@@ -67,7 +67,7 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[PolicyConfig]
         with warnings.catch_warnings(action="ignore"):  # of a tied head, which is refused below
             adapted = get_peft_model(loaded, adapters)
     except (ValueError, re.error) as error:
-        raise ConfigError(f"{chosen}: {_first_line(error)}") from None
+        raise ConfigError(f"{chosen}: {first_line(error)}") from None
     if loaded.get_output_embeddings() is not head:
         raise ConfigError(
             f"{chosen} adapts the language-model head, which can't be trained by adapters; name other modules, or "
@@ -152,7 +152,7 @@ def load_pretrained(
     On the meta device as `_load_headers`. Raises `ConfigError`, naming `option`, also for missing, unexpected and
     misshapen tensors, and for values that are not finite.
     """
-    _silence_libraries()
+    silence_libraries()
     check_path(path, option)
     adapter = adapter_config(path)
     base = adapter["base_model_name_or_path"] if adapter else path
@@ -228,7 +228,7 @@ def explain_damaged_files(path: str, option: str) -> Iterator[None]:
     except (UnpicklingError, EOFError):
         raise ConfigError(f"{option} = {path!r}: {BAD_PICKLE}") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} = {path!r}: {_first_line(error)}") from None
+        raise ConfigError(f"{option} = {path!r}: {first_line(error)}") from None
     except INVALID_CONFIG as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"{option} = {path!r} is no model by its config.json: {reason}") from None
@@ -292,55 +292,6 @@ def stored_dtype(path: str) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 and dtypes <= HALF_DTYPES else torch.float32
 
 
-def load_tokenizer(path: str, option: str = "model.path") -> Any:
-    """The tokenizer of the model at `path`. Raises `ConfigError`, naming `option`."""
-    from transformers import AutoTokenizer
-
-    _silence_libraries()
-    check_path(path, option)
-    with explain_damaged_files(path, option):
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would prompt the user
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{option} = {path!r}: no tokenizer can be loaded: {_first_line(error)}") from None
-    # transformers returns an empty tokenizer if files are missing.
-    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-        remedy = "save the model's tokenizer there, too"
-        raise ConfigError(f"{option} = {path!r} has no tokenizer files (tokenizer.json); {remedy}")
-    _validate_vocabulary(tokenizer, path, option)
-    return tokenizer
-
-
-def _validate_vocabulary(tokenizer: Any, path: str, option: str) -> None:
-    """Raise `ConfigError` if the tokenizer has more tokens than the model at `path`.
-
-    Added tokens are not counted: Gemma's tokenizer adds an image token to text-only models.
-    """
-    if (size := model_sizes(path).get("vocab_size")) and tokenizer.vocab_size > size:
-        raise ConfigError(
-            f"{option} = {path!r}: the tokenizer has {tokenizer.vocab_size} tokens and the model {size}; save the "
-            "model's own tokenizer there"
-        )
-
-
-def validate_same_vocabulary(path: str, option: str, policy: str) -> None:
-    """Raise `ConfigError`, naming `option`, unless the model at `path` reads the tokens of the model at `policy`.
-
-    Its embedding may have more rows, which are padding, unless it was saved without a tokenizer.
-    """
-    ours = model_sizes(policy).get("vocab_size") or 0
-    theirs = model_sizes(path).get("vocab_size") or ours  # transformers may not know the type of vLLM's teacher
-    if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
-        same = theirs == ours
-    else:
-        same = theirs >= ours and load_tokenizer(path, option).get_vocab() == load_tokenizer(policy).get_vocab()
-    if not same:
-        raise ConfigError(
-            f"{option} = {path!r} has another vocabulary ({theirs} tokens) than the policy ({ours} tokens), whose own "
-            "tokens it reads; give a model of the same family"
-        )
-
-
 def save_policy(model: Any, trained: dict[str, torch.Tensor], path: Path) -> None:
     """Save `model` to `path` for `from_pretrained` (or PEFT), with the values `trained` for its trained parameters."""
     state = dict(trained)
@@ -355,11 +306,11 @@ def save_policy(model: Any, trained: dict[str, torch.Tensor], path: Path) -> Non
         (path / "README.md").unlink(missing_ok=True)  # PEFT's card without content
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _silence_libraries() -> None:
+def silence_libraries() -> None:
     """Turn off progress bars and warnings of transformers and bitsandbytes: a run has its own progress display."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

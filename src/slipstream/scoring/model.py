@@ -89,7 +89,7 @@ class RewardModelWorker(Worker):
         import torch
 
         from slipstream.model.device import pick_device
-        from slipstream.model.loading import load_tokenizer
+        from slipstream.model.tokenizer import load_tokenizer
 
         torch.set_num_threads(options.threads or max(1, (os.cpu_count() or 1) // 3))
         self._device = pick_device(options.device, "scoring.options.device")
@@ -227,7 +227,7 @@ def load_classifier(path: str, device: Any, dtype: Any) -> Any:
 def _validate_model(path: str, policy: str) -> None:
     import torch
 
-    from slipstream.model.loading import load_tokenizer, validate_same_vocabulary
+    from slipstream.model.tokenizer import load_tokenizer, validate_same_vocabulary
 
     model = load_classifier(path, torch.device("meta"), torch.float32)
     if type(model).__name__.endswith(KINDS[1]):

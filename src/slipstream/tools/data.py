@@ -24,7 +24,7 @@ from slipstream.environments.load import (
 )
 from slipstream.generators.base import ContextFull, GenerationError
 from slipstream.model.inspection import max_model_len
-from slipstream.model.loading import load_tokenizer
+from slipstream.model.tokenizer import load_tokenizer
 from slipstream.observe.formatting import plural
 
 BOUNDARY, SPECIAL = Text("│", style="dim"), "bold magenta"

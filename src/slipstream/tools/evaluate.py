@@ -36,8 +36,9 @@ from slipstream.errors import RunError
 from slipstream.generators.pool import GeneratorPool
 from slipstream.model.device import pick_device
 from slipstream.model.inspection import max_model_len
-from slipstream.model.loading import load_causal_lm, load_model, load_tokenizer
+from slipstream.model.loading import load_causal_lm, load_model
 from slipstream.model.paths import adapter_config, check_path, check_policy_paths
+from slipstream.model.tokenizer import load_tokenizer
 from slipstream.observe.estimates import Comparison, compare_paired
 from slipstream.observe.formatting import by_label, counts, plural
 from slipstream.observe.recorder import write_rollouts

@@ -28,7 +28,7 @@ from slipstream.controller.setup import validate_models
 from slipstream.generators.generator_worker import Engine, GeneratorWorker, OpenWeights
 from slipstream.generators.vllm.engine import VllmEngine, VllmWorker
 from slipstream.model.device import dtype_name
-from slipstream.model.loading import load_tokenizer
+from slipstream.model.tokenizer import load_tokenizer
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.placement import gpus_here, place, resolve_auto
 from slipstream.runtime.run_directory import scratch_directory
