@@ -31,16 +31,12 @@ PER_SAMPLED_TOKEN = (
 
 def int32_array(values: Iterable[int]) -> array[int]:
     """Integers, such as token ids, as an array of 32-bit integers."""
-    return _to_array("i", values)
+    return values if isinstance(values, array) and values.typecode == "i" else array("i", values)
 
 
 def float32_array(values: Iterable[float]) -> array[float]:
     """Numbers, such as log-probabilities, as an array of 32-bit floats."""
-    return _to_array("f", values)
-
-
-def _to_array(kind: str, values: Iterable[Any]) -> array[Any]:
-    return values if isinstance(values, array) and values.typecode == kind else array(kind, values)
+    return values if isinstance(values, array) and values.typecode == "f" else array("f", values)
 
 
 class VersionSpan(NamedTuple):
@@ -51,6 +47,18 @@ class VersionSpan(NamedTuple):
     end: int
 
 
+class Image(NamedTuple):
+    """An image of a prompt: its encoded file, and the rows and columns of the placeholder tokens that stand for it."""
+
+    data: bytes
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.columns
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to sample one completion. The defaults sample from the unmodified policy.
@@ -59,7 +67,8 @@ class Sampling:
     weights and the prompt alone. `record_sampling_mask` records the tokens that top-k, top-p and `json_schema` (JSON
     text; vLLM only) kept, `record_routing` the experts that routers chose; training replays both. With `ignore_eos`
     only `stop_tokens` and `stop_strings` end a completion early, not the model's end-of-sequence tokens. `policy`
-    names one of several policies. Without `record_logprobs` they may be NaN, which is faster with vLLM.
+    names one of several policies. Without `record_logprobs` they may be NaN, which is faster with vLLM. `images` are
+    those of the prompt, in order.
     """
 
     temperature: float = 1.0
@@ -75,6 +84,7 @@ class Sampling:
     policy: str = ""
     json_schema: str = ""
     record_logprobs: bool = True
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         for name, valid, wanted in (
@@ -128,8 +138,8 @@ class Completion:
     `finish_reason` is "stop" (a stop token, kept as the last token, or a stop string) or "length".
     `sampling_mask[i]` holds the ids that sampling kept at position i; `experts` is an integer array
     [prompt + completion - 1, layers, experts per token]. Both are None unless `Sampling` asks for them.
-    `policy` is that of `Sampling`. A run's pool sets `engine`, the engine's track in `events.jsonl`, and when it had
-    the request, on that file's clock.
+    `policy` and `images` are those of `Sampling`. A run's pool sets `engine`, the engine's track in `events.jsonl`, and
+    when it had the request, on that file's clock.
     """
 
     prompt_ids: array[int]
@@ -145,6 +155,7 @@ class Completion:
     started_s: float | None = field(default=None, compare=False)
     ended_s: float | None = field(default=None, compare=False)
     policy: str = ""
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         for name, pack in (("prompt_ids", int32_array), ("token_ids", int32_array), ("logprobs", float32_array)):
@@ -262,7 +273,8 @@ class Sample:
     `token_ids` is the whole sequence: prompt, sampled tokens, and environment tokens in between, up to the last sampled
     token. Only the tokens at `sampled_positions` are trained on. `logprobs`, `versions`, `temperatures`, `advantages`
     and `sampling_mask` have one entry for each sampled token, as in `Completion`. So has `teacher`, empty without a
-    teacher. `experts` are the turns' routing arrays, which together cover all tokens but the last.
+    teacher. `experts` are the turns' routing arrays, which together cover all tokens but the last. `images` are those
+    of the sequence, in order.
     """
 
     token_ids: array[int]
@@ -274,6 +286,7 @@ class Sample:
     sampling_mask: tuple[Any, ...]
     experts: tuple[Any, ...] | None = None
     teacher: array[float] = field(default_factory=lambda: float32_array(()))
+    images: tuple[Image, ...] = ()
 
     @property
     def prompt_ids(self) -> array[int]:
@@ -344,7 +357,9 @@ def build_samples(
         turn = each[end - count : end]
         if not count:
             continue
-        prefixes = [n for n, s in enumerate(samples) if completion.prompt_ids[: len(s.token_ids)] == s.token_ids]
+        prompt, images = completion.prompt_ids, completion.images
+        same = ((s.token_ids, s.images) == (prompt[: len(s.token_ids)], images[: len(s.images)]) for s in samples)
+        prefixes = [n for n, is_prefix in enumerate(same) if is_prefix]
         if prefixes:  # several if conversations with a common beginning alternate
             longest = max(prefixes, key=lambda n: len(samples[n].token_ids))
             samples[longest] = _sample(completion, turn, teacher_row, samples[longest])
@@ -368,6 +383,7 @@ def _sample(
         sampling_mask=completion.sampling_mask or (None,) * count,
         experts=None if completion.experts is None else (completion.experts,),
         teacher=teacher,
+        images=completion.images,
     )
     if before is None:
         return turn

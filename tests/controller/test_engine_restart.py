@@ -74,7 +74,7 @@ def test_kept_versions_remain_after_a_resume(tmp_path: Path, monkeypatch: pytest
     Files of a link that does not restart engines count as versions, too."""
     flags = ["--sync.link=checkpoint", "--sync.restart=true", "--sync.in_flight=retry", "--sync.keep_versions=3"]
     config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])
-    monkeypatch.setattr(restart, "load_tokenizer", lambda path: SimpleNamespace(save_pretrained=lambda path: None))
+    monkeypatch.setattr(restart, "save_tokenizer", lambda path, target: None)
 
     class Trainer:
         async def export(self, path: Path) -> None:

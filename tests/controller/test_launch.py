@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,7 +47,7 @@ class Stub:
 def test_processes_that_share_a_gpu_start_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer first; and when engines restart, none starts before all of them have ended."""
     monkeypatch.setattr("slipstream.runtime.runtime.gpus_here", lambda: 1)
-    monkeypatch.setattr(restart, "load_tokenizer", lambda path: SimpleNamespace(save_pretrained=lambda path: None))
+    monkeypatch.setattr(restart, "save_tokenizer", lambda path, target: None)
     flags = ["--generator.engine=shared:Stub", "--trainer.kind=shared:Stub", "--generator.replicas=2",
              "--sync.link=checkpoint", "--sync.restart=true", "--sync.in_flight=retry"]  # fmt: skip
     config = load_config(None, ["--model.path=m", "--environment.name=e", *flags])

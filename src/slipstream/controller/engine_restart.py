@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.pool import EngineReplica, GeneratorPool, Start
-from slipstream.model.tokenizer import load_tokenizer
+from slipstream.model.tokenizer import save_tokenizer
 from slipstream.runtime.worker import WorkerDied, WorkerError
 from slipstream.sync.checkpoint import newest_first, remove, version_of
 from slipstream.sync.link import PublishStats
@@ -98,7 +98,7 @@ class RestartPublisher:
         path = self._directory / f"version_{version}"
         partial = path.with_suffix(".partial")
         await self._trainer.export(partial)
-        await asyncio.to_thread(lambda: load_tokenizer(self._config.model.path).save_pretrained(partial))
+        await asyncio.to_thread(save_tokenizer, self._config.model.path, partial)
         return partial.rename(path)
 
     async def _restart(self, generator: EngineReplica, start: Start, version: int) -> Exception | None:

@@ -22,7 +22,7 @@ from slipstream.controller.publishing import publish_version, wait_published
 from slipstream.controller.run_context import RunContext
 from slipstream.environments.load import close_environment
 from slipstream.errors import RunError
-from slipstream.model.tokenizer import load_tokenizer
+from slipstream.model.tokenizer import save_tokenizer
 from slipstream.observe.events import CONTROLLER
 from slipstream.observe.page import write_report
 from slipstream.observe.recorder import RecordError
@@ -107,7 +107,7 @@ async def finish(run: RunContext) -> dict[str, Any]:
         await run.cluster.trainer.export(run.directory.policy)
     with writing(run.directory.policy):
         for name, own in (run.config.each_policy or {"": run.config}).items():
-            load_tokenizer(own.model.path).save_pretrained(run.directory.policy / name)
+            save_tokenizer(own.model.path, run.directory.policy / name)
     await run.recorder.flush()
     ledger = run.state.ledger
     summary = {

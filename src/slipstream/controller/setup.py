@@ -33,7 +33,7 @@ from slipstream.environments.episode import episode_slots
 from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
 from slipstream.model.device import pick_device
-from slipstream.model.inspection import attention_heads, causal_lm, max_model_len
+from slipstream.model.inspection import IMAGE_TYPES, attention_heads, causal_lm, max_model_len
 from slipstream.model.loading import load_causal_lm, load_model
 from slipstream.model.paths import check_paths
 from slipstream.model.tokenizer import validate_same_vocabulary
@@ -144,6 +144,8 @@ def _validate_policy(config: Config, model: Any) -> None:
             f"model.path = {config.model.path!r} has weights in the format of bitsandbytes, which can't be trained; "
             "train adapters (lora.rank = 16), or give the model with whole weights"
         )
+    if model.config.model_type in IMAGE_TYPES:
+        _validate_image_model(config, model.config.model_type)
     if trainer.parallel == "tensor" and trainer.ranks > 1:
         plan_shards(model, trainer.ranks)
     if trainer.expert_parallel > 1:
@@ -160,6 +162,22 @@ def _validate_policy(config: Config, model: Any) -> None:
             f"generator.engine_args.pipeline_parallel_size = {stages}, but the model has {layers} layers; give at most "
             "as many"
         )
+
+
+def _validate_image_model(config: Config, kind: str) -> None:
+    """Raise `ConfigError` for an option that does not go with a model that reads images."""
+    generator, trainer = config.generator, config.trainer
+    conflicts = {
+        f'generator.engine = "{generator.engine}"; set it to "vllm"': generator.engine != "vllm",
+        "generator.servers; leave them out": generator.servers,
+        "generator.engine_args.pipeline_parallel_size; leave it out": generator.pipeline_parallel_size > 1,
+        'trainer.parallel = "tensor"; set it to "fsdp"': trainer.parallel == "tensor" and trainer.ranks > 1,
+        "trainer.context_parallel; leave it out": trainer.context_parallel > 1,
+        "a teacher; leave teacher.path and teacher.lag out": config.teacher.path or config.teacher.lag,
+    }
+    for conflict, found in conflicts.items():
+        if found:
+            raise ConfigError(f"model.path = {config.model.path!r} is a {kind}, which does not go with {conflict}")
 
 
 async def start(run: RunContext) -> None:

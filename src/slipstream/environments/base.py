@@ -188,15 +188,18 @@ class Policy:
         if not sampling.truncates:
             sampling = dataclasses.replace(sampling, record_sampling_mask=False)
         prompt_ids = await run_in_thread(self.tokenizer.size(prompt), self.tokenizer.encode, prompt)
+        if images := self.tokenizer.images(prompt):
+            sampling = dataclasses.replace(sampling, images=images)
         completion = await self._generator.generate(prompt_ids, sampling)
         token_ids = completion.token_ids
         # Hundreds of completions may arrive at once: decode even short ones in a thread.
         text = await run_in_thread(DECODED * len(token_ids), self.tokenizer.decode, token_ids, sampling.stop_strings)
-        return self._record(dataclasses.replace(completion, text=text))
+        return self._record(dataclasses.replace(completion, text=text, images=sampling.images))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """Sample with exactly these parameters, without the completion's text. Raises as `Generator.generate`."""
-        return self._record(await self._generator.generate(prompt_ids, sampling))
+        completion = await self._generator.generate(prompt_ids, sampling)
+        return self._record(dataclasses.replace(completion, images=sampling.images) if sampling.images else completion)
 
     def _record(self, completion: Completion) -> Completion:
         self._sampled_at[0] = time.monotonic()

@@ -11,6 +11,7 @@ from operator import index
 from typing import Any, SupportsIndex
 
 from slipstream.config.schema import ConfigError, ModelConfig
+from slipstream.environments.images import image_bytes
 from slipstream.environments.text_limits import MAX_INLINE, PromptLimits, count_characters, is_encodable
 from slipstream.environments.tools import (
     Call,
@@ -22,7 +23,9 @@ from slipstream.environments.tools import (
     split_hermes,
 )
 from slipstream.generators.base import GenerationError
-from slipstream.rollout import Completion, int32_array
+from slipstream.model.images import ImageProcessor, InvalidImages, expand, image_processor
+from slipstream.model.inspection import IMAGE_TYPES
+from slipstream.rollout import Completion, Image, int32_array
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -58,6 +61,39 @@ class ChatTokenizer:
         encode = functools.partial(ChatTokenizer._encode_text, weakref.proxy(self))
         self.encode_text = functools.lru_cache(maxsize=256)(encode)
         self._templates: dict[str, ChatTokenizer] = {}
+
+    @functools.cached_property
+    def _processor(self) -> ImageProcessor | None:
+        """The image processor of the model; None if it reads no images."""
+        return image_processor(self._options.path)
+
+    def images(self, prompt: Any) -> tuple[Image, ...]:
+        """The images of a prompt, in order: those of its messages' parts of type "image".
+
+        Raises `GenerationError` for images that the model can't read.
+        """
+        messages = prompt if isinstance(prompt, list | tuple) else ()
+        contents = (m.get("content") for m in messages if isinstance(m, Mapping))
+        parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+        found = [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+        if not found:
+            return ()
+        if self._processor is None:
+            known = ", ".join(IMAGE_TYPES)
+            raise GenerationError(f"the prompt has images, and the model reads none; give one of type {known}")
+        try:
+            return tuple(self._processor.read(image_bytes(part)) for part in found)
+        except (InvalidImages, ValueError) as error:
+            raise GenerationError(str(error)) from None
+
+    def _with_placeholders(self, token_ids: array[int], images: Sequence[Image]) -> array[int]:
+        """Token ids with a placeholder for each token of the images. Raises `GenerationError`."""
+        if self._processor is None:
+            return token_ids
+        try:
+            return expand(token_ids, images, self._processor.placeholder)
+        except InvalidImages as error:
+            raise GenerationError(str(error)) from None
 
     def __reduce__(self) -> tuple[type[ChatTokenizer], tuple[Any, int, ModelConfig]]:
         return ChatTokenizer, (self._tokenizer, self.limits.context, self._options)
@@ -106,7 +142,7 @@ class ChatTokenizer:
         if not len(prompt) or isinstance(prompt[0], SupportsIndex):
             return int32_array(index(token) for token in prompt)  # type: ignore[arg-type]
         if self._tokenizer.chat_template:
-            return self._chat(prompt, tools)
+            return self._with_placeholders(self._chat(prompt, tools), self.images(prompt))
         if tools:
             raise ValueError("tools need a chat template, and the tokenizer has none")
         try:
@@ -127,9 +163,12 @@ class ChatTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode_continuation(self, text: str) -> array[int]:
-        """Token ids of text that continues a sequence: no template, no special tokens."""
-        return self._tokenize(text, add_special_tokens=False)
+    def encode_continuation(self, text: str, images: Sequence[Image] = ()) -> array[int]:
+        """Token ids of text that continues a sequence: no template, no special tokens. `images` are those of the text.
+
+        Raises `GenerationError`.
+        """
+        return self._with_placeholders(self._tokenize(text, add_special_tokens=False), images)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """The chat template's text for these messages, up to the next reply. Raises `GenerationError`."""
@@ -188,9 +227,10 @@ class ChatTokenizer:
         return issubclass(kind, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
 
     def _encode_text(self, text: str) -> array[int]:
-        if self._tokenizer.chat_template:
-            return self._chat([{"role": "user", "content": text}])
-        return self._tokenize(text)
+        chat = self._tokenizer.chat_template
+        return self._with_placeholders(
+            self._chat([{"role": "user", "content": text}]) if chat else self._tokenize(text), ()
+        )
 
     def _tokenize(self, text: str, **options: Any) -> array[int]:
         """Encode text without a chat template. Raises `ContextFull`, or `GenerationError` for half a surrogate pair."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ class ConversationLimits:
 
 
 UNLIMITED = ConversationLimits()
+Content = str | Sequence[Mapping[str, Any]]  # of a message
 
 
 class Conversation:
@@ -67,8 +68,8 @@ class Conversation:
         self._token_ids = int32_array(())  # the sequence: prompts and sampled tokens
         self._text = ""  # the same as text, without the last reply's end-of-turn token
 
-    async def ask(self, text: str, **changes: Any) -> str:
-        """Send `text` and return the policy's answer: its first reply without a tool call.
+    async def ask(self, text: Content, **changes: Any) -> str:
+        """Send `text`, or parts with images, and return the policy's answer: its first reply without a tool call.
 
         Tool calls are run and their results sent to the policy. `changes` override fields of `Sampling`.
         """
@@ -94,8 +95,9 @@ class Conversation:
         except TimeoutError:
             self.ended = "seconds"
 
-    def tell(self, text: str, role: str = "user") -> None:
-        """Add a message that the policy reads before its next reply. It is never trained on."""
+    def tell(self, text: Content, role: str = "user") -> None:
+        """Add a message that the policy reads before its next reply: text, or parts such as
+        `{"type": "image", "image": "data:image/png;base64,..."}`. It is never trained on."""
         self.messages.append({"role": role, "content": text})
 
     async def reply(self, **changes: Any) -> str:
@@ -111,7 +113,8 @@ class Conversation:
         left = min(max_tokens, self._limits.tokens - self._tokens()) if self._limits.tokens else max_tokens
         try:
             async with self._clock.timeout(self._seconds_left()) as clock:
-                completion = await self._policy.draw(await self._prompt(), max_tokens=left, **changes)
+                images = self._tokenizer.images(self.messages)
+                completion = await self._policy.draw(await self._prompt(), max_tokens=left, images=images, **changes)
         except TimeoutError:
             if not clock.expired():
                 raise
@@ -182,7 +185,7 @@ class Conversation:
         added = self._tokenizer.render_after_reply(new)
         if self._keep_history or _equal_text(self._text + added, whole):
             self._text += added
-            more = self._tokenizer.encode_continuation(added)
+            more = self._tokenizer.encode_continuation(added, self._tokenizer.images(new))
             # The policy sampled its end-of-turn token, with which the template's text begins, too.
             repeats_end_of_turn = self.completions[-1].finish_reason == "stop" and more[:1] == self._token_ids[-1:]
             return self._token_ids + (more[1:] if repeats_end_of_turn else more)

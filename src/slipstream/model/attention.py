@@ -29,6 +29,10 @@ VARLEN: Any = varlen.varlen_attn
 GQA_ARGUMENTS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(VARLEN).parameters else {}
 SegmentRanges = tuple[range, tuple[range, ...]]  # query tokens, and the token ranges that they attend to
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}  # `layer_types` of Hugging Face configurations
+# Keyword arguments of `attend` that say how its input is packed.
+PACKING_ARGUMENTS = (
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "key_index", "blocks", "context",
+)  # fmt: skip
 UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")  # extensions of attention that packing does not support
 
 

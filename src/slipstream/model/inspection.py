@@ -18,6 +18,7 @@ from slipstream.model.paths import adapter_config
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
+IMAGE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose prompts may hold images
 INVALID_CONFIG = (  # what transformers raises for a config.json that describes no model
     TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError, StrictDataclassError,
 )  # fmt: skip
@@ -75,10 +76,12 @@ def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
 
 
 def decoder_layers(model: nn.Module) -> list[Any]:
-    """The decoder layers of a Hugging Face model, with or without adapters."""
+    """The decoder layers of a Hugging Face model, with or without adapters, and without those of a vision tower."""
     names = set(causal_lm(model)._no_split_modules or ())
     # Compare base classes: FSDP replaces a layer's class by a subclass.
-    return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
+    return [
+        module for module in text_decoder(model).modules() if names & {kind.__name__ for kind in type(module).__mro__}
+    ]
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -163,13 +166,19 @@ def config_sizes(config: Any) -> dict[str, int | None]:
 
 
 def _text_config(path: str, **options: Any) -> Any:
-    """The text part of the configuration at `path`, or None if it can't be read: `load_model` reports the reason."""
+    config = model_config(path, **options)
+    return config and config.get_text_config()
+
+
+def model_config(path: str, **options: Any) -> Any:
+    """The configuration of the model at `path`, or of the adapter's base. None if it can't be read: `load_model`
+    reports the reason."""
     from transformers import AutoConfig
 
     if adapter := adapter_config(path):
         path = adapter["base_model_name_or_path"]
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False, **options).get_text_config()
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
     except (OSError, ValueError, *INVALID_CONFIG):
         return None
 

@@ -23,10 +23,19 @@ from torch import nn
 from slipstream.config.adapter import ADAPTER_WEIGHTS
 from slipstream.config.algorithm import PolicyConfig
 from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
-from slipstream.model.inspection import INVALID_CONFIG, adapter_name, expert_parameters, first_not_finite
+from slipstream.model.inspection import (
+    IMAGE_TYPES,
+    INVALID_CONFIG,
+    adapter_name,
+    expert_parameters,
+    first_not_finite,
+    model_config,
+    text_decoder,
+)
 from slipstream.model.paths import AGAIN, adapter_config, check_path, safetensors_files
 
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
+VISION_TOWER = r".*\bvisual\b.*"  # modules of models that read images
 HALF_DTYPES = {torch.bfloat16, torch.float16}
 # transformers accepts misshapen tensors, so that `_validate_loaded_tensors` names them.
 COMPARED: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
@@ -41,7 +50,16 @@ def load_model(
     `lora.path`. With `policies`, an adapter for each, new or trained, all trainable. Raises `ConfigError`."""
     options = _quantized_loading(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
     loaded = load_causal_lm(model.path, device=device, dtype=dtype, **({} if device.type == "meta" else options))
+    if loaded.config.model_type in IMAGE_TYPES:
+        freeze_vision_tower(loaded)
     return add_adapters(loaded, lora, policies) if lora.rank else loaded
+
+
+def freeze_vision_tower(model: Any) -> None:
+    """Train only the text decoder and the head: engines then encode an image once, whatever version they serve."""
+    trained = {id(p) for part in (text_decoder(model), model.get_output_embeddings()) for p in part.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
 
 
 def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[PolicyConfig] = ()) -> Any:
@@ -62,6 +80,7 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[PolicyConfig]
     adapters = PeftLora(
         r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, lora_dropout=lora.dropout, bias=lora.bias,
         target_modules=targets, task_type="CAUSAL_LM", target_parameters=experts if lora.experts else [],
+        exclude_modules=VISION_TOWER if loaded.config.model_type in IMAGE_TYPES else None,
     )  # fmt: skip
     try:
         with warnings.catch_warnings(action="ignore"):  # of a tied head, which is refused below
@@ -139,9 +158,11 @@ def load_causal_lm(
     path: str, *, device: torch.device, dtype: torch.dtype, option: str = "model.path", **options: Any
 ) -> Any:
     """The causal language model at `path`: a directory (model or adapter), or a Hub name. Raises `ConfigError`."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return load_pretrained(AutoModelForCausalLM, path, device=device, dtype=dtype, option=option, **options)
+    reads_images = getattr(model_config(path), "model_type", "") in IMAGE_TYPES
+    kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    return load_pretrained(kind, path, device=device, dtype=dtype, option=option, **options)
 
 
 def load_pretrained(

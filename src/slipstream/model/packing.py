@@ -8,8 +8,8 @@ same prompt share one copy of it; each is a *segment* that attends to the prompt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from slipstream.model.attention import SegmentRanges, Segments, concat_to_device
+from slipstream.model.images import ImageProcessor, image_positions, image_starts
 from slipstream.model.sampling_mask import SamplingMask
-from slipstream.rollout import Sample
+from slipstream.rollout import Image, Sample
 
 PrefixGroup = list[int]  # indices of samples that share one copy of their prompt
 BALANCE_TOLERANCE = 0.002  # relative cost difference of two micro-batches that is not worth a swap
@@ -35,6 +36,9 @@ class MicroBatch:
     versions, `sequences` (index of the sample in `order`), and `teacher` log-probabilities. `sampling_mask` has the ids
     that top-k/top-p kept (None: all). `order[i]` is the index in the step of the i-th sample here. A `filler` adds
     nothing to the gradient; it lets a rank join the collectives of the others.
+
+    For models that read images, `positions` are `[3, tokens]`, and `images` more arguments of the forward method.
+    `placeholders` are indices of placeholders that the policy sampled, which are no images; `input_ids` have 0 there.
     """
 
     input_ids: Tensor
@@ -52,21 +56,24 @@ class MicroBatch:
     order: Sequence[int]
     teacher: Tensor | None = None
     filler: bool = False
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    placeholders: Tensor | None = None
 
 
 def group_by_prefix(samples: Sequence[Sample], budget: int, share: bool = True, ranks: int = 1) -> list[PrefixGroup]:
-    """Group samples with equal prompts, and equal experts for the prompt, up to `budget` tokens a group.
+    """Group samples with equal prompts, images, and experts for the prompt, up to `budget` tokens a group.
 
     With several ranks a group has at most half of a rank's tokens, so that long groups do not leave ranks without work.
     """
     if ranks > 1:
         budget = min(budget, sum(map(forward_length, samples)) // (2 * ranks))
     prefix_groups: list[PrefixGroup] = []
-    open_groups: dict[tuple[bytes, bytes], tuple[PrefixGroup, int]] = {}
+    open_groups: dict[tuple[bytes, bytes, tuple[Image, ...]], tuple[PrefixGroup, int]] = {}
     for index, sample in enumerate(samples):
         prompt = sample.prompt_ids
         own = forward_length(sample) - len(prompt)
-        key = prompt.tobytes(), b"" if sample.experts is None else _experts(sample)[: len(prompt)].tobytes()
+        experts = b"" if sample.experts is None else _experts(sample)[: len(prompt)].tobytes()
+        key = prompt.tobytes(), experts, sample.images
         members, used = open_groups.get(key, ([], 0))
         if not members or used + own > budget:
             members, used = [], len(prompt)
@@ -173,12 +180,12 @@ def attention_pairs(samples: Sequence[Sample], members: PrefixGroup) -> int:
 
 def pack(
     samples: Sequence[Sample], prefix_groups: Sequence[PrefixGroup], device: torch.device, version: int = 0,
-    multiple: int = 1,
+    multiple: int = 1, processor: ImageProcessor | None = None,
 ) -> MicroBatch:  # fmt: skip
     """Tensors of a micro-batch of these prefix groups. `version` is the trainer's version, for lags.
 
-    The number of tokens is padded to a multiple of `multiple` by a last segment without sampled tokens. Raises
-    `ValueError` if the recorded experts of a sample do not cover its tokens.
+    `processor` is that of a model that reads images. The number of tokens is padded to a multiple of `multiple` by a
+    last segment without sampled tokens. Raises `ValueError` if recorded experts of a sample do not cover its tokens.
     """
     order = [index for members in prefix_groups for index in members]
     pieces, predicts, segments, end = _lay_out(samples, prefix_groups)
@@ -190,10 +197,13 @@ def pack(
     def of(name: str) -> list[Any]:
         return [getattr(sample, name) for sample in packed]
 
-    input_ids = [*(s.token_ids[at.start : at.stop] for s, at in pieces), [0] * padding]
+    token_ids = np.concatenate([*(s.token_ids[at.start : at.stop] for s, at in pieces), np.zeros(padding, np.int32)])
+    placeholders = _sampled_placeholders(pieces, processor) if processor else []
+    token_ids[placeholders] = 0
+    images = processor.inputs(_images_in_row(pieces, processor)) if processor else {}
     return MicroBatch(
-        input_ids=concat_to_device(input_ids, torch.long, device),
-        positions=concat_to_device([*(at for _, at in pieces), range(padding)], torch.long, device),
+        input_ids=concat_to_device([token_ids], torch.long, device),
+        positions=_positions(pieces, padding, processor, device),
         segments=Segments.from_ranges(segments, device),
         predicts=concat_to_device(predicts, torch.long, device),
         targets=concat_to_device(
@@ -208,6 +218,8 @@ def pack(
         experts=_packed_experts(pieces, padding, device),
         order=order,
         teacher=concat_to_device(of("teacher"), torch.float32, device) if all(of("teacher")) else None,
+        images={name: tensor.to(device) for name, tensor in images.items()},
+        placeholders=concat_to_device([placeholders], torch.long, device) if placeholders else None,
     )
 
 
@@ -242,6 +254,36 @@ def _lay_out(
             elif own:
                 segments.append((own, (shared, own)))
     return pieces, predicts, segments, end
+
+
+def _positions(
+    pieces: Sequence[tuple[Sample, range]], padding: int, processor: ImageProcessor | None, device: torch.device
+) -> Tensor:
+    if processor is None:
+        return concat_to_device([*(at for _, at in pieces), range(padding)], torch.long, device)
+    each = [image_positions(s.token_ids, s.images, processor.placeholder)[:, at.start : at.stop].T for s, at in pieces]
+    return concat_to_device([*each, np.tile(np.arange(padding)[:, None], 3)], torch.long, device).T.contiguous()
+
+
+def _sampled_placeholders(pieces: Sequence[tuple[Sample, range]], processor: ImageProcessor) -> list[int]:
+    """Indices in the row of placeholders of images that the policy sampled."""
+    found, end = list[int](), 0
+    for sample, at in pieces:
+        positions = (p for p in sample.sampled_positions if p in at and sample.token_ids[p] == processor.placeholder)
+        found += [end + p - at.start for p in positions]
+        end += len(at)
+    return found
+
+
+def _images_in_row(pieces: Sequence[tuple[Sample, range]], processor: ImageProcessor) -> list[Image]:
+    return [
+        image
+        for sample, at in pieces
+        for start, image in zip(
+            image_starts(sample.token_ids, sample.images, processor.placeholder), sample.images, strict=True
+        )
+        if start in at
+    ]
 
 
 def _packed_experts(pieces: Sequence[tuple[Sample, range]], padding: int, device: torch.device) -> Tensor | None:

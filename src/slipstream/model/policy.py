@@ -15,7 +15,7 @@ from slipstream.config.schema import ConfigError
 from slipstream.errors import InvalidInput
 from slipstream.model import attention
 from slipstream.model.context_parallel import ContextParallelGroup, gather_at_positions
-from slipstream.model.inspection import LogitMap, attention_heads, causal_lm, logit_map, text_decoder
+from slipstream.model.inspection import IMAGE_TYPES, LogitMap, attention_heads, causal_lm, logit_map, text_decoder
 from slipstream.model.logprobs import head_logits, head_logprobs
 from slipstream.model.moe_routing import ExpertRouting
 from slipstream.model.packing import MicroBatch
@@ -38,11 +38,16 @@ class PackedPolicy(nn.Module):
         _validate_trainable(whole, self._logits)
         self.packs = _can_pack(whole)
         if self.packs:
-            whole.set_attn_implementation(attention.NAME)
+            reads_images = whole.config.model_type in IMAGE_TYPES
+            whole.set_attn_implementation({"text_config": attention.NAME} if reads_images else attention.NAME)
+            if reads_images:
+                whole.base_model.visual.register_forward_pre_hook(_without_segments, with_kwargs=True)
+                whole.get_input_embeddings().register_forward_hook(self._embed_placeholders)
         if context:
             _validate_context(context.size, whole.config, self.packs)
         self.routing = ExpertRouting(whole)
         self.predict = head_logprobs
+        self._placeholders: Tensor | None = None  # of the micro-batch in the forward pass
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability of each sampled token under its sampling distribution, and that distribution's entropy.
@@ -57,6 +62,7 @@ class PackedPolicy(nn.Module):
             )
         own, indices = _local_micro_batch(batch, self.context) if self.context else (batch, None)
         self.routing.replay(own.experts)
+        self._placeholders = own.placeholders
         hidden = self._hidden_states(own)
         sampled = (own.targets, own.temperatures / self._logits.scale, own.sampling_mask)
         options = {"compiled": self._compiled, "bias": head.bias, "softcap": self._logits.softcap}
@@ -68,16 +74,28 @@ class PackedPolicy(nn.Module):
 
     def _hidden_states(self, batch: MicroBatch) -> Tensor:
         if self.packs:
-            arguments = batch.segments.arguments() | {"context": self.context}
-            return self._backbone(batch.input_ids[None], position_ids=batch.positions[None], **arguments)
+            arguments = batch.segments.arguments() | {"context": self.context} | dict(batch.images)
+            return self._backbone(batch.input_ids[None], position_ids=batch.positions[..., None, :], **arguments)
         bounds = batch.segments.query_bounds.tolist()
         return torch.cat([self._backbone(batch.input_ids[None, a:b]) for a, b in pairwise(bounds)])
+
+    def _embed_placeholders(self, embedding: Any, _: Any, embedded: Tensor) -> Tensor:
+        """The embedded row, with the embedding of the placeholder where the policy sampled one."""
+        if self._placeholders is None:
+            return embedded
+        own = embedding.weight[causal_lm(self.model).config.image_token_id].to(embedded)
+        return embedded.index_copy(1, self._placeholders, own.expand(1, len(self._placeholders), -1))
 
     def _backbone(self, input_ids: Tensor, **arguments: Any) -> Tensor:
         whole = causal_lm(self.model)
         backbone = getattr(whole, whole.base_model_prefix, None) or text_decoder(whole)
         hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state[0]
         return hidden
+
+
+def _without_segments(tower: nn.Module, positional: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a vision tower without those on packing, which the model passes on to all its parts."""
+    return positional, {name: value for name, value in named.items() if name not in attention.PACKING_ARGUMENTS}
 
 
 def _local_micro_batch(batch: MicroBatch, context: ContextParallelGroup) -> tuple[MicroBatch, Tensor]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import cached_file
+
 from slipstream.config.schema import ConfigError
+from slipstream.model.images import image_processor
 from slipstream.model.inspection import model_sizes
 from slipstream.model.loading import explain_damaged_files, first_line, silence_libraries
 from slipstream.model.paths import check_path
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def load_tokenizer(path: str, option: str = "model.path") -> Any:
@@ -28,6 +34,15 @@ def load_tokenizer(path: str, option: str = "model.path") -> Any:
         raise ConfigError(f"{option} = {path!r} has no tokenizer files (tokenizer.json); {remedy}")
     _validate_vocabulary(tokenizer, path, option)
     return tokenizer
+
+
+def save_tokenizer(path: str, target: Path) -> None:
+    """Save the tokenizer of the model at `path`, and its image processor if it has one, in the directory `target`."""
+    load_tokenizer(path).save_pretrained(target)
+    if image_processor(path):
+        for name in PROCESSOR_FILES:
+            if file := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
+                shutil.copy(file, target)
 
 
 def _validate_vocabulary(tokenizer: Any, path: str, option: str) -> None:

@@ -28,7 +28,7 @@ from slipstream.controller.setup import validate_models
 from slipstream.generators.generator_worker import Engine, GeneratorWorker, OpenWeights
 from slipstream.generators.vllm.engine import VllmEngine, VllmWorker
 from slipstream.model.device import dtype_name
-from slipstream.model.tokenizer import load_tokenizer
+from slipstream.model.tokenizer import load_tokenizer, save_tokenizer
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.placement import gpus_here, place, resolve_auto
 from slipstream.runtime.run_directory import scratch_directory
@@ -161,7 +161,7 @@ class PerturbingTrainer(PytorchTrainerWorker):
     async def store(self, path: Path) -> None:
         """Write the policy and its tokenizer in the format that engines load."""
         self._trainer.export(path)
-        load_tokenizer(self._config.model.path).save_pretrained(path)
+        save_tokenizer(self._config.model.path, path)
 
 
 class AdapterFromFiles(VllmWorker):

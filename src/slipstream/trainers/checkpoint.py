@@ -184,10 +184,11 @@ def _validate_moments(path: Path, written: Mapping[str, Any], moments: Mapping[s
 def export(path: Path, model: Any, parameters: Mapping[str, nn.Parameter], ranks: TrainerRanks) -> None:
     """Save `model` with the values of its trained `parameters`. Rank 0 writes.
 
-    Sharded parameters are gathered one at a time; a frozen base model is not gathered.
+    Sharded parameters are gathered one at a time; the frozen base model of adapters is not gathered.
     """
     state: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
+    frozen = {} if hasattr(model, "get_base_model") else dict(model.named_parameters())  # such as a vision tower
+    for name, parameter in {**{n: p for n, p in frozen.items() if not p.requires_grad}, **parameters}.items():
         gathered = full_tensor(parameter.detach())
         if ranks.rank == 0:
             state[name] = gathered.cpu()

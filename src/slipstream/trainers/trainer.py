@@ -26,6 +26,7 @@ from slipstream.algorithms.token_gradients import token_gradients
 from slipstream.algorithms.tokens import Tokens
 from slipstream.config.schema import Config, ConfigError
 from slipstream.model.device import current_device, dtype_of
+from slipstream.model.images import image_processor
 from slipstream.model.inspection import adapter_dropouts, trained_parameters
 from slipstream.model.loading import load_model, stored_dtype
 from slipstream.model.packing import MicroBatch, forward_length, group_by_prefix, pack, plan, prefix_group_length
@@ -77,6 +78,7 @@ class Trainer:
         self.ranks = TrainerRanks(self._options, self.device)
         self.model = self._prepare_model(config, model, compute, master)
         self._dropouts = adapter_dropouts(self.model)
+        self._images = image_processor(config.model.path)
         self._objective = load_objective(config)
         algorithm = self._algorithm
         self._penalty = partial(kl_to_reference, estimator=algorithm.kl_estimator, weighted=algorithm.kl_weighted)
@@ -96,7 +98,7 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile the passes of the first step. Parameters and optimizer stay as they are."""
         with self._adapter_dropout():
-            warm_up(self._policy, self.ranks, self.device)
+            warm_up(self._policy, self.ranks, self.device, self._images)
         self._optimizer.zero_grad()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -251,7 +253,10 @@ class Trainer:
         sizes = [prefix_group_length(samples, members) for members in prefix_groups]
         costs = [self._meter.cost(samples, members) for members in prefix_groups]
         context = self.ranks.context
-        packed = partial(pack, samples, device=self.device, version=version, multiple=context.size if context else 1)
+        packed = partial(
+            pack, samples, device=self.device, version=version, multiple=context.size if context else 1,
+            processor=self._images,
+        )  # fmt: skip
         for items in plan(sizes, budget, self.ranks.data_parallel_size, costs)[self.ranks.data_parallel_rank]:
             if items:
                 yield packed([prefix_groups[i] for i in items])

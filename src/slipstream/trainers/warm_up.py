@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from slipstream.model.images import ImageProcessor
 from slipstream.model.packing import group_by_prefix, pack
 from slipstream.model.policy import PackedPolicy
 from slipstream.rollout import Completion, Sample, VersionSpan, build_samples, float32_array, int32_array
@@ -16,12 +17,15 @@ from slipstream.trainers.parallel import TrainerRanks
 SHARED, ALONE = ((37, 11), (37, 23), (37, 17)), ((37, 11), (29, 23))
 
 
-def warm_up(policy: PackedPolicy, ranks: TrainerRanks, device: torch.device) -> None:
+def warm_up(
+    policy: PackedPolicy, ranks: TrainerRanks, device: torch.device, images: ImageProcessor | None = None
+) -> None:
     """Run the passes of a step: with and without a shared prompt, with and without gradients, which are zeros."""
     multiple = ranks.context.size if ranks.context else 1
     for sizes in (SHARED, ALONE):
         samples = [_made_up_sample(*each) for each in sizes]
-        micro = pack(samples, group_by_prefix(samples, sys.maxsize, policy.packs), device, multiple=multiple)
+        groups = group_by_prefix(samples, sys.maxsize, policy.packs)
+        micro = pack(samples, groups, device, multiple=multiple, processor=images)
         with torch.no_grad():
             policy(micro)
         ranks.reshard(policy)

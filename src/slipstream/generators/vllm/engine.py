@@ -30,9 +30,10 @@ from slipstream.generators.vllm.compat import (
     routed_experts,
 )
 from slipstream.generators.vllm.launch import new_engine, start_vllm
-from slipstream.generators.vllm.requests import VllmRequest, resolve_in_flight
+from slipstream.generators.vllm.requests import VllmRequest, resolve_in_flight, vllm_prompt
 from slipstream.generators.vllm.weights import AdapterWeights, CountsBeforeSwap, VllmWeights
 from slipstream.generators.vllm.worker_methods import WorkerMethods
+from slipstream.model.images import image_processor
 from slipstream.model.inspection import end_of_sequence, generation_config
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.memory import raise_gc_thresholds
@@ -71,6 +72,7 @@ class VllmEngine:
         self._llm: Any = start_vllm("generator", lambda: new_engine(config, sharers), log)
         self._eos = end_of_sequence(generation_config(config.model.path), self._llm.model_config.hf_config)
         self._seeded = config.loop.max_lag == 0
+        self._images = image_processor(config.model.path)
         self._vocabulary: int = self._llm.model_config.get_vocab_size()
         self.context: int = self._llm.model_config.max_model_len
         self.version = version
@@ -323,7 +325,7 @@ class VllmEngine:
     def _start(self, request: _Request) -> None:
         self._started += 1
         request.start(str(self._started), self.version)
-        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self._cache_salt)}
+        prompt = vllm_prompt(request, self._images) | {"cache_salt": str(self._cache_salt)}
         policy = request.sampling.policy
         adapter = self._adapters.current.get(policy) if self._adapters else None
         sampling = request.vllm_sampling.clone()

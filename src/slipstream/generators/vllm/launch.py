@@ -16,6 +16,7 @@ from slipstream.config.engine_args import DEFAULT_MEMORY, MAX_LORA_RANK, SHARED_
 from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.vllm.compat import cpu_head_sizes, has_mamba_kernel, validate_experts_returned
 from slipstream.model.device import dtype_name, dtype_of
+from slipstream.model.images import image_processor
 from slipstream.model.inspection import attention_heads, has_experts, model_type
 
 T = TypeVar("T")
@@ -135,6 +136,8 @@ def engine_arguments(config: Config, sharers: int) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": config.loop.seed,
     }
+    if image_processor(config.model.path):
+        arguments["limit_mm_per_prompt"] = {"video": 0}
     if config.sync.link == "lora":
         rank = next(r for r in LORA_RANKS if r >= config.lora.rank)
         # For each policy an adapter slot for each version that may be in use, and one for the next. On CPUs vLLM

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from slipstream.errors import UserError
 from slipstream.generators.base import GenerationError, Interruption, nonfinite_logits_error, validate_prompt
+from slipstream.model.images import ImageProcessor, InvalidImages, collapse, decode_image
 from slipstream.rollout import Completion, Sampling, VersionSpan, float32_array, int32_array
 
 LEASE_S = 30.0  # after which a silent run's claim on a server expires
@@ -115,6 +116,18 @@ class VllmRequest:
 
 
 AnyRequest = TypeVar("AnyRequest", bound=VllmRequest)
+
+
+def vllm_prompt(request: VllmRequest, images: ImageProcessor | None) -> dict[str, Any]:
+    """The prompt of a request as vLLM takes it: with one placeholder for each image. Raises `GenerationError`."""
+    if images is None:
+        return {"prompt_token_ids": list(request.prompt)}
+    try:
+        token_ids = collapse(request.prompt, request.sampling.images, images.placeholder)
+        decoded = [decode_image(image.data) for image in request.sampling.images]
+    except (InvalidImages, OSError, ValueError) as error:
+        raise GenerationError(str(error)) from None
+    return {"prompt_token_ids": token_ids} | ({"multi_modal_data": {"image": decoded}} if decoded else {})
 
 
 def resolve_in_flight(

@@ -24,8 +24,21 @@ def map_parameters(
     With several pipeline stages the result has the parameters of this worker's stage. Raises `InvalidInput` with the
     name of the first parameter without a tensor, or of the first tensor in a stage without a parameter.
     """
+    if not hasattr(model, "language_model"):
+        return _map_by_name(model, shapes, rank, size, stages)
+    # vLLM has its own names for the parts of a model that reads images.
+    names = dict(zip(shapes, model.hf_to_vllm_mapper.apply_list([*shapes]), strict=True))
+    shards = _map_by_name(model, {names[name]: shape for name, shape in shapes.items()}, rank, size, stages)
+    return {name: shards[own] for name, own in names.items() if own in shards}
+
+
+def _map_by_name(
+    model: Any, shapes: Mapping[str, Sequence[int]], rank: int, size: int, stages: int
+) -> dict[str, ParameterShard]:
+    """`map_parameters` for shapes by vLLM's names of unfused parameters."""
     served = served_tensors(model)
-    projections: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})  # fused, with members in order
+    decoder = getattr(model, "language_model", model)
+    projections: dict[str, list[str]] = getattr(decoder, "packed_modules_mapping", {})  # fused, with members in order
     fused = {member: (whole, members) for whole, members in projections.items() for member in members}
     shards: dict[str, ParameterShard] = {}
     for name, shape in shapes.items():
