@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -9,6 +10,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,8 +23,10 @@ from slipstream.environments.base import Task
 from slipstream.environments.image_placeholders import place_images
 from slipstream.environments.images import image_bytes, image_part, normal_parts
 from slipstream.environments.load import load_environment
+from slipstream.environments.openai_api import ChatRequest, RequestError, parse_request
 from slipstream.environments.prompts import find_overlong_prompts
 from slipstream.environments.text_limits import count_characters
+from tests.environments.test_endpoint import Served
 
 datasets = pytest.importorskip("datasets")
 
@@ -315,6 +319,68 @@ def test_missing_pillow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"^images need Pillow: pip install 'slipstream-rl\[images\]'$"):
         tasks(dataset="d.jsonl", images="i")
     assert tasks(dataset="d.jsonl")
+
+
+class Recorder:
+    """Stands for a `ChatTokenizer` and keeps the messages."""
+
+    @property
+    def limits(self) -> Any:
+        return self
+
+    def validate_tokens(self, found: str, tokens: int) -> None: ...
+
+    def with_template(self, arguments: Any) -> Recorder:
+        return self
+
+    def encode(self, messages: Any, tools: Any = None) -> Any:
+        self.messages = messages
+        return [1]
+
+
+def requested(content: Any) -> Any:
+    """The messages of a chat request that reach the tokenizer."""
+    recorder: Any = Recorder()
+    parse_request(ChatRequest, json.dumps({"messages": [user(content)]}).encode(), recorder)
+    return recorder.messages
+
+
+def test_the_endpoint_takes_data_uris() -> None:
+    part = {"type": "image_url", "image_url": {"url": uri(RED), "detail": "auto"}}
+    assert requested([text("a"), part, text("b")]) == [user([text("a"), RED_PART, text("b")])]
+    assert requested([text("a"), text("b")]) == [user("a\nb")]
+
+
+@pytest.mark.parametrize("url", ["red.png", "/etc/passwd", "file:///etc/passwd", "https://x.org/a.png"])
+def test_the_endpoint_reads_no_files_and_downloads_nothing(folder: Path, url: str) -> None:
+    (folder / "red.png").write_bytes(RED)
+    with pytest.raises(RequestError, match=r"image_url.url: Value error, .*; give a data URI") as caught:
+        requested([{"type": "image_url", "image_url": {"url": url}}])
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "image": uri(RED)}, {"type": "image"}, {"type": "image_url"}])
+def test_the_endpoint_refuses_images_in_other_formats(part: Any) -> None:
+    with pytest.raises(RequestError):
+        requested([part])
+
+
+async def _answer(content: Any) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as client:
+        it = Served(client, context=256)
+        try:
+            url = f"{await it.policy().base_url()}/chat/completions"
+            status, answer = await it.post(url, messages=[user(content)])
+            return status, answer["error"]["message"]
+        finally:
+            await it.endpoint.close()
+            await it.generator.close()
+
+
+def test_a_body_may_have_a_large_image() -> None:
+    """An image of 19 MB is read, and refused only since it is damaged."""
+    status, message = asyncio.run(_answer([{"type": "image_url", "image_url": {"url": uri(bytes(19_000_000))}}]))
+    assert status == 400 and "the image is not an image in the formats" in message and len(message) < 300
 
 
 def test_an_image_counts_as_one_character() -> None:
