@@ -322,7 +322,7 @@ GOOD = {"question": "1+1?", "answer": "2"}
         (
             [{**GOOD, "question": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}],
             {},
-            "line 1: .*a message of its 'question' is no text and no list of parts",
+            "line 1: .*its 'question': the image file 'x' can't be read: No such file or directory",
         ),
         ([GOOD, [1]], {}, "line 2: .*it is \\[1\\], no table of columns"),
         ([GOOD, "{"], {}, "line 2: .*not JSON"),

@@ -283,7 +283,7 @@ def test_content_in_parts_and_tools_reach_the_template() -> None:
         *(({"chat_template_kwargs": {name: 1}}, f"chat_template_kwargs: {name} is no argument of a chat template")
           for name in ("truncation", "max_length", "tools", "add_generation_prompt")),
         ({"messages": "12"}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type: Input should be"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "Input tag 'input_audio' found"),
         ({"messages": [{"role": "alien", "content": "1"}]}, "no such role"),
         ({"messages": [{"role": "user", "content": "1" * 300}]}, "the prompt has 301 tokens"),
     ],
@@ -331,9 +331,9 @@ def test_bad_bodies_prompts_and_paths() -> None:
     [
         ({"Content-Encoding": "gzip"}, b"no gzip", 400, "the body can't be read"),
         ({"Content-Encoding": "gzip"}, gzip.compress(b'{"prompt": "12"}', mtime=0)[:14], 400, "the body"),
-        ({"Content-Encoding": "gzip"}, gzip.compress(b" " * 30_000_000, mtime=0), 413,
-         "the body has more than 1048576 bytes"),
-        ({}, b" " * 2_000_000, 413, "the body has more than 1048576 bytes, as follows from generator.max_model_len"),
+        ({"Content-Encoding": "gzip"}, gzip.compress(b" " * 50_000_000, mtime=0), 413,
+         "the body has more than 33554432 bytes"),
+        ({}, b" " * 40_000_000, 413, "the body has more than 33554432 bytes; shorten the prompt"),
         ({}, b'{"prompt": [' + b"3," * 300 + b"3]}", 400, "301 tokens or messages"),
         ({}, b'{"prompt": "' + b"1" * 100_000 + b'"}', 400, "the prompt has 100000 characters"),
         ({}, b'{"prompt": ["a"' + b', "b"' * 100 + b"]}", 400, "prompt.list"),

@@ -18,7 +18,7 @@ BUILT_IN = {
 
 DATASET_OPTIONS = (  # which may be written next to the section's own
     "dataset", "prompt", "answer", "id", "reward", "system", "filter", "subset", "split", "test", "skip_malformed",
-    "category",
+    "category", "images",
 )  # fmt: skip
 
 

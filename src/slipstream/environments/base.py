@@ -47,7 +47,7 @@ class Task:
     file and line that it was read from, such as "train.jsonl, line 7". Evaluations report scores by `category`."""
 
     id: str
-    prompt: str | tuple[dict[str, str], ...]
+    prompt: str | tuple[dict[str, Any], ...]
     data: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     category: str = ""

@@ -34,6 +34,7 @@ class Dataset:
         test: str | float = "",
         skip_malformed: bool = False,
         category: str = "",
+        images: str = "",
         reward_workers: int = 0,
         timeout: float = 60.0,
     ) -> None:
@@ -41,7 +42,7 @@ class Dataset:
             raise ConfigError("environment.dataset is not set; give a file, a directory, or a name on the Hub")
         texts = {
             "dataset": dataset, "prompt": prompt, "answer": answer, "id": id, "system": system, "subset": subset,
-            "split": split, "category": category,
+            "split": split, "category": category, "images": images,
         }  # fmt: skip
         for name, value in texts.items():
             if not isinstance(value, str):
@@ -51,7 +52,7 @@ class Dataset:
         self._rewards = load_rewards(reward)
         if unanswered := [name for name, one in self._rewards.items() if one.needs_answer and not answer]:
             raise ConfigError(f"environment.answer is not set; {unanswered[0]} compares replies with its column")
-        columns = Columns(prompt, answer, id, system, filter or {}, self._rewards, category)
+        columns = Columns(prompt, answer, id, system, filter or {}, self._rewards, category, images)
         self.train, self.test = load_tasks(dataset, columns, subset, split, test, skip_malformed)
         self._workers = RewardWorkerPool("slipstream.environments.rewards:score", reward_workers, timeout)
 

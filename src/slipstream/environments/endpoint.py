@@ -28,7 +28,8 @@ from slipstream.runtime.closing import gather_all
 if TYPE_CHECKING:
     from aiohttp import web
 
-MAX_BODY, MIN_BODY_LIMIT = 64 * 2**20, 2**20  # bytes of a request
+MAX_BODY = 64 * 2**20  # bytes of a request
+MIN_BODY_LIMIT = 32 * 2**20  # an image of the largest size in base64 takes 26 MiB
 BYTES_PER_TOKEN = 32  # JSON may escape every character
 BODY_TIMEOUT_S = 60.0
 BACKLOG = 1024  # TCP connections that wait for `accept`
@@ -128,8 +129,8 @@ class Endpoint:
         except TimeoutError:
             raise RequestError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", close=True) from None
         except web.HTTPRequestEntityTooLarge:
-            limit = f"{self._max_body} bytes, as follows from generator.max_model_len"
-            raise RequestError(413, f"the body has more than {limit}; shorten the prompt", close=True) from None
+            found = f"the body has more than {self._max_body} bytes"
+            raise RequestError(413, f"{found}; shorten the prompt or send smaller images", close=True) from None
         except Exception as error:  # of aiohttp or of a decompressor
             raise RequestError(400, f"the body can't be read: {' '.join(str(error).split())}", close=True) from None
 

@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from slipstream.config.schema import TemplateArguments
 from slipstream.environments.chat_tokenizer import ChatTokenizer
+from slipstream.environments.images import image_part
 from slipstream.environments.tools import Call, json_call
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion
@@ -31,9 +32,32 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]  # validation stops at the first invalid item
 
 
-class _Part(BaseModel):
+class _TextPart(BaseModel):
     type: Literal["text"]
     text: str
+
+    def normal(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
+
+
+def _encoded_image(url: str) -> str:
+    """The data URI of an image. Raises `ValueError` for any other URL: a client must not read files of this host."""
+    return str(image_part(url, None)["image"])
+
+
+class _ImageUrl(BaseModel):
+    url: Annotated[str, AfterValidator(_encoded_image)]
+
+
+class _ImagePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: _ImageUrl
+
+    def normal(self) -> dict[str, Any]:
+        return {"type": "image", "image": self.image_url.url}
+
+
+_Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
 
 
 class _Message(BaseModel):
@@ -42,9 +66,12 @@ class _Message(BaseModel):
     content: str | Items[_Part] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message in chat-template format, with the content as one string."""
-        parts = self.content if isinstance(self.content, list) else [_Part(type="text", text=self.content or "")]
-        return self.model_dump() | {"content": "\n".join(part.text for part in parts)}
+        """The message in chat-template format: the content is one string, or with images the parts of `images`."""
+        content: Any = self.content or ""
+        if isinstance(content, list):
+            texts = [part.text for part in content if isinstance(part, _TextPart)]
+            content = "\n".join(texts) if len(texts) == len(content) else [part.normal() for part in content]
+        return self.model_dump() | {"content": content}
 
 
 class SamplingRequest(BaseModel):

@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
+from slipstream.environments.images import is_text_part
 from slipstream.generators.base import ContextFull
 
 MAX_EXACT_BYTES = 2**20  # longer prompts are bounded instead of tokenized
@@ -50,7 +51,13 @@ def describe(found: Mapping[int, str], tasks: Sequence[Task], most: int = 3) -> 
 def _texts(prompt: Any) -> list[str]:
     if isinstance(prompt, str):
         return [prompt]
-    return [str(message.get("content") or "") for message in prompt if isinstance(message, Mapping)]
+    contents = [message.get("content") or "" for message in prompt if isinstance(message, Mapping)]
+    return [text for content in contents for text in _content_texts(content)]
+
+
+def _content_texts(content: Any) -> list[str]:
+    """The content, or the texts of its parts without its images."""
+    return [part["text"] for part in content if is_text_part(part)] if isinstance(content, list) else [str(content)]
 
 
 def _tokens(prompt: Any, tokenizer: ChatTokenizer) -> int:

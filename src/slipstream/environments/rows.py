@@ -29,6 +29,7 @@ from slipstream.model.paths import hub_answers
 
 BUILDERS = {".parquet": "parquet", ".json": "json", ".arrow": "arrow"}  # of `datasets`
 READERS = (".jsonl", ".csv", ".tsv")
+BATCH_ROWS = 256  # with images, read at once
 SPLITS = ("train", "test", "validation")
 KNOWN = (*READERS, *BUILDERS)
 FORMATS = ", ".join(KNOWN)
@@ -41,9 +42,10 @@ class Part(NamedTuple):
     where: str
     unit: str  # "line" or "row"
     rows: Sequence[Numbered]
+    folder: Path  # of relative paths of images
 
 
-Read = Callable[[], list[Part]]  # reads one split
+Read = Callable[[str], list[Part]]  # reads one split, with the images of the column of this name, if any
 
 
 def find_splits(dataset: str, subset: str = "") -> dict[str, Read]:
@@ -61,7 +63,8 @@ def find_splits(dataset: str, subset: str = "") -> dict[str, Read]:
         for file in files:
             words = re.split("[^a-z]+", file.stem.lower())
             splits.setdefault(next((name for name in SPLITS if name in words), "train"), []).append(file)
-        return {name: partial(_read_files, files) for name, files in splits.items()}
+        folder = path if path.is_dir() else None
+        return {name: partial(_read_files, files, folder) for name, files in splits.items()}
     if path.suffix in KNOWN or dataset.count("/") > 1 or dataset.startswith((".", "/", "~")):
         near = suggest(path.name, [file.name for file in path.parent.glob("*")])
         raise ConfigError(f"dataset {dataset!r}: there is no such file or directory{near}, and no such name on the Hub")
@@ -90,15 +93,17 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _read_files(files: Sequence[Path]) -> list[Part]:
+def _read_files(files: Sequence[Path], folder: Path | None, images: str) -> list[Part]:
+    """The rows of the files. Paths of images are relative to the folder, by default to that of each file."""
     parts = []
     for file in files:
         if file.suffix in BUILDERS:
             found = _load(str(file), partial(_load_file, file))
-            parts += _read_split(str(file), found)
+            parts += _read_split(str(file), found, folder or file.parent, images)
         else:
             unit = "line" if file.suffix == ".jsonl" else "row"
-            parts.append(Part(str(file), unit, read_lines(file) if unit == "line" else _read_csv(file)))
+            rows = read_lines(file) if unit == "line" else _read_csv(file)
+            parts.append(Part(str(file), unit, rows, folder or file.parent))
     return parts
 
 
@@ -109,14 +114,47 @@ def _load_file(file: Path, library: Any) -> Any:
 def _datasets_splits(dataset: str, load: Callable[[Any], Any]) -> dict[str, Read]:
     found = _load(dataset, load)
     named = found if isinstance(found, dict) else {"train": found}
-    return {name: partial(_read_split, f"{dataset}, split {name}", split) for name, split in named.items()}
+    folder = Path(dataset)
+    return {name: partial(_read_split, f"{dataset}, split {name}", each, folder) for name, each in named.items()}
 
 
-def _read_split(where: str, split: Any) -> list[Part]:
-    """The rows of a split. Drops columns of images, sound and the like, which take long to decode."""
-    kinds = {name: type(feature) for name, feature in split.features.items()}
-    media = [name for name, kind in kinds.items() if hasattr(kind, "decode_example") and kind.__name__ != "Json"]
-    return [Part(where, "row", [*enumerate(split.remove_columns(media), 1)])]
+def _read_split(where: str, split: Any, folder: Path, images: str) -> list[Part]:
+    """The rows of a split. Drops columns of images, sound and the like, except the column `images`.
+
+    Images in this column, and in columns of tables such as messages, stay encoded: mappings with "bytes" and "path".
+    Raises `ConfigError` without the column `images`.
+    """
+    if images and not {images, images.partition(".")[0]} & {*split.features}:  # rows lack the columns that are dropped
+        raise ConfigError(f"environment.images: {where}: {_no_column(images, split.column_names)}")
+    encoded = [n for n, f in split.features.items() if _has_images(f) and (n == images or not _is_media(_element(f)))]
+    dropped = [n for n, f in split.features.items() if n not in encoded and _is_media(_element(f))]
+    decoded = split.remove_columns([*encoded, *dropped])
+    rows = [*decoded] if decoded.column_names else [{} for _ in range(len(split))]
+    if encoded:
+        batches = split.select_columns(encoded).with_format("arrow").iter(BATCH_ROWS)
+        found = [row for batch in batches for row in batch.to_pylist()]
+        rows = [row | more for row, more in zip(rows, found, strict=True)]
+    return [Part(where, "row", [*enumerate(rows, 1)], folder)]
+
+
+def _is_media(feature: Any) -> bool:
+    """Whether a feature of `datasets` is an image, a sound or the like, which takes long to decode."""
+    return hasattr(type(feature), "decode_example") and type(feature).__name__ != "Json"
+
+
+def _element(feature: Any) -> Any:
+    """The feature of the elements of a list, or of lists of lists; other features unchanged."""
+    if isinstance(feature, list):
+        return _element(feature[0])
+    return _element(feature.feature) if hasattr(feature, "feature") else feature
+
+
+def _has_images(feature: Any) -> bool:
+    """Whether a feature is an image, or a list or table with one."""
+    feature = _element(feature)
+    if isinstance(feature, Mapping):
+        return any(map(_has_images, feature.values()))
+    return type(feature).__name__ == "Image"
 
 
 def _load(dataset: str, load: Callable[[Any], Any]) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 from slipstream.config.loading import suggest
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import Task
+from slipstream.environments.image_placeholders import count_placeholders, place_images
+from slipstream.environments.images import image_part, is_text_part, normal_parts, require_pillow
 from slipstream.environments.rewards import Reward, as_choices
 from slipstream.environments.rows import Part, column_value, find_splits
 
@@ -34,8 +36,11 @@ class Columns:
     filter: Mapping[str, Any] = field(default_factory=dict)  # the values, or lists of values, that rows must have
     rewards: Mapping[str, Reward] = field(default_factory=dict)
     category: str = ""  # a column
+    images: str = ""  # a column, with an image or a list of images
 
     def __post_init__(self) -> None:
+        if self.images:
+            require_pillow()
         for name, text in ("prompt", self.prompt), ("answer", self.answer):
             if "{" in text and re.search("[{}]", FIELD.sub("", text)):
                 raise ConfigError(f"environment.{name} = {text!r}: unbalanced braces; write {{{{ and }}}} for braces")
@@ -45,22 +50,43 @@ class Columns:
         wanted = {name: value if isinstance(value, list) else [value] for name, value in self.filter.items()}
         return all(str(column_value(row, name)) in map(str, values) for name, values in wanted.items())
 
-    def task(self, row: Any, name: str, source: str) -> Task:
-        """The task of a row. Raises `ValueError` that says what is wrong with the row."""
-        prompt = as_prompt(_text(row, self.prompt), "prompt" if "{" in self.prompt else repr(self.prompt), self.system)
+    def task(self, row: Any, name: str, source: str, folder: Path) -> Task:
+        """The task of a row; paths of images are relative to the folder.
+
+        Raises `ValueError` that says what is wrong with the row.
+        """
+        images = self._images(row, folder)
+        prompt_name = "prompt" if "{" in self.prompt else repr(self.prompt)
+        prompt = as_prompt(_text(row, self.prompt), prompt_name, self.system, images, folder)
         answer = as_messages(_text(row, self.answer)) if self.answer else None
         if isinstance(answer, list) and answer and isinstance(answer[-1], dict) and "role" in answer[-1]:
             answer = answer[-1].get("content")  # the last reply of a chat
         if self.answer and (answer is None or not str(answer).strip()):
             raise ValueError(f"its {self.answer!r} is empty")
         id_column = self.id.removesuffix("?")
-        data = {name: value for name, value in row.items() if name not in (self.prompt, id_column)}
+        kept = _without(row, self.images)
+        data = {name: value for name, value in kept.items() if name not in (self.prompt, id_column)}
         if self.rewards:  # they need no other columns
             data = {"wanted": {kind: reward.prepare(answer, row) for kind, reward in self.rewards.items()}}
         data |= {"answer": answer} if self.answer else {}
         category = str(column_value(row, self.category)) if self.category else ""
         named = id_column and (id_column == self.id or id_column in row)
         return Task(str(column_value(row, id_column)) if named else name, prompt, data, source, category)
+
+    def _images(self, row: Any, folder: Path) -> list[dict[str, Any]] | None:
+        """The content parts of the row's images; None without the option. Raises `ValueError`."""
+        if not self.images:
+            return None
+        found = column_value(row, self.images)
+        values = found if isinstance(found, list) else [] if found in (None, "") else [found]
+        parts = []
+        for number, value in enumerate(values, 1):
+            try:
+                parts.append(image_part(value, folder))
+            except ValueError as error:
+                where = f"image {number} of " if isinstance(found, list) else ""
+                raise ValueError(f"{where}its {self.images!r}: {error}") from None
+        return parts
 
 
 def load_tasks(
@@ -89,7 +115,7 @@ def load_tasks(
         if name not in splits:
             found = f"dataset {dataset!r} has no split {name!r}{suggest(name, [*splits])}: {', '.join(splits)}"
             raise ConfigError(f"environment.{option} = {name!r}: {found}")
-        return _tasks(splits[name](), name, columns, skip_malformed)
+        return _tasks(splits[name](columns.images), name, columns, skip_malformed)
 
     tasks = load("split", split)
     if not tasks:
@@ -121,7 +147,7 @@ def _tasks(parts: Sequence[Part], split: str, columns: Columns, skip_malformed: 
                 if not isinstance(row, dict):
                     raise ValueError(f"it is {row!r:.80}, no table of columns")
                 if columns.keeps(row):
-                    task = columns.task(row, f"{name}/{number}", source)
+                    task = columns.task(row, f"{name}/{number}", source, part.folder)
                     if task.id in tasks:
                         raise ValueError(f'its id "{task.id}" is that of {tasks[task.id].source}, too')
                     tasks[task.id] = task
@@ -142,24 +168,55 @@ def _report(part: Part, faults: Mapping[int, str], skip_malformed: bool) -> None
     print(f"slipstream: {found}; left out", file=sys.stderr)
 
 
-def as_prompt(value: Any, name: str, system: str = "") -> str | tuple[dict[str, Any], ...]:
-    """Text, or chat messages without a last reply of the assistant, as a task's prompt. Raises `ValueError`."""
+def as_prompt(
+    value: Any,
+    name: str,
+    system: str = "",
+    images: Sequence[dict[str, Any]] | None = None,
+    folder: Path | None = None,
+) -> str | tuple[dict[str, Any], ...]:
+    """Text, or chat messages without a last reply of the assistant, as a task's prompt. Raises `ValueError`.
+
+    `images` are content parts for the placeholders, None if the dataset has no column of images.
+    """
     value = as_messages(value)
     if isinstance(value, list) and all(isinstance(message, dict) for message in value):
-        for message in value:
-            if not isinstance(message.get("role"), str) or "content" not in message:
-                raise ValueError(f'a message of its {name} has no "role" or no "content"')
-            if not isinstance(message["content"], str | None):
-                raise ValueError(f'the "content" of a message of its {name} is no text and no list of parts with text')
-        value = value[:-1] if value and value[-1]["role"] == "assistant" else value
+        value = _without_reply(value, name)
     elif not isinstance(value, str):
         raise ValueError(f"its {name} is {value!r:.80}, neither text nor a list of messages")
     if not value or (isinstance(value, str) and not value.strip()):
         raise ValueError(f"its {name} is empty")
+    try:
+        value = _with_images(value, images, folder)
+    except ValueError as error:
+        raise ValueError(f"its {name}: {error}") from None
     if system:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         value = [{"role": "system", "content": system}, *messages]
     return value if isinstance(value, str) else tuple(value)
+
+
+def _without_reply(messages: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The messages without a last reply of the assistant. Raises `ValueError` for messages of another form."""
+    for message in messages:
+        if not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f'a message of its {name} has no "role" or no "content"')
+        if not isinstance(message["content"], str | list | None):
+            raise ValueError(f'the "content" of a message of its {name} is no text and no list of parts')
+    return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+
+
+def _with_images(value: Any, images: Sequence[dict[str, Any]] | None, folder: Path | None) -> Any:
+    """Text or messages, with content parts in the normal form and the images in them. Raises `ValueError`."""
+    text = isinstance(value, str)
+    messages = [{"role": "user", "content": value}] if text else value
+    messages = [message | {"content": normal_parts(message["content"], folder)} for message in messages]
+    if images is None:
+        if count := count_placeholders(messages):
+            raise ValueError(f"{count} placeholders for images; set environment.images to the column of the images")
+        return value if text else messages
+    placed = place_images(messages, images)
+    return value if text and placed == messages else placed
 
 
 def as_messages(value: Any) -> Any:
@@ -173,8 +230,16 @@ def as_messages(value: Any) -> Any:
 
 def _joined(parts: list[Any]) -> Any:
     """The text of content in parts; unchanged if one is not a text, such as an image."""
-    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    texts = [part["text"] for part in parts if is_text_part(part)]
     return "\n".join(texts) if len(texts) == len(parts) else parts
+
+
+def _without(row: dict[str, Any], name: str) -> dict[str, Any]:
+    """The row without the column, or without "b" in column "a" for the name "a.b"."""
+    if name in row:
+        return {key: value for key, value in row.items() if key != name}
+    first, _, rest = name.partition(".")
+    return row | {first: _without(row[first], rest)} if rest and isinstance(row.get(first), dict) else row
 
 
 def _text(row: dict[str, Any], column: str) -> Any:

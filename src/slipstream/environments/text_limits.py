@@ -47,10 +47,12 @@ def is_encodable(text: str) -> bool:
 
 
 def count_characters(value: Any) -> int:
-    """Size of a prompt: the characters of its text and keys, and one for each list element and other value."""
+    """Size of a prompt: the characters of its text and keys, and one for each image, list element and other value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
+        if value.get("type") == "image" and value.keys() == {"type", "image"}:
+            return 1
         return sum(count_characters(name) + count_characters(part) for name, part in value.items())
     if isinstance(value, list | tuple):
         return len(value) + sum(map(count_characters, value))
