@@ -141,8 +141,9 @@ class ChatTokenizer:
             return self.encode_text(prompt)
         if not len(prompt) or isinstance(prompt[0], SupportsIndex):
             return int32_array(index(token) for token in prompt)  # type: ignore[arg-type]
+        images = self.images(prompt)
         if self._tokenizer.chat_template:
-            return self._with_placeholders(self._chat(prompt, tools), self.images(prompt))
+            return self._with_placeholders(self._chat(prompt, tools), images)
         if tools:
             raise ValueError("tools need a chat template, and the tokenizer has none")
         try:
