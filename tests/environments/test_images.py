@@ -337,6 +337,9 @@ class Recorder:
         self.messages = messages
         return [1]
 
+    def images(self, messages: Any) -> Any:
+        return ()
+
 
 def requested(content: Any) -> Any:
     """The messages of a chat request that reach the tokenizer."""
@@ -389,7 +392,9 @@ def test_an_image_counts_as_one_character() -> None:
     assert count_characters([user([text("abc"), RED_PART])]) == count_characters([user([text("abc")])]) + 2
 
 
-def test_lengths_of_prompts_are_those_of_their_texts() -> None:
+def test_prompts_with_images_are_tokenized_to_find_their_length() -> None:
+    """Few bytes of text may stand for many tokens of images."""
+
     class Counting:
         limits = type("Limits", (), {"longest_token": 4})
         encoded: list[Any] = []  # noqa: RUF012
@@ -398,7 +403,7 @@ def test_lengths_of_prompts_are_those_of_their_texts() -> None:
             self.encoded.append(prompt)
             return [1] * (99 if prompt else 2)
 
-    short, long = (Task("t", (user([RED_PART, text("a" * size)]),)) for size in (3, 60))
+    plain, drawn = (Task("t", (user([*parts, text("aaa")]),)) for parts in ([], [RED_PART]))
     tokenizer: Any = Counting()
-    assert find_overlong_prompts([short, long], tokenizer, 60) == {1: "99 tokens"}
-    assert tokenizer.encoded == ["", long.prompt], "the texts of the other prompt are short"
+    assert find_overlong_prompts([plain, drawn], tokenizer, 60) == {1: "99 tokens"}
+    assert tokenizer.encoded == ["", drawn.prompt]

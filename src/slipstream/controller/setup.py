@@ -33,7 +33,8 @@ from slipstream.environments.episode import episode_slots
 from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
 from slipstream.model.device import pick_device
-from slipstream.model.inspection import IMAGE_TYPES, attention_heads, causal_lm, max_model_len
+from slipstream.model.images import IMAGE_TYPES
+from slipstream.model.inspection import attention_heads, causal_lm, max_model_len
 from slipstream.model.loading import load_causal_lm, load_model
 from slipstream.model.paths import check_paths
 from slipstream.model.tokenizer import validate_same_vocabulary

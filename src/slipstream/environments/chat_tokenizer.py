@@ -11,7 +11,7 @@ from operator import index
 from typing import Any, SupportsIndex
 
 from slipstream.config.schema import ConfigError, ModelConfig
-from slipstream.environments.images import image_bytes
+from slipstream.environments.images import image_bytes, image_parts
 from slipstream.environments.text_limits import MAX_INLINE, PromptLimits, count_characters, is_encodable
 from slipstream.environments.tools import (
     Call,
@@ -23,8 +23,7 @@ from slipstream.environments.tools import (
     split_hermes,
 )
 from slipstream.generators.base import GenerationError
-from slipstream.model.images import ImageProcessor, InvalidImages, expand, image_processor
-from slipstream.model.inspection import IMAGE_TYPES
+from slipstream.model.images import CACHED_IMAGES, IMAGE_TYPES, ImageProcessor, InvalidImages, expand, image_processor
 from slipstream.rollout import Completion, Image, int32_array
 
 Message = Mapping[str, Any]
@@ -37,6 +36,14 @@ REPLY = "THE-REPLY"  # placeholder for the text of a reply
 def _invalid_prompt_error(prompt: Any) -> GenerationError:
     wanted = 'give text, token ids, or messages such as {"role": "user", "content": "text"}'
     return GenerationError(f"the prompt is {prompt!r:.80}, of type {type(prompt).__name__}: {wanted}")
+
+
+@functools.lru_cache(CACHED_IMAGES)
+def _read_image(uri: str, path: str) -> Image:
+    """The image of a data URI for the model at `path`: one object for all rollouts of a group."""
+    processor = image_processor(path)
+    assert processor
+    return processor.read(image_bytes({"image": uri}))
 
 
 class ChatTokenizer:
@@ -68,22 +75,15 @@ class ChatTokenizer:
         return image_processor(self._options.path)
 
     def images(self, prompt: Any) -> tuple[Image, ...]:
-        """The images of a prompt, in order: those of its messages' parts of type "image".
-
-        Raises `GenerationError` for images that the model can't read.
-        """
-        messages = prompt if isinstance(prompt, list | tuple) else ()
-        contents = (m.get("content") for m in messages if isinstance(m, Mapping))
-        parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
-        found = [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
-        if not found:
+        """The images of a prompt, in order. Raises `GenerationError` for images that the model can't read."""
+        if not (found := image_parts(prompt)):
             return ()
         if self._processor is None:
             known = ", ".join(IMAGE_TYPES)
             raise GenerationError(f"the prompt has images, and the model reads none; give one of type {known}")
         try:
-            return tuple(self._processor.read(image_bytes(part)) for part in found)
-        except (InvalidImages, ValueError) as error:
+            return tuple(_read_image(part["image"], self._options.path) for part in found)
+        except (InvalidImages, LookupError, TypeError, ValueError) as error:
             raise GenerationError(str(error)) from None
 
     def _with_placeholders(self, token_ids: array[int], images: Sequence[Image]) -> array[int]:

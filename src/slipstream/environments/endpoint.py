@@ -13,13 +13,20 @@ import dataclasses
 import json
 import logging
 import time
-from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 from slipstream.config.schema import ConfigError
 from slipstream.environments.base import SHARED, Policy
 from slipstream.environments.chat_tokenizer import ChatTokenizer
-from slipstream.environments.openai_api import JSON, ROUTES, RequestError, SamplingRequest, answer_text, parse_request
+from slipstream.environments.openai_api import (
+    JSON,
+    ROUTES,
+    EncodedPrompt,
+    RequestError,
+    SamplingRequest,
+    answer_text,
+    parse_request,
+)
 from slipstream.environments.text_limits import run_in_thread
 from slipstream.generators.base import GenerationError
 from slipstream.rollout import Completion
@@ -155,10 +162,11 @@ class Endpoint:
         size = cost * sum(len(c.token_ids) for c in completions)
         return await run_in_thread(size, answer_text, fields, completions, self._tokenizer)
 
-    async def _sample(self, episode: _Episode, fields: SamplingRequest, prompt: array[int]) -> list[Completion]:
+    async def _sample(self, episode: _Episode, fields: SamplingRequest, prompt: EncodedPrompt) -> list[Completion]:
         """`fields.n` completions. Raises `RequestError` if the episode ends meanwhile."""
         seeds = [{} if fields.seed is None else {"seed": fields.seed + i} for i in range(fields.n)]
-        draws = (episode.policy.sample(prompt, **fields.changes(), **seed) for seed in seeds)
+        token_ids, images = prompt
+        draws = (episode.policy.sample(token_ids, images=images, **fields.changes(), **seed) for seed in seeds)
         drawing = asyncio.ensure_future(gather_all(draws))
         episode.requests.add(drawing)
         try:

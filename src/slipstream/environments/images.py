@@ -58,6 +58,14 @@ def normal_parts(parts: Any, folder: Path | None) -> Any:
     return [_normal_part(part, folder) for part in parts] if isinstance(parts, list) else parts
 
 
+def image_parts(prompt: Any) -> list[Mapping[str, Any]]:
+    """The parts of chat messages that are images, in order; none of a prompt of another form."""
+    messages = prompt if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping) else ()
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+
+
 def is_text_part(part: Any) -> bool:
     """Whether a content part is a text: of any type except images."""
     return isinstance(part, Mapping) and part.get("type") not in IMAGE_TYPES and isinstance(part.get("text"), str)

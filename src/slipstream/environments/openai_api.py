@@ -21,7 +21,7 @@ from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.images import image_part
 from slipstream.environments.tools import Call, json_call
 from slipstream.generators.base import GenerationError
-from slipstream.rollout import Completion
+from slipstream.rollout import Completion, Image
 
 # Fields without effect on the answer. Other fields that are not declared below must be null, zero or empty.
 IGNORED = {"metadata", "model", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "store", "user"}
@@ -29,6 +29,7 @@ MAX_ERRORS = 5  # validation errors in one answer
 JSON = "application/json"
 
 T = TypeVar("T")
+EncodedPrompt = tuple["array[int]", tuple[Image, ...]]
 Items = Annotated[list[T], Field(fail_fast=True)]  # validation stops at the first invalid item
 
 
@@ -165,16 +166,17 @@ class ChatRequest(SamplingRequest):
             changes["json_schema"] = json.dumps(form.json_schema.schema_ if form.json_schema else {"type": "object"})
         return changes
 
-    def encode(self, tokenizer: ChatTokenizer) -> array[int]:
+    def encode(self, tokenizer: ChatTokenizer) -> EncodedPrompt:
         tokenizer = tokenizer.with_template(self.chat_template_kwargs)
-        return tokenizer.encode([message.plain() for message in self.messages], self.offered_tools)
+        messages = [message.plain() for message in self.messages]
+        return tokenizer.encode(messages, self.offered_tools), tokenizer.images(messages)
 
 
 class TextRequest(SamplingRequest):
     prompt: str | Items[int]
 
-    def encode(self, tokenizer: ChatTokenizer) -> array[int]:
-        return tokenizer.encode_raw(self.prompt)
+    def encode(self, tokenizer: ChatTokenizer) -> EncodedPrompt:
+        return tokenizer.encode_raw(self.prompt), ()
 
 
 RequestType = type[ChatRequest] | type[TextRequest]
@@ -199,8 +201,8 @@ def answer_text(
 
 def parse_request(
     kind: RequestType, body: bytes, tokenizer: ChatTokenizer
-) -> tuple[ChatRequest | TextRequest, array[int]]:
-    """The request and the token ids of its prompt. Raises `RequestError`."""
+) -> tuple[ChatRequest | TextRequest, EncodedPrompt]:
+    """The request, and the token ids and images of its prompt. Raises `RequestError`."""
     fields = _validate(kind, body, tokenizer)
     try:
         return fields, fields.encode(tokenizer)

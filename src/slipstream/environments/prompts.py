@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
-from slipstream.environments.images import is_text_part
+from slipstream.environments.images import image_parts, is_text_part
 from slipstream.generators.base import ContextFull
 
 MAX_EXACT_BYTES = 2**20  # longer prompts are bounded instead of tokenized
@@ -16,7 +16,7 @@ MAX_EXACT_BYTES = 2**20  # longer prompts are bounded instead of tokenized
 def find_overlong_prompts(tasks: Sequence[Task], tokenizer: ChatTokenizer, context: int) -> dict[int, str]:
     """Indices of tasks whose prompt has at least `context` tokens, with the length of each as text.
 
-    A prompt with fewer bytes than the context is not tokenized: a token has at least one byte.
+    A text with fewer bytes than the context is not tokenized: a token has at least one byte.
     """
     overhead = _tokens("", tokenizer)
     longest = tokenizer.limits.longest_token  # iterates over the vocabulary; the caller runs this in a thread
@@ -24,7 +24,7 @@ def find_overlong_prompts(tasks: Sequence[Task], tokenizer: ChatTokenizer, conte
     for index, task in enumerate(tasks):
         texts = _texts(task.prompt)
         bytes_ = sum(len(text.encode(errors="replace")) for text in texts)
-        if bytes_ + overhead * (len(texts) + 1) < context:
+        if bytes_ + overhead * (len(texts) + 1) < context and not image_parts(task.prompt):
             continue
         if bytes_ > max(MAX_EXACT_BYTES, context * longest):
             found[index] = f"{bytes_ // longest} tokens or more"

@@ -1,7 +1,8 @@
 """Images in prompts: the placeholder tokens that stand for them, their positions, and the inputs of the vision tower.
 
 For models of `IMAGE_TYPES`. Their tokenizers write one placeholder for an image; the model reads a row of placeholders
-for each row of merged patches. `expand` and `collapse` convert between the two.
+for each row of merged patches. `expand` and `collapse` convert between the two. This module imports torch only to
+process images, since reward workers import it.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import io
 from array import array
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from slipstream.errors import UserError
-from slipstream.model.inspection import IMAGE_TYPES, model_config
 from slipstream.rollout import Image, int32_array
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IMAGE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # `model_type` of models whose prompts may hold images
 CACHED_IMAGES = 16  # processed ones, of up to 24 MB for a megapixel
 
 
@@ -28,26 +30,34 @@ class InvalidImages(UserError):
 
 
 class ImageProcessor:
-    """The image processor and the placeholder of the model at `path`."""
+    """The image processor and the placeholder of the model that a Hugging Face `config` describes."""
 
-    def __init__(self, path: str, config: Any) -> None:
+    def __init__(self, config: Any) -> None:
         from transformers import AutoImageProcessor
 
         self.placeholder: int = config.image_token_id
-        self._processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+        self._processor = AutoImageProcessor.from_pretrained(config.name_or_path, trust_remote_code=False)
         self._process = lru_cache(CACHED_IMAGES)(self._inputs_of_image)
 
     def read(self, data: bytes) -> Image:
-        """The image of an encoded file. Raises `InvalidImages`."""
+        """The image of an encoded file, of which only the header is read. Raises `InvalidImages`."""
+        from PIL import Image as Pil
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        own = self._processor
+        side = own.patch_size * own.merge_size  # pixels of a token
+        limits = {"min_pixels": own.size["shortest_edge"], "max_pixels": own.size["longest_edge"]}
         try:
-            grid = self._process(data)["image_grid_thw"]
-        except (OSError, ValueError) as error:  # of PIL, and of the processor for extreme sizes
+            width, height = Pil.open(io.BytesIO(data)).size
+            rows, columns = (pixels // side for pixels in smart_resize(height, width, side, **limits))
+        except (OSError, ValueError, Pil.DecompressionBombError) as error:  # or of a side 200 times the other
             raise InvalidImages(f"an image of the prompt can't be read: {' '.join(str(error).split())}") from None
-        _, rows, columns = grid[0].tolist()
-        return Image(data, rows // self._processor.merge_size, columns // self._processor.merge_size)
+        return Image(data, rows, columns)
 
     def inputs(self, images: Sequence[Image]) -> dict[str, Tensor]:
         """Arguments of the model's forward method for these images, in the order of their placeholders."""
+        import torch
+
         each = [self._process(image.data) for image in images]
         return {name: torch.cat([inputs[name] for inputs in each]) for name in (each[0] if each else ())}
 
@@ -59,8 +69,10 @@ class ImageProcessor:
 @cache
 def image_processor(path: str) -> ImageProcessor | None:
     """The image processor of the model at `path`, or of the adapter's base; None if the model reads no images."""
+    from slipstream.model.inspection import model_config  # imports torch
+
     config = model_config(path)
-    return ImageProcessor(path, config) if getattr(config, "model_type", "") in IMAGE_TYPES else None
+    return ImageProcessor(config) if getattr(config, "model_type", "") in IMAGE_TYPES else None
 
 
 @lru_cache(CACHED_IMAGES)

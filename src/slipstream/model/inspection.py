@@ -18,7 +18,6 @@ from slipstream.model.paths import adapter_config
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-IMAGE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # model types whose prompts may hold images
 INVALID_CONFIG = (  # what transformers raises for a config.json that describes no model
     TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, ImportError, StrictDataclassError,
 )  # fmt: skip

@@ -23,8 +23,8 @@ from torch import nn
 from slipstream.config.adapter import ADAPTER_WEIGHTS
 from slipstream.config.algorithm import PolicyConfig
 from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
+from slipstream.model.images import IMAGE_TYPES
 from slipstream.model.inspection import (
-    IMAGE_TYPES,
     INVALID_CONFIG,
     adapter_name,
     expert_parameters,

@@ -15,7 +15,8 @@ from slipstream.config.schema import ConfigError
 from slipstream.errors import InvalidInput
 from slipstream.model import attention
 from slipstream.model.context_parallel import ContextParallelGroup, gather_at_positions
-from slipstream.model.inspection import IMAGE_TYPES, LogitMap, attention_heads, causal_lm, logit_map, text_decoder
+from slipstream.model.images import IMAGE_TYPES
+from slipstream.model.inspection import LogitMap, attention_heads, causal_lm, logit_map, text_decoder
 from slipstream.model.logprobs import head_logits, head_logprobs
 from slipstream.model.moe_routing import ExpertRouting
 from slipstream.model.packing import MicroBatch

@@ -28,6 +28,7 @@ from slipstream.controller.setup import validate_models
 from slipstream.generators.generator_worker import Engine, GeneratorWorker, OpenWeights
 from slipstream.generators.vllm.engine import VllmEngine, VllmWorker
 from slipstream.model.device import dtype_name
+from slipstream.model.images import image_processor
 from slipstream.model.tokenizer import load_tokenizer, save_tokenizer
 from slipstream.rollout import Completion, Sampling, VersionSpan
 from slipstream.runtime.placement import gpus_here, place, resolve_auto
@@ -217,7 +218,9 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
     trainer = f"{PerturbingTrainer.__module__}:{PerturbingTrainer.__qualname__}"
     config = with_options(config, trainer={**config.trainer.model_dump(), "kind": trainer})
     vocabulary, rng = len(load_tokenizer(config.model.path)), random.Random(SEED)
-    asked = [tuple(rng.randrange(vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))) for _ in range(prompts)]
+    asked = [[rng.randrange(vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(prompts)]
+    if images := image_processor(config.model.path):  # a placeholder without an image is refused
+        asked = [[token for token in prompt if token != images.placeholder] for prompt in asked]
     with scratch_directory("verify") as folder:
         completions, observed = await _publish_midway(config, folder, asked, _greedy(tokens), after, strength)
         by_a, by_b = ([(c, s) for c in completions for s in c.spans if s.version == v] for v in (0, 1))
@@ -256,7 +259,7 @@ def _longer(completions: Sequence[Completion], tokens: int) -> str:
 
 
 async def _publish_midway(
-    config: Config, folder: Path, asked: Sequence[tuple[int, ...]], sampling: Sampling, after: int, strength: float
+    config: Config, folder: Path, asked: Sequence[Sequence[int]], sampling: Sampling, after: int, strength: float
 ) -> tuple[list[Completion], dict[str, Any]]:
     """Publish B while the prompts are answered, then ask them again. Writes A and B to directories in `folder`.
 
