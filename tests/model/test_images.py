@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from slipstream.config.schema import LoraConfig, ModelConfig
+from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
 from slipstream.model.images import (
     ImageProcessor,
     InvalidImages,
@@ -131,3 +133,10 @@ def test_placeholders_of_images_are_expanded_and_collapsed() -> None:
 def test_a_file_that_is_no_image_is_refused(path: Path) -> None:
     with pytest.raises(InvalidImages, match="can't be read"):
         processor_of(path).read(b"no image")
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else find(name))
+    with pytest.raises(ConfigError, match=r"a qwen3_vl reads images, and torchvision is not .*slipstream-rl\[images\]"):
+        ImageProcessor(SimpleNamespace(model_type="qwen3_vl"))

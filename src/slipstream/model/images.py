@@ -7,6 +7,7 @@ process images, since reward workers import it.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 from array import array
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slipstream.config.schema import ConfigError
 from slipstream.errors import UserError
 from slipstream.rollout import Image, int32_array
 
@@ -33,6 +35,10 @@ class ImageProcessor:
     """The image processor and the placeholder of the model that a Hugging Face `config` describes."""
 
     def __init__(self, config: Any) -> None:
+        """Raises `ConfigError` without the libraries for images."""
+        if missing := [name for name in ("PIL", "torchvision") if importlib.util.find_spec(name) is None]:
+            found = f"a {config.model_type} reads images, and {missing[0]} is not installed"
+            raise ConfigError(f"{found}: pip install 'slipstream-rl[images]'")
         from transformers import AutoImageProcessor
 
         self.placeholder: int = config.image_token_id
