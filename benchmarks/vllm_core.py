@@ -68,30 +68,31 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--prompt", type=int, default=128)
     found.add_argument("--completion", type=int, default=512)
     found.add_argument("--rounds", type=int, default=3)
-    found.add_argument("--way", choices=WAYS, help="measure one way in this process, for --json")
+    found.add_argument("--way", choices=WAYS, help="measure this way alone")
+    found.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     found.add_argument("--json", type=Path)
     return found
 
 
 def main() -> None:
     options, flags = parser().parse_known_args()
-    if options.way:
+    if options.in_this_process:
         options.json.write_text(json.dumps(measure(options, flags)))  # vLLM says things of its own
         return
     with tempfile.TemporaryDirectory() as folder:
         if not options.model:
             save_model(options.shape, Path(folder), torch.bfloat16 if GPU else torch.float32)
         found = {}
-        for way, value in WAYS.items():
+        for way in [options.way] if options.way else WAYS:
             told = Path(folder) / "found.json"
             command = [
                 sys.executable,
                 *sys.argv,
-                f"--way={way}",
+                "--in-this-process",
                 f"--model={options.model or folder}",
                 f"--json={told}",
             ]
-            environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": value}
+            environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": WAYS[way]}
             subprocess.run(command, env=environment, check=True)
             found[way] = json.loads(told.read_text())
             print(way, json.dumps(found[way]), flush=True)
