@@ -19,6 +19,7 @@ from slipstream.config.loading import absolute_path
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.node_faults import Fault, Needs, bandwidth_faults, connection_faults, find_faults, several
 from slipstream.controller.node_worker import TOKEN, NodeReport, NodeWorker, versions
+from slipstream.controller.server_checks import try_servers
 from slipstream.environments.load import LIBRARIES
 from slipstream.errors import RunError, UserError
 from slipstream.model.device import dtype_name
@@ -48,6 +49,7 @@ class Examination:
     bandwidth: dict[tuple[str, str], float] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    servers: dict[str, float] = field(default_factory=dict)  # bytes/s from the trainer's node, by URL
     link: str = ""  # that `sync.link = "auto"` means, and why
 
     def add(self, check: str, text: str) -> None:
@@ -106,6 +108,9 @@ async def examine(
         found.faults += find_faults(found.reports, needs)
         hosts = {node: worker for node, worker in workers.items() if node not in silent}
         await _try_imports(hosts, config, found)
+        if all_nodes and hosts and config and config.generator.servers:
+            found.servers, faults = await try_servers(next(iter(hosts.values())), config)
+            found.faults += faults
         if not all_nodes:
             first = {node.address: node for node in reversed(hosts)}.values()
             hosts = {node: worker for node, worker in hosts.items() if node in first}
@@ -281,7 +286,10 @@ async def in_rounds(
 
 def _process(node: Node, config: Config | None, environment: Mapping[str, str] | None = None) -> WorkerProcess:
     """A process on the network of the run's link."""
-    network = link_environment(config) if config else {}
+    try:
+        network = link_environment(config) if config else {}
+    except ConfigError:  # a server of the user that can't be reached, which `try_servers` reports
+        network = {}
     return WorkerProcess("its process", launcher=node.launcher, environment={**network, **(environment or {})})
 
 

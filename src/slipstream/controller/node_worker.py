@@ -22,7 +22,7 @@ from pathlib import Path
 from slipstream.config.plugins import LoadError, load_object
 from slipstream.config.schema import Config, ConfigError
 from slipstream.model.paths import check_paths
-from slipstream.runtime.addresses import INTERFACE, own_address
+from slipstream.runtime.addresses import INTERFACE, address_towards, has_own_address, own_address
 from slipstream.runtime.worker import Worker
 
 PACKAGES = {
@@ -102,10 +102,12 @@ class NodeWorker(Worker):
 
         Returns address and port. Raises `InvalidInput` for an interface without an address.
         """
-        server = _Server((own_address() if INTERFACE in os.environ else address, 0), _Receiver)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        host, port = server.server_address[:2]
-        return str(host), int(port)
+        return _serve(own_address() if INTERFACE in os.environ else address, _Receiver)
+
+    async def serve_streams(self, host: str) -> tuple[str, int]:
+        """Send a TCP stream to each peer that connects to the returned address and port, at which `host` reaches the
+        weight link of the run. Raises `InvalidInput` for an interface without an address."""
+        return _serve(own_address() if has_own_address() else address_towards(host), _Sender)
 
     async def connect(self, peer: tuple[str, int]) -> str:
         """Connect to an address and port. Returns the error, or ""."""
@@ -137,6 +139,14 @@ class NodeWorker(Worker):
             raise RuntimeError(f"the sum is {total} instead of {expected}")
 
 
+def _serve(address: str, handler: type[socketserver.BaseRequestHandler]) -> tuple[str, int]:
+    """Handle connections to a free port of this address. Returns address and port."""
+    server = _Server((address, 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    host, port = server.server_address[:2]
+    return str(host), int(port)
+
+
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads, request_queue_size = True, 1024
 
@@ -148,13 +158,25 @@ class _Receiver(socketserver.BaseRequestHandler):
         self.request.sendall(b"\0")
 
 
+class _Sender(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        _send_stream(self.request)
+
+
+def _send_stream(stream: socket.socket) -> int:
+    """Send `STREAM_BYTES`, or for `STREAM_S`, and end the stream. Returns the number of bytes."""
+    stream.settimeout(10 * STREAM_S)
+    sent, start = 0, time.perf_counter()
+    while sent < STREAM_BYTES and time.perf_counter() - start < STREAM_S:
+        sent += stream.send(CHUNK)
+    stream.shutdown(socket.SHUT_WR)
+    return sent
+
+
 def _stream(peer: tuple[str, int]) -> float:
     with socket.create_connection(peer, CONNECT_TIMEOUT_S) as stream:
-        stream.settimeout(10 * STREAM_S)
-        sent, start = 0, time.perf_counter()
-        while sent < STREAM_BYTES and time.perf_counter() - start < STREAM_S:
-            sent += stream.send(CHUNK)
-        stream.shutdown(socket.SHUT_WR)
+        start = time.perf_counter()
+        sent = _send_stream(stream)
         stream.recv(1)
         return sent / (time.perf_counter() - start)
 

@@ -20,7 +20,7 @@ from slipstream.runtime.runtime import current_runtime, open_runtime
 
 PLACEHOLDERS = ("--model.path=MODEL", "--environment.name=addition")  # for options without a default
 CHECKS = ("nodes", "versions", "model files", "imports", "GPUs", "memory", "limits", "run directory", "host names",
-          "connections", "bandwidth", "all-reduce")  # fmt: skip
+          "connections", "bandwidth", "all-reduce", "servers")  # fmt: skip
 
 
 def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -> int:
@@ -33,11 +33,14 @@ def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -
     directory = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
     with open_runtime(config.runtime):
         found = run_bounded(examine(current_runtime(), config if path else None, directory))
+    if not config.generator.servers:
+        found.skipped["servers"] = "none"
     results = _results(found, bool(path))
     if as_json:
         rates = [{"from": one, "to": other, "bytes_per_s": rate} for (one, other), rate in found.bandwidth.items()]
         faults, nodes = [fault._asdict() for fault in found.faults], [asdict(report) for report in found.reports]
-        shown = {"nodes": nodes, "bandwidth": rates, "checks": results, "link": found.link, "faults": faults}
+        shown = {"nodes": nodes, "bandwidth": rates, "servers": found.servers, "checks": results, "link": found.link}
+        shown["faults"] = faults
         print(json.dumps(shown, indent=1))
     else:
         _print(found, results)
@@ -65,6 +68,8 @@ def _print(found: Examination, results: dict[str, str]) -> None:
     for check, result in results.items():
         checks.add_row(check, result, style="red" if "fault" in result else "dim" if "skipped" in result else "")
     console.print(packages, resources, checks)
+    for url, rate in found.servers.items():
+        console.print(f"{url} receives {8e-9 * rate:.1f} Gbit/s from the trainer's node", markup=False, soft_wrap=True)
     if found.link:
         console.print(f'sync.link = "auto" is {found.link}', markup=False, soft_wrap=True)
     for fault in found.faults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ pytest.importorskip("vllm")
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from slipstream.cli import main
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.launch import Cluster
 from slipstream.generators.base import Interruption
@@ -121,6 +123,29 @@ def test_adapters_reach_servers_on_other_hosts(how: Interruption, two: list[str]
             assert (wanted - torch.tensor(completion.logprobs)).abs().max() < BOUND
 
     asyncio.run(main())
+
+
+def test_doctor_tries_the_network_to_each_server(
+    two: list[str], model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that can't be reached hides neither the others nor what else is wrong."""
+    (tmp_path / "run.toml").write_text("")
+    flags = [f"--model.path={model}", "--environment.name=addition", "--generator.engine=vllm", "--loop.max_lag=1",
+             "--trainer.device=cpu", "--sampling.max_tokens=8", f"--run.dir={tmp_path}"]  # fmt: skip
+    nowhere = "http://nowhere.invalid:8000"
+    for urls, rank, faults in (
+        ([nowhere, *two], 4, [f"{nowhere}/health did not answer"]),
+        (two, 64, [f"{url} runs with --max-lora-rank 8; start it with --max-lora-rank 64" for url in two]),
+    ):
+        status = main(["doctor", str(tmp_path / "run.toml"), "--json", f"--generator.servers={json.dumps(urls)}",
+                       *flags, f"--lora.rank={rank}"])  # fmt: skip
+        found = json.loads(capsys.readouterr().out)
+        of_servers = [fault["text"] for fault in found["faults"] if fault["check"] == "servers"]
+        assert status == 1 and len(of_servers) == len(faults)
+        assert all(text.startswith(fault) for text, fault in zip(of_servers, faults, strict=True))
+        assert found["checks"]["servers"] == f"{len(faults)} fault{'s' * (len(faults) > 1)}"
+        assert [*found["servers"]] == (two if rank == 4 else [])
+        assert all(rate > 12.5e6 for rate in found["servers"].values())
 
 
 @contextmanager

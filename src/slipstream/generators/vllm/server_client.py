@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from slipstream.config.schema import Config, ConfigError
+from slipstream.generators.vllm.launch import EXTENSION
 from slipstream.generators.vllm.requests import TokenCounts, VllmRequest
 from slipstream.generators.vllm.worker_methods import UPDATE_ADAPTERS, WorkerMethods
 from slipstream.model.device import dtype_name
@@ -102,6 +103,33 @@ def _first_line(text: str) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):  # text that is not vLLM's JSON is shown as it is
         text = json.loads(text)["error"]["message"]
     return (text.strip().splitlines() or ["nothing"])[0][:300]
+
+
+async def inspect_server(client: ServerClient, config: Config) -> tuple[str, list[dict[str, Any]]]:
+    """The server's name of the model, and facts of each of its workers. Raises `ConfigError` if no run can use it."""
+    try:
+        await _validate_is_vllm(client)
+        models = await client.request("GET", "/v1/models", limit=REQUEST_TIMEOUT_S / 3)
+        model = served_model_name(models["data"], config.model.path, client.name)
+        facts = await client.call_workers("describe", None, WorkerMethods.slipstream_describe)
+    except RequestFailed as failure:
+        remedy = {
+            0: "start it as docs/vllm-servers.md shows, or correct generator.servers",
+            404: "start it with VLLM_SERVER_DEV_MODE=1 in its environment",
+            500: f"start it with --worker-extension-cls {EXTENSION}, and install this release of slipstream-rl",
+        }
+        raise ConfigError(f"{failure}; {remedy.get(failure.status, 'see its log')}") from None
+    validate_server(client.name, facts[0], config)
+    return model, facts
+
+
+async def _validate_is_vllm(client: ServerClient) -> None:
+    try:
+        await client.request("GET", "/health", limit=REQUEST_TIMEOUT_S / 3)
+    except RequestFailed as failure:
+        if failure.status != 404:
+            raise
+        raise ConfigError(f"{failure}: this is no vLLM server; correct generator.servers") from None
 
 
 def validate_server(name: str, facts: Mapping[str, Any], config: Config) -> None:

@@ -23,10 +23,9 @@ from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.base import GenerationError
 from slipstream.generators.vllm import requests, server_client
 from slipstream.generators.vllm.compat import caches_were_reset
-from slipstream.generators.vllm.launch import EXTENSION
 from slipstream.generators.vllm.requests import LEASE_S, TokenCounts, VllmRequest
 from slipstream.generators.vllm.server_adapters import ServerAdapters
-from slipstream.generators.vllm.server_client import RequestFailed, ServerClient, served_model_name, validate_server
+from slipstream.generators.vllm.server_client import RequestFailed, ServerClient, inspect_server
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 from slipstream.rollout import Completion, Sampling
 from slipstream.runtime.worker import WorkerDied, succeeded
@@ -80,19 +79,7 @@ class Server:
     async def start(self) -> None:
         """Check that the server fits the run, and claim it. Raises `ConfigError`."""
         self._client.open()
-        try:
-            await self._validate_server()
-            models = await self._client.request("GET", "/v1/models", limit=server_client.REQUEST_TIMEOUT_S / 3)
-            self._model = served_model_name(models["data"], self._config.model.path, self.name)
-            facts = await self._client.call_workers("describe", None, WorkerMethods.slipstream_describe)
-        except RequestFailed as failure:
-            remedy = {
-                0: "start it as docs/vllm-servers.md shows, or correct generator.servers",
-                404: "start it with VLLM_SERVER_DEV_MODE=1 in its environment",
-                500: f"start it with --worker-extension-cls {EXTENSION}, and install this release of slipstream-rl",
-            }
-            raise ConfigError(f"{failure}; {remedy.get(failure.status, 'see its log')}") from None
-        validate_server(self.name, facts[0], self._config)
+        self._model, facts = await inspect_server(self._client, self._config)
         try:
             await self._claim()
             self.ranks = len(facts)  # set once claimed: `stop` then releases the claim
@@ -102,14 +89,6 @@ class Server:
         self._facts, self.max_num_seqs = facts[0], facts[0]["max_num_seqs"]
         self._context: int = self._config.generator.max_model_len or facts[0]["context"]
         self._renewing = supervise(self._renew(), self.name, self.terminate)
-
-    async def _validate_server(self) -> None:
-        try:
-            await self._client.request("GET", "/health", limit=server_client.REQUEST_TIMEOUT_S / 3)
-        except RequestFailed as failure:
-            if failure.status != 404:
-                raise
-            raise ConfigError(f"{failure}: this is no vLLM server; correct generator.servers") from None
 
     async def _claim(self) -> None:
         """Claim the server for this run alone, waiting for the claim of a killed run to expire.

@@ -8,6 +8,7 @@ This module imports without vLLM.
 from __future__ import annotations
 
 import os
+import socket
 import time
 import traceback
 from collections import deque
@@ -32,6 +33,7 @@ from slipstream.sync.single_copy import export_ipc_handles
 from slipstream.sync.update import RolledBack
 
 UPDATE_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # environment variable of servers that load adapters
+STREAM_TIMEOUT_S = 5.0  # of a connection, and of silence
 MAX_FINISHED = 1 << 12  # finished requests remembered since the last swap; outputs of older ones are read by then
 
 
@@ -149,6 +151,14 @@ class WorkerMethods:
             "max_lora_rank": adapters.max_lora_rank if adapters else 0,
             "max_num_seqs": self.vllm_config.scheduler_config.max_num_seqs,
         }
+
+    def slipstream_receive_stream(self, host: str, port: int) -> float:
+        """Bytes per second of a TCP stream that comes from this address, for `slipstream doctor`."""
+        with socket.create_connection((host, port), STREAM_TIMEOUT_S) as stream:
+            received, began = 0, time.perf_counter()
+            while data := stream.recv(2**20):
+                received += len(data)
+            return received / (time.perf_counter() - began)
 
     def slipstream_claim(self, run: str, address: str, new: bool) -> str | None:
         """Claim this worker for `run`, or with `new` false renew the claim. A claim expires after `LEASE_S`.
