@@ -38,7 +38,7 @@ from slipstream.model.loading import add_adapters
 from slipstream.plan.hardware import GIB, GPUS, Cluster, Gpu
 from slipstream.plan.memory import choose_memory, cost_of, free_memory
 from slipstream.plan.shapes import find_shape
-from slipstream.runtime.addresses import RANKS_FILE
+from slipstream.runtime.addresses import RENDEZVOUS_FILE
 from slipstream.trainers.failures import explain_out_of_memory
 from slipstream.trainers.trainer import Trainer
 
@@ -170,7 +170,7 @@ def run_recipe(name: str, recipe: Recipe, options: argparse.Namespace, flags: li
         model_config(recipe.shape).save_pretrained(folder)
         command = [sys.executable, __file__, "--rank-of", name, "--folder", folder, *(["--small"] * options.small),
                    *(["--compile"] * options.compile), *flags]  # fmt: skip
-        shared = {"WORLD_SIZE": str(recipe.ranks), RANKS_FILE: str(Path(folder) / "ranks")}
+        shared = {"WORLD_SIZE": str(recipe.ranks), RENDEZVOUS_FILE: str(Path(folder) / "ranks")}
         shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // recipe.ranks))
         ranks = [
             subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from slipstream.rollout import Sampling
-from slipstream.runtime.addresses import RANKS_FILE, own_address, private_store
+from slipstream.runtime.addresses import RENDEZVOUS_FILE, own_address, private_store
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.rank_group import RankGroup, trainer_process
 from slipstream.runtime.run_directory import RunDirectory
@@ -139,7 +139,9 @@ def test_ranks_on_one_host_meet_at_a_file_of_their_user(tmp_path: Path) -> None:
     async def main() -> None:
         first, second = (trainer_process(tmp_path, Placement(((),), ()), 2) for _ in range(2))
         assert isinstance(first, RankGroup) and isinstance(second, RankGroup)
-        files = [process._launch.environment[RANKS_FILE] for ranks in (first, second) for process in ranks.processes]
+        files = [
+            process._launch.environment[RENDEZVOUS_FILE] for ranks in (first, second) for process in ranks.processes
+        ]
         assert files[0] == files[1] != files[2] == files[3]
         private = Path(files[0]).parent
         assert private.stat().st_mode & 0o777 == 0o700 and "MASTER_PORT" not in first.processes[0]._launch.environment

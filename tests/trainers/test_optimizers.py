@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slipstream.config.schema import TrainerConfig
 from slipstream.errors import InvalidInput
-from slipstream.runtime.addresses import RANKS_FILE
+from slipstream.runtime.addresses import RENDEZVOUS_FILE
 from slipstream.sync.sharded_weights import full_tensor
 from slipstream.trainers.optimizer import PiecewiseOptimizer, adamw_update, newton_schulz
 from slipstream.trainers.stochastic_rounding import (
@@ -269,7 +269,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(wide: Path, tmp_path: Path
 
 def rank_of(rank: int, model: Path, folder: Path) -> None:
     """On two ranks: resume each option, and keep what ranks hold in the end."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", RANKS_FILE: str(folder / "ranks")}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", RENDEZVOUS_FILE: str(folder / "ranks")}
     torch.set_num_threads(1)
     found = {}
     try:

@@ -17,7 +17,7 @@ from slipstream.algorithms.tokens import Tokens
 
 
 def advantages(policy: Tensor, teacher: Tensor) -> Tensor:
-    """A_t = teacher_t - policy_t: minus the reverse KL at each token   (Lu 2025, "On-policy distillation")
+    """A_t = teacher_t - policy_t: minus the one-sample reverse KL at each token   (Lu 2025, "On-policy distillation")
 
     Both `[tokens]`, log-probabilities of the sampled tokens.
     """

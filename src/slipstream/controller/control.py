@@ -182,7 +182,7 @@ class Commands:
 
 
 def state(run: RunContext) -> str:
-    """One word for what the run does."""
+    """What the run does: "starting", "running", "paused", "finishing" after the last step, or "stopping"."""
     if run.stopped:
         return "stopping"
     if not run.begun:

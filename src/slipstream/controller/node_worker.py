@@ -110,7 +110,7 @@ class NodeWorker(Worker):
         return _serve(own_address() if has_own_address() else address_towards(host), _Sender)
 
     async def connect(self, peer: tuple[str, int]) -> str:
-        """Connect to an address and port. Returns the error, or ""."""
+        """Connect to a peer that `listen`s and wait for its byte, for `CONNECT_TIMEOUT_S`. Returns the error, or ""."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(*peer)

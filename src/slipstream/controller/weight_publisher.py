@@ -206,7 +206,7 @@ class WeightPublisher:
         return waits
 
     async def _wait_for(self, generator: EngineReplica, call: Awaitable[Any], doing: str, limit: float) -> Any:
-        """The reply of a member. Records its failure, and raises it."""
+        """The reply of an engine. Records its failure, and raises it."""
         try:
             return await generator.wait_for(call, doing, limit)
         except (WorkerError, WorkerDied, NotServed) as error:

@@ -14,9 +14,10 @@ from slipstream.environments.images import PLACEHOLDER
 TEXT_PLACEHOLDER = "<image>"
 
 Message = dict[str, Any]
+Part = dict[str, Any]  # of a message's content
 
 
-def place_images(messages: Sequence[Message], images: Sequence[Message]) -> list[Message]:
+def place_images(messages: Sequence[Message], images: Sequence[Part]) -> list[Message]:
     """The messages with the images at the placeholders, in order.
 
     Placeholders are parts `{"type": "image"}`; without these parts, "<image>" in texts of the user. Without both, the
@@ -43,8 +44,8 @@ def count_placeholders(messages: Sequence[Message]) -> int:
     return sum(m["content"].count(PLACEHOLDER) for m in messages if isinstance(m["content"], list))
 
 
-def _prepend(messages: Sequence[Message], images: Sequence[Message]) -> list[Message]:
-    """The messages with the images before the content of the first user message. Raises `ValueError`."""
+def _prepend(messages: Sequence[Message], images: Sequence[Part]) -> list[Message]:
+    """The messages with the images before the content of the first user message. Raises `ValueError` without one."""
     index = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if index is None:
         raise ValueError('images need a message with the role "user"')

@@ -139,7 +139,7 @@ def _validate_steps(steps: Any, completions: Sequence[Completion]) -> tuple[tupl
 
 
 def _validate_teacher(teacher: Any, completions: Sequence[Completion]) -> tuple[array[float], ...]:
-    """Log-probabilities of a teacher: one for each sampled token, or ()."""
+    """Log-probabilities of a teacher, or (). Raises `InvalidRollout` unless each sampled token has a finite one."""
     if not teacher:
         return ()
     try:

@@ -197,7 +197,7 @@ class Tools:
         return _short(result), True
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The function's result as text."""
+        """The result of a call as text: a string as it is, other values as JSON. Raises what the function raises."""
 
         if name in self._server_schemas:
             return str(await self._functions[name](**arguments))

@@ -1,6 +1,8 @@
 """Facts about a model: its parts, sizes, attention heads, layers, experts, and limits.
 
-Functions that take a `path` read `config.json` there; functions that take a model or a configuration read that object.
+Functions with a `path` read the configuration files of that model, and `max_model_len` those of all models of a run.
+The others inspect the object that they are given. An unreadable configuration gives None or an empty result;
+`load_model` reports why.
 """
 
 from __future__ import annotations
@@ -53,14 +55,17 @@ def attention_heads(config: Any) -> AttentionHeads:
 
 
 class LogitMap(NamedTuple):
-    """Logits of the outputs x of a model's head: scale x, or with a soft cap scale softcap tanh(x / softcap)."""
+    """Logits of the outputs x of a model's head: scale x, or scale softcap tanh(x / softcap) if `softcap` is not 0.
+
+    `softcap` is `final_logit_softcapping` of a Hugging Face configuration over `scale`.
+    """
 
     scale: float
     softcap: float
 
 
 def logit_map(config: Any) -> LogitMap:
-    """How a Hugging Face `config` maps outputs of the head to logits; soft caps apply to scaled outputs."""
+    """The map from outputs of the head to logits that a Hugging Face `config` describes."""
     text = config.get_text_config()
     scale = 1.0 / (getattr(text, "logits_scaling", None) or 1.0)  # Granite
     for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
@@ -89,8 +94,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def policy_parameters(parameters: Mapping[str, nn.Parameter], policy: str) -> dict[str, nn.Parameter]:
-    """The trained parameters of a policy under names of its own: those of an adapter as in a model with an adapter for
-    each policy, and those of a whole model behind the name of the policy."""
+    """The same parameters under names that no other policy has: the adapter "default" is `policy-NAME`, and names of a
+    whole model's weights begin with `policy-NAME.`"""
     own = adapter_name(policy)
     return {
         name.replace(".default.", f".{own}.") if ".default." in name else f"{own}.{name}": p

@@ -48,7 +48,7 @@ def load_model(
 ) -> Any:  # fmt: skip
     """The causal language model at `model.path`, with adapters if `lora.rank` is set: new ones, or those at
     `lora.path`. With `policies`, an adapter for each, new or trained, all trainable. Raises `ConfigError`."""
-    options = _quantized_loading(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
+    options = _nf4_options(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
     loaded = load_causal_lm(model.path, device=device, dtype=dtype, **({} if device.type == "meta" else options))
     if loaded.config.model_type in IMAGE_TYPES:
         freeze_vision_tower(loaded)
@@ -141,10 +141,10 @@ def load_adapter(model: Any, path: str, option: str = "lora.path", name: str = "
         set_peft_model_state_dict(model, stored, adapter_name=name)
 
 
-def _quantized_loading(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Options of `from_pretrained` for 4-bit NormalFloat weights and computation in `dtype`.
+def _nf4_options(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Options of `from_pretrained` for 4-bit NormalFloat weights, not quantized twice, computing in `dtype`.
 
-    QLoRA, Dettmers et al. 2023, arXiv:2305.14314. Raises `ConfigError` if bitsandbytes is not installed.
+    NormalFloat: Dettmers et al. 2023, arXiv:2305.14314. Raises `ConfigError` if bitsandbytes is not installed.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError('lora.quantization = "4bit" needs bitsandbytes: pip install bitsandbytes')

@@ -71,17 +71,17 @@ class EngineCost:
             ratio = here.step(sequences, sequences * context) / same.step(sequences, sequences * context)
             return measured * ratio
         host = rates.host_step_s + rates.host_pair_s * sequences**2
-        return self._matrices(sequences) + self._all_reduces(sequences) + host
+        return self._matmul_seconds(sequences) + self._all_reduces(sequences) + host
 
-    def _matrices(self, sequences: int) -> float:
-        """The larger of reading the weights and of multiplying by them."""
+    def _matmul_seconds(self, sequences: int) -> float:
+        """Seconds of a decode step's matrix products on a GPU: the longer of reading the weights and multiplying."""
         gpu, rates, shape = self.cluster.gpu, self.rates, self.shape
         reading = shape.decode_bytes(sequences) / self.tp / (gpu.bandwidth * rates.bandwidth)
         operations = shape.forward_operations(sequences, 0)
         return max(reading, operations / self.tp / (gpu.operations * rates.prefill))
 
     def _all_reduces(self, tokens: float) -> float:
-        """Two in each layer."""
+        """Seconds of the all-reduces of a forward pass: two in each layer, none on one GPU."""
         if self.tp == 1:
             return 0.0
         size = tokens * self.shape.hidden * BF16 * 2 * (self.tp - 1) / self.tp

@@ -140,9 +140,9 @@ def free_memory(config: Config, shape: Shape, gpus: int, gpu: Gpu) -> float:
 
 
 def _reference_bytes(config: Config, shape: Shape) -> float:
-    """Bytes of the KL reference on each GPU of the trainer, as `trainers.reference` holds it.
+    """Bytes of the KL reference on each GPU of the trainer, as `trainers.reference` holds it; 0.0 without a KL term.
 
-    Another model than the policy is estimated at the policy's size.
+    With adapters only a reference of another model takes memory. It is estimated at the policy's size.
     """
     algorithm, trainer = config.algorithm, config.trainer
     another = algorithm.reference not in ("start", "average")

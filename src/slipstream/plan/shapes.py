@@ -68,7 +68,7 @@ class Shape:
         return 2 * BF16 * self.layers * self.kv_heads * self.head_dim
 
     def decode_bytes(self, sequences: float) -> float:
-        """Weights that one decode step reads: with few sequences not all experts are chosen."""
+        """Bytes of the weights that a decode step of `sequences` reads: of experts, the expected number."""
         touched: float = self.experts * (1 - (1 - self.active / self.experts) ** max(sequences, 1))
         unread = (self.experts - touched) * self.expert_parameters * self.layers
         return BF16 * (self.parameters - unread - (0 if self.tied else self.embedding))

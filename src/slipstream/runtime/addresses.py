@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 ADDRESS = "SLIPSTREAM_ADDRESS"  # environment variable: address of this worker for workers on other hosts
 INTERFACE = "SLIPSTREAM_INTERFACE"  # environment variable: `sync.interface`
-RANKS_FILE = "SLIPSTREAM_RANKS_FILE"  # environment variable: rendezvous file of trainer ranks on one host
-RANKS_PREFIX = ".ranks-"  # of its directory, in that of the run
+RENDEZVOUS_FILE = "SLIPSTREAM_RENDEZVOUS_FILE"  # environment variable: rendezvous file of trainer ranks on one host
+RENDEZVOUS_PREFIX = ".ranks-"  # of its directory, in that of the run
 SIOCGIFADDR = 0x8915  # see netdevice(7)
 
 
@@ -43,7 +43,7 @@ def has_own_address() -> bool:
 
 
 def may_cross_hosts(config: Config) -> bool:
-    """Whether the weight link of this run may have ends on several hosts."""
+    """Whether the weight link of this run may have ends on several hosts: with Ray, an interface or remote servers."""
     return config.runtime.kind == "ray" or bool(link_environment(config))
 
 

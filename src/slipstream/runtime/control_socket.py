@@ -38,7 +38,10 @@ class Gone(ControlError):
 
 @asynccontextmanager
 async def serve_socket(run: Path, answer: Answer) -> AsyncIterator[None]:
-    """Context in which requests at the socket of this run directory are answered. The caller holds the run's lock."""
+    """Context in which `answer` serves the socket of this run directory: one request a connection, of the run's user.
+
+    A client that disconnects cancels its request. The caller holds the run's lock.
+    """
     clients: set[asyncio.Task[None] | None] = set()
     free = asyncio.Semaphore(MAX_CLIENTS)
 

@@ -236,7 +236,11 @@ def _validate_link(link: str, placement: Placement, gpus: int) -> None:
 
 
 def _place_single_copy(config: Config, gpus: int) -> Placement:
-    """Generators and the trainer on the same GPUs. Raises `ConfigError` if their options name different devices."""
+    """Engines and trainer ranks, in processes of their own, on the same GPUs.
+
+    An engine with tensor parallelism uses all of them; otherwise each has an engine. Raises `ConfigError` for too few
+    GPUs, or if options of both name different devices.
+    """
     devices, ranks = (config.generator.device, config.trainer.device), config.trainer.ranks
     named = [device for device in devices if device != "auto"] or ["auto"]
     option = f"generator.{'tensor_parallel_size' if config.generator.tensor_parallel_size > 1 else 'replicas'}"

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from slipstream.config.schema import RuntimeConfig
-from slipstream.runtime.addresses import RANKS_FILE, RANKS_PREFIX, private_store
+from slipstream.runtime.addresses import RENDEZVOUS_FILE, RENDEZVOUS_PREFIX, private_store
 from slipstream.runtime.placement import Placement
 from slipstream.runtime.runtime import Runtime, current_runtime
 from slipstream.runtime.worker import WorkerDied, WorkerError, handle
@@ -113,8 +113,8 @@ def _rendezvous(runtime: Runtime, run: Path) -> tuple[Any, dict[str, str]]:
     It is in the directory of the run, which removes it at its next start if the controller was killed.
     """
     if runtime.kind == "local":
-        directory = TemporaryDirectory(prefix=RANKS_PREFIX, dir=run.absolute())
-        return directory, {RANKS_FILE: f"{directory.name}/store"}
+        directory = TemporaryDirectory(prefix=RENDEZVOUS_PREFIX, dir=run.absolute())
+        return directory, {RENDEZVOUS_FILE: f"{directory.name}/store"}
     store = private_store(runtime.address)
     address = {"MASTER_ADDR": runtime.address, "MASTER_PORT": str(store.port)}
     return store, address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -23,7 +23,7 @@ from slipstream.config.loading import dump
 from slipstream.config.schema import Config, ConfigError
 from slipstream.errors import NO_SYSTEM
 from slipstream.rollout import Group
-from slipstream.runtime.addresses import RANKS_PREFIX
+from slipstream.runtime.addresses import RENDEZVOUS_PREFIX
 from slipstream.runtime.closing import finish_in_thread
 from slipstream.runtime.integrity import MANIFEST, STATE, Damaged, manifest, read_whole, sealed
 from slipstream.runtime.serialization import read_lines, write_lines
@@ -142,7 +142,7 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.path / "lock")
-            for left in self.path.glob(f"{RANKS_PREFIX}*"):  # by the trainer of a killed controller
+            for left in self.path.glob(f"{RENDEZVOUS_PREFIX}*"):  # by the trainer of a killed controller
                 shutil.rmtree(left, ignore_errors=True)
         except BlockingIOError:
             raise ConfigError(f"{self.path} is in use by another process; stop that run first") from None

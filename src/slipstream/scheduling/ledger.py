@@ -58,8 +58,8 @@ class Ledger:
     """All visits of a run to the tasks of its environments, shuffled in every epoch by `seed`.
 
     A failed or stale visit returns to pending until it was tried `retries` + 1 times; then it is abandoned. A task
-    whose every try failed is retired, unless all tasks are; a restored ledger tries it again. `abandoned` counts
-    visits, `reasons` counts failed rollouts by reason.
+    is retired if every try of one of its visits failed: its visits are skipped, unless all tasks of the environment are
+    retired. A checkpoint does not hold what is retired. `abandoned` counts visits, `reasons` failed rollouts by reason.
     """
 
     streams: Sequence[TaskStream]  # one for each environment
@@ -123,7 +123,10 @@ class Ledger:
         self._try_again(visit_id)
 
     def failed(self, visit_id: int, *, rollouts: int) -> bool:
-        """Too few of the visit's rollouts succeeded; its task is tried again. Returns whether it is retired instead."""
+        """Too few of the visit's `rollouts` succeeded: the visit is pending again, or abandoned after its last try.
+
+        If all its tries failed, and none was dropped as stale, its task is retired. Returns whether it is.
+        """
         visit = self._expect(visit_id, State.RUNNING)
         visit.failed += 1
         self.counts.generated += rollouts

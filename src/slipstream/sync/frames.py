@@ -1,4 +1,4 @@
-"""Streams of frames over TCP: served to authenticated clients, fetched with resumption, and passed on while they come.
+"""Streams of frames over TCP: a server sends them to authenticated clients, which resume broken ones and pass them on.
 
 Messages are JSON and frames of bytes, never pickles; nothing is parsed before its MAC is verified (channel.py). After a
 damaged message or a broken connection a client connects again, and asks for the rest. A frame begins with a byte that
@@ -172,7 +172,7 @@ class FrameServer:
         self._listener.close()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Answer one client. A broken connection or a failed authentication ends without an error.
+        """Answer one client. `FAILURES`, such as a broken connection, end without an error.
 
         The client gets other errors as "refused".
         """

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from slipstream.config.schema import ConfigError, TrainerConfig
 from slipstream.model.context_parallel import ContextParallelGroup
 from slipstream.model.inspection import decoder_layers
-from slipstream.runtime.addresses import RANKS_FILE
+from slipstream.runtime.addresses import RENDEZVOUS_FILE
 from slipstream.sync.sharded_weights import full_tensor, local_part
 from slipstream.trainers.experts import shard_experts
 from slipstream.trainers.master_weights import cast_parameters
@@ -36,7 +36,7 @@ def rendezvous(ranks: int) -> dict[str, Any]:
     """
     if ranks == 1:
         return {"store": HashStore(), "rank": 0, "world_size": 1}
-    if file := os.environ.get(RANKS_FILE):
+    if file := os.environ.get(RENDEZVOUS_FILE):
         return {"store": FileStore(file, ranks), "rank": int(os.environ["RANK"]), "world_size": ranks}
     return {}
 

@@ -301,6 +301,7 @@ class Trainer:
         checkpoint.export(path, self.model, self.parameters, self.ranks)
 
     def _checkpoint_state(self) -> checkpoint.State:
+        """What `save` writes and `restore` overwrites in place, with the copies on the host of offloaded tensors."""
         if self._offloader:
             self._offloader.wait()
         average = self._reference.average if self._reference else {}

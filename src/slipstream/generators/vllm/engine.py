@@ -1,8 +1,8 @@
 """vLLM as an engine: token ids in; token ids, log-probabilities and exact versions out.
 
 Drives vLLM's synchronous `LLMEngine`. Weights are received and swapped by `worker_methods`. A swap is one call to the
-workers, run between two forward passes. The call returns the number of tokens that each sequence had sampled before
-it; version spans change there.
+workers, run between two forward passes. Its reply has the number of tokens that each sequence had sampled before it,
+where a version span ends; outputs that finish before the reply are withheld.
 
 Prefix caches are keyed by a salt, new for each version. A sequence without a token at a swap is submitted again, so
 that no new sequence reads keys that old weights have written.
@@ -192,7 +192,8 @@ class VllmEngine:
         return {request: tokens for request, tokens in counts.items() if tokens is not None}
 
     def swap(self, version: int, apply: Callable[[], CountsBeforeSwap], how: Interruption = "continue") -> float:
-        """Replace the weights under the running sequences by calling `apply`. Returns the pause in seconds.
+        """Replace the weights between two forward passes by calling `apply`. Returns the seconds of a reset of the KV
+        cache, else 0.0; `VllmWeights.pause_s` has the pause of the weights.
 
         `apply` returns a function that later returns the tokens which each sequence had sampled before. Until then
         (`versions_known` is False) the engine keeps stepping and withholds outputs. If `apply` raises, the version

@@ -90,7 +90,10 @@ class TokenCounter:
         runner.execute_model = execute_model
 
     def count(self) -> Callable[[], TokenCounts]:
-        """Counts as of now. Calling the result waits until the device has reached this point of its stream."""
+        """A function that returns the tokens which each request had sampled at this call; None for a finished one.
+
+        With vLLM's second model runner it waits for the device to reach this point of its stream.
+        """
         running, preempted, finished = count_tokens(self._runner), dict(self._preempted), list(self._finished)
 
         def counts() -> TokenCounts:
