@@ -8,7 +8,7 @@ RUNTIME ?= local
 # Tests that failed run once more, alone: other work on the processors may have made them miss a time limit.
 AGAIN = $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
-.PHONY: demo calculator guessing nim words gemma gsm8k study lint bench clean \
+.PHONY: demo calculator guessing nim words shapes gemma gsm8k study lint bench clean \
 	test test-main test-trackers test-verifiers test-verifiers4 test-gpu
 
 demo: $(VENV)/installed-$(RUNTIME) ## a tiny model learns addition, in a few minutes on a CPU; RUNTIME=ray: on Ray
@@ -16,6 +16,9 @@ demo: $(VENV)/installed-$(RUNTIME) ## a tiny model learns addition, in a few min
 
 calculator guessing nim words: $(VENV)/installed  ## a tiny model learns a game of several turns, in a few minutes on a CPU
 	$(BIN)/python examples/$@.py --seed $(SEED)
+
+shapes: $(VENV)/installed-dev    ## a tiny model learns to count squares in images, with vLLM, in a few minutes on a CPU
+	$(BIN)/python examples/shapes.py --seed $(SEED)
 
 test: $(VENV)/installed-dev      ## all tests; steps that need one core each run two at a time
 	$(MAKE) -j 2 lint $(patsubst %,$(VENV)/%/installed,openenv verifiers verifiers4 trackers)

@@ -37,8 +37,9 @@ LONG = (
     "sync/test_hosts.py", "runtime/test_hung.py", "controller/test_engine_supervisor.py", "e2e/test_control.py",
     "trainers/test_trainer.py", "e2e/test_systems.py", "trainers/test_parallel.py", "controller/test_colocation.py",
     "generators/test_interruption.py", "controller/test_staggered_publisher.py", "generators/vllm/test_lora.py",
-    "e2e/test_scoring.py", "controller/test_engine_restart.py", "environments/test_sandbox.py",
-    "observe/test_estimates.py", "trainers/test_step_objective.py", "e2e/test_several_environments.py",
+    "e2e/test_images.py", "e2e/test_scoring.py", "controller/test_engine_restart.py",
+    "environments/test_sandbox.py", "observe/test_estimates.py", "trainers/test_step_objective.py",
+    "e2e/test_several_environments.py",
 )  # fmt: skip
 VOCABULARY = 97
 COMMON: dict[str, Any] = {
