@@ -129,13 +129,13 @@ def _print_evaluations(options: argparse.Namespace, found: Sequence[Evaluation])
 
 
 def generate(options: argparse.Namespace, flags: list[str]) -> None:
-    from slipstream.controller.evaluation import generate_texts
+    from slipstream.tools.generate import generate
 
     config = load_policy_config(options.target, None, ["--evaluation.samples=1", *flags], default="addition")
     if config.policies:
         found = f"--prompt reaches one policy, and {options.target} has {len(config.policies)}"
         raise ConfigError(f"{found}; give the directory of one, such as RUN/policy/{config.policies[0].name}")
-    completions = asyncio.run(generate_texts(config, options.prompt))
+    completions = generate(config, options.prompt)
     for prompt, completion in zip(options.prompt, completions, strict=True):
         print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")
 

@@ -15,7 +15,7 @@ from PIL import Image as Pil
 from slipstream.config.schema import ModelConfig
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
-from slipstream.environments.images import image_bytes, image_parts
+from slipstream.environments.images import content_text, image_bytes, image_parts
 from slipstream.environments.openai_api import ChatRequest, parse_request
 from slipstream.environments.prompts import find_overlong_prompts
 from slipstream.generators.base import GenerationError
@@ -151,3 +151,14 @@ def test_a_data_uri_that_is_none_is_refused(chat: ChatTokenizer) -> None:
         messages[0]["content"][0] = wrong
         with pytest.raises(GenerationError):
             chat.encode(messages)
+
+
+def test_a_shown_prompt_has_one_placeholder_for_each_image(chat: ChatTokenizer) -> None:
+    shown = chat.decode_prompt(chat.encode(question(png(40, 16), png(20, 24), text="1 + 2 =")))
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert shown == f"u<pad> {mark}{mark}1 + 2 =<eos>a<pad> "  # the tokenizer has no colon
+
+
+def test_a_recorded_question_has_no_data_of_images() -> None:
+    assert content_text(question(png(20, 24), text="how many?")[0]["content"]) == "[image] how many?"
+    assert content_text("how many?") == "how many?" and content_text(None) == ""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 from collections import Counter
@@ -14,8 +13,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
-
-import torch
 
 from slipstream.config.environments import EnvironmentConfig
 from slipstream.config.schema import Config
@@ -45,14 +42,8 @@ from slipstream.environments.episode import (
 from slipstream.environments.load import LoadedEnvironment
 from slipstream.environments.reward_workers import ScoringError
 from slipstream.generators.base import Generator
-from slipstream.generators.torch.engine import Engine
-from slipstream.generators.torch.generator import TorchGenerator
-from slipstream.model.device import dtype_of, pick_device
-from slipstream.model.inspection import max_model_len
-from slipstream.model.loading import load_causal_lm
-from slipstream.model.tokenizer import load_tokenizer
 from slipstream.observe.events import CONTROLLER
-from slipstream.rollout import Completion, Sampling
+from slipstream.rollout import Sampling
 from slipstream.runtime.closing import gather_all
 from slipstream.runtime.event_loop import throttle
 
@@ -221,31 +212,6 @@ async def evaluate(
     add_policies(result, by_task, by_line)
     recorded = [each.describe(tokenizer) for each in by_task[:RECORDED_TASKS]]
     return {**result, "eval/duration_s": time.perf_counter() - began, "samples": recorded}
-
-
-async def generate_texts(config: Config, prompts: Sequence[str]) -> list[Completion]:
-    """Complete each prompt with the embedded engine in this process, sampling as evaluations do.
-
-    Uses the chat template if the tokenizer has one. Raises `ConfigError`.
-    """
-    generator, tokenizer = load_generator(config)
-    sampling = evaluation_sampling(config, config.environment)
-    policy = Policy(generator, ChatTokenizer(tokenizer, max_model_len(config), config.model), sampling, "")
-    seed = config.loop.seed
-    return list(await asyncio.gather(*(policy.sample(p, seed=seed + i) for i, p in enumerate(prompts))))
-
-
-def load_generator(config: Config) -> tuple[TorchGenerator, Any]:
-    """An embedded engine in this process, and the tokenizer. Raises `ConfigError`, and as `Engine`."""
-    if config.generator.threads:
-        torch.set_num_threads(config.generator.threads)
-    device = pick_device(config.generator.device, "generator.device")
-    tokenizer = load_tokenizer(config.model.path)
-    model = load_causal_lm(config.lora.path or config.model.path, device=device, dtype=dtype_of(config))
-    engine = Engine(
-        model, slots=config.generator.max_num_seqs, context=config.generator.max_model_len, tokenizer=tokenizer
-    )
-    return TorchGenerator(engine), tokenizer
 
 
 def evaluation_sampling(config: Config, environment: EnvironmentConfig) -> Sampling:

@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.episode import EpisodeOutcome, RolloutFailed
+from slipstream.environments.images import content_text
 from slipstream.environments.load import LoadedEnvironment
 from slipstream.observe.estimates import Estimate, estimate_mean, pass_at_k
 from slipstream.observe.run_totals import metric_means
@@ -181,7 +182,7 @@ def _prompt(task: Task) -> str:
     if isinstance(task.prompt, str):
         return _shorten(task.prompt)
     last: Any = task.prompt[-1] if task.prompt else None
-    return _shorten(str(last.get("content", ""))) if isinstance(last, Mapping) else ""
+    return _shorten(content_text(last.get("content"))) if isinstance(last, Mapping) else ""
 
 
 def _shorten(text: str) -> str:

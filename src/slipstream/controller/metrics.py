@@ -39,7 +39,7 @@ def record_step(run: RunContext, batch: Batch, stats: StepStats, batch_metrics: 
     }
     run.recorder.step(record, batch)
     run.progress.step(record)
-    run.progress.rollouts(batch.groups[-1], run.tokenizer.decode)
+    run.progress.rollouts(batch.groups[-1], run.chat_tokenizer.decode_prompt)
     if run.health:
         for warning in run.health.step(record, run.totals.evaluations):
             if warning.rule in ("trainer-idle", "engines-idle"):

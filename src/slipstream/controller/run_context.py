@@ -49,7 +49,7 @@ class RunContext:
         self.endpoint = Endpoint(self.chat_tokenizer)
         self.sampling = training_sampling(config, config.sampling)
         self.progress = Progress(config.loop.steps, quiet=quiet)
-        self.recorder = Recorder(directory.path, self.tokenizer.decode, self.progress.warn)
+        self.recorder = Recorder(directory.path, self.chat_tokenizer.decode_prompt, self.progress.warn)
         self.events = self.recorder.events
         self.scoring = load_scoring(config, self.chat_tokenizer, directory.path / "logs")
         if self.scoring:

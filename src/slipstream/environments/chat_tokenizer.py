@@ -211,6 +211,14 @@ class ChatTokenizer:
         cuts = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
         return text[: min(cuts)] if cuts else text
 
+    def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """Text of a prompt to show, with special tokens, and one placeholder for each image."""
+        if self._processor:
+            placeholder = self._processor.placeholder
+            pairs = zip(token_ids, (None, *token_ids), strict=False)
+            token_ids = [token for token, before in pairs if token != placeholder or before != placeholder]
+        return self._decode(token_ids, skip_special_tokens=False)
+
     def _decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids, without removing spaces before punctuation."""
         if self._has_decode_batch:

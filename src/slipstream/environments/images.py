@@ -66,6 +66,13 @@ def image_parts(prompt: Any) -> list[Mapping[str, Any]]:
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
 
 
+def content_text(content: Any) -> str:
+    """The content of a message to show: its text, with "[image]" for an image."""
+    if not isinstance(content, list | tuple):
+        return str(content or "")
+    return " ".join(part["text"] if is_text_part(part) else "[image]" for part in content)
+
+
 def is_text_part(part: Any) -> bool:
     """Whether a content part is a text: of any type except images."""
     return isinstance(part, Mapping) and part.get("type") not in IMAGE_TYPES and isinstance(part.get("text"), str)

@@ -88,9 +88,9 @@ class Evaluation:
             if each.episodes
         )
         none = tuple((float("nan"),) * len(group.rollouts) for group in groups)
-        tokenizer = load_tokenizer(self.config.model.path)
+        tokenizer = ChatTokenizer(load_tokenizer(self.config.model.path), options=self.config.model)
         try:
-            write_rollouts(path, 0, Batch(groups, none), tokenizer.decode)
+            write_rollouts(path, 0, Batch(groups, none), tokenizer.decode_prompt)
         except OSError as error:
             raise ConfigError(f"{path} can't be written: {error.strerror}; choose another file") from None
 
@@ -114,7 +114,7 @@ def evaluate_policy(config: Config, policy: str = "") -> Evaluation:
     check_policy_paths(config)
     pick_device(config.generator.device, "generator.device")
     with open_runtime(config.runtime):
-        record, played = run_bounded(_evaluate_policy(_for_engines_only(config)))
+        record, played = run_bounded(_evaluate_policy(for_engines_only(config)))
     return Evaluation(config, record, played, [policy] if policy else [each.name for each in config.policies])
 
 
@@ -139,7 +139,7 @@ def _samples(*evaluations: Evaluation) -> int:
     return lcm(*(evaluation.record["eval/samples_per_task"] for evaluation in evaluations))
 
 
-def _for_engines_only(config: Config) -> Config:
+def for_engines_only(config: Config) -> Config:
     """The configuration without trainer, its new adapters, teacher and weight link: engines get all GPUs and cores."""
     generator = config.generator.model_dump(exclude_unset=True)
     if config.generator.engine == "torch" and config.runtime.kind == "local" and not config.generator.threads:
@@ -166,7 +166,7 @@ async def _evaluate_policy(config: Config) -> tuple[dict[str, Any], list[PlayedT
     config = resolve_auto(config, runtime.gpus, runtime.hosts)
     played: list[PlayedTask] = []
     closers = [partial(close_environment, each.environment) for each in environments]
-    async with closing(*closers), _engines(config) as pool:
+    async with closing(*closers), open_engines(config) as pool:
         record = await _play(config, environments, pool, played)
     if all_failed(record):
         raise RunError(describe_failures(record))
@@ -197,7 +197,7 @@ async def _play(
 
 
 @asynccontextmanager
-async def _engines(config: Config) -> AsyncIterator[GeneratorPool]:
+async def open_engines(config: Config) -> AsyncIterator[GeneratorPool]:
     """The started engines of the configuration. Their logs are removed unless there is an error, which may name one."""
     runtime = current_runtime()
     placement = place(config, runtime.gpus)
