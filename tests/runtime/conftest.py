@@ -15,7 +15,9 @@ def cluster() -> Iterator[str]:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": MEMORY}
+    # On busy processors a node may miss health checks; Ray then ends it, and with it this process as a driver.
+    patient = {"health_check_failure_threshold": 60}
+    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": MEMORY, "_system_config": patient}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(3):
         cluster.add_node(num_cpus=2, object_store_memory=MEMORY)
