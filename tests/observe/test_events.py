@@ -98,5 +98,5 @@ def test_groups_of_older_checkpoints_have_no_times() -> None:
     """A checkpoint holds a completion as the list of its fields; those added since have defaults."""
     line = json.loads(dumps(completion(1, (0, 0, 1))))
     assert loads(dumps(completion(1, (0, 0, 1)))).ended_s == 3.0
-    older = loads(json.dumps({"Completion": line["Completion"][:-4]}).encode())
+    older = loads(json.dumps({"Completion": line["Completion"][:-5]}).encode())
     assert older == completion(1, (0, 0, 1)) and older.engine == "" and older.started_s is None

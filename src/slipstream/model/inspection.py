@@ -82,10 +82,10 @@ def adapter_dropouts(model: nn.Module) -> list[nn.Module]:
 def decoder_layers(model: nn.Module) -> list[Any]:
     """The decoder layers of a Hugging Face model, with or without adapters, and without those of a vision tower."""
     names = set(causal_lm(model)._no_split_modules or ())
+    tower = {id(part) for name, module in model.named_modules() if name.endswith("visual") for part in module.modules()}
     # Compare base classes: FSDP replaces a layer's class by a subclass.
-    return [
-        module for module in text_decoder(model).modules() if names & {kind.__name__ for kind in type(module).__mro__}
-    ]
+    layers = (module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__})
+    return [layer for layer in layers if id(layer) not in tower]
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

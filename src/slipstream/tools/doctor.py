@@ -33,9 +33,9 @@ def doctor(path: str | None, flags: Sequence[str] = (), as_json: bool = False) -
     directory = next(folder for folder in (directory, *directory.parents) if folder.is_dir())
     with open_runtime(config.runtime):
         found = run_bounded(examine(current_runtime(), config if path else None, directory))
-    if not config.generator.servers:
-        found.skipped["servers"] = "none"
     results = _results(found, bool(path))
+    if not config.generator.servers:
+        del results["servers"]
     if as_json:
         rates = [{"from": one, "to": other, "bytes_per_s": rate} for (one, other), rate in found.bandwidth.items()]
         faults, nodes = [fault._asdict() for fault in found.faults], [asdict(report) for report in found.reports]
