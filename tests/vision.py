@@ -12,6 +12,7 @@ import torch
 import transformers
 from PIL import Image
 
+from slipstream.model.images import ORIENTATION
 from tests.conftest import build_tokenizer
 
 PATCH = 4  # pixels; a token is of two by two patches
@@ -75,11 +76,13 @@ def save_vision_model(path: Path, kind: str, scale: float = 4.0) -> None:
     tokens.save_pretrained(path)
 
 
-def png(height: int, width: int, seed: int = 0) -> bytes:
-    """An encoded image of random pixels."""
+def png(height: int, width: int, seed: int = 0, orientation: int = 1) -> bytes:
+    """An encoded image of random pixels, with this orientation in its EXIF data."""
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    Image.fromarray(pixels).save(buffer, "PNG", **({"exif": exif} if orientation > 1 else {}))
     return buffer.getvalue()
 
 

@@ -100,6 +100,7 @@ class Sampling:
              f"at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARACTERS} characters"),
             ("seed", isinstance(self.seed, int), "a whole number"),
             ("json_schema", isinstance(self.json_schema, str), "JSON text"),
+            ("images", _list(self.images) and all(isinstance(i, Image) for i in self.images), "images of `rollout`"),
         ):  # fmt: skip
             if not valid:
                 raise ValueError(f"{name} = {_shown(getattr(self, name))} must be {wanted}")

@@ -20,12 +20,14 @@ from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError
 from slipstream.environments import images
 from slipstream.environments.base import Task
+from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.image_placeholders import place_images
 from slipstream.environments.images import image_bytes, image_part, normal_parts
 from slipstream.environments.load import load_environment
 from slipstream.environments.openai_api import ChatRequest, RequestError, parse_request
 from slipstream.environments.prompts import find_overlong_prompts
 from slipstream.environments.text_limits import count_characters
+from slipstream.model.images import ImageTokens
 from tests.environments.test_endpoint import Served
 
 datasets = pytest.importorskip("datasets")
@@ -380,10 +382,14 @@ async def _answer(content: Any) -> tuple[int, str]:
             await it.generator.close()
 
 
-def test_a_body_may_have_a_large_image() -> None:
-    """An image of 19 MB is read, and refused only since it is damaged."""
+def test_a_body_may_have_a_large_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image of 19 MB is read if the model reads images, and refused only since it is damaged."""
+    monkeypatch.setattr(ChatTokenizer, "image_tokens", ImageTokens(42, 8, 64, 1024))
     status, message = asyncio.run(_answer([{"type": "image_url", "image_url": {"url": uri(bytes(19_000_000))}}]))
     assert status == 400 and "the image is not an image in the formats" in message and len(message) < 300
+    monkeypatch.undo()
+    status, _ = asyncio.run(_answer([{"type": "image_url", "image_url": {"url": uri(bytes(19_000_000))}}]))
+    assert status == 413
 
 
 def test_an_image_counts_as_one_character() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from urllib.parse import urlsplit
 
 from slipstream.config.schema import Config, ConfigError
 from slipstream.controller.node_faults import MIN_BANDWIDTH, Fault
 from slipstream.controller.node_worker import NodeWorker
+from slipstream.errors import UserError
 from slipstream.generators.vllm.server_client import RequestFailed, ServerClient, inspect_server
 from slipstream.generators.vllm.worker_methods import WorkerMethods
 
@@ -16,10 +16,9 @@ CHECK = "servers"
 
 async def try_servers(trainer: NodeWorker, config: Config) -> tuple[dict[str, float], list[Fault]]:
     """Bytes per second from the worker on the trainer's node to each of `generator.servers`, and the faults."""
-    results = await asyncio.gather(*(_try_server(url, trainer, config) for url in config.generator.servers))
-    faults = [Fault(CHECK, found) for found in results if isinstance(found, str)]
-    return {url: rate for url, rate in zip(config.generator.servers, results, strict=True)
-            if isinstance(rate, float)}, faults  # fmt: skip
+    results = [await _try_server(url, trainer, config) for url in config.generator.servers]  # one stream at a time
+    rates = {url: rate for url, rate in zip(config.generator.servers, results, strict=True) if isinstance(rate, float)}
+    return rates, [Fault(CHECK, found) for found in results if isinstance(found, str)]
 
 
 async def _try_server(url: str, trainer: NodeWorker, config: Config) -> float | str:
@@ -32,6 +31,8 @@ async def _try_server(url: str, trainer: NodeWorker, config: Config) -> float | 
         rates = await client.call_workers("be reached", None, WorkerMethods.slipstream_receive_stream, *peer)
     except ConfigError as error:
         return str(error)
+    except UserError as error:
+        return f"{client.name}: the trainer's node can't send to it: {error}"
     except RequestFailed as failure:
         return f"{failure}; open the ports of this host for it, or name another network as sync.interface"
     finally:

@@ -34,7 +34,7 @@ from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
 from slipstream.model.device import pick_device
 from slipstream.model.images import IMAGE_TYPES
-from slipstream.model.inspection import attention_heads, causal_lm, max_model_len
+from slipstream.model.inspection import attention_heads, causal_lm, max_model_len, model_config
 from slipstream.model.loading import load_causal_lm, load_model
 from slipstream.model.paths import check_paths
 from slipstream.model.tokenizer import validate_same_vocabulary
@@ -131,6 +131,15 @@ def validate_models(config: Config) -> None:
         if option != "teacher.path" or config.teacher.engine == "torch":  # vLLM knows other models than transformers
             load_causal_lm(path, device=META, dtype=torch.float32, option=option)
         validate_same_vocabulary(path, option, config.model.path)
+        if option == "algorithm.reference":
+            _validate_reference(config.model.path, path)
+
+
+def _validate_reference(policy: str, reference: str) -> None:
+    """Raise `ConfigError` if the policy reads images, and the reference is a model of another type."""
+    kinds = [getattr(model_config(path), "model_type", "") for path in (policy, reference)]
+    if kinds[0] in IMAGE_TYPES and kinds[1] != kinds[0]:
+        raise ConfigError(f"algorithm.reference = {reference!r} is a {kinds[1]}; give a {kinds[0]}, as the policy is")
 
 
 def _validate_policy(config: Config, model: Any) -> None:
@@ -172,6 +181,8 @@ def _validate_image_model(config: Config, kind: str) -> None:
         f'generator.engine = "{generator.engine}"; set it to "vllm"': generator.engine != "vllm",
         "generator.servers; leave them out": generator.servers,
         "generator.engine_args.pipeline_parallel_size; leave it out": generator.pipeline_parallel_size > 1,
+        "generator.engine_args.mm_processor_kwargs, which the trainer does not apply; set the size of images in the "
+        "model's preprocessor_config.json": "mm_processor_kwargs" in generator.engine_args,
         'trainer.parallel = "tensor"; set it to "fsdp"': trainer.parallel == "tensor" and trainer.ranks > 1,
         "trainer.context_parallel; leave it out": trainer.context_parallel > 1,
         "a teacher; leave teacher.path and teacher.lag out": config.teacher.path or config.teacher.lag,

@@ -6,12 +6,12 @@ import functools
 import json
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Any, SupportsIndex
 
 from slipstream.config.schema import ConfigError, ModelConfig
-from slipstream.environments.images import image_bytes, image_parts
+from slipstream.environments.images import decode_data_uri, image_parts, image_uri
 from slipstream.environments.text_limits import MAX_INLINE, PromptLimits, count_characters, is_encodable
 from slipstream.environments.tools import (
     Call,
@@ -23,12 +23,13 @@ from slipstream.environments.tools import (
     split_hermes,
 )
 from slipstream.generators.base import GenerationError
-from slipstream.model.images import CACHED_IMAGES, IMAGE_TYPES, ImageProcessor, InvalidImages, expand, image_processor
+from slipstream.model.images import IMAGE_TYPES, ImageTokens, InvalidImages, expand, image_processor
 from slipstream.rollout import Completion, Image, int32_array
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
 DEFAULTS = ModelConfig(path="-")
+READ_IMAGES = 64  # kept with their files, for the rollouts of a group and the turns of a conversation
 MAX_TEMPLATES = 64  # copies with arguments of the chat template that requests have set
 REPLY = "THE-REPLY"  # placeholder for the text of a reply
 
@@ -38,12 +39,10 @@ def _invalid_prompt_error(prompt: Any) -> GenerationError:
     return GenerationError(f"the prompt is {prompt!r:.80}, of type {type(prompt).__name__}: {wanted}")
 
 
-@functools.lru_cache(CACHED_IMAGES)
-def _read_image(uri: str, path: str) -> Image:
-    """The image of a data URI for the model at `path`: one object for all rollouts of a group."""
-    processor = image_processor(path)
-    assert processor
-    return processor.read(image_bytes({"image": uri}))
+@functools.lru_cache(READ_IMAGES)
+def _read_image(uri: str, tokens: ImageTokens) -> Image:
+    """The image of a data URI: one object for all rollouts of a group."""
+    return tokens.read(decode_data_uri(uri))
 
 
 class ChatTokenizer:
@@ -70,33 +69,34 @@ class ChatTokenizer:
         self._templates: dict[str, ChatTokenizer] = {}
 
     @functools.cached_property
-    def _processor(self) -> ImageProcessor | None:
-        """The image processor of the model; None if it reads no images."""
-        return image_processor(self._options.path)
+    def image_tokens(self) -> ImageTokens | None:
+        """Size and placeholder of images; None if the model reads none."""
+        processor = image_processor(self._options.path)  # imports torch, as no episode worker should
+        return processor.tokens if processor else None
 
     def images(self, prompt: Any) -> tuple[Image, ...]:
         """The images of a prompt, in order. Raises `GenerationError` for images that the model can't read."""
         if not (found := image_parts(prompt)):
             return ()
-        if self._processor is None:
+        if (tokens := self.image_tokens) is None:
             known = ", ".join(IMAGE_TYPES)
             raise GenerationError(f"the prompt has images, and the model reads none; give one of type {known}")
         try:
-            return tuple(_read_image(part["image"], self._options.path) for part in found)
-        except (InvalidImages, LookupError, TypeError, ValueError) as error:
+            return tuple(_read_image(image_uri(part), tokens) for part in found)
+        except (InvalidImages, ValueError) as error:
             raise GenerationError(str(error)) from None
 
     def _with_placeholders(self, token_ids: array[int], images: Sequence[Image]) -> array[int]:
         """Token ids with a placeholder for each token of the images. Raises `GenerationError`."""
-        if self._processor is None:
+        if self.image_tokens is None:
             return token_ids
         try:
-            return expand(token_ids, images, self._processor.placeholder)
+            return expand(token_ids, images, self.image_tokens.placeholder)
         except InvalidImages as error:
             raise GenerationError(str(error)) from None
 
-    def __reduce__(self) -> tuple[type[ChatTokenizer], tuple[Any, int, ModelConfig]]:
-        return ChatTokenizer, (self._tokenizer, self.limits.context, self._options)
+    def __reduce__(self) -> tuple[Callable[..., ChatTokenizer], tuple[Any, int, ModelConfig, ImageTokens | None]]:
+        return _unpickled, (self._tokenizer, self.limits.context, self._options, self.image_tokens)
 
     def with_template(self, arguments: Mapping[str, Any]) -> ChatTokenizer:
         """A copy with further arguments of the chat template; the same one for equal arguments."""
@@ -213,8 +213,8 @@ class ChatTokenizer:
 
     def decode_prompt(self, token_ids: Sequence[int]) -> str:
         """Text of a prompt to show, with special tokens, and one placeholder for each image."""
-        if self._processor:
-            placeholder = self._processor.placeholder
+        if self.image_tokens:
+            placeholder = self.image_tokens.placeholder
             pairs = zip(token_ids, (None, *token_ids), strict=False)
             token_ids = [token for token, before in pairs if token != placeholder or before != placeholder]
         return self._decode(token_ids, skip_special_tokens=False)
@@ -252,3 +252,10 @@ class ChatTokenizer:
         if self.size(messages, tools) > MAX_INLINE:
             self.limits.validate_text(self.render(messages, tools))
         return int32_array(self._apply_template(messages, tools, tokenize=True, return_dict=False))
+
+
+def _unpickled(tokenizer: Any, context: int, options: ModelConfig, images: ImageTokens | None) -> ChatTokenizer:
+    """A tokenizer in another process, which does not read the model's files again."""
+    found = ChatTokenizer(tokenizer, context, options)
+    found.image_tokens = images
+    return found

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 MAX_BODY = 64 * 2**20  # bytes of a request
-MIN_BODY_LIMIT = 32 * 2**20  # an image of the largest size in base64 takes 26 MiB
+MIN_BODY_LIMIT = 2**20
+IMAGE_BODY_LIMIT = 32 * 2**20  # for a model that reads images, of which one takes up to 26 MiB in base64
 BYTES_PER_TOKEN = 32  # JSON may escape every character
 BODY_TIMEOUT_S = 60.0
 BACKLOG = 1024  # TCP connections that wait for `accept`
@@ -59,7 +60,8 @@ class Endpoint:
         self._sessions: dict[str, str] = {}  # the secret of each session's episode
         self._server: asyncio.Task[web.AppRunner] | None = None
         context = tokenizer.limits.context
-        self._max_body = max(MIN_BODY_LIMIT, BYTES_PER_TOKEN * context) if context else MAX_BODY
+        least = IMAGE_BODY_LIMIT if tokenizer.image_tokens else MIN_BODY_LIMIT
+        self._max_body = max(least, BYTES_PER_TOKEN * context) if context else MAX_BODY
 
     async def open(self, policy: Policy) -> str:
         """The base URL that serves `policy` until `end`. Raises `ConfigError` if aiohttp is missing."""

@@ -33,7 +33,7 @@ def image_part(value: Any, folder: Path | None) -> dict[str, Any]:
     if isinstance(value, str) and not DATA_URI.match(value):
         encoded, name = _read_file(value, folder), f"image file {value!r:.200}"
     else:
-        encoded, name = _decode_data_uri(value) if isinstance(value, str) else value, "the image"
+        encoded, name = decode_data_uri(value) if isinstance(value, str) else value, "the image"
     if not isinstance(encoded, bytes):
         raise ValueError(f"an image is {value!r:.80}; give a file, a data URI or bytes")
     if len(encoded) > MAX_IMAGE_BYTES:
@@ -42,12 +42,17 @@ def image_part(value: Any, folder: Path | None) -> dict[str, Any]:
     return {"type": "image", "image": f"data:image/{_validated_format(encoded, name)};base64,{data}"}
 
 
-def image_bytes(part: Mapping[str, Any]) -> bytes:
-    """The encoded image of a content part in the normal form. Raises `ValueError`."""
+def image_uri(part: Mapping[str, Any]) -> str:
+    """The data URI of a content part in the normal form. Raises `ValueError`."""
     uri = part.get("image")
     if not isinstance(uri, str) or not DATA_URI.match(uri):
         raise ValueError(f'the "image" of a content part is {uri!r:.80}; give a data URI: "data:image/png;base64,..."')
-    return _decode_data_uri(uri)
+    return uri
+
+
+def image_bytes(part: Mapping[str, Any]) -> bytes:
+    """The encoded image of a content part in the normal form. Raises `ValueError`."""
+    return decode_data_uri(image_uri(part))
 
 
 def normal_parts(parts: Any, folder: Path | None) -> Any:
@@ -98,7 +103,8 @@ def _normal_part(part: Any, folder: Path | None) -> dict[str, Any]:
     raise ValueError(f"a content part has type {part.get('type')!r:.80}; give text or an image")
 
 
-def _decode_data_uri(uri: str) -> bytes:
+def decode_data_uri(uri: str) -> bytes:
+    """The data of a data URI in base64. Raises `ValueError`."""
     data = uri[uri.index(",") + 1 :]
     if len(data) > MAX_IMAGE_BYTES * 2:  # before a copy: base64 with line breaks has fewer than 2 characters a byte
         raise ValueError(f"a data URI has {len(data)} characters; the limit of an image is {MAX_IMAGE_BYTES} bytes")

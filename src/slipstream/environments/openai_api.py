@@ -220,7 +220,9 @@ def _validate(kind: RequestType, body: bytes, tokenizer: ChatTokenizer) -> ChatR
             found = {name: value for name, value in found.items() if value is not None}
             for name in ("messages", "prompt"):  # before pydantic validates each item
                 if isinstance(items := found.get(name), list):
-                    tokenizer.limits.validate_tokens(f"{len(items)} tokens or messages", len(items))
+                    contents = (item.get("content") for item in items if isinstance(item, dict))
+                    count = len(items) + sum(len(content) for content in contents if isinstance(content, list))
+                    tokenizer.limits.validate_tokens(f"{count} tokens, messages or parts", count)
         fields = kind.model_validate(found)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)[:MAX_ERRORS]

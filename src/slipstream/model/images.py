@@ -1,18 +1,19 @@
 """Images in prompts: the placeholder tokens that stand for them, their positions, and the inputs of the vision tower.
 
 For models of `IMAGE_TYPES`. Their tokenizers write one placeholder for an image; the model reads a row of placeholders
-for each row of merged patches. `expand` and `collapse` convert between the two. This module imports torch only to
-process images, since reward workers import it.
+for each row of merged patches. `expand` and `collapse` convert between the two. Only `ImageProcessor` and its function
+import torch: reward and episode workers import this module, and use `ImageTokens`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import math
 from array import array
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,15 +25,58 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IMAGE_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # `model_type` of models whose prompts may hold images
-CACHED_IMAGES = 16  # processed ones, of up to 24 MB for a megapixel
+DECODED_IMAGES = 4  # kept, for the rollouts of a group: a megapixel takes 3 MB, and 24 MB once it is processed
+MAX_PIXELS = 50_000_000
+MAX_RATIO = 200  # of the longer side to the other
+ORIENTATION, FIRST_TURNED = 0x0112, 5  # the EXIF tag, and the first of its values that swap height and width
 
 
 class InvalidImages(UserError):
     """Images that do not fit the placeholders of a prompt, or that can't be read."""
 
 
+class ImageTokens(NamedTuple):
+    """The placeholder of a model, and the size of images in its tokens: pixels of a token's side, and of an image."""
+
+    placeholder: int
+    side: int
+    min_pixels: int
+    max_pixels: int
+
+    def read(self, data: bytes) -> Image:
+        """The image of an encoded file, of which only the header is read. Raises `InvalidImages`."""
+        from PIL import Image as Pil
+
+        try:
+            found = Pil.open(io.BytesIO(data))
+            width, height = found.size
+            turned = _orientation(found) >= FIRST_TURNED
+        except Exception as error:  # Pillow raises anything for damaged files
+            raise _unreadable(error) from None
+        if width * height > MAX_PIXELS:
+            raise InvalidImages(f"an image of the prompt has {width} x {height} pixels; {MAX_PIXELS} are the limit")
+        rows, columns = self._resize(*((width, height) if turned else (height, width)))
+        return Image(data, rows, columns)
+
+    def _resize(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tokens: `smart_resize` of the processor of Qwen2-VL (Wang et al. 2024, arXiv:2409.12191).
+
+        Both sides become multiples of a token's, and the area is within the limits with about the same aspect ratio.
+        """
+        if max(height, width) > MAX_RATIO * min(height, width):
+            raise InvalidImages(f"an image of the prompt has {width} x {height} pixels, a ratio above {MAX_RATIO}")
+        sides = [round(pixels / self.side) for pixels in (height, width)]
+        if sides[0] * sides[1] * self.side**2 > self.max_pixels:
+            scale = math.sqrt(height * width / self.max_pixels)
+            sides = [max(1, math.floor(pixels / scale / self.side)) for pixels in (height, width)]
+        elif sides[0] * sides[1] * self.side**2 < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width))
+            sides = [math.ceil(pixels * scale / self.side) for pixels in (height, width)]
+        return sides[0], sides[1]
+
+
 class ImageProcessor:
-    """The image processor and the placeholder of the model that a Hugging Face `config` describes."""
+    """The image processor and the `tokens` of the model that a Hugging Face `config` describes."""
 
     def __init__(self, config: Any) -> None:
         """Raises `ConfigError` without the libraries for images."""
@@ -41,24 +85,14 @@ class ImageProcessor:
             raise ConfigError(f"{found}: pip install 'slipstream-rl[images]'")
         from transformers import AutoImageProcessor
 
-        self.placeholder: int = config.image_token_id
-        self._processor = AutoImageProcessor.from_pretrained(config.name_or_path, trust_remote_code=False)
-        self._process = lru_cache(CACHED_IMAGES)(self._inputs_of_image)
+        own = self._processor = AutoImageProcessor.from_pretrained(config.name_or_path, trust_remote_code=False)
+        limits = own.size["shortest_edge"], own.size["longest_edge"]
+        self.tokens = ImageTokens(config.image_token_id, own.patch_size * own.merge_size, *limits)
+        self._process = lru_cache(DECODED_IMAGES)(self._inputs_of_image)
 
-    def read(self, data: bytes) -> Image:
-        """The image of an encoded file, of which only the header is read. Raises `InvalidImages`."""
-        from PIL import Image as Pil
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
-        own = self._processor
-        side = own.patch_size * own.merge_size  # pixels of a token
-        limits = {"min_pixels": own.size["shortest_edge"], "max_pixels": own.size["longest_edge"]}
-        try:
-            width, height = Pil.open(io.BytesIO(data)).size
-            rows, columns = (pixels // side for pixels in smart_resize(height, width, side, **limits))
-        except (OSError, ValueError, Pil.DecompressionBombError) as error:  # or of a side 200 times the other
-            raise InvalidImages(f"an image of the prompt can't be read: {' '.join(str(error).split())}") from None
-        return Image(data, rows, columns)
+    @property
+    def placeholder(self) -> int:
+        return self.tokens.placeholder
 
     def inputs(self, images: Sequence[Image]) -> dict[str, Tensor]:
         """Arguments of the model's forward method for these images, in the order of their placeholders."""
@@ -81,15 +115,37 @@ def image_processor(path: str) -> ImageProcessor | None:
     return ImageProcessor(config) if getattr(config, "model_type", "") in IMAGE_TYPES else None
 
 
-@lru_cache(CACHED_IMAGES)
+@lru_cache(DECODED_IMAGES)
 def decode_image(data: bytes) -> Any:
-    """The PIL image of an encoded file, in RGB. Raises `OSError` or `ValueError`."""
+    """The PIL image of an encoded file as cameras and browsers show it: turned by its EXIF orientation, transparency on
+    white, 16-bit gray in 8 bits. Raises `InvalidImages`."""
     from PIL import Image as Pil
+    from PIL import ImageOps
 
     try:
-        return Pil.open(io.BytesIO(data)).convert("RGB")
-    except Pil.DecompressionBombError as error:
-        raise ValueError(str(error)) from None
+        image: Any = Pil.open(io.BytesIO(data))
+        image = ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
+        if image.mode.startswith("I"):
+            image = image.point(lambda value: value / 256).convert("L")
+        if image.has_transparency_data:
+            white = Pil.new("RGBA", image.size, "white")
+            image = Pil.alpha_composite(white, image.convert("RGBA"))
+        decoded = image.convert("RGB")
+        decoded.info.clear()  # vLLM would turn it again
+        return decoded
+    except Exception as error:  # Pillow raises anything for damaged files
+        raise _unreadable(error) from None
+
+
+def _orientation(image: Any) -> int:
+    """The EXIF orientation in the header of an image; 1 is upright. A PNG may have it behind the pixels, too."""
+    in_header = image.format != "PNG" or "exif" in image.info
+    return int(image.getexif().get(ORIENTATION, 1)) if in_header else 1
+
+
+def _unreadable(error: Exception) -> InvalidImages:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return InvalidImages(f"an image of the prompt can't be read: {reason}")
 
 
 def expand(token_ids: Sequence[int], images: Sequence[Image], placeholder: int) -> array[int]:

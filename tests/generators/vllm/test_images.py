@@ -47,7 +47,7 @@ def test_each_version_is_served_exactly(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model"
     save_vision_model(path, kind)
     chat = ChatTokenizer(load_tokenizer(str(path)), 256, ModelConfig(path=str(path)))
-    prompts = [question(*(png(*size, seed=i) for size in SIZES[: i % 3])) for i in range(6)]
+    prompts = [question(*(png(*size, i, orientation=1 + i) for size in SIZES[: i % 3])) for i in range(6)]
 
     async def main() -> None:
         pools = await Cluster.start(config_of(path, "--sync.verify=full"), tmp_path)

@@ -283,7 +283,7 @@ class VllmEngine:
         Sequences that lost keys and values are recomputed after `wake`, unless a `swap` says otherwise. On a CPU vLLM
         drops keys and values, but frees no memory.
         """
-        if level and self._adapters:  # a swap restores adapters, but not the base weights
+        if level and (self._adapters or self._images):  # a swap restores neither base weights nor a vision tower
             level = SLEEP_LEVEL_KEEP_WEIGHTS
         self._llm.sleep(level, mode="keep")
         self.draining, self.asleep, self._cache_dropped = False, True, level > 0

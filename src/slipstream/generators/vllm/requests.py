@@ -125,7 +125,7 @@ def vllm_prompt(request: VllmRequest, images: ImageProcessor | None) -> dict[str
     try:
         token_ids = collapse(request.prompt, request.sampling.images, images.placeholder)
         decoded = [decode_image(image.data) for image in request.sampling.images]
-    except (InvalidImages, OSError, ValueError) as error:
+    except InvalidImages as error:
         raise GenerationError(str(error)) from None
     return {"prompt_token_ids": token_ids} | ({"multi_modal_data": {"image": decoded}} if decoded else {})
 

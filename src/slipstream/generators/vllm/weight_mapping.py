@@ -24,7 +24,7 @@ def map_parameters(
     With several pipeline stages the result has the parameters of this worker's stage. Raises `InvalidInput` with the
     name of the first parameter without a tensor, or of the first tensor in a stage without a parameter.
     """
-    if not hasattr(model, "language_model"):
+    if not (hasattr(model, "language_model") and hasattr(model, "hf_to_vllm_mapper")):
         return _map_by_name(model, shapes, rank, size, stages)
     # vLLM has its own names for the parts of a model that reads images.
     names = dict(zip(shapes, model.hf_to_vllm_mapper.apply_list([*shapes]), strict=True))

@@ -7,6 +7,7 @@ This module imports without vLLM.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -156,7 +157,9 @@ class WorkerMethods:
         }
 
     def slipstream_receive_stream(self, host: str, port: int) -> float:
-        """Bytes per second of a TCP stream that comes from this address, for `slipstream doctor`."""
+        """Bytes per second of a TCP stream from this address to the first worker; infinity for the others."""
+        if self.rank:
+            return math.inf
         with socket.create_connection((host, port), STREAM_TIMEOUT_S) as stream:
             received, began = 0, time.perf_counter()
             while data := stream.recv(2**20):
