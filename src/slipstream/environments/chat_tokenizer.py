@@ -96,7 +96,7 @@ class ChatTokenizer:
             raise GenerationError(str(error)) from None
 
     def __reduce__(self) -> tuple[Callable[..., ChatTokenizer], tuple[Any, int, ModelConfig, ImageTokens | None]]:
-        return _unpickled, (self._tokenizer, self.limits.context, self._options, self.image_tokens)
+        return _with_images, (self._tokenizer, self.limits.context, self._options, self.image_tokens)
 
     def with_template(self, arguments: Mapping[str, Any]) -> ChatTokenizer:
         """A copy with further arguments of the chat template; the same one for equal arguments."""
@@ -106,7 +106,7 @@ class ChatTokenizer:
         key = json.dumps(both, sort_keys=True, default=str)
         if not (found := self._templates.get(key)):
             options = self._options.model_copy(update={"chat_template_kwargs": both})
-            found = ChatTokenizer(self._tokenizer, self.limits.context, options)
+            found = _with_images(self._tokenizer, self.limits.context, options, self.image_tokens)
             if len(self._templates) >= MAX_TEMPLATES:
                 self._templates.clear()
             self._templates[key] = found
@@ -254,8 +254,8 @@ class ChatTokenizer:
         return int32_array(self._apply_template(messages, tools, tokenize=True, return_dict=False))
 
 
-def _unpickled(tokenizer: Any, context: int, options: ModelConfig, images: ImageTokens | None) -> ChatTokenizer:
-    """A tokenizer in another process, which does not read the model's files again."""
+def _with_images(tokenizer: Any, context: int, options: ModelConfig, images: ImageTokens | None) -> ChatTokenizer:
+    """A tokenizer that does not read the model's files again, as in another process."""
     found = ChatTokenizer(tokenizer, context, options)
     found.image_tokens = images
     return found

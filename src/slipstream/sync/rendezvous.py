@@ -75,13 +75,27 @@ def open_tunnel(gate: dict[str, Any]) -> Relay:
         return _without_timeout(other, client)
 
     try:
-        connect().close()
+        _retry_silence(connect).close()
     except (OSError, EOFError) as error:
         raise InvalidInput(
             f"{socket.gethostname()} can't reach the trainer at {gate['host']}:{gate['port']} ({error}); set "
             "sync.interface to the interface of their common network, and open all TCP ports between them"
         ) from None
     return Relay(LOOPBACK, connect)
+
+
+def _retry_silence(connect: Callable[[], socket.socket]) -> socket.socket:
+    """The connected socket. Tries again while the other end accepts and is silent, as a trainer without a processor is.
+
+    Raises `TimeoutError` once `STORE_TIMEOUT_S` have passed.
+    """
+    last = time.monotonic() + STORE_TIMEOUT_S
+    while True:
+        try:
+            return connect()
+        except BlockingIOError:  # of a read for `SILENCE_S`
+            if time.monotonic() > last:
+                raise TimeoutError(f"no answer within {STORE_TIMEOUT_S:g} s") from None
 
 
 def _authenticate(connected: socket.socket, secret: bytes, own: bytes, other: bytes) -> None:
