@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -78,3 +78,15 @@ def lives(process: int) -> bool:
 def changing(pools: Cluster) -> PerturbingTrainer:
     """The trainer of a run whose `trainer.kind` is `PerturbingTrainer`."""
     return handle(PerturbingTrainer, pools.trainer_process)
+
+
+async def published_versions(pools: Cluster, folder: Path) -> AsyncIterator[tuple[int, Path]]:
+    """Versions 0 and 1 of a run of `changing`, each with the directory of its files, once engines serve it."""
+    trainer = changing(pools)
+    await pools.link.connect(0)
+    for version in (0, 1):
+        if version:
+            await trainer.change(1)
+            await pools.link.publish(1)
+        await trainer.store(folder / str(version))
+        yield version, folder / str(version)

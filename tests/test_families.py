@@ -28,7 +28,7 @@ from tests.families import FAMILIES, Family, table
 from tests.generators.test_engine import assert_true, drain, requests
 from tests.generators.vllm.test_engine import assert_drawn_by, config_of
 from tests.model.test_policy import samples
-from tests.processes import changing
+from tests.processes import published_versions
 
 CPU = torch.device("cpu")
 FOR_VLLM = {"head_dim": 32, "hidden_size": 128, "eos_token_id": 1, "pad_token_id": 0}  # head sizes of vLLM on a CPU
@@ -101,21 +101,16 @@ def test_vllm_serves_each_version_exactly(name: str, tmp_path: Path) -> None:
 
     async def main() -> None:
         pools = await Cluster.start(config_of(path, "--algorithm.replay_routing=false", *flags), tmp_path)
-        trainer, draw = changing(pools), pools.generator.generate
+        draw = pools.generator.generate
         try:
             if family.vllm in ("GPU", "renamed"):
                 with pytest.raises(WorkerError, match=r"can't be updated in place; set sync\.link"):
                     await pools.link.connect(0)
                 return
-            await pools.link.connect(0)
-            for version in (0, 1):
-                if version:
-                    await trainer.change(1)
-                    await pools.link.publish(1)
-                await trainer.store(tmp_path / str(version))
+            async for version, stored in published_versions(pools, tmp_path):
                 for c in await asyncio.gather(*(draw([5, 6, 7 + i], Sampling(max_tokens=24)) for i in range(6))):
                     assert c.versions == (version, version)
-                    assert_drawn_by(tmp_path / str(version), c)
+                    assert_drawn_by(stored, c)
         finally:
             await pools.close()
 

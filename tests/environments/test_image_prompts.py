@@ -18,7 +18,7 @@ from PIL import Image as Pil
 from slipstream.config.schema import ModelConfig
 from slipstream.environments.base import Policy, Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
-from slipstream.environments.images import content_text, image_bytes, image_parts
+from slipstream.environments.images import content_text, decode_data_uri, image_parts, image_uri
 from slipstream.environments.openai_api import ChatRequest, parse_request
 from slipstream.environments.prompts import find_overlong_prompts
 from slipstream.generators.base import GenerationError
@@ -65,7 +65,7 @@ def by_processor(path: str, messages: Sequence[Any]) -> list[int]:
 
     processor = AutoProcessor.from_pretrained(path)
     text = processor.apply_chat_template(list(messages), add_generation_prompt=True)
-    images = [Pil.open(io.BytesIO(image_bytes(part))) for part in image_parts(messages)]
+    images = [Pil.open(io.BytesIO(decode_data_uri(image_uri(part)))) for part in image_parts(messages)]
     found: list[int] = processor(text=[text], images=images).input_ids[0]
     return list(found)
 

@@ -22,7 +22,7 @@ from slipstream.environments import images
 from slipstream.environments.base import Task
 from slipstream.environments.chat_tokenizer import ChatTokenizer
 from slipstream.environments.image_placeholders import place_images
-from slipstream.environments.images import image_bytes, image_part, normal_parts
+from slipstream.environments.images import decode_data_uri, image_part, image_uri, normal_parts
 from slipstream.environments.load import load_environment
 from slipstream.environments.openai_api import ChatRequest, RequestError, parse_request
 from slipstream.environments.prompts import find_overlong_prompts
@@ -85,7 +85,7 @@ def test_every_format_has_its_mime_type(kind: str) -> None:
     data = encoded(kind=kind)
     part = image_part(data, None)
     assert part["image"].startswith(f"data:image/{kind.lower()};base64,")
-    assert image_bytes(part) == data
+    assert decode_data_uri(image_uri(part)) == data
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_without_a_folder_only_data_uris_are_read(folder: Path, name: str) -> No
 @pytest.mark.parametrize("image", [None, "red.png", b"x", "http://x/a.png"])
 def test_only_a_data_uri_has_bytes(image: Any) -> None:
     with pytest.raises(ValueError, match=r'the "image" of a content part is .*; give a data URI'):
-        image_bytes({"type": "image", "image": image})
+        decode_data_uri(image_uri({"type": "image", "image": image}))
 
 
 def test_images_fill_placeholders_in_order() -> None:

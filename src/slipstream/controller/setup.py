@@ -33,7 +33,7 @@ from slipstream.environments.episode import episode_slots
 from slipstream.environments.prompts import describe, find_overlong_prompts
 from slipstream.errors import RunError
 from slipstream.model.device import pick_device
-from slipstream.model.images import IMAGE_TYPES
+from slipstream.model.images import reads_images
 from slipstream.model.inspection import attention_heads, causal_lm, max_model_len, model_config
 from slipstream.model.loading import load_causal_lm, load_model
 from slipstream.model.paths import check_paths
@@ -137,9 +137,11 @@ def validate_models(config: Config) -> None:
 
 def _validate_reference(policy: str, reference: str) -> None:
     """Raise `ConfigError` if the policy reads images, and the reference is a model of another type."""
-    kinds = [getattr(model_config(path), "model_type", "") for path in (policy, reference)]
-    if kinds[0] in IMAGE_TYPES and kinds[1] != kinds[0]:
-        raise ConfigError(f"algorithm.reference = {reference!r} is a {kinds[1]}; give a {kinds[0]}, as the policy is")
+    ours, theirs = (model_config(path) for path in (policy, reference))
+    if reads_images(ours) and ours.model_type != (kind := getattr(theirs, "model_type", "")):
+        raise ConfigError(
+            f"algorithm.reference = {reference!r} is a {kind}; give a {ours.model_type}, as the policy is"
+        )
 
 
 def _validate_policy(config: Config, model: Any) -> None:
@@ -154,7 +156,7 @@ def _validate_policy(config: Config, model: Any) -> None:
             f"model.path = {config.model.path!r} has weights in the format of bitsandbytes, which can't be trained; "
             "train adapters (lora.rank = 16), or give the model with whole weights"
         )
-    if model.config.model_type in IMAGE_TYPES:
+    if reads_images(model.config):
         _validate_image_model(config, model.config.model_type)
     if trainer.parallel == "tensor" and trainer.ranks > 1:
         plan_shards(model, trainer.ranks)

@@ -50,11 +50,6 @@ def image_uri(part: Mapping[str, Any]) -> str:
     return uri
 
 
-def image_bytes(part: Mapping[str, Any]) -> bytes:
-    """The encoded image of a content part in the normal form. Raises `ValueError`."""
-    return decode_data_uri(image_uri(part))
-
-
 def normal_parts(parts: Any, folder: Path | None) -> Any:
     """A list of content parts in the normal form, in which placeholders stay; any other value unchanged.
 

@@ -53,7 +53,7 @@ class Columns:
     def task(self, row: Any, name: str, source: str, folder: Path) -> Task:
         """The task of a row; paths of images are relative to the folder.
 
-        Raises `ValueError` that says what is wrong with the row.
+        Raises `ValueError` with the fault of the row.
         """
         images = self._images(row, folder)
         prompt_name = "prompt" if "{" in self.prompt else repr(self.prompt)

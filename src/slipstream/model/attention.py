@@ -29,10 +29,8 @@ VARLEN: Any = varlen.varlen_attn
 GQA_ARGUMENTS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(VARLEN).parameters else {}
 SegmentRanges = tuple[range, tuple[range, ...]]  # query tokens, and the token ranges that they attend to
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}  # `layer_types` of Hugging Face configurations
-# Keyword arguments of `attend` that say how its input is packed.
-PACKING_ARGUMENTS = (
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "key_index", "blocks", "context",
-)  # fmt: skip
+# The keyword arguments of `attend` that describe the segments of its input.
+SEGMENT_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "key_index", "blocks")
 UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")  # extensions of attention that packing does not support
 
 
@@ -76,10 +74,8 @@ class Segments:
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of a Hugging Face model's forward method that it passes on to `attend`."""
-        return {
-            "cu_seq_lens_q": self.query_bounds, "cu_seq_lens_k": self.key_bounds, "max_length_q": self.longest[0],
-            "max_length_k": self.longest[1], "key_index": self.keys, "blocks": self.blocks,
-        }  # fmt: skip
+        values = (self.query_bounds, self.key_bounds, *self.longest, self.keys, self.blocks)
+        return dict(zip(SEGMENT_ARGUMENTS, values, strict=True))
 
 
 def attend(

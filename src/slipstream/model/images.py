@@ -35,6 +35,11 @@ class InvalidImages(UserError):
     """Images that do not fit the placeholders of a prompt, or that can't be read."""
 
 
+def reads_images(config: Any) -> bool:
+    """Whether prompts for the model of a Hugging Face `config` may hold images; false for None."""
+    return getattr(config, "model_type", "") in IMAGE_TYPES
+
+
 class ImageTokens(NamedTuple):
     """The placeholder of a model, and the size of images in its tokens: pixels of a token's side, and of an image."""
 
@@ -112,7 +117,7 @@ def image_processor(path: str) -> ImageProcessor | None:
     from slipstream.model.inspection import model_config  # imports torch
 
     config = model_config(path)
-    return ImageProcessor(config) if getattr(config, "model_type", "") in IMAGE_TYPES else None
+    return ImageProcessor(config) if reads_images(config) else None
 
 
 @lru_cache(DECODED_IMAGES)

@@ -23,7 +23,7 @@ from torch import nn
 from slipstream.config.adapter import ADAPTER_WEIGHTS
 from slipstream.config.algorithm import PolicyConfig
 from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
-from slipstream.model.images import IMAGE_TYPES
+from slipstream.model.images import reads_images
 from slipstream.model.inspection import (
     INVALID_CONFIG,
     adapter_name,
@@ -50,13 +50,13 @@ def load_model(
     `lora.path`. With `policies`, an adapter for each, new or trained, all trainable. Raises `ConfigError`."""
     options = _nf4_options(device, dtype) if lora.rank and lora.quantization == "4bit" else {}
     loaded = load_causal_lm(model.path, device=device, dtype=dtype, **({} if device.type == "meta" else options))
-    if loaded.config.model_type in IMAGE_TYPES:
+    if reads_images(loaded.config):
         freeze_vision_tower(loaded)
     return add_adapters(loaded, lora, policies) if lora.rank else loaded
 
 
 def freeze_vision_tower(model: Any) -> None:
-    """Train only the text decoder and the head: engines then encode an image once, whatever version they serve."""
+    """Train only the text decoder and the head: engines then encode an image once for all versions."""
     trained = {id(p) for part in (text_decoder(model), model.get_output_embeddings()) for p in part.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
@@ -80,7 +80,7 @@ def add_adapters(loaded: Any, lora: LoraConfig, policies: Sequence[PolicyConfig]
     adapters = PeftLora(
         r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, lora_dropout=lora.dropout, bias=lora.bias,
         target_modules=targets, task_type="CAUSAL_LM", target_parameters=experts if lora.experts else [],
-        exclude_modules=VISION_TOWER if loaded.config.model_type in IMAGE_TYPES else None,
+        exclude_modules=VISION_TOWER if reads_images(loaded.config) else None,
     )  # fmt: skip
     try:
         with warnings.catch_warnings(action="ignore"):  # of a tied head, which is refused below
@@ -160,8 +160,7 @@ def load_causal_lm(
     """The causal language model at `path`: a directory (model or adapter), or a Hub name. Raises `ConfigError`."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    reads_images = getattr(model_config(path), "model_type", "") in IMAGE_TYPES
-    kind = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if reads_images(model_config(path)) else AutoModelForCausalLM
     return load_pretrained(kind, path, device=device, dtype=dtype, option=option, **options)
 
 

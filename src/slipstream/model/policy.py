@@ -15,7 +15,7 @@ from slipstream.config.schema import ConfigError
 from slipstream.errors import InvalidInput
 from slipstream.model import attention
 from slipstream.model.context_parallel import ContextParallelGroup, gather_at_positions
-from slipstream.model.images import IMAGE_TYPES
+from slipstream.model.images import reads_images
 from slipstream.model.inspection import LogitMap, attention_heads, causal_lm, logit_map, text_decoder
 from slipstream.model.logprobs import head_logits, head_logprobs
 from slipstream.model.moe_routing import ExpertRouting
@@ -39,9 +39,9 @@ class PackedPolicy(nn.Module):
         _validate_trainable(whole, self._logits)
         self.packs = _can_pack(whole)
         if self.packs:
-            reads_images = whole.config.model_type in IMAGE_TYPES
-            whole.set_attn_implementation({"text_config": attention.NAME} if reads_images else attention.NAME)
-            if reads_images:
+            with_tower = reads_images(whole.config)
+            whole.set_attn_implementation({"text_config": attention.NAME} if with_tower else attention.NAME)
+            if with_tower:
                 whole.base_model.visual.register_forward_pre_hook(_without_segments, with_kwargs=True)
                 whole.get_input_embeddings().register_forward_hook(self._embed_placeholders)
         if context:
@@ -96,7 +96,8 @@ class PackedPolicy(nn.Module):
 
 def _without_segments(tower: nn.Module, positional: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Arguments of a vision tower without those on packing, which the model passes on to all its parts."""
-    return positional, {name: value for name, value in named.items() if name not in attention.PACKING_ARGUMENTS}
+    packing = (*attention.SEGMENT_ARGUMENTS, "context")
+    return positional, {name: value for name, value in named.items() if name not in packing}
 
 
 def _local_micro_batch(batch: MicroBatch, context: ContextParallelGroup) -> tuple[MicroBatch, Tensor]:

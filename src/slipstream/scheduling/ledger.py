@@ -59,7 +59,7 @@ class Ledger:
 
     A failed or stale visit returns to pending until it was tried `retries` + 1 times; then it is abandoned. A task
     is retired if every try of one of its visits failed: its visits are skipped, unless all tasks of the environment are
-    retired. A checkpoint does not hold what is retired. `abandoned` counts visits, `reasons` failed rollouts by reason.
+    retired. A checkpoint does not hold retired tasks. `abandoned` counts visits, `reasons` failed rollouts by reason.
     """
 
     streams: Sequence[TaskStream]  # one for each environment

@@ -20,7 +20,7 @@ from slipstream.model.policy import PackedPolicy
 from slipstream.model.tokenizer import load_tokenizer
 from slipstream.rollout import Completion, Sampling, build_samples
 from tests.generators.vllm.test_engine import BOUND, config_of
-from tests.processes import changing
+from tests.processes import changing, published_versions
 from tests.vision import KINDS, png, question, save_vision_model
 
 pytestmark = [
@@ -51,7 +51,6 @@ def test_each_version_is_served_exactly(kind: str, tmp_path: Path) -> None:
 
     async def main() -> None:
         pools = await Cluster.start(config_of(path, "--sync.verify=full"), tmp_path)
-        trainer = changing(pools)
 
         async def drawn() -> list[Completion]:
             asked = [(chat.encode(p), Sampling(max_tokens=24, images=chat.images(p))) for p in prompts]
@@ -59,15 +58,10 @@ def test_each_version_is_served_exactly(kind: str, tmp_path: Path) -> None:
             return [replace(c, images=sampling.images) for c, (_, sampling) in zip(found, asked, strict=True)]
 
         try:
-            await pools.link.connect(0)
-            for version in (0, 1):
-                if version:
-                    await trainer.change(1)
-                    await pools.link.publish(1)
-                await trainer.store(tmp_path / str(version))
+            async for version, stored in published_versions(pools, tmp_path):
                 completions = await drawn()
                 assert {c.versions for c in completions} == {(version, version)}
-                assert max(map(torch.max, differences(tmp_path / str(version), completions))) < BOUND
+                assert max(map(torch.max, differences(stored, completions))) < BOUND
         finally:
             await pools.close()
 
