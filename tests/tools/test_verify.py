@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ import torch
 from slipstream.config.loading import load_config, load_verify_config
 from slipstream.config.schema import Config
 from slipstream.generators.vllm.requests import VllmRequest
+from slipstream.model.images import image_processor
 from slipstream.rollout import Completion, Sampling, VersionSpan, int32_array
 from slipstream.runtime import run_directory
 from slipstream.runtime.run_directory import scratch_directory
 from slipstream.tools import verify as verification
 from slipstream.tools.verify import RAISE_TOKENS, PerturbingTrainer, Verdict, _longer, _verdict, _with_one_engine
 from tests.conftest import build_model, build_tokenizer
+from tests.vision import save_vision_model
 
 
 def of_b(prompt: int, *token_ids: int) -> Completion:
@@ -71,6 +74,30 @@ def test_the_change_is_enlarged_if_a_and_b_give_equal_answers(
     assert capsys.readouterr().err == "A and B answer every prompt alike; once more with a larger change\n"
     needed = 1000
     assert asyncio.run(verification.verify(config)).unseen.endswith("give a trained model")
+
+
+def test_no_prompt_or_continued_completion_has_an_images_placeholder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines refuse placeholders without an image, and a fresh engine is asked with the start of a completion."""
+    save_vision_model(tmp_path, "Qwen2_5_VL")
+    placeholder = image_processor(str(tmp_path)).placeholder  # type: ignore[union-attr]
+    asked: list[tuple[list[list[int]], Sampling]] = []
+
+    async def publish(_: Config, folder: Path, prompts: list[list[int]], sampling: Sampling, *more: Any) -> Any:
+        asked.append((prompts, sampling))
+        return [of_b(5, 7, 8)] * 2 * len(prompts), {"met": 1, "pause_s": 0.0}
+
+    async def generate(_: Config, store: Path, spans: Any, sampling: Sampling) -> Any:
+        assert sampling == asked[0][1]
+        return [c.token_ids for c, _ in spans]
+
+    monkeypatch.setattr(verification, "_publish_midway", publish)
+    monkeypatch.setattr(verification, "_generate_fresh", generate)
+    config = load_verify_config(str(tmp_path), ["--generator.engine=vllm"])
+    asyncio.run(verification.verify(config, prompts=99, tokens=2, after=1))
+    prompts, sampling = asked[0]
+    assert placeholder in sampling.stop_tokens and not any(placeholder in prompt for prompt in prompts)
 
 
 @pytest.mark.parametrize("fails", [True, False])

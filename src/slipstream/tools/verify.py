@@ -13,7 +13,7 @@ import re
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -219,14 +219,16 @@ async def _verify(config: Config, prompts: int, tokens: int, after: int, strengt
     config = with_options(config, trainer={**config.trainer.model_dump(), "kind": trainer})
     vocabulary, rng = len(load_tokenizer(config.model.path)), random.Random(SEED)
     asked = [[rng.randrange(vocabulary) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(prompts)]
-    if images := image_processor(config.model.path):  # a placeholder without an image is refused
-        asked = [[token for token in prompt if token != images.placeholder] for prompt in asked]
+    # A placeholder without an image is refused: prompts have none, and completions, which become prompts, end at one.
+    barred = (images.placeholder,) if (images := image_processor(config.model.path)) else ()
+    asked = [[token for token in prompt if token not in barred] for prompt in asked]
+    sampling = _greedy(tokens, barred)
     with scratch_directory("verify") as folder:
-        completions, observed = await _publish_midway(config, folder, asked, _greedy(tokens), after, strength)
+        completions, observed = await _publish_midway(config, folder, asked, sampling, after, strength)
         by_a, by_b = ([(c, s) for c in completions for s in c.spans if s.version == v] for v in (0, 1))
         # If no token by A was kept, as under `retry`, A answers all of B's prompts, to see that the answers differ.
         by_a = by_a or [(c, c.spans[-1]) for c in completions[prompts:]]
-        again = [await _generate_fresh(fresh, folder / name, s) for name, s in (("A", by_a), ("B", by_b))]
+        again = [await _generate_fresh(fresh, folder / name, s, sampling) for name, s in (("A", by_a), ("B", by_b))]
     longer = _longer(completions[:prompts], tokens)
     return _verdict(completions, again, how=config.sync.in_flight, longer=longer, link=config.sync.link, **observed)
 
@@ -294,7 +296,7 @@ async def _publish_midway(
         await cluster.close()
 
 
-async def _generate_fresh(config: Config, store: Path, spans: Spans) -> list[array[int]]:
+async def _generate_fresh(config: Config, store: Path, spans: Spans, sampling: Sampling) -> list[array[int]]:
     """The tokens that a fresh engine with the weights in `store` generates in place of these spans."""
     if not spans:
         return []
@@ -309,15 +311,16 @@ async def _generate_fresh(config: Config, store: Path, spans: Spans) -> list[arr
             assert isinstance(generator.process, WorkerProcess)
             await handle(AdapterFromFiles, generator.process).load_adapter(str(store))
         prefixes = [c.prompt_ids + c.token_ids[: s.start] for c, s in spans]
-        completions = await asyncio.gather(*map(pool.generate, prefixes, [_greedy(s.end - s.start) for _, s in spans]))
+        lengths = [replace(sampling, max_tokens=span.end - span.start) for _, span in spans]
+        completions = await asyncio.gather(*map(pool.generate, prefixes, lengths))
         return [completion.token_ids for completion in completions]
     finally:
         await pool.close()
 
 
-def _greedy(tokens: int) -> Sampling:
+def _greedy(tokens: int, stop: tuple[int, ...]) -> Sampling:
     """Greedy sampling that ignores the end of text, since short answers would end before the swap."""
-    return Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    return Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True, stop_tokens=stop)
 
 
 def _verdict(completions: Sequence[Completion], again: Sequence[list[array[int]]], **observed: Any) -> Verdict:
