@@ -22,6 +22,9 @@ NARROW, WIDER = 512, 8
 # Limit of compiled variants: one for each kind of layer, with and without gradients, adapters, and shared prompts.
 # Beyond torch's default limit of 8, layers would silently run uncompiled.
 MAX_COMPILED_PROGRAMS = 64
+# Compiler options without which a program would depend on the number of tokens, and others would be compiled in steps:
+# by padded products, and by reductions that are fused from 4096 rows on.
+ANY_SIZE = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}
 
 
 def prepare_layers(model: Any, recompute: str, compiled: bool) -> None:
@@ -56,10 +59,12 @@ def _compile(*modules: Any) -> None:
     compiler: Any = torch._dynamo.config
     # Routers record their choice as a side effect of the forward pass; recomputation may skip it.
     compiler.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    # Else `dynamic` makes each number of a layer, such as the epsilon of a norm, a tensor on the CPU: the program gets
+    # operations there, and the compiler tries the host's vector instructions for 40 s.
+    compiler.specialize_float = True
     for module in modules:
         # Not `__call__`: FSDP's hooks differ between layers, and each layer would be compiled by itself.
-        # Padded products would make a program depend on the number of tokens, and others would be compiled in steps.
-        module.forward = torch.compile(module.forward, dynamic=True, options={"shape_padding": False})
+        module.forward = torch.compile(module.forward, dynamic=True, options=ANY_SIZE)
 
 
 def allow_recompilation() -> None:
