@@ -292,6 +292,34 @@ def test_the_error_of_a_worker_that_fails_to_start_is_raised(tmp_path: Path) -> 
     assert error.value.kind == "LoadError"
 
 
+@pytest.mark.parametrize("kind", ["module", "file", "module that fails"])
+def test_a_launched_process_imports_its_worker_before_it_is_built(kind: str, tmp_path: Path) -> None:
+    """Once: the code of a file would run again. What fails then fails again when the worker is built."""
+    code = "print('imported', flush=True)\n" + "1 / 0\n" * (kind == "module that fails")
+    code += "class Own:\n    preload = staticmethod(lambda: print('preloaded', flush=True))\n"
+    code += "    def __init__(self):\n        print('built', flush=True)\n"
+    (tmp_path / "own_worker.py").write_text(code)
+    log = tmp_path / "log"
+
+    async def main() -> None:
+        process = WorkerProcess("own", log, environment={"PYTHONPATH": str(tmp_path)})
+        try:
+            reference = f"{tmp_path / 'own_worker.py' if kind == 'file' else 'own_worker'}:Own"
+            await process.launch(reference)
+            while kind == "module" and "preloaded" not in log.read_text():
+                await asyncio.sleep(0.02)
+            await process.start(Worker, reference)
+        finally:
+            await process.stop(0.2)
+
+    if kind == "module that fails":
+        with pytest.raises(WorkerError, match="division by zero"):
+            asyncio.run(main())
+        return
+    asyncio.run(main())
+    assert log.read_text().split() == ["imported", *["preloaded"] * (kind == "module"), "built"]
+
+
 def test_a_process_that_does_not_end_is_terminated(tmp_path: Path) -> None:
     async def main() -> int:
         process = WorkerProcess("echo", tmp_path / "echo.log")

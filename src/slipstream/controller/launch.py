@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,29 +68,22 @@ class Cluster:
     async def start(cls, config: Config, directory: Path) -> Cluster:
         """Start all processes and load the model in each. Raises `ConfigError` for errors in options or model files.
 
-        Processes that share a GPU start one after the other, the trainer first; all others start concurrently.
-        Colocated engines start after the trainer is offloaded.
+        Processes that share a GPU load the model one after the other, the trainer first, and colocated engines after
+        the trainer is offloaded; all else is concurrent.
         """
         runtime = current_runtime()
         config = resolve_auto(config, runtime.gpus, runtime.hosts)
         placement = place(config, runtime.gpus)
         runtime.reserve(config, placement)
         trainer = new_trainer(config, directory, placement)
-        free, locks = asyncio.Event(), GpuLocks()
-
-        async def generators() -> GeneratorPool:
-            await free.wait()
-            return await start_generators(config, directory, placement, locks=locks)
-
-        starting = asyncio.ensure_future(generators())
+        locks, turn = GpuLocks(), AsyncExitStack()
+        await turn.enter_async_context(locks.hold(placement.trainer))
+        starting = asyncio.ensure_future(start_generators(config, directory, placement, locks=locks))
         try:
-            async with locks.hold(placement.trainer):
-                if config.sync.placement != "colocated":
-                    free.set()
+            async with turn:
                 await start_trainer(trainer, config, directory)
-            if config.sync.placement == "colocated":
-                await handle(TrainerWorker, trainer).offload()
-                free.set()
+                if config.sync.placement == "colocated":
+                    await handle(TrainerWorker, trainer).offload()
             return cls(await starting, trainer, config, directory, placement)
         except BaseException:
             starting.cancel()
@@ -185,6 +178,7 @@ async def start_generators(
         process = WorkerProcess(role, log, launcher, link_environment(config), config.runtime)
 
         async def start() -> None:
+            await process.launch(kind)  # it imports vLLM for 20 s or more
             async with locks.hold(gpus):
                 await process.start(EngineWorker, kind, config, log, placement.sharers(gpus))
 

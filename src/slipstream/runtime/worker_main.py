@@ -26,6 +26,7 @@ from slipstream.runtime.memory import freeze_heap, unshared_bytes
 from slipstream.runtime.priority import lower_priority_as_asked
 from slipstream.runtime.worker import succeeded
 
+PRELOADED = "SLIPSTREAM_WORKER"  # environment variable: the class of the worker that this process will build
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `unshared_bytes`
 START = 0  # number of the first call, which builds the worker
 ORPHAN_GRACE_S = 30.0  # for a worker to end by itself after its controller is gone
@@ -156,6 +157,13 @@ def import_class(reference: str) -> Any:
         gc.enable()
 
 
+def preload(reference: str) -> None:
+    """Import a worker's class before it is built, and call its `preload`, if it has that. Building it raises errors."""
+    if not reference.partition(":")[0].endswith(".py"):  # the code of a file would run twice
+        with contextlib.suppress(Exception):
+            getattr(import_class(reference), "preload", lambda: None)()
+
+
 def fast_exit() -> None:
     """Exit at once: freeing all modules takes a second. Runs the exit handlers of this file's own imports first."""
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
@@ -176,6 +184,8 @@ def main() -> None:
     atexit.register(fast_exit)  # before workers register handlers: handlers run in reverse order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lower_priority_as_asked()
+    if reference := os.environ.pop(PRELOADED, ""):
+        preload(reference)
     try:
         asyncio.run(WorkerServer(Connection(int(sys.argv[1]))).serve())
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -29,7 +30,7 @@ from slipstream.runtime.event_loop import call_throttled, yield_to_loop
 from slipstream.runtime.messages import MessageStream
 from slipstream.runtime.process import Launch, Launcher, LocalProcess, Process
 from slipstream.runtime.worker import WorkerDied, WorkerError, fail_unawaited, handle, last_lines, methods_of, succeeded
-from slipstream.runtime.worker_main import HEARTBEAT, START
+from slipstream.runtime.worker_main import HEARTBEAT, PRELOADED, START
 
 LOG_BYTES = 2**16
 HEARTBEAT_S = 2.5  # between two heartbeats
@@ -87,19 +88,28 @@ class WorkerProcess:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, kind: type[W], reference: str, *arguments: Any) -> W:
-        """Start a process and build the worker "module:Class" (`reference`) in it. Returns its handle, typed as `kind`.
+        """Start a process, unless `launch` did, and build the worker "module:Class" (`reference`) in it.
 
-        Raises `WorkerError` if the constructor raises, and `WorkerDied` if the process ends first.
+        Returns its handle, typed as `kind`. Raises `WorkerError` if the constructor raises, and `WorkerDied` if the
+        process ends first.
         """
-        self._loop = asyncio.get_running_loop()
-        self.process = await self._start_process()
-        if self._essential:
-            _started.add(self)
-        self._stream = MessageStream(self.process.connection, self._receive, self._reject, self._lose)
+        if not self.process:
+            await self.launch()
         if self._limits:
             self._watching = supervise(self._watch(self._limits), self.name, self.terminate)
         await self.call("start", (reference, pickle.dumps(arguments), methods_of(kind), HEARTBEAT_S))
         return handle(kind, self)
+
+    async def launch(self, reference: str = "") -> None:
+        """Start a process. With a reference it imports the worker's class at once, while it waits for `start`."""
+        self._loop = asyncio.get_running_loop()
+        if reference:
+            environment = {**self._launch.environment, PRELOADED: reference}
+            self._launch = replace(self._launch, environment=environment)
+        self.process = await self._start_process()
+        if self._essential:
+            _started.add(self)
+        self._stream = MessageStream(self.process.connection, self._receive, self._reject, self._lose)
 
     async def _start_process(self) -> Process:
         """Start the process in a thread. It is killed if this is cancelled or the worker ends meanwhile."""

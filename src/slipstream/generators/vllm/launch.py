@@ -14,7 +14,7 @@ import torch
 
 from slipstream.config.engine_args import DEFAULT_MEMORY, MAX_LORA_RANK, SHARED_MEMORY
 from slipstream.config.schema import Config, ConfigError
-from slipstream.generators.vllm.compat import cpu_head_sizes, has_mamba_kernel, validate_experts_returned
+from slipstream.generators.vllm.compat import cpu_head_sizes, fork_core, has_mamba_kernel, validate_experts_returned
 from slipstream.model.device import dtype_name, dtype_of
 from slipstream.model.images import image_processor
 from slipstream.model.inspection import attention_heads, has_experts, model_type
@@ -24,9 +24,10 @@ Part = Literal["generator", "teacher"]
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process could not use the GPU
 }
-CPU_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # starts in seconds
+WORKER_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+GPU_ENVIRONMENT = {WORKER_METHOD: "fork"}  # of a core that `fork_core` starts, which has not used the GPU
+CPU_ENVIRONMENT = {WORKER_METHOD: "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # starts in seconds
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
 SCHEDULER = "slipstream.generators.vllm.scheduler.create_scheduler"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
@@ -69,8 +70,7 @@ def start_vllm(part: Part, build: Callable[[], T], log: Path | None) -> T:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f'{part}.engine = "vllm" needs vLLM: pip install vllm')
-    for name, value in (ENVIRONMENT | ({} if torch.cuda.is_available() else CPU_ENVIRONMENT)).items():
-        os.environ.setdefault(name, value)
+    _prepare_environment()
     logged = log.stat().st_size if log else 0
     try:
         return build()
@@ -78,6 +78,23 @@ def start_vllm(part: Part, build: Callable[[], T], log: Path | None) -> T:
         raise
     except (RuntimeError, ValueError, TypeError, OSError) as error:
         raise ConfigError(f"vLLM does not start: {cause(part, error, log, logged)}") from error
+
+
+def preload_vllm() -> None:
+    """Import vLLM, here and in the process that its core is forked from, if it gets one. Uses no GPU memory."""
+    if importlib.util.find_spec("vllm") is None:
+        return
+    _prepare_environment()
+    importlib.import_module("vllm.v1.engine.llm_engine")
+
+
+def _prepare_environment() -> None:
+    """Set the variables that the user has not set; on GPUs, start the process that vLLM's core is forked from."""
+    on_gpu = torch.cuda.is_available()
+    for name, value in (ENVIRONMENT | (GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT)).items():
+        os.environ.setdefault(name, value)
+    if on_gpu:
+        fork_core()
 
 
 def new_engine(config: Config, sharers: int) -> Any:
@@ -93,6 +110,8 @@ def new_engine(config: Config, sharers: int) -> Any:
     if staged_on_cpu:  # by default vLLM binds each stage to another NUMA node
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // workers)))
+        os.environ[WORKER_METHOD] = "fork"
+        fork_core()
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=stages > 1)
     if staged_on_cpu:
         engine.collective_rpc("execute_dummy_batch")  # allocates the tensors that a stage receives
