@@ -24,7 +24,7 @@ NARROW, WIDER = 512, 8
 MAX_COMPILED_PROGRAMS = 64
 # Compiler options without which a program would depend on the number of tokens, and others would be compiled in steps:
 # by padded products, and by reductions that are fused from 4096 rows on.
-ANY_SIZE = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}
+ANY_SIZE: dict[str, Any] = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}
 
 
 def prepare_layers(model: Any, recompute: str, compiled: bool) -> None:
