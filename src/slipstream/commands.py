@@ -24,7 +24,7 @@ from slipstream.config.loading import (
     suggest,
     with_policy,
 )
-from slipstream.config.schema import ConfigError
+from slipstream.config.schema import Config, ConfigError
 from slipstream.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,15 +129,23 @@ def _print_evaluations(options: argparse.Namespace, found: Sequence[Evaluation])
 
 
 def generate(options: argparse.Namespace, flags: list[str]) -> None:
+    config = load_policy_config(options.target, None, ["--evaluation.samples=1", *flags], default="addition")
+    _check_model(config)
     from slipstream.tools.generate import generate
 
-    config = load_policy_config(options.target, None, ["--evaluation.samples=1", *flags], default="addition")
     if config.policies:
         found = f"--prompt reaches one policy, and {options.target} has {len(config.policies)}"
         raise ConfigError(f"{found}; give the directory of one, such as RUN/policy/{config.policies[0].name}")
     completions = generate(config, options.prompt)
     for prompt, completion in zip(options.prompt, completions, strict=True):
         print(f"{prompt}{completion.text}" if len(options.prompt) == 1 else f"{prompt}{completion.text}\n")
+
+
+def _check_model(config: Config) -> None:
+    """Report a misspelt path of the model before slow imports."""
+    from slipstream.model.paths import check_path
+
+    check_path(config.model.path)
 
 
 def export(options: argparse.Namespace, flags: list[str]) -> None:
@@ -153,9 +161,10 @@ def push(options: argparse.Namespace, flags: list[str]) -> None:
 
 
 def verify(options: argparse.Namespace, flags: list[str]) -> int:
+    config = load_verify_config(options.target, flags)
+    _check_model(config)
     from slipstream.tools.verify import verify
 
-    config = load_verify_config(options.target, flags)
     found = asyncio.run(verify(config, prompts=options.prompts, tokens=options.tokens, after=options.after))
     print(found.describe(config))
     return 0 if found.exact else 1
