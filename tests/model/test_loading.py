@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slipstream.config.loading import load_config
 from slipstream.config.schema import ConfigError, LoraConfig, ModelConfig
 from slipstream.model import paths as model_paths
 from slipstream.model.device import dtype_of
-from slipstream.model.inspection import first_not_finite
+from slipstream.model.inspection import first_not_finite, model_config
 from slipstream.model.loading import load_causal_lm, load_model, stored_dtype
 from slipstream.model.policy import PackedPolicy
 from slipstream.model.tokenizer import load_tokenizer, validate_same_vocabulary
@@ -142,6 +142,15 @@ def test_a_damaged_model_is_refused_with_the_name_of_a_tensor(
         with pytest.raises(ConfigError, match=said) as refused:
             load_causal_lm(str(tmp_path), device=device, dtype=dtype)
         assert str(refused.value).startswith(f"model.path = '{tmp_path}'") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["modle", "./model", "a/b/c"])
+def test_a_misspelt_directory_is_not_looked_for_on_the_hub(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*arguments: Any, **options: Any) -> None:
+        raise AssertionError(f"transformers is asked for {arguments}")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", ask)
+    assert model_config(path) is None
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,14 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-WORKER_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+OWN_PROCESS, WORKER_METHOD = "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"
 GPU_ENVIRONMENT = {
     WORKER_METHOD: "fork",  # from a core that `fork_core` starts, which has not used the GPU
     # Triton's default. If it is not set, inductor names another directory whenever it compiles, so that the next start,
     # which loads what was compiled, compiles vLLM's own kernels again, for 13 s.
     "TRITON_CACHE_DIR": str(Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"),
 }
-CPU_ENVIRONMENT = {WORKER_METHOD: "spawn", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # starts in seconds
+CPU_ENVIRONMENT = {WORKER_METHOD: "spawn", OWN_PROCESS: "0"}  # starts in seconds
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
 SCHEDULER = "slipstream.generators.vllm.scheduler.create_scheduler"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
@@ -94,11 +94,10 @@ def preload_vllm() -> None:
 
 
 def _prepare_environment() -> None:
-    """Set the variables that the user has not set; on GPUs, start the process that vLLM's core is forked from."""
-    on_gpu = torch.cuda.is_available()
-    for name, value in (ENVIRONMENT | (GPU_ENVIRONMENT if on_gpu else CPU_ENVIRONMENT)).items():
+    """Set variables that the user has not set. If vLLM's core gets a process, start that from which it is forked."""
+    for name, value in (ENVIRONMENT | (GPU_ENVIRONMENT if torch.cuda.is_available() else CPU_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
-    if on_gpu:
+    if os.environ.get(OWN_PROCESS) != "0":
         fork_core()
 
 
