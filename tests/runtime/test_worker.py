@@ -294,7 +294,7 @@ def test_the_error_of_a_worker_that_fails_to_start_is_raised(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["module", "file", "module that fails"])
 def test_a_launched_process_imports_its_worker_before_it_is_built(kind: str, tmp_path: Path) -> None:
-    """Once: the code of a file would run again. What fails then fails again when the worker is built."""
+    """Once: the code of a file would run again. An error of the import is raised when the worker is built."""
     code = "print('imported', flush=True)\n" + "1 / 0\n" * (kind == "module that fails")
     code += "class Own:\n    preload = staticmethod(lambda: print('preloaded', flush=True))\n"
     code += "    def __init__(self):\n        print('built', flush=True)\n"
@@ -306,8 +306,9 @@ def test_a_launched_process_imports_its_worker_before_it_is_built(kind: str, tmp
         try:
             reference = f"{tmp_path / 'own_worker.py' if kind == 'file' else 'own_worker'}:Own"
             await process.launch(reference)
-            while kind == "module" and "preloaded" not in log.read_text():
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(60):
+                while kind == "module" and "preloaded" not in log.read_text():
+                    await asyncio.sleep(0.02)
             await process.start(Worker, reference)
         finally:
             await process.stop(0.2)

@@ -68,19 +68,19 @@ class Cluster:
     async def start(cls, config: Config, directory: Path) -> Cluster:
         """Start all processes and load the model in each. Raises `ConfigError` for errors in options or model files.
 
-        Processes that share a GPU load the model one after the other, the trainer first, and colocated engines after
-        the trainer is offloaded; all else is concurrent.
+        Processes that share a GPU load the model one after the other, first the trainer, which colocated engines follow
+        after it is offloaded. All else is concurrent.
         """
         runtime = current_runtime()
         config = resolve_auto(config, runtime.gpus, runtime.hosts)
         placement = place(config, runtime.gpus)
         runtime.reserve(config, placement)
         trainer = new_trainer(config, directory, placement)
-        locks, turn = GpuLocks(), AsyncExitStack()
-        await turn.enter_async_context(locks.hold(placement.trainer))
+        locks, held = GpuLocks(), AsyncExitStack()
+        await held.enter_async_context(locks.hold(placement.trainer))
         starting = asyncio.ensure_future(start_generators(config, directory, placement, locks=locks))
         try:
-            async with turn:
+            async with held:
                 await start_trainer(trainer, config, directory)
                 if config.sync.placement == "colocated":
                     await handle(TrainerWorker, trainer).offload()
@@ -178,7 +178,7 @@ async def start_generators(
         process = WorkerProcess(role, log, launcher, link_environment(config), config.runtime)
 
         async def start() -> None:
-            await process.launch(kind)  # it imports vLLM for 20 s or more
+            await process.launch(kind)  # so that it imports vLLM before the GPU is free
             async with locks.hold(gpus):
                 await process.start(EngineWorker, kind, config, log, placement.sharers(gpus))
 

@@ -15,7 +15,10 @@ THRESHOLDS = (50, 4, 25_000)
 
 
 def unshared_bytes(children: bool = False) -> int:
-    """Resident memory that this process shares with no other; with `children` of descendants, too; 0 without /proc."""
+    """Resident memory without files and shared memory; with `children` of descendants, too; 0 without /proc.
+
+    Memory that a forked process shares with its parent counts for both.
+    """
     total, processes = 0, [os.getpid()]
     while processes:
         process = Path("/proc") / str(processes.pop())

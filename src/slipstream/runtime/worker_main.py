@@ -26,7 +26,7 @@ from slipstream.runtime.memory import freeze_heap, unshared_bytes
 from slipstream.runtime.priority import lower_priority_as_asked
 from slipstream.runtime.worker import succeeded
 
-PRELOADED = "SLIPSTREAM_WORKER"  # environment variable: the class of the worker that this process will build
+PRELOAD = "SLIPSTREAM_PRELOAD"  # environment variable: the class of the worker that this process will build
 HEARTBEAT = -1  # in the place of a call's number: the value is a count of progress, and `unshared_bytes`
 START = 0  # number of the first call, which builds the worker
 ORPHAN_GRACE_S = 30.0  # for a worker to end by itself after its controller is gone
@@ -50,6 +50,8 @@ class WorkerServer:
         """Run calls until the controller is gone. Raises what the worker's background work raises."""
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, name="calls", daemon=True).start()
+        if reference := os.environ.pop(PRELOAD, ""):
+            preload(reference)
         try:
             await self._ending.wait()
             if self._background and self._background.done():
@@ -158,10 +160,13 @@ def import_class(reference: str) -> Any:
 
 
 def preload(reference: str) -> None:
-    """Import a worker's class before it is built, and call its `preload`, if it has that. Building it raises errors."""
-    if not reference.partition(":")[0].endswith(".py"):  # the code of a file would run twice
-        with contextlib.suppress(Exception):
-            getattr(import_class(reference), "preload", lambda: None)()
+    """Import a worker's class before it is built, and call its `preload` if there is one. Prints errors."""
+    if reference.partition(":")[0].endswith(".py"):  # the code of a file would run twice
+        return
+    try:
+        getattr(import_class(reference), "preload", lambda: None)()
+    except Exception:
+        traceback.print_exc()
 
 
 def fast_exit() -> None:
@@ -184,8 +189,6 @@ def main() -> None:
     atexit.register(fast_exit)  # before workers register handlers: handlers run in reverse order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lower_priority_as_asked()
-    if reference := os.environ.pop(PRELOADED, ""):
-        preload(reference)
     try:
         asyncio.run(WorkerServer(Connection(int(sys.argv[1]))).serve())
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -30,7 +30,7 @@ from slipstream.runtime.event_loop import call_throttled, yield_to_loop
 from slipstream.runtime.messages import MessageStream
 from slipstream.runtime.process import Launch, Launcher, LocalProcess, Process
 from slipstream.runtime.worker import WorkerDied, WorkerError, fail_unawaited, handle, last_lines, methods_of, succeeded
-from slipstream.runtime.worker_main import HEARTBEAT, PRELOADED, START
+from slipstream.runtime.worker_main import HEARTBEAT, PRELOAD, START
 
 LOG_BYTES = 2**16
 HEARTBEAT_S = 2.5  # between two heartbeats
@@ -101,10 +101,10 @@ class WorkerProcess:
         return handle(kind, self)
 
     async def launch(self, reference: str = "") -> None:
-        """Start a process. With a reference it imports the worker's class at once, while it waits for `start`."""
+        """Start a process. With a reference it imports the worker's class, and then waits for `start`."""
         self._loop = asyncio.get_running_loop()
         if reference:
-            environment = {**self._launch.environment, PRELOADED: reference}
+            environment = {**self._launch.environment, PRELOAD: reference}
             self._launch = replace(self._launch, environment=environment)
         self.process = await self._start_process()
         if self._essential:

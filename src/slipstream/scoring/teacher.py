@@ -168,7 +168,7 @@ class VllmTeacher:
         from slipstream.generators.vllm.compat import exit_when_core_dies
         from slipstream.generators.vllm.launch import start_vllm
 
-        self._llm: Any = start_vllm("teacher", lambda: _new_engine(config, path), log)
+        self._llm: Any = start_vllm("teacher", lambda: _new_engine(config, path), log, config.teacher.engine_args)
         self._closing = exit_when_core_dies(self._llm.llm_engine)
 
     def score(self, completions: Sequence[Completion]) -> list[list[float]]:

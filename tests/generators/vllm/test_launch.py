@@ -12,10 +12,15 @@ import transformers
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slipstream.config.schema import ConfigError
+from slipstream.generators.vllm import launch
+from slipstream.generators.vllm.compat import WORKER_METHOD, core_context
 from slipstream.generators.vllm.launch import (
+    ENVIRONMENT,
     MIN_CPU_CACHE_BYTES,
+    OWN_PROCESS,
     cause,
     cpu_arguments,
+    start_vllm,
     validate_head_size,
     validate_mamba,
 )
@@ -172,3 +177,33 @@ def test_models_that_vllm_serves_no_adapters_for_are_refused_with_the_alternativ
     assert told.endswith('<= 258048; train all weights (lora.rank = 0), or set generator.engine = "torch"')
     told = cause("generator", ValueError("BloomForCausalLM does not support LoRA yet."), None, 0)
     assert told.endswith("LoRA yet.; train all weights (lora.rank = 0), or give another model")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "engine_args", "method", "context"),
+    [
+        (True, {}, {}, "fork", "forkserver"),
+        (True, {WORKER_METHOD: "spawn"}, {}, "spawn", "spawn"),
+        (True, {OWN_PROCESS: "0"}, {}, "spawn", "spawn"),
+        (True, {}, {"numa_bind": True}, "spawn", "spawn"),
+        (False, {}, {}, "spawn", "spawn"),
+        (False, {OWN_PROCESS: "1"}, {}, "spawn", "spawn"),
+    ],
+)
+def test_processes_of_vllm_are_forked_only_if_the_core_has_one_on_a_gpu(
+    gpu: bool, given: dict[str, str], engine_args: dict[str, bool], method: str, context: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The user's variables come first, and some options of vLLM need processes that are spawned."""
+    pytest.importorskip("vllm")
+    for name in (*ENVIRONMENT, WORKER_METHOD, OWN_PROCESS, "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # so that the variable is restored
+        monkeypatch.delenv(name)
+    for name, value in {"VLLM_CACHE_ROOT": "/caches", **given}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    servers = list[str]()
+    monkeypatch.setattr(launch, "fork_core", lambda: servers.append("started"))
+    found = start_vllm("generator", lambda: (os.environ[WORKER_METHOD], core_context()), None, engine_args)
+    assert (found[0], found[1].get_start_method(), bool(servers)) == (method, context, method == "fork")
+    assert os.environ.get("TRITON_CACHE_DIR") == ("/caches/triton" if gpu else None)

@@ -26,6 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 CORE_CHECK_INTERVAL_S = 0.5
 CORE_MODULES = ["vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"]
+WORKER_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -54,15 +55,23 @@ def scales_span_ranks() -> bool:
 
 
 def fork_core() -> None:
-    """Have vLLM's engine core forked from a process that imports vLLM from now on, with the environment of now.
+    """Start a fork server that imports vLLM, and let vLLM fork its engine core from it.
 
-    A new process would begin these imports, which take 5 to 20 s, only when this process has ended its own.
+    A spawned core would import vLLM only after this process has. The server keeps the present environment variables.
     """
     multiprocessing.set_forkserver_preload(CORE_MODULES)
     forkserver.ensure_running()
     from vllm.v1.engine import utils
 
-    utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+    utils.get_mp_context = core_context
+
+
+def core_context() -> Any:
+    """The multiprocessing context of vLLM's core. The method may have changed since the fork server started."""
+    from vllm.utils.system_utils import get_mp_context
+
+    forks = os.environ.get(WORKER_METHOD) == "fork"
+    return multiprocessing.get_context("forkserver") if forks else get_mp_context()
 
 
 def core_has_own_process(llm: Any) -> bool:

@@ -69,7 +69,7 @@ class VllmEngine:
     """
 
     def __init__(self, config: Config, version: int = 0, sharers: int = 1, log: Path | None = None) -> None:
-        self._llm: Any = start_vllm("generator", lambda: new_engine(config, sharers), log)
+        self._llm: Any = start_vllm("generator", lambda: new_engine(config, sharers), log, config.generator.engine_args)
         self._eos = end_of_sequence(generation_config(config.model.path), self._llm.model_config.hf_config)
         self._seeded = config.loop.max_lag == 0
         self._images = image_processor(config.model.path)

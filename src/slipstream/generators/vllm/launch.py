@@ -6,7 +6,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +14,13 @@ import torch
 
 from slipstream.config.engine_args import DEFAULT_MEMORY, MAX_LORA_RANK, SHARED_MEMORY
 from slipstream.config.schema import Config, ConfigError
-from slipstream.generators.vllm.compat import cpu_head_sizes, fork_core, has_mamba_kernel, validate_experts_returned
+from slipstream.generators.vllm.compat import (
+    WORKER_METHOD,
+    cpu_head_sizes,
+    fork_core,
+    has_mamba_kernel,
+    validate_experts_returned,
+)
 from slipstream.model.device import dtype_name, dtype_of
 from slipstream.model.images import image_processor
 from slipstream.model.inspection import attention_heads, has_experts, model_type
@@ -25,14 +31,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-OWN_PROCESS, WORKER_METHOD = "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"
-GPU_ENVIRONMENT = {
-    WORKER_METHOD: "fork",  # from a core that `fork_core` starts, which has not used the GPU
-    # Triton's default. If it is not set, inductor names another directory whenever it compiles, so that the next start,
-    # which loads what was compiled, compiles vLLM's own kernels again, for 13 s.
-    "TRITON_CACHE_DIR": str(Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache"),
-}
-CPU_ENVIRONMENT = {WORKER_METHOD: "spawn", OWN_PROCESS: "0"}  # starts in seconds
+OWN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # of the engine core
+CPU_ENVIRONMENT = {OWN_PROCESS: "0"}  # starts in seconds
+SPAWN_ARGUMENTS = {"numa_bind", "mm_tensor_ipc"}  # engine arguments that vLLM applies to spawned processes only
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
 SCHEDULER = "slipstream.generators.vllm.scheduler.create_scheduler"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
@@ -68,14 +69,20 @@ OPTIONS = {
 }
 
 
-def start_vllm(part: Part, build: Callable[[], T], log: Path | None) -> T:
+def start_vllm(part: Part, build: Callable[[], T], log: Path | None, engine_args: Mapping[str, Any]) -> T:
     """Result of `build`, which starts vLLM for a part of the run whose process writes to `log`.
+
+    `engine_args` are the user's.
 
     Raises `ConfigError` with the reason why vLLM does not start, and the option to change.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f'{part}.engine = "vllm" needs vLLM: pip install vllm')
-    _prepare_environment()
+    _set_environment()
+    if not SPAWN_ARGUMENTS.isdisjoint(engine_args):
+        os.environ[WORKER_METHOD] = "spawn"
+    elif os.environ[WORKER_METHOD] == "fork":
+        fork_core()
     logged = log.stat().st_size if log else 0
     try:
         return build()
@@ -86,19 +93,36 @@ def start_vllm(part: Part, build: Callable[[], T], log: Path | None) -> T:
 
 
 def preload_vllm() -> None:
-    """Import vLLM, here and in the process that its core is forked from, if it gets one. Uses no GPU memory."""
+    """Import vLLM, here and in the process that its core is forked from, if there is one. Uses no GPU memory."""
     if importlib.util.find_spec("vllm") is None:
         return
-    _prepare_environment()
+    _set_environment()
+    if os.environ[WORKER_METHOD] == "fork":
+        fork_core()
     importlib.import_module("vllm.v1.engine.llm_engine")
 
 
-def _prepare_environment() -> None:
-    """Set variables that the user has not set. If vLLM's core gets a process, start that from which it is forked."""
-    for name, value in (ENVIRONMENT | (GPU_ENVIRONMENT if torch.cuda.is_available() else CPU_ENVIRONMENT)).items():
+def _set_environment() -> None:
+    """Set variables of vLLM that the user has not set."""
+    on_gpu = torch.cuda.is_available()
+    own_process = os.environ.get(OWN_PROCESS) != "0"
+    # Forked ranks can use a GPU only if the core that they are forked from has not: then it is no part of this process.
+    method = {WORKER_METHOD: "fork" if on_gpu and own_process else "spawn"}
+    for name, value in (ENVIRONMENT | method | (gpu_environment() if on_gpu else CPU_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
-    if os.environ.get(OWN_PROCESS) != "0":
-        fork_core()
+
+
+def gpu_environment() -> dict[str, str]:
+    """The directory of all compiled kernels, which belongs to vLLM's cache; empty if the home directory is unknown.
+
+    By default a start that compiles layers uses another directory than a start that loads them. The second start would
+    compile vLLM's own kernels again, for 13 s.
+    """
+    root = os.environ.get("VLLM_CACHE_ROOT") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm"
+    try:
+        return {"TRITON_CACHE_DIR": str(Path(root).expanduser() / "triton")}
+    except RuntimeError:
+        return {}
 
 
 def new_engine(config: Config, sharers: int) -> Any:
@@ -112,10 +136,11 @@ def new_engine(config: Config, sharers: int) -> Any:
     stages, workers = config.generator.pipeline_parallel_size, config.generator.gpus_per_engine
     staged_on_cpu = stages > 1 and not torch.cuda.is_available()
     if staged_on_cpu:  # by default vLLM binds each stage to another NUMA node
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        binding = os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // workers)))
-        os.environ[WORKER_METHOD] = "fork"
-        fork_core()
+        if binding == "nobind":  # a forked stage could not be bound
+            os.environ[WORKER_METHOD] = "fork"
+            fork_core()
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=stages > 1)
     if staged_on_cpu:
         engine.collective_rpc("execute_dummy_batch")  # allocates the tensors that a stage receives
