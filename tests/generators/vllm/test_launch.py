@@ -13,7 +13,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from slipstream.config.schema import ConfigError
 from slipstream.generators.vllm import launch
-from slipstream.generators.vllm.compat import WORKER_METHOD, core_context
 from slipstream.generators.vllm.launch import (
     ENVIRONMENT,
     MIN_CPU_CACHE_BYTES,
@@ -180,30 +179,29 @@ def test_models_that_vllm_serves_no_adapters_for_are_refused_with_the_alternativ
 
 
 @pytest.mark.parametrize(
-    ("gpu", "given", "engine_args", "method", "context"),
+    ("gpu", "given", "engine_args", "forked"),
     [
-        (True, {}, {}, "fork", "forkserver"),
-        (True, {WORKER_METHOD: "spawn"}, {}, "spawn", "spawn"),
-        (True, {OWN_PROCESS: "0"}, {}, "spawn", "spawn"),
-        (True, {}, {"numa_bind": True}, "spawn", "spawn"),
-        (False, {}, {}, "spawn", "spawn"),
-        (False, {OWN_PROCESS: "1"}, {}, "spawn", "spawn"),
+        (True, {}, {}, True),
+        (True, {OWN_PROCESS: "0"}, {}, False),
+        (True, {}, {"numa_bind": True}, False),
+        (False, {}, {}, False),
+        (False, {OWN_PROCESS: "1"}, {}, False),
     ],
 )
-def test_processes_of_vllm_are_forked_only_if_the_core_has_one_on_a_gpu(
-    gpu: bool, given: dict[str, str], engine_args: dict[str, bool], method: str, context: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The user's variables come first, and some options of vLLM need processes that are spawned."""
+def test_the_core_of_vllm_is_forked_only_if_it_has_a_process_on_a_gpu(
+    gpu: bool, given: dict[str, str], engine_args: dict[str, bool], forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not if an option of vLLM needs a process that is spawned. The user's variables come first."""
     pytest.importorskip("vllm")
-    for name in (*ENVIRONMENT, WORKER_METHOD, OWN_PROCESS, "TRITON_CACHE_DIR"):
+    for name in (*ENVIRONMENT, OWN_PROCESS, "TRITON_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # so that the variable is restored
         monkeypatch.delenv(name)
     for name, value in {"VLLM_CACHE_ROOT": "/caches", **given}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    servers = list[str]()
-    monkeypatch.setattr(launch, "fork_core", lambda: servers.append("started"))
-    found = start_vllm("generator", lambda: (os.environ[WORKER_METHOD], core_context()), None, engine_args)
-    assert (found[0], found[1].get_start_method(), bool(servers)) == (method, context, method == "fork")
+    forks = list[str]()
+    monkeypatch.setattr(launch, "fork_core", lambda: forks.append("core"))
+    start_vllm("generator", lambda: None, None, engine_args)
+    assert bool(forks) == forked
+    assert os.environ.get(OWN_PROCESS) == given.get(OWN_PROCESS, None if gpu else "0")
     assert os.environ.get("TRITON_CACHE_DIR") == ("/caches/triton" if gpu else None)

@@ -26,7 +26,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 CORE_CHECK_INTERVAL_S = 0.5
 CORE_MODULES = ["vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"]
-WORKER_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def refusals() -> tuple[type[Exception], ...]:
@@ -54,24 +53,18 @@ def scales_span_ranks() -> bool:
     return hasattr(fp8, "amax_for_tp_weight_quant")
 
 
-def fork_core() -> None:
-    """Start a fork server that imports vLLM, and let vLLM fork its engine core from it.
-
-    A spawned core would import vLLM only after this process has. The server keeps the present environment variables.
-    """
+def start_core_server() -> None:
+    """Start a fork server that imports vLLM. It keeps the present environment variables."""
     multiprocessing.set_forkserver_preload(CORE_MODULES)
     forkserver.ensure_running()
+
+
+def fork_core() -> None:
+    """Let vLLM fork its engine core from the fork server. A spawned core would import vLLM after this process has."""
+    start_core_server()
     from vllm.v1.engine import utils
 
-    utils.get_mp_context = core_context
-
-
-def core_context() -> Any:
-    """The multiprocessing context of vLLM's core. The method may have changed since the fork server started."""
-    from vllm.utils.system_utils import get_mp_context
-
-    forks = os.environ.get(WORKER_METHOD) == "fork"
-    return multiprocessing.get_context("forkserver") if forks else get_mp_context()
+    utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
 
 
 def core_has_own_process(llm: Any) -> bool:

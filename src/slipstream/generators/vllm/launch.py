@@ -15,10 +15,10 @@ import torch
 from slipstream.config.engine_args import DEFAULT_MEMORY, MAX_LORA_RANK, SHARED_MEMORY
 from slipstream.config.schema import Config, ConfigError
 from slipstream.generators.vllm.compat import (
-    WORKER_METHOD,
     cpu_head_sizes,
     fork_core,
     has_mamba_kernel,
+    start_core_server,
     validate_experts_returned,
 )
 from slipstream.model.device import dtype_name, dtype_of
@@ -30,10 +30,10 @@ Part = Literal["generator", "teacher"]
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process forked from one that has used the GPU could not use it
 }
 OWN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"  # of the engine core
 CPU_ENVIRONMENT = {OWN_PROCESS: "0"}  # starts in seconds
-SPAWN_ARGUMENTS = {"numa_bind", "mm_tensor_ipc"}  # engine arguments that vLLM applies to spawned processes only
 EXTENSION = "slipstream.generators.vllm.worker_extension.WorkerExtension"
 SCHEDULER = "slipstream.generators.vllm.scheduler.create_scheduler"
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_LORA_RANK)  # values that vLLM accepts as max_lora_rank
@@ -72,16 +72,12 @@ OPTIONS = {
 def start_vllm(part: Part, build: Callable[[], T], log: Path | None, engine_args: Mapping[str, Any]) -> T:
     """Result of `build`, which starts vLLM for a part of the run whose process writes to `log`.
 
-    `engine_args` are the user's.
-
-    Raises `ConfigError` with the reason why vLLM does not start, and the option to change.
+    `engine_args` are the user's. Raises `ConfigError` with the reason why vLLM does not start, and the option to change.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f'{part}.engine = "vllm" needs vLLM: pip install vllm')
     _set_environment()
-    if not SPAWN_ARGUMENTS.isdisjoint(engine_args):
-        os.environ[WORKER_METHOD] = "spawn"
-    elif os.environ[WORKER_METHOD] == "fork":
+    if _can_fork_core() and not engine_args.get("numa_bind"):  # which vLLM applies to spawned processes only
         fork_core()
     logged = log.stat().st_size if log else 0
     try:
@@ -97,19 +93,20 @@ def preload_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         return
     _set_environment()
-    if os.environ[WORKER_METHOD] == "fork":
-        fork_core()
+    if _can_fork_core():
+        start_core_server()
     importlib.import_module("vllm.v1.engine.llm_engine")
 
 
 def _set_environment() -> None:
     """Set variables of vLLM that the user has not set."""
-    on_gpu = torch.cuda.is_available()
-    own_process = os.environ.get(OWN_PROCESS) != "0"
-    # Forked ranks can use a GPU only if the core that they are forked from has not: then it is no part of this process.
-    method = {WORKER_METHOD: "fork" if on_gpu and own_process else "spawn"}
-    for name, value in (ENVIRONMENT | method | (gpu_environment() if on_gpu else CPU_ENVIRONMENT)).items():
+    for name, value in (ENVIRONMENT | (gpu_environment() if torch.cuda.is_available() else CPU_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
+
+
+def _can_fork_core() -> bool:
+    """Whether vLLM's core gets a process, on a GPU; vLLM on a CPU sets variables later that the core needs."""
+    return torch.cuda.is_available() and os.environ.get(OWN_PROCESS) != "0"
 
 
 def gpu_environment() -> dict[str, str]:
@@ -136,11 +133,8 @@ def new_engine(config: Config, sharers: int) -> Any:
     stages, workers = config.generator.pipeline_parallel_size, config.generator.gpus_per_engine
     staged_on_cpu = stages > 1 and not torch.cuda.is_available()
     if staged_on_cpu:  # by default vLLM binds each stage to another NUMA node
-        binding = os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // workers)))
-        if binding == "nobind":  # a forked stage could not be bound
-            os.environ[WORKER_METHOD] = "fork"
-            fork_core()
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=stages > 1)
     if staged_on_cpu:
         engine.collective_rpc("execute_dummy_batch")  # allocates the tensors that a stage receives
