@@ -72,7 +72,7 @@ OPTIONS = {
 def start_vllm(part: Part, build: Callable[[], T], log: Path | None, engine_args: Mapping[str, Any]) -> T:
     """Result of `build`, which starts vLLM for a part of the run whose process writes to `log`.
 
-    `engine_args` are the user's. Raises `ConfigError` with the reason why vLLM does not start, and the option to change.
+    `engine_args` are the user's. Raises `ConfigError` with the reason why vLLM does not start, and what to change.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(f'{part}.engine = "vllm" needs vLLM: pip install vllm')
