@@ -14,8 +14,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from slipstream.config.schema import Config, ConfigError
-from slipstream.model.paths import adapter_config, check_path
+from slipstream.config.schema import Config
+from slipstream.model.paths import adapter_config, may_be_model
 
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -181,10 +181,11 @@ def model_config(path: str, **options: Any) -> Any:
 
     if adapter := adapter_config(path):
         path = adapter["base_model_name_or_path"]
+    elif not may_be_model(path):  # transformers would ask the Hub for it, six times in 23 s
+        return None
     try:
-        check_path(path)  # transformers would ask the Hub for a misspelt directory, six times in 23 s
         return AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
-    except (ConfigError, OSError, ValueError, *INVALID_CONFIG):
+    except (OSError, ValueError, *INVALID_CONFIG):
         return None
 
 

@@ -59,7 +59,7 @@ def check_path(path: str, option: str = "model.path") -> None:
         _check_generation_config(local / "generation_config.json")
     elif local.exists():
         raise ConfigError(f"{option} = {path!r} is a file; give the directory that the model was saved to")
-    elif path.startswith(("/", "./", "../", "~")) or path.count("/") != 1:
+    elif not may_be_model(path):
         raise ConfigError(f"{option} = {path!r}: no such directory, and not a Hub name (owner/name)")
     elif local.parent.is_dir():
         found = f"no such directory in {str(local.parent)!r}, which is here"
@@ -74,6 +74,11 @@ def check_path(path: str, option: str = "model.path") -> None:
             f"{option} = {path!r}: no such directory, and {constants.ENDPOINT} can't be reached to look for a model of "
             "this name; give a local directory, or connect this host"
         )
+
+
+def may_be_model(path: str) -> bool:
+    """Whether `path` exists, or has the form of a Hub name (owner/name). Reads no file and asks no Hub."""
+    return Path(path).exists() or (not path.startswith(("/", "./", "../", "~")) and path.count("/") == 1)
 
 
 def _check_weights(folder: Path, setting: str) -> None:
