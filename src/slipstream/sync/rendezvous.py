@@ -21,7 +21,7 @@ from slipstream.runtime.addresses import LOOPBACK
 from slipstream.sync.channel import RETRY_S, Channel, Listener
 
 CONNECT_TIMEOUT_S = 20.0  # of a receiver to the gate
-STORE_TIMEOUT_S = 60.0  # for the store to listen
+STORE_TIMEOUT_S = 60.0  # for the store to listen, and for a silent gate to answer
 BYTES = 2**16  # read at once
 
 
@@ -56,14 +56,8 @@ class Gate(Relay):
 
     def _admit(self, client: socket.socket) -> socket.socket:
         _authenticate(client, self._secret, b"gate", b"tunnel")
-        last = time.monotonic() + STORE_TIMEOUT_S
-        while True:  # vLLM opens its store later than the gate
-            try:
-                return _without_timeout(socket.create_connection((LOOPBACK, self._store)), client)
-            except ConnectionRefusedError:
-                if time.monotonic() > last:
-                    raise
-                time.sleep(RETRY_S)
+        store = LOOPBACK, self._store  # vLLM opens it later than the gate
+        return _without_timeout(_retry(lambda: socket.create_connection(store), ConnectionRefusedError), client)
 
 
 def open_tunnel(gate: dict[str, Any]) -> Relay:
@@ -75,27 +69,27 @@ def open_tunnel(gate: dict[str, Any]) -> Relay:
         return _without_timeout(other, client)
 
     try:
-        _retry_silence(connect).close()
+        _retry(connect, BlockingIOError).close()  # a trainer without a processor accepts, and is silent for `SILENCE_S`
     except (OSError, EOFError) as error:
+        silent = isinstance(error, BlockingIOError)
+        found = f"no answer within {STORE_TIMEOUT_S:g} s" if silent else error
         raise InvalidInput(
-            f"{socket.gethostname()} can't reach the trainer at {gate['host']}:{gate['port']} ({error}); set "
+            f"{socket.gethostname()} can't reach the trainer at {gate['host']}:{gate['port']} ({found}); set "
             "sync.interface to the interface of their common network, and open all TCP ports between them"
         ) from None
     return Relay(LOOPBACK, connect)
 
 
-def _retry_silence(connect: Callable[[], socket.socket]) -> socket.socket:
-    """The connected socket. Tries again while the other end accepts and is silent, as a trainer without a processor is.
-
-    Raises `TimeoutError` once `STORE_TIMEOUT_S` have passed.
-    """
+def _retry(connect: Callable[[], socket.socket], failure: type[OSError]) -> socket.socket:
+    """The connected socket. Tries again after this failure, and raises it once `STORE_TIMEOUT_S` have passed."""
     last = time.monotonic() + STORE_TIMEOUT_S
     while True:
         try:
             return connect()
-        except BlockingIOError:  # of a read for `SILENCE_S`
+        except failure:
             if time.monotonic() > last:
-                raise TimeoutError(f"no answer within {STORE_TIMEOUT_S:g} s") from None
+                raise
+            time.sleep(RETRY_S)
 
 
 def _authenticate(connected: socket.socket, secret: bytes, own: bytes, other: bytes) -> None:
