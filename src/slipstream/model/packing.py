@@ -197,9 +197,7 @@ def pack(
     def of(name: str) -> list[Any]:
         return [getattr(sample, name) for sample in packed]
 
-    token_ids = np.concatenate([*(s.token_ids[at.start : at.stop] for s, at in pieces), np.zeros(padding, np.int32)])
-    placeholders = _sampled_placeholders(pieces, processor) if processor else []
-    token_ids[placeholders] = 0
+    token_ids, placeholders = _row_tokens(pieces, padding, processor)
     images = processor.inputs(_images_in_row(pieces, processor)) if processor else {}
     return MicroBatch(
         input_ids=concat_to_device([token_ids], torch.long, device),
@@ -254,6 +252,16 @@ def _lay_out(
             elif own:
                 segments.append((own, (shared, own)))
     return pieces, predicts, segments, end
+
+
+def _row_tokens(
+    pieces: Sequence[tuple[Sample, range]], padding: int, processor: ImageProcessor | None
+) -> tuple[np.ndarray, list[int]]:
+    """The token ids of the row, and the indices of placeholders that the policy has sampled: 0 stands for them."""
+    token_ids = np.concatenate([*(s.token_ids[at.start : at.stop] for s, at in pieces), np.zeros(padding, np.int32)])
+    placeholders = _sampled_placeholders(pieces, processor) if processor else []
+    token_ids[placeholders] = 0
+    return token_ids, placeholders
 
 
 def _positions(
